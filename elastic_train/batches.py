@@ -1,0 +1,83 @@
+"""The batches of a world: from its position in the run to the end of training, one list of micro-batches per step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from elastic_train.config import Config
+from elastic_train.datasets import EpochDataset, as_fetched
+from elastic_train.sampler import MicroBatch, StepSampler
+from elastic_train.state import TrainState
+from elastic_train.stopping import die_with_parent
+from elastic_train.world import World
+
+
+class RunSampler:
+    """A `batch_sampler` over all epochs that are left, so that loader processes start once per world, not per epoch."""
+
+    def __init__(self, state: TrainState, world: World, config: Config) -> None:
+        self._start = (state.epoch, state.samples_done, state.step)
+        self._last_step = state.last_step
+        self._arguments: dict[str, Any] = {
+            "length": state.length,
+            "seed": config.seed,
+            "global_batch_size": config.global_batch_size,
+            "rank": world.rank,
+            "world_size": world.world_size,
+            "virtual_ranks": config.virtual_ranks if config.reduction == "ordered" else None,
+            "micro_batch_size": state.micro_batch_size,
+            "max_steps": state.last_step,
+        }
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        epoch, samples_done, step = self._start
+        while step < self._last_step:
+            sampler = StepSampler(epoch=epoch, samples_done=samples_done, steps_done=step, **self._arguments)
+            for micro_batch in sampler:
+                step = micro_batch.step
+                yield micro_batch
+            epoch, samples_done = epoch + 1, 0
+
+
+def steps(
+    dataset: Dataset[Any], collate: Any, state: TrainState, world: World, config: Config, device: torch.device
+) -> Iterator[list[tuple[MicroBatch, Any]]]:
+    """This rank's micro-batches, a list per step, from `state`'s position to the end of training.
+
+    Reading ahead changes nothing: the position is what is committed.
+    """
+    reader = EpochDataset(dataset, seed=config.seed, collate=collate)
+    sampler = RunSampler(state, world, config)
+    fetched: Iterable[tuple[MicroBatch, Any]]
+    if config.num_workers == 0 and device.type == "cpu":
+        fetched = map(reader.__getitems__, sampler)  # what a DataLoader would do, without its cost per batch
+    else:
+        fetched = DataLoader(
+            reader,
+            batch_sampler=sampler,  # type: ignore[arg-type]  # yields MicroBatch, not lists
+            num_workers=config.num_workers,
+            collate_fn=as_fetched,
+            pin_memory=device.type == "cuda",
+            worker_init_fn=start_loader_process if config.num_workers else None,
+        )
+    step: list[tuple[MicroBatch, Any]] = []
+    for micro_batch, batch in fetched:
+        step.append((micro_batch, batch))
+        if micro_batch.is_last:
+            yield step
+            step = []
+
+
+def start_loader_process(_worker: int) -> None:
+    """The `worker_init_fn` of every DataLoader whose processes live beside training."""
+    # torchrun and terminals signal a worker's whole process group. A loader that dies of that takes the step in hand
+    # and the snapshot of the stop with it: to stop is for the trainer alone to decide.
+    os.setpgid(0, 0)
+    # A loader that outlived its trainer would hold the trainer's sockets and lock files open.
+    die_with_parent()
+    torch.set_num_threads(1)

@@ -1,0 +1,186 @@
+"""The command line of a worker: typed, documented, checked once and before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from elastic_train.errors import UsageError
+
+DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
+DOWNLOADABLE = ("mnist", "fashion-mnist", "cifar10")
+
+
+def switch() -> bool:
+    """A field that is off until its flag is given; it takes no value and has no `--no...` twin."""
+    off: bool = dataclasses.field(default=False, metadata={"custom_args": {"action": "store_true"}})
+    return off
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train a model with PyTorch DDP; stop, resume and change the number of machines at any step."""
+
+    dataset: Literal["digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic"] = "digits"
+    """what to train on; digits comes with the installation"""
+    data_dir: Path = Path("data")
+    """where torchvision's data lies (imagefolder: the folder that holds train/ and test/)"""
+    download: bool = switch()
+    """let torchvision download the data set into --data-dir, once per node"""
+    num_workers: int = 0
+    """DataLoader processes per rank; 0 loads in the training process, right for data in memory"""
+    model: str = "cnn"
+    """cnn, mlp, or any torchvision classification model, e.g. resnet18"""
+    task: str | None = None
+    """MODULE:NAME of your own Task, instead of --dataset and --model"""
+
+    epochs: int = 30
+    """passes over the training set"""
+    max_steps: int | None = None
+    """end after this many optimizer steps, if that comes before --epochs"""
+    global_batch_size: int = 64
+    """samples per optimizer step over all ranks; the same for every world size"""
+    virtual_ranks: int = 8
+    """fixed shards of a step in ordered mode; must divide --global-batch-size"""
+    reduction: Literal["fast", "ordered"] = "fast"
+    """fast: DDP's own all-reduce; ordered: the same bits for every world size"""
+    strict: bool = switch()
+    """in ordered mode: an operator without a deterministic form is an error, not a warning"""
+    micro_batch_size: int | None = None
+    """most samples per forward pass on a rank; default: what a rank has in the first world"""
+    eval_every: int = 5
+    """epochs between evaluations on the test set; there is always one at the end"""
+
+    optimizer: Literal["auto", "sgd", "adamw"] = "auto"
+    """auto: what suits the task"""
+    lr: float | None = None
+    """peak learning rate; default: what suits the task"""
+    momentum: float | None = None
+    """of sgd; default: what suits the task"""
+    weight_decay: float | None = None
+    """default: what suits the task"""
+    schedule: Literal["auto", "constant", "cosine"] = "auto"
+    """learning rate by committed step; auto: what suits the task"""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """bf16 and fp16 by autocast; fp16 with a GradScaler that is part of the state"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is one"""
+    seed: int = 0
+    """seeds the weights, the order of samples, augmentation and dropout"""
+
+    run_dir: Path | None = None
+    """everything a run leaves is here, and an existing run is continued; default: runs/<run id>"""
+    fresh: bool = switch()
+    """start anew: an existing run in --run-dir is moved aside"""
+    snapshot_every: int = 100
+    """steps between snapshots; 0 keeps only those at a stop and at the end"""
+    snapshot_dir: Path | None = None
+    """where snapshots go; default: <run-dir>/snapshots"""
+    keep_snapshots: int = 3
+    """newest snapshots kept"""
+    peer_timeout: float = 10.0
+    """seconds: a peer silent this long is taken for dead (hang, partition)"""
+    min_nodes: int | None = None
+    """fewer nodes than this wait for others instead of training; default: from --nnodes"""
+    wait_timeout: float = 600.0
+    """seconds to wait for --min-nodes before saving and giving up"""
+    store_endpoint: str | None = None
+    """HOST:PORT of the rendezvous, where it cannot be found out from torchrun's own flags"""
+    formation_timeout: float = 300.0
+    """seconds to wait for all members when a world forms, the imports of the slowest included"""
+    ledger: bool = switch()
+    """also write which samples each step used, under <run-dir>/ledger"""
+    no_progress: bool = switch()
+    """plain log lines instead of a progress bar (always so when stderr is no terminal)"""
+    debug: bool = switch()
+    """tracebacks of expected errors, and verbose logs"""
+
+
+def parse(arguments: Sequence[str]) -> Config:
+    """The checked configuration.
+
+    Raises:
+        UsageError: an unknown flag or a bad value. `--help` prints and raises SystemExit(0).
+    """
+    # Imported here, for these two are needed only where a command line is read.
+    from simple_parsing import ArgumentParser
+    from simple_parsing.wrappers.field_wrapper import DashVariant
+
+    class Parser(ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise UsageError(f"{message} (--help lists all flags)")
+
+    parser = Parser(
+        prog="elastic_train",
+        allow_abbrev=False,
+        add_option_string_dash_variants=DashVariant.DASH,
+    )
+    parser.add_arguments(Config, dest="config")
+    config: Config = parser.parse_args(list(arguments)).config
+    check(config)
+    return config
+
+
+def check(config: Config) -> None:
+    """Every check on a value or between two values.
+
+    Raises:
+        UsageError: names the flag, its value and what would work.
+    """
+    at_least = {
+        "epochs": 1, "max_steps": 1, "global_batch_size": 1, "virtual_ranks": 1, "micro_batch_size": 1,
+        "eval_every": 1, "min_nodes": 1, "keep_snapshots": 1, "snapshot_every": 0, "num_workers": 0, "seed": 0,
+        "momentum": 0.0, "weight_decay": 0.0,
+    }  # fmt: skip
+    for name, least in at_least.items():
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            raise UsageError(f"{flag(name)} {value}: must be at least {least}")
+    for name in ("lr", "formation_timeout", "peer_timeout", "wait_timeout"):
+        value = getattr(config, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UsageError(f"{flag(name)} {value}: must be a positive number")
+    if config.seed >= 2**63:
+        raise UsageError(f"--seed {config.seed}: must be below 2**63")
+    if config.reduction == "ordered" and config.global_batch_size % config.virtual_ranks:
+        near = nearest_multiples(config.global_batch_size, config.virtual_ranks)
+        raise UsageError(
+            f"--virtual-ranks {config.virtual_ranks} does not divide --global-batch-size "
+            f"{config.global_batch_size}: take a batch of {' or '.join(map(str, near))}"
+        )
+    if config.strict and config.reduction != "ordered":
+        raise UsageError("--strict belongs to --reduction ordered; fast promises no bits")
+    if config.micro_batch_size is not None and config.micro_batch_size > config.global_batch_size:
+        raise UsageError(
+            f"--micro-batch-size {config.micro_batch_size} is larger than --global-batch-size "
+            f"{config.global_batch_size}: a rank never has more than the global batch"
+        )
+    if config.download and config.task is None and config.dataset not in DOWNLOADABLE:
+        raise UsageError(f"--download: {config.dataset} is not downloaded; that is for {', '.join(DOWNLOADABLE)}")
+    if config.optimizer == "adamw" and config.momentum is not None:
+        raise UsageError(f"--momentum {config.momentum}: adamw has none; it belongs to --optimizer sgd")
+    if config.task is not None and ":" not in config.task:
+        raise UsageError(f"--task {config.task}: write MODULE:NAME, e.g. my_package.my_task:MyTask")
+
+
+def nearest_multiples(value: int, divisor: int) -> list[int]:
+    """The multiples of `divisor` next to `value`, below and above, without zero."""
+    below = value // divisor * divisor
+    return [m for m in (below, below + divisor) if m > 0]
+
+
+def flag(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def as_json(config: Config) -> dict[str, Any]:
+    """The configuration for result.json and snapshots: plain values only."""
+    return {
+        name: os.fspath(value) if isinstance(value, Path) else value
+        for name, value in dataclasses.asdict(config).items()
+    }

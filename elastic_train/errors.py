@@ -1,0 +1,97 @@
+"""Every error that elastic_train raises on purpose.
+
+ElasticTrainError            ends a worker with one line; `exit_code` says with which code
+├── UsageError               a flag or a combination of flags is wrong (exit code 2)
+├── DatasetMissing           the data is not where the flags say
+├── TaskMismatch             a snapshot, or another member, belongs to another task, seed, batch size, ...
+├── SnapshotError            a snapshot cannot be written or read
+│   └── SnapshotDamaged      its bytes are not the ones that its manifest promises
+├── RunDirectoryError        the run directory cannot be used
+│   ├── RunDirectoryInUse    another live job owns it
+│   └── OwnershipLost        a newer generation, or another job, has taken it over from this process
+├── StoreUnreachable         the rendezvous store does not answer
+├── FormationFailed          no process group could be formed
+├── TrainingDiverged         the loss is NaN or infinite
+├── LeftOut                  the others go on without this worker
+│   └── Refused              its flags, data or versions are not those of the run
+└── Stopped                  a signal ended this worker while it waited for others (exit code 143 or 130)
+
+Anything else that reaches the end of the process is a bug, ours or the task's, and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import signal
+
+
+class ElasticTrainError(Exception):
+    """Base of all of them. The message is one line: what is wrong, with the value, and what to do."""
+
+    exit_code = 1
+
+
+class UsageError(ElasticTrainError):
+    """A flag, or a combination of flags, that cannot work."""
+
+    exit_code = 2
+
+
+class DatasetMissing(ElasticTrainError):
+    """The data set is not where the flags say."""
+
+
+class TaskMismatch(ElasticTrainError):
+    """Two things that must agree (a snapshot and the flags, two members) do not; names both values."""
+
+
+class SnapshotError(ElasticTrainError):
+    """A snapshot cannot be written or read."""
+
+
+class SnapshotDamaged(SnapshotError):
+    """The bytes of a snapshot are not the ones that its manifest promises."""
+
+
+class RunDirectoryError(ElasticTrainError):
+    """The run directory cannot be used."""
+
+
+class RunDirectoryInUse(RunDirectoryError):
+    """Another live job owns the run directory."""
+
+
+class OwnershipLost(RunDirectoryError):
+    """A newer generation, or another job, has taken the run directory over from this process."""
+
+
+class StoreUnreachable(ElasticTrainError):
+    """The rendezvous store does not answer."""
+
+
+class FormationFailed(ElasticTrainError):
+    """No process group could be formed."""
+
+
+class TrainingDiverged(ElasticTrainError):
+    """The loss became NaN or infinite."""
+
+
+class LeftOut(ElasticTrainError):
+    """The others have gone on without this worker; it must not train on."""
+
+
+class Refused(LeftOut):
+    """This worker may not train with the others: its flags, data or versions are not those of the run."""
+
+
+class Stopped(ElasticTrainError):
+    """SIGTERM or SIGINT told this worker to stop before it had anything to save."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.exit_code = 128 + signum
+
+
+def first_line(error: BaseException) -> str:
+    """An error of a library, fit for one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,101 @@
+"""Evaluation on the test set, sharded over the ranks: every sample once, and the same result for every world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from elastic_train.batches import start_loader_process
+from elastic_train.datasets import EpochDataset, as_fetched
+from elastic_train.process_group import broadcast_bytes
+from elastic_train.sampler import MicroBatch
+from elastic_train.tasks import Task
+from elastic_train.world import World
+
+BLOCK_SAMPLES = 256
+"""samples per forward pass; fixed, so that sums do not depend on the world size"""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over the whole test set, the same on every rank."""
+
+    num_samples: int
+    metrics: dict[str, float]
+
+    @property
+    def accuracy(self) -> float | None:
+        return self.metrics.get("correct")
+
+
+class BlockSampler:
+    """A `batch_sampler` over this rank's blocks of the test set; rank 0 always has the first one."""
+
+    def __init__(self, length: int, world: World) -> None:
+        self.length = length
+        self.num_blocks = -(-length // BLOCK_SAMPLES)
+        self.blocks = range(world.rank, self.num_blocks, world.world_size)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for block in self.blocks:
+            start, stop = block * BLOCK_SAMPLES, min((block + 1) * BLOCK_SAMPLES, self.length)
+            yield MicroBatch(
+                epoch=0, step=0, shard=block, indices=np.arange(start, stop), step_samples=self.length, is_last=False
+            )
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, task: Task, dataset: Any, world: World, device: torch.device, *, seed: int, num_workers: int
+) -> Evaluation:
+    """Every rank calls it; each runs its blocks, and the sums of all blocks are added in block order.
+
+    In fast mode BatchNorm's running statistics differ between ranks; those of rank 0 are what a snapshot holds, so
+    they are made everybody's first.
+    """
+    if world.world_size > 1:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+    sampler = BlockSampler(len(dataset), world)
+    loader = DataLoader(
+        EpochDataset(dataset, seed=seed, collate=task.collate),
+        batch_sampler=sampler,  # type: ignore[arg-type]  # yields MicroBatch, not lists
+        num_workers=min(num_workers, len(sampler)),
+        collate_fn=as_fetched,
+        worker_init_fn=start_loader_process if num_workers else None,
+    )
+    sums: dict[str, torch.Tensor] = {}
+    was_training = model.training
+    model.eval()
+    for micro_batch, batch in loader:
+        for name, value in task.evaluate(model, task.to_device(batch, device)).items():
+            by_block = sums.setdefault(name, torch.zeros(sampler.num_blocks, dtype=torch.float64))
+            by_block[micro_batch.shard] = value.double().cpu()
+    model.train(was_training)
+    names = _agreed_names(sums, world)
+    table = torch.stack([sums.get(name, torch.zeros(sampler.num_blocks, dtype=torch.float64)) for name in names])
+    if world.world_size > 1:
+        dist.all_reduce(table)  # every entry is one rank's value plus zeros: exact
+    totals = [sum(row, start=0.0) for row in table.tolist()]
+    return Evaluation(
+        num_samples=sampler.length,
+        metrics={name: total / sampler.length for name, total in zip(names, totals, strict=True)},
+    )
+
+
+def _agreed_names(sums: dict[str, torch.Tensor], world: World) -> list[str]:
+    """The metrics' names on every rank; a rank without blocks knows none, rank 0 always knows them."""
+    if world.world_size == 1:
+        return sorted(sums)
+    own = "\n".join(sorted(sums)).encode() if world.rank == 0 else None
+    return broadcast_bytes(own, 0).decode().split("\n")

@@ -1,0 +1,163 @@
+"""Image classifiers by name: two small ones of our own, and all of torchvision's.
+
+A torchvision model keeps its own names in the `state_dict`, since nothing is wrapped around it. What it needs of its
+input (three channels, a least size) is done to the batch before the call, by `fit_images`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elastic_train.errors import UsageError
+
+OWN_MODELS = ("cnn", "mlp")
+
+CIFAR_STEM_UP_TO = 64
+"""ResNets for images up to this size, in pixels, do not shrink them fourfold before the first block."""
+
+_RESNETS = ("resnet", "resnext", "wide_resnet")
+_FIXED_SIZE = {"vit_": 224, "maxvit_": 224}
+# A training batch of one sample must still leave BatchNorm more than one value per channel. torchvision's models
+# shrink images 32-fold and go on at 2 x 2; Inception, which does not pad, needs more.
+_LEAST_SIZE = {"inception_v3": 128}
+_USUAL_LEAST_SIZE = 64
+_RESNET_LEAST_SIZE = 32
+_CNN_LEAST_SIZE = 8
+# Trained without BatchNorm, these need small steps with SGD.
+_WITHOUT_BATCH_NORM = ("alexnet", "squeezenet")
+_TRANSFORMER_LIKE = ("vit_", "swin_", "maxvit_", "convnext_")
+
+
+@dataclass(frozen=True)
+class InputForm:
+    """The images that a model takes."""
+
+    channels: int
+    image_size: int
+
+
+def input_form(name: str, channels: int, image_size: int) -> InputForm:
+    """What the model `name` wants to be given where the data has `channels` and `image_size`."""
+    if name == "mlp":
+        return InputForm(channels, image_size)
+    if name == "cnn":
+        return InputForm(channels, max(image_size, _CNN_LEAST_SIZE))
+    for prefix, size in _FIXED_SIZE.items():
+        if name.startswith(prefix):
+            return InputForm(3, size)
+    least = _RESNET_LEAST_SIZE if name.startswith(_RESNETS) else _LEAST_SIZE.get(name, _USUAL_LEAST_SIZE)
+    return InputForm(3, max(image_size, least))
+
+
+def fit_images(images: Tensor, form: InputForm) -> Tensor:
+    """`images` (sample, channel, height, width) with one channel repeated and resized, where `form` asks for it."""
+    if images.shape[1] == 1 and form.channels != 1:
+        images = images.expand(-1, form.channels, -1, -1)
+    if images.shape[-2:] != (form.image_size, form.image_size):
+        size = (form.image_size, form.image_size)
+        images = F.interpolate(images, size=size, mode="bilinear", align_corners=False)
+    return images
+
+
+def check_model_name(name: str) -> None:
+    """Raises: UsageError, with the names that are close."""
+    if name in OWN_MODELS:
+        return
+    from torchvision import models  # type: ignore[import-untyped]
+
+    names = [*OWN_MODELS, *models.list_models(module=models)]
+    if name not in names:
+        close = get_close_matches(name, names, n=3)
+        hint = f"did you mean {', '.join(close)}?" if close else "choose cnn, mlp or a torchvision classifier"
+        raise UsageError(f"--model {name}: no such model; {hint}")
+
+
+def build_model(name: str, *, channels: int, classes: int, image_size: int) -> nn.Module:
+    """A freshly initialised model for images of the data's `channels` and `image_size`; seed torch before the call.
+
+    It takes images in the form that `input_form` gives for the same arguments. The `state_dict` of a torchvision
+    model loads with `strict=True` into torchvision's own of `classes` classes; of a ResNet for images up to
+    `CIFAR_STEM_UP_TO` pixels it has the same keys, but a smaller first convolution.
+    Raises: UsageError for an unknown name, or a number of channels that the model cannot take.
+    """
+    check_model_name(name)
+    form = input_form(name, channels, image_size)
+    if name == "mlp":
+        return mlp(channels, classes, image_size)
+    if name == "cnn":
+        return cnn(channels, classes, form.image_size)
+    if channels not in (1, 3):
+        raise UsageError(f"--model {name} takes images of 1 or 3 channels, but the data has {channels}")
+    return _torchvision_model(name, classes, image_size)
+
+
+def mlp(channels: int, classes: int, image_size: int) -> nn.Sequential:
+    """Two hidden layers and no BatchNorm."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(channels * image_size**2, 256),
+        nn.ReLU(),
+        nn.Linear(256, 128),
+        nn.ReLU(),
+        nn.Linear(128, classes),
+    )
+
+
+def cnn(channels: int, classes: int, image_size: int) -> nn.Sequential:
+    """A small convolutional net with BatchNorm and dropout, for images from 8 pixels.
+
+    Averages instead of maxima, and a fixed last window instead of an adaptive one: both have a deterministic backward
+    pass on every device. BatchNorm only where the map is larger than 1 x 1, so that one sample is enough.
+    """
+    layers = [*_convolution(channels, 32), *_convolution(32, 32), nn.AvgPool2d(2), *_convolution(32, 64)]
+    width, size = 64, image_size // 2
+    while size > 8:
+        layers += [nn.AvgPool2d(2), *_convolution(width, 128)]
+        width, size = 128, size // 2
+    layers += [nn.AvgPool2d(size // 2), nn.Flatten(), nn.Dropout(0.25), nn.Linear(4 * width, classes)]
+    return nn.Sequential(*layers)
+
+
+def _convolution(in_channels: int, out_channels: int) -> list[nn.Module]:
+    return [
+        nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(),
+    ]
+
+
+def _torchvision_model(name: str, classes: int, image_size: int) -> nn.Module:
+    from torchvision import models
+
+    # The two with auxiliary classifiers return a tuple in training; without them they return a tensor like the rest.
+    options = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
+    model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **options)
+    if isinstance(model, models.ResNet) and image_size <= CIFAR_STEM_UP_TO:
+        # The stem of the CIFAR experiments in the literature; the usual one would leave 32 pixels at 1 x 1.
+        model.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
+        nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+        model.maxpool = nn.Identity()
+    return model
+
+
+def sgd_lr(name: str) -> float:
+    """A learning rate for SGD with momentum 0.9 and about 64 samples per step."""
+    is_plain_vgg = name.startswith("vgg") and not name.endswith("_bn")
+    return 0.01 if is_plain_vgg or name.startswith(_WITHOUT_BATCH_NORM) else 0.05
+
+
+def adamw_lr(name: str) -> float:
+    """A learning rate for AdamW and about 64 samples per step."""
+    return 2e-3 if name in OWN_MODELS else 5e-4
+
+
+def prefers_adamw(name: str) -> bool:
+    return name.startswith(_TRANSFORMER_LIKE)
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
