@@ -1,0 +1,157 @@
+"""What happened, as JSON lines: `events/` and `ledger/` of a run directory.
+
+One object per line, written by a single `write(2)` to a file opened for appending: a process that is killed leaves
+whole lines, whatever the moment. There is one file per worker process, so no two processes ever share one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elastic_train.world import World
+
+
+class JsonLines:
+    """An append-only file of JSON objects, made at the first line; every line is in the kernel before `write` returns.
+
+    A file system that is full or gone must not end the training: at the first failure the file is given up, with one
+    line on stderr.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd: int | None = None
+        self._is_given_up = False
+
+    def write(self, line: dict[str, Any]) -> None:
+        if self._is_given_up:
+            return
+        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        try:
+            if self._fd is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if os.write(self._fd, data) != len(data):
+                os.write(self._fd, b"\n")  # the disk filled up within the line: end it, so that readers skip only it
+        except OSError as error:
+            self._is_given_up = True
+            self.close()
+            print(
+                f"elastic_train: warning: {self.path} is given up: {error.strerror}; training goes on",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class EventLog:
+    """The events of one worker; every line says who wrote it and where its run stood."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        host: str,
+        local_rank: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.directory = directory
+        self._lines = JsonLines(directory / file_name(host, local_rank, os.getpid()))
+        self._identity = {"pid": os.getpid(), "host": host}
+        self._rank, self._world_size = rank, world_size
+        self._generation: int | None = None
+        self.step = 0
+        """committed steps so far; the training loop keeps it current"""
+
+    def enter(self, world: World) -> None:
+        """From now on lines carry this world's rank, size and generation."""
+        self._rank, self._world_size, self._generation = world.rank, world.world_size, world.generation
+
+    def write(self, event: str, **fields: Any) -> None:
+        self._lines.write(
+            {
+                "time": time.time(),
+                "event": event,
+                "rank": self._rank,
+                "world_size": self._world_size,
+                "generation": self._generation,
+                "step": self.step,
+                **self._identity,
+                **fields,
+            }
+        )
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class Ledger:
+    """Which samples each step used: a line per rank and step, written before the rank enters the step's reduction.
+
+    A reduction cannot complete without every rank, so the lines of a committed step are complete even where a rank
+    died right after it.
+    """
+
+    def __init__(self, directory: Path, *, host: str, local_rank: int) -> None:
+        self._lines = JsonLines(directory / file_name(host, local_rank, os.getpid()))
+
+    def write(self, *, epoch: int, step: int, world: World, indices: list[np.ndarray]) -> None:
+        """`indices`: the sample indices of this rank's micro-batches, int64, one array each."""
+        self._lines.write(
+            {
+                "epoch": epoch,
+                "step": step,
+                "generation": world.generation,
+                "rank": world.rank,
+                "indices": [int(index) for part in indices for index in part],
+            }
+        )
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def file_name(host: str, local_rank: int, pid: int) -> str:
+    return f"{host}-{local_rank}-{pid}.jsonl"
+
+
+def last_value(path: Path, event: str, field: str, tail_bytes: int = 16384) -> Any:
+    """`field` of the last `event` near the end of a file that may still be written; None where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - tail_bytes))
+            tail = file.read()
+    except OSError:
+        return None
+    for raw in reversed(tail.split(b"\n")):
+        with contextlib.suppress(ValueError):
+            line = json.loads(raw)
+            if isinstance(line, dict) and line.get("event") == event:
+                return line.get(field)
+    return None
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file; a line torn by a full disk or still being written is skipped."""
+    lines = []
+    for raw in path.read_bytes().split(b"\n"):
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            lines.append(line)
+    return lines

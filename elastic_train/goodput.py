@@ -1,0 +1,108 @@
+"""Where the wall time of a run went: every second belongs to exactly one phase, so the phases sum to the wall."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+
+class Phase(StrEnum):
+    """What a second was spent on. Time that cannot be attributed counts as lost (`DOWN`)."""
+
+    STARTUP = "startup"
+    """from the start of the process to its readiness: imports, data, model"""
+    FORM = "form"
+    """agreeing on a world, its process group, and the state that everybody starts from"""
+    TRAIN = "train"
+    """steps that were kept, their data included: the numerator of goodput"""
+    LOST = "lost"
+    """a step that was begun and not committed"""
+    EVALUATE = "evaluate"
+    SNAPSHOT = "snapshot"
+    """the training thread waiting for a snapshot"""
+    DOWN = "down"
+    """no process of the run was alive, or what it did after its last snapshot was lost with it"""
+
+
+class PhaseClock:
+    """Seconds by phase over the whole life of a run.
+
+    The totals travel with the training state: they survive restarts and the death of any one process.
+    `monotonic` and `wall` (Unix seconds) are parameters for tests.
+    """
+
+    def __init__(
+        self,
+        monotonic: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        process_age: float | None = None,
+    ) -> None:
+        self._monotonic, self._wall = monotonic, wall
+        age = seconds_since_process_start() if process_age is None else process_age
+        self._totals: dict[str, float] = {phase.value: 0.0 for phase in Phase}
+        self._inherited: dict[str, float] = {}
+        self._phase = Phase.STARTUP
+        self._since = monotonic() - age
+        self._process_started_at = wall() - age
+
+    def enter(self, phase: Phase) -> None:
+        """The running phase ends now and `phase` begins."""
+        now = self._monotonic()
+        self._totals[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """`phase` inside the block, and the phase that ran before it again afterwards."""
+        before = self._phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def reassign(self, seconds: float, source: Phase, target: Phase) -> None:
+        """Seconds booked on `source` turn out to belong to `target`, e.g. a step that was lost after all."""
+        self.enter(self._phase)
+        seconds = min(seconds, self._totals[source])
+        self._totals[source] -= seconds
+        self._totals[target] += seconds
+
+    def totals(self) -> dict[str, float]:
+        """Seconds by phase up to this moment."""
+        self.enter(self._phase)
+        return {phase: seconds + self._inherited.get(phase, 0.0) for phase, seconds in self._totals.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"totals": self.totals(), "saved_at": self._wall()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the run whose totals these are, on top of this process's own seconds; the last call counts.
+
+        The time between the save and the start of this process is `DOWN`, by wall clock: it spans processes, and
+        perhaps machines. A clock set back counts as no time.
+        """
+        self._inherited = {phase: float(seconds) for phase, seconds in state["totals"].items()}
+        down = max(0.0, self._process_started_at - float(state["saved_at"]))
+        self._inherited[Phase.DOWN] = self._inherited.get(Phase.DOWN, 0.0) + down
+
+
+def goodput(totals: dict[str, float]) -> dict[str, float]:
+    """Seconds by phase, their sum `wall` and `ratio`, the share of it spent in steps that were kept."""
+    wall = sum(totals.values())
+    return {**totals, "wall": wall, "ratio": totals[Phase.TRAIN] / wall if wall > 0 else 0.0}
+
+
+def seconds_since_process_start() -> float:
+    """How long this process has lived, imports included; 0.0 where /proc does not tell."""
+    try:
+        with open("/proc/self/stat", encoding="ascii") as stat:
+            started_ticks = int(stat.read().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    started = started_ticks / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)

@@ -1,0 +1,293 @@
+"""What a person sees of a run: a progress bar or log lines from rank 0, TensorBoard scalars, and the event files."""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic_train.events import EventLog, Ledger, file_name, last_value
+from elastic_train.state import TrainState
+from elastic_train.world import World
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+REFRESH_SECONDS = 0.1
+SMOOTHING_SECONDS = 3.0
+LOG_LINE_SECONDS = 10.0
+SCALARS_SECONDS = 0.2
+SCALARS_DELAY_SECONDS = 3.0
+
+
+class Reporter:
+    """Rank 0 speaks for the job; another rank speaks only of itself. Every rank writes its own event file."""
+
+    def __init__(
+        self, *, events: EventLog, ledger: Ledger | None, tensorboard_dir: Path, wants_bar: bool, debug: bool
+    ) -> None:
+        self.events = events
+        self.ledger = ledger
+        self._tensorboard_dir = tensorboard_dir
+        self._wants_bar = wants_bar and sys.stderr.isatty()
+        self._world: World | None = None
+        self._bar: ProgressBar | None = None
+        self._scalars: Scalars | None = None
+        self._log = logging.getLogger("elastic_train")
+        self._log.setLevel(logging.DEBUG if debug else logging.INFO)
+        self._rate = Rate()
+        self._last_log_line = time.monotonic()
+        self._last_refresh = 0.0
+        self._last_scalars = 0.0
+        self._first_step = 1
+        self._last_snapshot_step: int | None = None
+        self._last_steps: deque[dict[str, Any]] = deque(maxlen=8)
+
+    @property
+    def is_spokesman(self) -> bool:
+        return self._world is None or self._world.rank == 0
+
+    def enter(self, world: World, state: TrainState) -> None:
+        """A world stands and `state` is everybody's: from now on its rank 0 reports."""
+        self._world = world
+        self._rate.restart(state.step * state.global_batch_size)
+        if world.rank != 0:
+            self._close_display()
+            return
+        if self._wants_bar and self._bar is None and not state.is_finished:
+            self._bar = ProgressBar(state.length, state.num_epochs)
+        # TensorBoard's import takes a second of processor time: not while a world finds its feet.
+        self._last_scalars = time.monotonic() + SCALARS_DELAY_SECONDS
+        self._first_step = state.step + 1
+
+    def say(self, message: str) -> None:
+        """For the job: only rank 0 prints it."""
+        if self.is_spokesman:
+            self._print(message)
+
+    def speak(self, message: str) -> None:
+        """Of this worker itself, whatever its rank."""
+        self._print(message)
+
+    def say_for_node(self, message: str) -> None:
+        """For a person in front of a node without rank 0: its first worker prints it."""
+        if self._world is not None and self._world.rank != 0 and self._world.local_rank == 0:
+            self._print(message)
+
+    def warn(self, message: str, **fields: Any) -> None:
+        """For this worker: a `warning` event, and a line on stderr."""
+        self.events.write("warning", message=message, **fields)
+        prefix = "" if self._world is None or self._world.rank == 0 else f"rank {self._world.rank}: "
+        self._print(f"warning: {prefix}{message}")
+
+    def debug(self, message: str) -> None:
+        if self._log.isEnabledFor(logging.DEBUG):
+            self._print(message)
+
+    def _print(self, message: str) -> None:
+        if self._bar is not None:
+            self._bar.print(f"elastic_train: {message}")
+        else:
+            with suppress(OSError):  # a log on a full disk, a closed pipe: no reason to end the training
+                print(f"elastic_train: {message}", file=sys.stderr, flush=True)
+
+    def step(self, state: TrainState, loss: float, *, epoch: int, samples: int) -> None:
+        """A step was committed: `samples` is its size, `epoch` the one that it belongs to."""
+        self.events.step = state.step
+        if self._world is None:
+            return
+        record = {"step": state.step, "epoch": epoch, "loss": loss, "samples_done": state.samples_done or state.length}
+        self._last_steps.append(record | {"generation": self._world.generation})
+        if self._world.rank != 0:
+            return
+        self.events.write("step", **record)
+        self._rate.add(samples)
+        now = time.monotonic()
+        if now - self._last_refresh >= REFRESH_SECONDS or state.is_finished:
+            self._last_refresh = now
+            self._rate.update(now)
+            if self._bar is not None:
+                self._bar.update(state, loss, self._rate.per_second, self._world, self._last_snapshot_step)
+        if self._bar is None and (now - self._last_log_line >= LOG_LINE_SECONDS or state.is_finished):
+            self._last_log_line = now
+            self._print(
+                f"step={state.step}/{state.last_step} epoch={epoch + 1}/{state.num_epochs} loss={loss:.4f} "
+                f"samples/s={self._rate.per_second:.0f} world_size={self._world.world_size}"
+            )
+        if now - self._last_scalars >= SCALARS_SECONDS or state.is_finished:
+            self._last_scalars = now
+            self._add_scalars(
+                state.step,
+                {
+                    "train/loss": loss,
+                    "train/learning_rate": float(state.optimizer.param_groups[0]["lr"]),
+                    "run/world_size": self._world.world_size,
+                    "run/samples_per_second": self._rate.per_second,
+                },
+            )
+
+    def last_logged_step(self) -> int | None:
+        """The last committed step that rank 0 of the present world has written down; None if its file is not visible
+        here."""
+        if self._world is None:
+            return None
+        first = self._world.members[0]
+        path = self.events.directory / file_name(first.host, first.local_rank, first.pid)
+        found = last_value(path, "step", "step")
+        return None if found is None else int(found)
+
+    def log_steps_after(self, step: int) -> None:
+        """Write down the last steps that the rank 0 of their moment did not live to write."""
+        for record in self._last_steps:
+            if record["step"] > step:
+                self.events.write("step", **record)
+
+    def evaluation(self, state: TrainState, metrics: dict[str, float]) -> None:
+        named = {"accuracy" if name == "correct" else name: value for name, value in metrics.items()}
+        text = " ".join(
+            f"test_{name}={value:.2%}" if name == "accuracy" else f"test_{name}={value:.4f}"
+            for name, value in named.items()
+        )
+        if self.is_spokesman:
+            self.events.write("evaluation", epoch=state.epoch, accuracy=named.get("accuracy"), metrics=named)
+        self.say(f"step={state.step} epoch={state.epoch}/{state.num_epochs} {text}")
+        if self._world is not None and self._world.rank == 0:
+            self._add_scalars(state.step, {f"test/{name}": value for name, value in named.items()})
+
+    def _add_scalars(self, step: int, values: dict[str, float]) -> None:
+        if self._scalars is None:
+            self._scalars = Scalars(self._tensorboard_dir, purge_step=self._first_step)
+        self._scalars.add(step, values)
+
+    def snapshot(self, *, step: int, path: Path, num_bytes: int, stall_seconds: float, total_seconds: float) -> None:
+        self._last_snapshot_step = step
+        self.events.write(
+            "snapshot",
+            path=str(path),
+            snapshot_step=step,
+            bytes=num_bytes,
+            stall_seconds=stall_seconds,
+            total_seconds=total_seconds,
+        )
+        self.debug(f"snapshot step={step} bytes={num_bytes} seconds={total_seconds:.3f} path={path}")
+
+    def _close_display(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if self._scalars is not None:
+            scalars, self._scalars = self._scalars, None
+            problem = scalars.close()
+            if problem:
+                self.warn(f"TensorBoard scalars were not all written: {problem}")
+
+    def close(self) -> None:
+        self._close_display()
+        self.events.close()
+        if self.ledger is not None:
+            self.ledger.close()
+
+
+class Rate:
+    """Samples per second over the last few refreshes, smoothed so that a person can read it."""
+
+    def __init__(self) -> None:
+        self.per_second = 0.0
+        self._samples = 0
+        self._since = time.monotonic()
+
+    def restart(self, _samples: int) -> None:
+        self._samples, self._since, self.per_second = 0, time.monotonic(), 0.0
+
+    def add(self, samples: int) -> None:
+        self._samples += samples
+
+    def update(self, now: float) -> None:
+        elapsed = now - self._since
+        if elapsed <= 0:
+            return
+        current = self._samples / elapsed
+        weight = 1.0 if self.per_second == 0.0 else 1.0 - math.exp(-elapsed / SMOOTHING_SECONDS)
+        self.per_second += weight * (current - self.per_second)
+        self._samples, self._since = 0, now
+
+
+class ProgressBar:
+    """One line at the bottom of the terminal: position in the epoch, and what a person wants to know of the job."""
+
+    def __init__(self, length: int, num_epochs: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._length, self._num_epochs = length, num_epochs
+        self._progress: Progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            console=Console(file=sys.stderr),
+            auto_refresh=False,
+            transient=True,
+        )
+        self._task = self._progress.add_task("epoch 1", total=length, facts="")
+        self._progress.start()
+
+    def update(self, state: TrainState, loss: float, rate: float, world: World, snapshot_step: int | None) -> None:
+        epoch = min(state.epoch + 1, self._num_epochs)
+        snapshot = "none yet" if snapshot_step is None else f"step {snapshot_step}"
+        self._progress.update(
+            self._task,
+            completed=self._length if state.is_finished else state.samples_done,
+            description=f"epoch {epoch}/{self._num_epochs}",
+            facts=f"step {state.step}  loss {loss:.4f}  {rate:,.0f} samples/s  {world.world_size} "
+            f"worker{'s' if world.world_size > 1 else ''}  snapshot {snapshot}",
+        )
+        self._progress.refresh()
+
+    def print(self, message: str) -> None:
+        self._progress.console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class Scalars:
+    """TensorBoard scalars, written by a thread of their own: the import alone takes a second."""
+
+    def __init__(self, directory: Path, purge_step: int) -> None:
+        self._queue: queue.SimpleQueue[tuple[int, float, dict[str, float]] | None] = queue.SimpleQueue()
+        self._problem: str | None = None
+        self._thread = threading.Thread(
+            target=self._write_all, args=(directory, purge_step), name="tensorboard", daemon=True
+        )
+        self._thread.start()
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        if self._thread.is_alive():
+            self._queue.put((step, time.time(), values))
+
+    def _write_all(self, directory: Path, purge_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(str(directory), purge_step=purge_step)
+            while (entry := self._queue.get()) is not None:
+                step, wall, values = entry
+                for name, value in values.items():
+                    writer.add_scalar(name, value, step, walltime=wall)
+            writer.close()
+        except Exception as error:  # the end of this thread, not of the training; the reporter says it
+            self._problem = str(error)
+
+    def close(self, timeout: float = 20.0) -> str | None:
+        """Write what is queued; what went wrong, if anything did. Blocks at most `timeout` seconds."""
+        self._queue.put(None)
+        self._thread.join(timeout)
+        return "they took too long" if self._thread.is_alive() else self._problem

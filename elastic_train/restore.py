@@ -1,0 +1,135 @@
+"""Where a world starts from: the newest snapshot that any of its members can see, or scratch.
+
+Nothing needs a shared file system or a particular rank 0. Each run directory has one worker that looks into it (its
+leader); the leaders' newest offers are compared over the process group, the best one's owner reads it, and everybody,
+the owner too, loads the bytes that were broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from elastic_train.errors import SnapshotDamaged, SnapshotError, TaskMismatch
+from elastic_train.process_group import broadcast_bytes, gather_json
+from elastic_train.rules import freshest
+from elastic_train.saving import is_handoff
+from elastic_train.snapshot import SnapshotInfo, deserialize_state, read_state_bytes, serialize_state
+from elastic_train.state import TrainState
+from elastic_train.world import World
+
+
+class Warn(Protocol):
+    def __call__(self, message: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a world started from."""
+
+    source: str
+    """`scratch`, `snapshot`, `handoff` or `peer`"""
+    step: int
+    from_rank: int
+
+
+def restore(
+    state: TrainState,
+    world: World,
+    offers: list[SnapshotInfo],
+    *,
+    task: Mapping[str, Any],
+    run_uid: str,
+    is_new_run: bool,
+    device: torch.device,
+    warn: Warn,
+) -> Restored:
+    """Bring every rank to the same state; every rank calls it.
+
+    Args:
+        state: freshly built; loaded in place.
+        offers: the snapshots that this rank can see, newest first; empty on ranks that lead no run directory.
+        task: what a snapshot must agree with.
+        run_uid: the name of the run, where this job has one already; else that of a new run.
+        is_new_run: whether a snapshot of any run will do (the job's first world), or only one of `run_uid`.
+
+    Raises:
+        TaskMismatch: the newest snapshot is of another task, seed, batch size, ...; names both values.
+        SnapshotError: it verifies and still cannot be read.
+    """
+    offers = [offer for offer in offers if is_new_run or offer.run_uid == run_uid]
+    while True:
+        owner = newest_offer(gather_json(offers[0].age_key if offers else None))
+        if owner is None:
+            break
+        data, problem, mismatch, source, kind = b"", "", "", "", ""
+        if world.rank == owner:
+            offer = offers.pop(0)
+            kind = "handoff" if is_handoff(offer.path) else "snapshot"
+            source = f"{kind} {offer.path}"
+            try:
+                require_same_task(offer, task)
+                data = read_state_bytes(offer)
+            except TaskMismatch as error:
+                mismatch = str(error)
+            except SnapshotDamaged as error:
+                problem = str(error)
+                warn(f"skipped: {problem}")
+        verdict = gather_json({"problem": problem, "mismatch": mismatch, "source": source, "kind": kind})[owner]
+        if verdict["mismatch"]:
+            raise TaskMismatch(verdict["mismatch"])
+        if verdict["problem"]:
+            continue
+        _load(state, broadcast_bytes(data, owner), device, source=verdict["source"])
+        return Restored(verdict["kind"], state.step, owner)
+    state.run_uid = run_uid
+    if state.micro_batch_size is None:
+        state.micro_batch_size = -(-state.global_batch_size // world.world_size)
+    # Equal by their seed already, if the machines are; rank 0's are everybody's in any case.
+    data = serialize_state(state.state_dict()) if world.rank == 0 else b""
+    _load(state, broadcast_bytes(data, 0), device, source="the state of rank 0", with_clock=False)
+    return Restored("scratch", 0, 0)
+
+
+def sync_from_freshest(state: TrainState, world: World, steps: list[int], device: torch.device) -> int:
+    """After a loss survivors can differ by a step: everybody takes over the freshest state. Returns its rank.
+
+    Every rank calls it; `steps` are all ranks' committed steps, -1 for one that has no state yet. What is received is
+    loaded only when it is whole: the source may die while it is sending.
+    """
+    source = freshest(steps)
+    if len(set(steps)) > 1:
+        data = broadcast_bytes(serialize_state(state.state_dict()) if world.rank == source else None, source)
+        if steps[world.rank] != steps[source]:
+            _load(state, data, device, source=f"the state of rank {source}", with_clock=False)
+    return source
+
+
+def newest_offer(heads: list[list[int] | None]) -> int | None:
+    """The rank whose offer (generation, step) is the newest, the lowest of them where several are; None if none is."""
+    ranked = [(tuple(head), -rank) for rank, head in enumerate(heads) if head is not None]
+    return -max(ranked)[1] if ranked else None
+
+
+def require_same_task(offer: SnapshotInfo, task: Mapping[str, Any]) -> None:
+    """Raises TaskMismatch, naming both values, where a snapshot is of something else than these flags train."""
+    for name in sorted(offer.task.keys() | task.keys()):
+        if offer.task.get(name) != task.get(name):
+            raise TaskMismatch(
+                f"snapshot {offer.path} is of a run with {name} {offer.task.get(name)!r}, the flags say "
+                f"{task.get(name)!r}: give the same, another --run-dir, or --fresh to start anew"
+            )
+
+
+def _load(state: TrainState, data: bytes, device: torch.device, *, source: str, with_clock: bool = True) -> None:
+    loaded = deserialize_state(data, map_location=device, source=source)
+    try:
+        state.load_state_dict(loaded)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        what = " ".join(str(error).split())  # torch lists the keys on lines of their own
+        raise SnapshotError(f"{source} does not fit this version of the model: {what}") from error
+    if with_clock:
+        state.clock.load_state_dict(loaded["run"]["clock"])

@@ -1,0 +1,198 @@
+"""TrainState: everything that training is, and the only thing that a snapshot or a peer has to hand over."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic_train.config import Config
+from elastic_train.goodput import PhaseClock
+from elastic_train.sampler import steps_per_epoch
+
+
+class TrainState:
+    """Model, optimizer, scaler and position of one run.
+
+    The position is `samples_done` samples into `epoch`, after `step` committed steps. Nothing else about the past
+    matters: samples, learning rate and randomness are functions of it. There is no RNG state on purpose.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        *,
+        schedule: str,
+        length: int,
+        config: Config,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.epoch = 0
+        self.step = 0
+        self.samples_done = 0
+        self.run_uid = ""
+        """names this run from its first step on; a snapshot of another run is never continued by mistake"""
+        self.micro_batch_size: int | None = config.micro_batch_size
+        """most samples per forward pass on a rank"""
+        self.last_loss: float | None = None
+        self.last_accuracy: tuple[int, float] | None = None
+        """(committed steps, test accuracy) of the newest evaluation"""
+        self.evaluated_step = -1
+        """committed steps at the newest evaluation"""
+        self.incidents: list[dict[str, Any]] = []
+        """what interrupted this run, over all of its restarts; the last entries of `result.json`"""
+        self.generations = 0
+        """worlds that this run has had"""
+        self.fingerprint: dict[str, Any] = {}
+        """what the bits of an ordered run depend on, as it was where its newest steps were trained"""
+        self.clock = PhaseClock()
+        self.length = length
+        self.global_batch_size = config.global_batch_size
+        self.num_epochs = config.epochs
+        self.last_step = total_steps(length, config)
+        self._remembered: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._is_step_open = False
+        self._schedule = schedule
+        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._apply_schedule()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step >= self.last_step
+
+    def next_step_samples(self) -> int:
+        """Samples of the step in hand: the global batch, fewer in the last step of an epoch."""
+        return min(self.global_batch_size, self.length - self.samples_done)
+
+    def remember(self) -> None:
+        """A step begins: keep what it may change before its reduction is through, BatchNorm's statistics."""
+        self._is_step_open = True
+        if self._remembered is None:
+            self._remembered = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        for buffer, kept in self._remembered:
+            kept.copy_(buffer)
+
+    def rollback(self) -> bool:
+        """Back to the last commit, after a step that failed in its reduction: the weights were not touched yet.
+
+        Returns whether there was a step in hand; else nothing is touched.
+        """
+        if not self._is_step_open:
+            return False
+        self._is_step_open = False
+        for buffer, kept in self._remembered or ():
+            buffer.copy_(kept)
+        return True
+
+    def commit(self, loss: float) -> bool:
+        """The one place where a step becomes done, with its mean loss over all samples. True at the end of an epoch."""
+        self._is_step_open = False
+        self.samples_done += self.next_step_samples()
+        self.step += 1
+        self.last_loss = loss
+        has_ended_epoch = self.samples_done >= self.length
+        if has_ended_epoch:
+            self.epoch += 1
+            self.samples_done = 0
+        self._apply_schedule()
+        return has_ended_epoch
+
+    def _apply_schedule(self) -> None:
+        factor = learning_rate_factor(self._schedule, self.step, self.last_step)
+        for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base_lr * factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values only, so that `torch.load(weights_only=True)` can read it."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": {"name": self._schedule, "base_lrs": self._base_lrs, "last_step": self.last_step},
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "position": {"epoch": self.epoch, "step": self.step, "samples_done": self.samples_done},
+            "run": {
+                "uid": self.run_uid,
+                "micro_batch_size": self.micro_batch_size,
+                "last_loss": self.last_loss,
+                "last_accuracy": list(self.last_accuracy) if self.last_accuracy else None,
+                "evaluated_step": self.evaluated_step,
+                "incidents": self.incidents,
+                "generations": self.generations,
+                "fingerprint": self.fingerprint,
+                "clock": self.clock.state_dict(),
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, but for the clock, which the caller decides about.
+
+        Hyper-parameters (learning rate, momentum, ...) stay those of this process's flags.
+        """
+        self._is_step_open = False
+        self.model.load_state_dict(state["model"])
+        ours = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": ours})
+        if self.scaler is not None and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        position, run = state["position"], state["run"]
+        self.epoch, self.step = int(position["epoch"]), int(position["step"])
+        self.samples_done = int(position["samples_done"])
+        self.run_uid = str(run["uid"])
+        if self.micro_batch_size is None:
+            self.micro_batch_size = run["micro_batch_size"]
+        self.last_loss = run["last_loss"]
+        self.last_accuracy = (
+            (int(run["last_accuracy"][0]), float(run["last_accuracy"][1])) if run["last_accuracy"] else None
+        )
+        self.evaluated_step = int(run.get("evaluated_step", -1))
+        self.incidents = list(run["incidents"])
+        self.generations = int(run["generations"])
+        self.fingerprint = dict(run.get("fingerprint", {}))
+        self._apply_schedule()
+
+
+def total_steps(length: int, config: Config) -> int:
+    """Committed steps after which training is finished."""
+    steps = config.epochs * steps_per_epoch(length, config.global_batch_size)
+    return steps if config.max_steps is None else min(steps, config.max_steps)
+
+
+def learning_rate_factor(schedule: str, step: int, last_step: int) -> float:
+    """Share of the peak learning rate after `step` of `last_step` committed steps.
+
+    `cosine` is the half period of SGDR (Loshchilov and Hutter, 2017, equation 5) without restarts.
+    """
+    if schedule == "constant" or last_step == 0:
+        return 1.0
+    return 0.5 * (1.0 + math.cos(math.pi * min(step, last_step) / last_step))
+
+
+def build_optimizer(
+    parameter_groups: list[dict[str, Any]], *, name: str, lr: float, momentum: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """`sgd` or `adamw`; a value that a group sets for itself wins."""
+    if name == "adamw":
+        return torch.optim.AdamW(parameter_groups, lr=lr, weight_decay=weight_decay)
+    return torch.optim.SGD(parameter_groups, lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+
+def state_sha256(model_state: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over a model's `state_dict()`.
+
+    For each key in sorted order: the key as UTF-8, `str(dtype)`, `str(tuple(shape))`, and the contiguous bytes on
+    the CPU, with nothing in between.
+    """
+    digest = hashlib.sha256()
+    for key in sorted(model_state):
+        tensor = model_state[key].detach().cpu().contiguous()
+        digest.update(key.encode() + str(tensor.dtype).encode() + str(tuple(tensor.shape)).encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,96 @@
+"""Who trains together: members, and the World that they form for one generation."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+def host_name() -> str:
+    """This node's name, fit for file names."""
+    name = platform.node() or "localhost"
+    return "".join(c if c.isalnum() or c in "._" else "_" for c in name)
+
+
+@dataclass(frozen=True)
+class Member:
+    """What one worker says of itself when it asks to be in the next world."""
+
+    host: str
+    local_rank: int
+    """index of this worker on its node: chooses the device, nothing else"""
+    pid: int
+    agent_pid: int
+    """pid of the node's agent (torchrun); 0 without one"""
+    address: tuple[str, int]
+    """where it listens, for nothing but being probed: (IP, port)"""
+    directory_id: str
+    """names its run directory; members that share one have the same"""
+    backend: str
+    """process group backend that suits its devices: `gloo` or `cpu:gloo,cuda:nccl`"""
+    max_generation: int | None
+    """largest generation that it has been in, or that its run directory shows"""
+    agreement: Mapping[str, Any] = field(default_factory=dict)
+    """what must be equal for all members: task, flags, versions"""
+    unreachable: tuple[int, ...] = ()
+    """ranks of the last world whose listener it could not reach, where it had reason to look"""
+
+    @property
+    def name(self) -> str:
+        return f"{self.host}/{self.local_rank}/{self.pid}"
+
+    @property
+    def node(self) -> tuple[str, int]:
+        """What members of one node have in common."""
+        return self.host, self.agent_pid
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> Member:
+        fields = json.loads(text)
+        host, port = fields.pop("address")
+        return Member(address=(host, int(port)), unreachable=tuple(fields.pop("unreachable")), **fields)
+
+
+@dataclass(frozen=True)
+class World:
+    """The members of one process group, as one of them sees it; immutable: nothing can outlive its generation."""
+
+    rank: int
+    """index of this worker, 0 .. world_size - 1; changes from generation to generation"""
+    generation: int
+    """how many worlds this run had before this one"""
+    members: tuple[Member, ...]
+    """all members, by rank"""
+
+    @property
+    def world_size(self) -> int:
+        return len(self.members)
+
+    @property
+    def me(self) -> Member:
+        return self.members[self.rank]
+
+    @property
+    def local_rank(self) -> int:
+        return self.me.local_rank
+
+    @property
+    def num_nodes(self) -> int:
+        return len({member.node for member in self.members})
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this is the lowest rank on its node."""
+        return next(rank for rank, other in enumerate(self.members) if other.node == self.me.node) == self.rank
+
+    @property
+    def is_directory_leader(self) -> bool:
+        """Whether this is the lowest rank among those that share its run directory."""
+        mine = self.me.directory_id
+        return next(rank for rank, other in enumerate(self.members) if other.directory_id == mine) == self.rank
