@@ -1,0 +1,355 @@
+"""Who is alive: a listener to be probed, a heartbeat to be seen, and a watcher that breaks a hopeless collective off.
+
+A killed process is seen at once: its listener refuses connections, and gloo raises at its ring neighbours. A frozen
+one, a cut cable, a stuck training thread raise nothing: those are seen by the watcher of every other member, which
+then closes the sockets of the process group, so that the blocked collective raises and the ordinary way out is taken.
+
+Times are local and monotonic: a heartbeat is old when *this* process has not seen it change for so long. No two
+machines' clocks are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+
+from elastic_train.errors import StoreUnreachable
+from elastic_train.meeting import Sight
+from elastic_train.rules import Activity, Beat, is_cut_off, stalled
+from elastic_train.store import KeyValueStore
+from elastic_train.world import Member, World
+
+PROBE_SECONDS = 0.5
+
+
+class Probe(StrEnum):
+    """What a connection attempt to a member's listener told."""
+
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+    """its host answers and nobody listens: the process is gone"""
+    SILENT = "silent"
+    """no answer: a dead host, a cut cable, a firewall; proves nothing"""
+
+
+def probe(address: tuple[str, int], timeout: float = PROBE_SECONDS) -> Probe:
+    """Try to connect. Blocks up to `timeout` seconds."""
+    try:
+        with socket.create_connection(address, timeout):
+            return Probe.ACCEPTED
+    except ConnectionRefusedError:
+        return Probe.REFUSED
+    except OSError:
+        return Probe.SILENT
+
+
+class Listener:
+    """A TCP socket that says by its existence that this process lives. It reads nothing."""
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.bind((host, 0))
+        self._socket.listen(4096)  # probes of a member whose watcher is stuck must still be accepted
+        self._socket.setblocking(False)
+        self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
+        # A forked DataLoader process would keep the socket open beyond this process's death.
+        os.register_at_fork(after_in_child=self._socket.close)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def drain(self) -> None:
+        """Close the connections of probes, so that there is always room for the next."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            while True:
+                connection, _ = self._socket.accept()
+                connection.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Watcher:
+    """The thread that beats this member's heart and watches the others'; it has its own connection to the store.
+
+    The training thread tells it what it does by `activity`, an assignment and nothing more; so the step path never
+    waits for the store.
+
+    Args:
+        store: a client of its own.
+        prefix: of the heartbeat keys, one per member of this torchrun round.
+        peer_timeout: seconds after which a silent member is taken for dead.
+        cut: closes the sockets of the present process group, from this thread.
+        errands: called about once a second, for what else must be looked after; may raise StoreUnreachable.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        prefix: str,
+        me: Member,
+        peer_timeout: float,
+        cut: Callable[[], None],
+        errands: Callable[[], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store = store
+        self._prefix = prefix
+        self._me = me
+        self._peer_timeout = peer_timeout
+        self._interval = min(0.25, peer_timeout / 8)
+        self._cut = cut
+        self._errands = errands
+        self._monotonic = monotonic
+        self.listener = Listener(me.address[0])
+        self.step = 0
+        self._activity: tuple[Activity, float] = (Activity.FORM, monotonic())
+        self._members: tuple[Member, ...] = ()
+        self._world: World | None = None
+        self._world_key = ""
+        self._is_standing = False
+        self._seen: dict[str, tuple[str, float]] = {}
+        self._last_answer = monotonic()
+        self._next_errand = monotonic()
+        self.verdicts: dict[int, str] = {}
+        """ranks of the present world that are out, whatever their listener says, and why"""
+        self.slowest_step = 0.0
+        """seconds of the slowest of the last steps: what a training thread may take before it is called stuck"""
+        self.reason: str | None = None
+        """why the present world was broken, as far as this member knows"""
+        self._count = 0
+        self._lock = threading.Lock()
+        self._wake_read, self._wake_write = os.pipe()
+        self._is_stopping = False
+        self._crash: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+
+    def start(self) -> None:
+        self._beat()  # before anybody can look for it
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; it holds no key that others would wait for."""
+        self._is_stopping = True
+        os.write(self._wake_write, b"x")
+        self._thread.join(self._peer_timeout + 5)
+        if not self._thread.is_alive():
+            self.listener.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    # --- for the training thread --------------------------------------------------------------------------------------
+
+    def do(self, activity: Activity) -> None:
+        """The training thread turns to something else.
+
+        Raises:
+            Whatever ended the watcher's thread: a bug, without which this worker would silently look dead to others.
+        """
+        if self._crash is not None:
+            raise self._crash
+        self._activity = (activity, self._monotonic())
+
+    def observe(self, members: tuple[Member, ...]) -> None:
+        """Whose heartbeats to follow from now on."""
+        with self._lock:
+            now = self._monotonic()
+            self._members = members
+            self._seen = {member.name: (self._seen.get(member.name, ("", now))[0], now) for member in members}
+
+    def expect(self, world: World, key: str) -> None:
+        """A process group of this world is about to be made: break it off if a member dies before it stands."""
+        with self._lock:
+            self._world, self._world_key, self._is_standing = world, key, False
+            self.verdicts, self.reason = {}, None
+
+    def enter(self, world: World, key: str) -> None:
+        """The process group of this world stands: it is watched until `leave`."""
+        with self._lock:
+            self._world, self._world_key, self._is_standing = world, key, True
+
+    @property
+    def is_spokesman(self) -> bool:
+        """Whether this member is rank 0 of a world that stands."""
+        world = self._world
+        return world is not None and world.rank == 0
+
+    def leave(self) -> None:
+        """The world is over: nothing is cut from now on."""
+        with self._lock:
+            self._world = None
+        self.do(Activity.FORM)
+
+    def sight(self, member: Member, rank: int, patience_is_over: bool) -> Sight:
+        """What is known of an old member that has not joined: probes it, and looks at its heart.
+
+        Args:
+            patience_is_over: the member has had all the time that a training thread needs to notice.
+        """
+        if rank in self.verdicts or probe(member.address) is Probe.REFUSED:
+            return Sight.DEAD
+        if patience_is_over or self.age(member) > self._peer_timeout:
+            return Sight.DEAD
+        return Sight.ALIVE
+
+    def age(self, member: Member) -> float:
+        """Seconds since this member's heartbeat was seen to change; 0 while the store itself does not answer."""
+        if self._is_store_silent:
+            return 0.0
+        now = self._monotonic()
+        return now - self._seen.setdefault(member.name, ("", now))[1]
+
+    @property
+    def _is_store_silent(self) -> bool:
+        return self.store_silence > 2 * self._interval + 0.5
+
+    @property
+    def store_silence(self) -> float:
+        """Seconds since the store last answered."""
+        return self._monotonic() - self._last_answer
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """What the thread does in each of its rounds."""
+        try:
+            self._beat()
+            self._look()
+            if self._monotonic() >= self._next_errand:
+                self._next_errand = self._monotonic() + 1.0
+                self._errands()
+            self._last_answer = self._monotonic()
+        except StoreUnreachable as error:
+            world = self._world
+            if world is not None and world.world_size > 1 and self.store_silence > self._peer_timeout:
+                self.reason = str(error)
+                self._break_off(world, {})
+            with contextlib.suppress(StoreUnreachable):  # a client that once got no answer gives none again
+                self.store = self.store.clone()
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake_read, select.POLLIN)
+        poll.register(self.listener.fileno(), select.POLLIN)
+        while not self._is_stopping:
+            try:
+                self.turn()
+            except Exception as error:  # the end of this thread; the training thread raises it
+                self._crash = error
+                return
+            poll.poll(1000 * self._interval)
+            self.listener.drain()
+
+    def _beat(self) -> None:
+        self._count += 1
+        activity, since = self._activity
+        generation = self._world.generation if self._world else -1
+        seconds = self._monotonic() - since
+        value = json.dumps([self._count, generation, self.step, activity, round(seconds, 3)])
+        self.store.put(f"{self._prefix}/beat/{self._me.name}", value)
+
+    def _look(self) -> None:
+        with self._lock:
+            members, world, key, is_standing = self._members, self._world, self._world_key, self._is_standing
+        beats = self._follow(members)
+        if world is None or world.world_size == 1:
+            return
+        broken = self.store.get(f"{key}/broken")
+        if broken is None:
+            blamed = self._judge(world, beats) if is_standing else self._find_dead(world)
+            if blamed is None:
+                return
+            broken = self.store.create(f"{key}/broken", json.dumps(blamed))
+        self._break_off(world, parse_broken(broken))
+
+    def _follow(self, members: tuple[Member, ...]) -> dict[str, Beat]:
+        """The newest heartbeats, by name."""
+        beats: dict[str, Beat] = {}
+        values = self.store.get_many([f"{self._prefix}/beat/{member.name}" for member in members])
+        now = self._monotonic()
+        with self._lock:
+            if self._is_store_silent:  # it was, for the others too: no heart could be seen
+                self._seen = {name: (value, now) for name, (value, _) in self._seen.items()}
+            for member, value in zip(members, values, strict=True):
+                if value is None or member.name not in self._seen:
+                    continue
+                if self._seen[member.name][0] != value:
+                    self._seen[member.name] = (value, now)
+                _, generation, step, activity, seconds = json.loads(value)
+                beats[member.name] = Beat(int(generation), int(step), Activity(activity), float(seconds))
+        return beats
+
+    def _find_dead(self, world: World) -> dict[int, str] | None:
+        dead = {
+            rank: f"{member.name} (rank {rank}) died before its first step"
+            for rank, member in enumerate(world.members)
+            if rank != world.rank and probe(member.address) is Probe.REFUSED
+        }
+        return dead or None
+
+    def _judge(self, world: World, beats_by_name: Mapping[str, Beat]) -> dict[int, str] | None:
+        """The ranks to blame, with the reason, if this member must break the world; perhaps none of them."""
+        blamed: dict[int, str] = {}
+        for rank, member in enumerate(world.members):
+            silence = self.age(member)
+            if rank != world.rank and silence > self._peer_timeout:
+                blamed[rank] = f"{member.name} (rank {rank}) was silent for {silence:.1f} s"
+        patience = self._peer_timeout + 10 * self.slowest_step if self.slowest_step else 6 * self._peer_timeout
+        beats = {
+            rank: beats_by_name[member.name]
+            for rank, member in enumerate(world.members)
+            if member.name in beats_by_name
+        }
+        for rank in stalled(beats, world.generation, patience):
+            blamed.setdefault(rank, f"{world.members[rank].name} (rank {rank}) kept the others waiting")
+        if blamed or is_cut_off(beats, world.generation, patience):
+            return blamed
+        return None
+
+    def _break_off(self, world: World, verdicts: dict[int, str]) -> None:
+        with self._lock:
+            if self._world is not world:
+                return  # the training thread has left it meanwhile
+            self.verdicts = verdicts
+            if self.reason is None:
+                self.reason = "; ".join(verdicts.values()) or "a member has left the world"
+            self._cut()
+
+
+def announce_broken(store: KeyValueStore, key: str) -> dict[int, str]:
+    """Tell the others' watchers that this member is out of the world, for those whom no closed socket tells.
+
+    Returns the ranks that some member's watcher has blamed for it, with the reasons.
+    """
+    return parse_broken(store.create(f"{key}/broken", "{}"))
+
+
+def parse_broken(text: str) -> dict[int, str]:
+    return {int(rank): why for rank, why in json.loads(text).items()}
+
+
+def unreachable_members(world: World) -> tuple[int, ...]:
+    """Ranks whose listener does not answer; for when a world broke and nobody is known to be dead. All at once."""
+    results: dict[int, Probe] = {}
+
+    def look(rank: int, member: Member) -> None:
+        results[rank] = probe(member.address)
+
+    threads = [
+        threading.Thread(target=look, args=(rank, member), daemon=True)
+        for rank, member in enumerate(world.members)
+        if rank != world.rank
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PROBE_SECONDS)
+    return tuple(sorted(rank for rank in range(world.world_size) if results.get(rank) is Probe.SILENT))

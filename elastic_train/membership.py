@@ -1,0 +1,466 @@
+"""One worker's part in the membership of its job: it connects, meets the others, watches them, and leaves.
+
+The store is the TCPStore at torchrun's rendezvous endpoint, never MASTER_ADDR's, which dies with the node of rank 0
+and can be stale after a change of membership. Where there is no such endpoint (static rendezvous, `--standalone`, no
+torchrun), MASTER_ADDR's or a store inside the process serves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+from elastic_train.errors import FormationFailed, LeftOut, StoreUnreachable, first_line
+from elastic_train.liveness import Probe, Watcher, announce_broken, probe, unreachable_members
+from elastic_train.meeting import Decision, Sight, meet, world_of
+from elastic_train.process_group import GroupSockets, address_towards
+from elastic_train.rules import Failure, disagreement, judge_error, require_agreement
+from elastic_train.stopping import StopSignal
+from elastic_train.store import TorchStore
+from elastic_train.torchrun import (
+    AgentsState,
+    Launch,
+    agents_key,
+    exit_barrier_keys,
+    mend_agents_state,
+    read_agents_state,
+    split_endpoint,
+    torchrun_round,
+)
+from elastic_train.world import Member, World
+
+POLL_SECONDS = 0.003
+STORE_TIMEOUT = timedelta(seconds=10)
+JOIN_SIGNAL_SECONDS = 5.0
+"""how long after a join showed the agents' SIGTERM may take; they look once a second"""
+WORD_SECONDS = 10.0
+"""between two words to the person who waits with us"""
+CLOSED_SECONDS = 15.0
+"""how long a closed rendezvous is given to show that a missing worker comes after all"""
+
+
+@dataclass(frozen=True)
+class Change:
+    """How one world became the next."""
+
+    lost: tuple[Member, ...] = ()
+    left: tuple[Member, ...] = ()
+    reason: str | None = None
+    """why the world ended, where a watcher ended it"""
+    seconds_meet: float = 0.0
+
+
+class Membership:
+    """Created once per worker. Its methods are for the training thread; they block as they say.
+
+    Args:
+        formation_timeout: seconds that the first world waits for all of its members, imports included.
+        peer_timeout: seconds of silence after which a member is taken for dead.
+        say: tells the person in front of this node what is being waited for.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        stop: StopSignal,
+        *,
+        formation_timeout: float,
+        peer_timeout: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._launch = launch
+        self._say = say
+        self._stop = stop
+        self._formation_timeout = formation_timeout
+        self._peer_timeout = peer_timeout
+        self.sockets = GroupSockets()
+        self.store, self.round = self._connect()
+        self.run_prefix = f"elastic_train/{launch.run_id}"
+        """prefix of the keys that outlive a round: those of the job"""
+        self.prefix = f"{self.run_prefix}/round-{self.round}"
+        self._key = f"{self.prefix}/start"
+        """prefix of the keys of the present world, or of the first meeting"""
+        self._watcher: Watcher | None = None
+        self._world: World | None = None
+        self._dead_agents: frozenset[tuple[str, int]] = frozenset()
+        self.is_join_pending = False
+        """whether nodes wait to be let in, by the watcher's last look"""
+
+    # --- the store ----------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> tuple[TorchStore, str]:
+        launch = self._launch
+        if launch.agent_pid is None:
+            return TorchStore(HashStore(), STORE_TIMEOUT), "0"
+        if launch.endpoint is not None:
+            host, port = split_endpoint(launch.endpoint)
+            store = TorchStore(self._tcp_store(host, port, is_master=False), STORE_TIMEOUT)
+            return store, str(self._wait_for_round(store))
+        if launch.master is None:
+            raise StoreUnreachable("neither a rendezvous endpoint nor MASTER_ADDR is known: give --store-endpoint")
+        host, port = launch.master
+        is_master = launch.rank == 0 and not launch.is_agent_store
+        store = TorchStore(self._tcp_store(host, port, is_master=is_master), STORE_TIMEOUT)
+        return store, f"restart-{launch.restart_count}"
+
+    def _tcp_store(self, host: str, port: int, is_master: bool) -> TCPStore:
+        timeout = timedelta(seconds=self._formation_timeout)
+        results: queue.SimpleQueue[TCPStore | RuntimeError] = queue.SimpleQueue()
+
+        def connect() -> None:
+            try:
+                results.put(TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout))
+            except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
+                results.put(error)
+
+        # On a thread of its own, for it has no deadline once something has accepted the connection.
+        threading.Thread(target=connect, name="connect", daemon=True).start()
+        deadline = time.monotonic() + self._formation_timeout + 5.0  # its own deadline, where it has one, comes first
+        result: TCPStore | RuntimeError | None = None
+        while result is None:
+            self._stop.check()
+            if time.monotonic() > deadline:
+                raise StoreUnreachable(
+                    f"something at {host}:{port} accepts connections and does not answer like a rendezvous store; "
+                    "check the address, or give --store-endpoint HOST:PORT"
+                )
+            with suppress(queue.Empty):
+                result = results.get(timeout=0.1)
+        if isinstance(result, RuntimeError):
+            verb = "serve" if is_master else "reach"
+            raise StoreUnreachable(
+                f"cannot {verb} the rendezvous store at {host}:{port}: {first_line(result)}; "
+                f"check the address, or give --store-endpoint HOST:PORT"
+            ) from result
+        return result
+
+    def _wait_for_round(self, store: TorchStore) -> int:
+        deadline = time.monotonic() + self._formation_timeout
+        while True:
+            encoded = store.get(agents_key(self._launch.run_id))
+            try:
+                found = torchrun_round(encoded, self._launch) if encoded is not None else None
+            except ValueError as error:
+                raise FormationFailed(f"{error}; please report this with your torch version") from error
+            if found is not None:
+                return found
+            self._stop.check()
+            if time.monotonic() > deadline:
+                raise FormationFailed(
+                    f"the rendezvous at {self._launch.endpoint} shows no round with this node after "
+                    f"{self._formation_timeout:.0f} s; is the run id {self._launch.run_id!r} used by another job? "
+                    "(--rdzv-id gives a job its own)"
+                )
+            time.sleep(0.02)
+
+    def agreed_once(self, name: str, proposal: str) -> str:
+        """The first `proposal` that any member of this job ever made under `name`; all later ones read it."""
+        return self.store.create(f"{self.run_prefix}/{name}", proposal)
+
+    def published(self, name: str) -> str | None:
+        """What a member of this job has made known with `agreed_once`; None where none has."""
+        return self.store.get(f"{self.run_prefix}/{name}")
+
+    @property
+    def is_first_round(self) -> bool:
+        """Whether no workers of this job have met before these."""
+        return self.agreed_once("first_round", self.round) == self.round
+
+    def local_address(self) -> str:
+        """The IP address by which other members reach this worker: the one it reaches the store from."""
+        if self._launch.endpoint is not None:
+            return address_towards(*split_endpoint(self._launch.endpoint))
+        if self._launch.master is not None:
+            return address_towards(*self._launch.master)
+        return "127.0.0.1"
+
+    # --- worlds -------------------------------------------------------------------------------------------------------
+
+    def first_world(self, me: Member) -> World:
+        """Meet the other workers of this torchrun round. Blocks until all have come, or are given up.
+
+        Starts the watcher; `me.address` is filled in.
+
+        Raises:
+            TaskMismatch: this worker's flags, data or versions are not those of the run; names both values.
+            FormationFailed: not all came in time.
+        """
+        watcher = Watcher(self.store.clone(), self.prefix, me, self._peer_timeout, self.sockets.shut, self._errands)
+        me = replace(me, address=watcher.listener.address)
+        self._watcher = watcher
+        watcher.start()
+        reference = self.published("agreement")
+        agreement = json.loads(reference) if reference is not None else None
+        joined: dict[int, Member] = {}
+
+        def fits(first: Member, other: Member) -> bool:
+            return disagreement(agreement or first.agreement, other.agreement) is None
+
+        launch = self._launch
+        deadline = time.monotonic() + self._formation_timeout
+        closed_since: list[float] = []
+
+        def sight(rank: int) -> Sight:
+            if rank in joined:
+                return Sight.DEAD if probe(joined[rank].address) is Probe.REFUSED else Sight.ALIVE
+            now = time.monotonic()
+            if now > deadline:
+                return Sight.DEAD
+            if self._is_agent_gone(rank // launch.local_world_size):
+                return Sight.DEAD
+            if self._agents is not None and self._agents.is_closed:  # an agent has ended, and its workers with it
+                closed_since.append(now)
+                return Sight.DEAD if now - closed_since[0] > CLOSED_SECONDS else Sight.ALIVE
+            return Sight.ALIVE
+
+        meeting = meet(self.store, self._key, launch.rank, launch.world_size, me, sight, fits, joined)
+        decision, _ = self._drive(meeting, self._formation_timeout + 60)
+        world = world_of(decision, joined, launch.rank)
+        if world is None:
+            reference = self.published("agreement")
+            standard = json.loads(reference) if reference is not None else joined[min(joined)].agreement
+            require_agreement(me.agreement, standard, "the run")
+            raise LeftOut("the others formed a world without this worker: it came too late")
+        self._enter(world)
+        return world
+
+    def next_world(self, world: World, *, has_formed: bool) -> tuple[World, Change]:
+        """Meet the survivors of `world`, whose process group is gone. Blocks until each old member has come or is out.
+
+        Args:
+            has_formed: whether the process group stood; if it never did, two members may be cut off from each other.
+
+        Raises:
+            LeftOut: the others went on without this worker.
+            Stopped: this worker was told to stop meanwhile.
+            StoreUnreachable: the store is gone, and the job with it.
+        """
+        started = time.monotonic()
+        watcher = self.watcher
+        watcher.leave()
+        watcher.verdicts |= announce_broken(self.store, self._key)
+        self._wait_out_join()
+        me = replace(world.me, max_generation=world.generation)
+        is_nobody_known_dead = not watcher.verdicts and not any(
+            probe(member.address) is Probe.REFUSED for member in world.members
+        )
+        if is_nobody_known_dead and (watcher.reason is not None or not has_formed):
+            me = replace(me, unreachable=unreachable_members(world))
+        patience = 3 * self._peer_timeout + 2 * watcher.slowest_step
+        joined: dict[int, Member] = {}
+
+        def sight(rank: int) -> Sight:
+            has_run_out = rank not in joined and time.monotonic() - started > patience
+            return watcher.sight(world.members[rank], rank, has_run_out)
+
+        def fits(_first: Member, _other: Member) -> bool:
+            return True
+
+        meeting = meet(self.store, self._key, world.rank, world.world_size, me, sight, fits, joined)
+        decision, _ = self._drive(meeting, patience + 60)
+        self._check_fatal()  # whoever ended the job said so before it died, and may be among the dead of this decision
+        following = world_of(decision, joined, world.rank)
+        if following is None:
+            raise LeftOut(
+                f"the others went on as generation {decision.generation} without this worker"
+                + (f": {watcher.reason}" if watcher.reason else "")
+            )
+        self._note_dead_agents(world, following, decision)
+        self._enter(following)
+        return following, Change(
+            lost=tuple(world.members[rank] for rank in decision.lost),
+            left=tuple(world.members[rank] for rank in decision.left),
+            reason=watcher.reason or "; ".join(watcher.verdicts.values()) or None,
+            seconds_meet=time.monotonic() - started,
+        )
+
+    def leave(self, world: World, reason: str) -> None:
+        """Tell the others that this worker leaves on purpose, so that nobody waits for it or looks for it."""
+        self.store.put(f"{self._key}/left/{world.rank}", reason)
+        announce_broken(self.store, self._key)
+
+    def group_store(self) -> Store:
+        """Where the process group of the present world meets: a prefix that no other generation ever used, on a
+        connection of its own, so that it can be broken off."""
+        return PrefixStore(f"{self._key}/group", self.store.clone().raw)
+
+    @property
+    def watcher(self) -> Watcher:
+        assert self._watcher is not None, "first_world() starts it"
+        return self._watcher
+
+    @property
+    def key(self) -> str:
+        return self._key
+
+    def judge(self, error_text: str, is_communication: bool, step: int, me: Member) -> Failure:
+        """Whose error it was that ended `step`; an own one is told to the others, who may meet it at the same step."""
+        if is_communication:
+            return Failure.PEER
+        node = "/".join(map(str, me.node))  # two workers of one node are one witness: its disk may be broken
+        first = self.store.create(f"{self.prefix}/error/{step}", json.dumps([node, step, error_text]))
+        first_node, failed_step, _ = json.loads(first)
+        verdict = judge_error(False, step, (str(first_node), int(failed_step)), node)
+        if verdict is Failure.JOB:
+            self.store.create(f"{self.prefix}/fatal", f"step {step} fails on every member that tries it: {error_text}")
+        return verdict
+
+    def _drive(self, meeting: Any, limit: float) -> tuple[Decision, dict[int, Member]]:
+        started = time.monotonic()
+        deadline, next_word = started + limit, started + WORD_SECONDS
+        while True:
+            try:
+                waiting_for = next(meeting)
+            except StopIteration as end:
+                outcome: tuple[Decision, dict[int, Member]] = end.value
+                return outcome
+            self._stop.check()
+            if not waiting_for:
+                continue
+            self._check_fatal()
+            now = time.monotonic()
+            if now > next_word:
+                next_word = now + WORD_SECONDS
+                ranks = ", ".join(map(str, waiting_for))
+                self._say(f"waiting for rank {ranks}, {now - started:.0f} s so far, {limit:.0f} s at most")
+            if now > deadline:
+                raise FormationFailed(
+                    f"no new world after {limit:.0f} s: rank {', '.join(map(str, waiting_for))} neither came nor died"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def _check_fatal(self) -> None:
+        fatal = self.store.get(f"{self.prefix}/fatal")
+        if fatal is not None:
+            raise FormationFailed(fatal)
+
+    def _enter(self, world: World) -> None:
+        self.watcher.observe(world.members)
+        self._world = world
+        self._key = f"{self.prefix}/world-{world.generation}"
+
+    @property
+    def is_among_others(self) -> bool:
+        """Whether other nodes may go on when this worker ends."""
+        return self._world is None or self._world.num_nodes > 1
+
+    # --- torchrun's agents --------------------------------------------------------------------------------------------
+
+    @property
+    def _has_agents_state(self) -> bool:
+        return self._launch.endpoint is not None
+
+    _agents: AgentsState | None = None
+
+    def _errands(self) -> None:
+        """On the watcher's thread, once a second: what the agents are about to do, and what has to be mended there."""
+        if not self._has_agents_state:
+            return
+        store = self.watcher.store
+        encoded = store.get(agents_key(self._launch.run_id))
+        if encoded is None:
+            return
+        self._agents = read_agents_state(encoded)
+        self.is_join_pending = self._agents.num_waiting > 0
+        if not self.watcher.is_spokesman:
+            return
+        mended = mend_agents_state(encoded, self._dead_agents) if self._needs_mending(self._agents) else None
+        if mended is not None:
+            store.swap(agents_key(self._launch.run_id), encoded, mended)
+
+    def _is_agent_gone(self, node_rank: int) -> bool:
+        """Whether the agents have dropped a node of this round, whose keep-alive they have not seen for 15 s."""
+        agents = self._agents
+        if agents is None or str(agents.round) != self.round or not agents.is_complete:
+            return False
+        return not any(node_rank in node_ranks for node_ranks in agents.ranks_by_pid.values())
+
+    def _needs_mending(self, agents: AgentsState) -> bool:
+        return agents.is_closed or any(pid in agents.ranks_by_pid for _, pid in self._dead_agents)
+
+    def _note_dead_agents(self, world: World, following: World, decision: Decision) -> None:
+        """Agents all of whose workers are proven dead (nobody listens there any more) are dead, or about to end."""
+        alive = {member.node for member in following.members}
+        for rank in decision.lost:
+            member = world.members[rank]
+            if member.node not in alive and probe(member.address) is Probe.REFUSED:
+                self._dead_agents |= {member.node}
+
+    def look_for_join(self) -> bool:
+        """Whether nodes wait to be let in: torchrun's agents are then about to restart every worker."""
+        if self._has_agents_state:
+            encoded = self.store.get(agents_key(self._launch.run_id))
+            self.is_join_pending = encoded is not None and read_agents_state(encoded).num_waiting > 0
+        return self.is_join_pending
+
+    def _wait_out_join(self) -> None:
+        """A join under c10d: this worker waits for the SIGTERM that it is about to get, instead of re-forming."""
+        if not self.look_for_join():
+            return
+        deadline = time.monotonic() + JOIN_SIGNAL_SECONDS
+        while time.monotonic() < deadline:
+            self._stop.check()
+            time.sleep(0.01)
+
+    def release_agents(self, world: World) -> None:
+        """At the end of training, on rank 0, when everybody else is through: let no agent wait for a dead one.
+
+        torchrun's agents meet in an exit barrier that counts every agent of the last rendezvous and waits 300 s. This
+        arrives for the dead, and then, for some seconds at the most, waits for the living, in case one dies yet.
+        """
+        if not self._has_agents_state or world.rank != 0 or self._launch.num_nodes == 1:
+            return
+        total = self._launch.num_nodes
+        counter, flag = exit_barrier_keys(self._launch.run_id, int(self.round))
+        arrived = self.store.add(counter, total - world.num_nodes)
+        deadline = time.monotonic() + 4.0
+        while arrived < total - 1 and time.monotonic() < deadline:  # the last one is our own, which waits for us
+            time.sleep(0.02)
+            arrived = self.store.add(counter, 0)
+        if arrived < total - 1:
+            arrived = self.store.add(counter, total - 1 - arrived)
+        if arrived >= total:
+            self.store.put(flag, "everybody who lives has arrived")
+
+    def end_own_agent(self) -> None:
+        """Leave a job that goes on without this worker: have the agent told to stop, and wait for its SIGTERM.
+
+        Any exit of a worker, with whatever code, makes its agent close the rendezvous for all newcomers; an agent that
+        is told to stop does not.
+        """
+        if self._launch.agent_pid is None or os.getppid() != self._launch.agent_pid:
+            return
+        os.kill(self._launch.agent_pid, signal.SIGTERM)
+        deadline = time.monotonic() + 5.0
+        while not self._stop.is_requested and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.stop()
+            self._watcher = None
+
+
+def new_token() -> str:
+    """A name that no other job has."""
+    return uuid.uuid4().hex[:12]
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all members for them to talk to each other and to train alike."""
+    from elastic_train import __version__
+
+    return {"torch": str(torch.__version__), "elastic_train": __version__}

@@ -1,0 +1,148 @@
+"""The decisions of membership, as pure functions over values: tested exhaustively, acted on elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from elastic_train.errors import Refused
+from elastic_train.world import Member
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who the next world has, or for whom it still waits."""
+
+    members: tuple[int, ...]
+    """their ranks in the world before, in order; final only if `waiting_for` is empty"""
+    waiting_for: tuple[int, ...]
+
+
+def next_members(size: int, joined: Mapping[int, Member], left: Collection[int], dead: Collection[int]) -> Verdict:
+    """The next world of `size` old ranks, from who has asked to be in it, who has left, and who is known to be dead.
+
+    It waits for everybody who is neither. Of members that cannot reach each other, some are expelled.
+    """
+    gone = set(left) | set(dead)
+    waiting_for = tuple(rank for rank in range(size) if rank not in joined and rank not in gone)
+    candidates = [rank for rank in range(size) if rank in joined and rank not in gone]
+    edges = {(rank, other) for rank in candidates for other in joined[rank].unreachable}
+    return Verdict(tuple(connected(candidates, edges)), waiting_for)
+
+
+def connected(members: Sequence[int], unreachable: Collection[tuple[int, int]]) -> list[int]:
+    """The members without those that must go for nobody to be cut off from anybody.
+
+    One goes at a time: who is cut off from the most others, the highest rank of several. A pair of which only one sees
+    the other is cut off.
+    """
+    rest = list(members)
+    while True:
+        broken = dict.fromkeys(rest, 0)
+        for one, other in {(min(pair), max(pair)) for pair in unreachable}:
+            if one in broken and other in broken and one != other:
+                broken[one] += 1
+                broken[other] += 1
+        worst = max(rest, key=lambda rank: (broken[rank], rank), default=None)
+        if worst is None or broken[worst] == 0:
+            return rest
+        rest.remove(worst)
+
+
+def next_generation(seen: Collection[int | None]) -> int:
+    """One more than the largest generation that any member has seen; 0 where nobody has seen any."""
+    return max((generation for generation in seen if generation is not None), default=-1) + 1
+
+
+def common_backend(backends: Sequence[str]) -> str:
+    """NCCL only where every member has a GPU of its own; gloo carries CUDA tensors where some share one."""
+    return backends[0] if len(set(backends)) == 1 else "gloo"
+
+
+def freshest(steps: Sequence[int]) -> int:
+    """The rank whose state everybody takes over: the most committed steps, the lowest rank of several."""
+    return max(range(len(steps)), key=lambda rank: (steps[rank], -rank))
+
+
+def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first entry that differs: (name, our value, their value); None where all agree."""
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            return name, ours.get(name), theirs.get(name)
+    return None
+
+
+def require_agreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], their_name: str) -> None:
+    """Raises Refused at the first entry that differs, naming both values."""
+    found = disagreement(ours, theirs)
+    if found is not None:
+        name, our_value, their_value = found
+        raise Refused(
+            f"{name} is {our_value!r} here and {their_value!r} on {their_name}: this worker is refused; "
+            "give all members the same"
+        )
+
+
+class Activity(StrEnum):
+    """What a member's training thread does, as its heartbeat tells."""
+
+    FORM = "form"
+    """meeting, restoring: others must not judge it"""
+    COMPUTE = "compute"
+    """something of its own: loading data, forward, an optimizer step, a snapshot"""
+    REDUCE = "reduce"
+    """it may be waiting for its peers"""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One heartbeat. `seconds`: how long `activity` has lasted, by the member's own clock."""
+
+    generation: int
+    step: int
+    activity: Activity
+    seconds: float
+
+
+def stalled(beats: Mapping[int, Beat], generation: int, limit: float) -> frozenset[int]:
+    """The ranks whose training thread keeps the others waiting though their heart beats.
+
+    Somebody of this generation has waited in a reduction for longer than `limit` seconds; whoever has been doing
+    something else for as long is the one that is waited for. Empty where nobody waits that long, or nobody is to blame.
+    """
+    present = {rank: beat for rank, beat in beats.items() if beat.generation == generation}
+    if not any(beat.activity is Activity.REDUCE and beat.seconds > limit for beat in present.values()):
+        return frozenset()
+    return frozenset(
+        rank for rank, beat in present.items() if beat.activity is Activity.COMPUTE and beat.seconds > limit
+    )
+
+
+def is_cut_off(beats: Mapping[int, Beat], generation: int, limit: float) -> bool:
+    """Whether a reduction cannot end though everybody takes part in it: two members cannot reach each other."""
+    return bool(beats) and all(
+        beat.generation == generation and beat.activity is Activity.REDUCE and beat.seconds > limit
+        for beat in beats.values()
+    )
+
+
+class Failure(StrEnum):
+    """What an error that ended a step was."""
+
+    PEER = "peer"
+    """a peer was lost: meet the others and go on"""
+    OWN = "own"
+    """this worker's own: it leaves, the others go on without it"""
+    JOB = "job"
+    """everybody's, for another member met one at the same step: stop all"""
+
+
+def judge_error(is_communication: bool, step: int, first_to_fail: tuple[str, int] | None, me: str) -> Failure:
+    """What to make of an error in `step`; `first_to_fail` is (name, step) of the member that first failed there."""
+    if is_communication:
+        return Failure.PEER
+    if first_to_fail is not None and first_to_fail[0] != me and first_to_fail[1] == step:
+        return Failure.JOB
+    return Failure.OWN

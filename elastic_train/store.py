@@ -1,0 +1,215 @@
+"""The key-value store that members meet at, as the few operations that membership needs.
+
+An implementation answers each call at once or raises StoreUnreachable; no call waits for a key. Values are text; an
+empty one is as good as none to `create` and `swap`. There is no deletion and no listing: a TCPStore cannot list, and
+keys carry the generation that they belong to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+from torch.distributed import Store, TCPStore
+
+from elastic_train.errors import StoreUnreachable, first_line
+from elastic_train.torchrun import NAME_LOOKUP_OPTIONS
+
+
+class KeyValueStore(Protocol):
+    """What `membership` speaks. One instance serves one thread; `clone` gives another thread its own."""
+
+    def get(self, key: str) -> str | None:
+        """The value, None where there is none."""
+
+    def get_many(self, keys: Sequence[str]) -> list[str | None]:
+        """The values of several keys, in one round trip where all of them exist."""
+
+    def put(self, key: str, value: str) -> None:
+        """Set a value, acknowledged."""
+
+    def create(self, key: str, value: str) -> str:
+        """Set a value if there is none; the value that stands afterwards, ours or the earlier one."""
+
+    def swap(self, key: str, expected: str, value: str) -> bool:
+        """Set a value if `expected` stands there; whether `value` stands there afterwards (whoever set it)."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter that starts at 0; the sum."""
+
+    def clone(self) -> KeyValueStore:
+        """The same store for another thread."""
+
+
+class TorchStore:
+    """A `torch.distributed` store: the TCPStore of torchrun's rendezvous, or an in-process one.
+
+    A TCPStore client is one connection under one lock, and `set` on a dead connection returns silently; so each thread
+    has a client of its own, and writes that matter are compare-and-set or read back. The store's own timeout bounds
+    nothing but waits for keys: on a server that is frozen, or behind a cut cable, all else would block for ever. So the
+    sockets get a deadline; a reply that comes after it would be taken for that of a later call, so the client is not
+    used again.
+    """
+
+    def __init__(self, store: Store, timeout: timedelta) -> None:
+        self._raw = store
+        self._timeout = timeout
+        self._why_lost: str | None = None
+        store.set_timeout(timeout)
+        if isinstance(store, TCPStore):
+            limit_socket_waits(store.port, timeout)
+
+    @property
+    def raw(self) -> Store:
+        """The store itself.
+
+        Raises:
+            StoreUnreachable: an earlier call got no answer.
+        """
+        if self._why_lost is not None:
+            raise StoreUnreachable(self._why_lost)
+        return self._raw
+
+    def get(self, key: str) -> str | None:
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[str]) -> list[str | None]:
+        if not keys:
+            return []
+        try:
+            if self.raw.check(list(keys)):
+                return [value.decode() for value in self.raw.multi_get(list(keys))]
+            return [self.raw.get(key).decode() if self.raw.check([key]) else None for key in keys]
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def put(self, key: str, value: str) -> None:
+        try:
+            self.raw.set(key, value)
+            self.raw.get(key)  # the acknowledgement that `set` does not give; perhaps of a value that came after ours
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def create(self, key: str, value: str) -> str:
+        try:
+            return str(self.raw.compare_set(key, "", value).decode())
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def swap(self, key: str, expected: str, value: str) -> bool:
+        try:
+            return bool(self.raw.compare_set(key, expected, value).decode() == value)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def add(self, key: str, amount: int) -> int:
+        try:
+            return int(self.raw.add(key, amount))
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def clone(self) -> TorchStore:
+        if not isinstance(self._raw, TCPStore):
+            return TorchStore(self._raw, self._timeout)  # lives in this process and locks for itself
+        # TCPStore greets its server while it is made, without a deadline; a thread can be left behind.
+        made: list[Store | RuntimeError] = []
+
+        def connect(raw: TCPStore) -> None:
+            try:
+                made.append(raw.clone())
+            except RuntimeError as error:
+                made.append(error)
+
+        thread = threading.Thread(target=connect, args=(self._raw,), name="store-clone", daemon=True)
+        thread.start()
+        thread.join(2 * self._timeout.total_seconds())  # its attempts to connect are bounded by the timeout itself
+        found = made[0] if made else RuntimeError("it accepts connections and says nothing")
+        if isinstance(found, RuntimeError):
+            raise StoreUnreachable(f"the rendezvous store does not answer: {first_line(found)}") from found
+        return TorchStore(found, self._timeout)
+
+    def _lost(self, error: RuntimeError) -> StoreUnreachable:
+        if isinstance(self._raw, TCPStore):
+            self._why_lost = f"the rendezvous store does not answer: {first_line(error)}"
+        return StoreUnreachable(f"the rendezvous store does not answer: {first_line(error)}")
+
+
+def limit_socket_waits(port: int, timeout: timedelta) -> None:
+    """Give this process's connections to a store's port a deadline for every send and receive.
+
+    torch has no way to ask a TCPStore for its socket. Its waits for a key poll first and are not cut short.
+    """
+    seconds, rest = divmod(timeout // timedelta(microseconds=1), 10**6)
+    deadline = struct.pack("ll", seconds, rest)  # struct timeval
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry))) as connection:
+                if connection.family == socket.AF_UNIX:
+                    continue
+                if connection.getpeername()[1] == port:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, deadline)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline)
+
+
+class MemoryStore:
+    """The same in a dictionary, for simulations and tests."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> str | None:
+        return self.values.get(key)
+
+    def get_many(self, keys: Sequence[str]) -> list[str | None]:
+        return [self.values.get(key) for key in keys]
+
+    def put(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def create(self, key: str, value: str) -> str:
+        with self._lock:
+            standing = self.values[key] = self.values.get(key) or value
+            return standing
+
+    def swap(self, key: str, expected: str, value: str) -> bool:
+        with self._lock:
+            if self.values.get(key, "") == expected:
+                self.values[key] = value
+            return self.values.get(key) == value
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            self.values[key] = str(int(self.values.get(key, "0")) + amount)
+            return int(self.values[key])
+
+    def clone(self) -> MemoryStore:
+        return self  # a dictionary serves all threads
+
+
+def serve(host: str, port: int, *, started: Callable[[int], None], is_over: Callable[[], bool]) -> None:
+    """Host a rendezvous store in this process until `is_over()`; `started` gets the port (the system's choice for 0).
+
+    At the endpoint and off the training nodes it lets any of them die: torchrun's agents find the port taken and
+    become its clients. It listens on all interfaces, as TCPStore does, and knows neither passwords nor encryption.
+
+    Raises:
+        StoreUnreachable: the port cannot be had.
+    """
+    os.environ.setdefault("RES_OPTIONS", NAME_LOOKUP_OPTIONS)
+    try:
+        server = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    except RuntimeError as error:
+        raise StoreUnreachable(f"port {port} cannot be served: {first_line(error)}") from error
+    started(server.port)
+    while not is_over():
+        time.sleep(0.1)

@@ -1,0 +1,397 @@
+"""What this package knows about torchrun, and the one place that touches its private state.
+
+Three things torchrun does not do by itself are done here:
+
+- **A hook in the agent.** The entry-point group `torchrun.handlers` is loaded by every torchrun process, whatever the
+  rendezvous backend. `prepare_agent` uses it, only when the launched program is ours, to switch off the sharing of
+  the agents' TCPStore (with it, torch 2.11 to 2.15 cannot take in a new node: the bootstrap address is cached for
+  ever; see pytorch/pytorch#182221 for the half that was mended), to shorten the silent 30 s "last call" of a job
+  below its maximum, and to tell the workers the rendezvous endpoint.
+- **The endpoint.** torchrun does not export it; `Launch` finds it (our flag, the hook, the agent's command line).
+- **The round.** Workers of one rendezvous round need a key prefix of their own on the endpoint's store.
+  `torchrun_round` reads it from the agents' state, a pickle of private classes, without unpickling any of them.
+
+This module imports nothing heavy at module level: agents load it before anything else.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import io
+import ipaddress
+import os
+import pickle
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DEFAULT_PORT = 29400
+LAST_CALL_SECONDS = 2
+"""how long a world below --nnodes' maximum waits for more nodes, where the user does not say"""
+NAME_LOOKUP_OPTIONS = "timeout:1 attempts:1"
+"""RES_OPTIONS (resolv.conf(5)) of agents and workers: every connection to a TCPStore looks the peer's name up, on the
+one thread that serves everybody, and a name server that does not answer must not hold a world up for its usual 5 s"""
+ENDPOINT_VARIABLE = "ELASTIC_TRAIN_RDZV_ENDPOINT"
+MIN_NODES_VARIABLE = "ELASTIC_TRAIN_MIN_NODES"
+
+# torchrun's own options, of torch 2.11 to 2.15, to tell its arguments from the program's.
+SWITCHES = ("standalone", "module", "no-python", "run-path", "virtual-local-rank", "help")
+OPTIONS = (
+    "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts",
+    "monitor-interval", "start-method", "event-log-handler", "role", "log-dir", "redirects", "tee",
+    "log-line-prefix-template", "local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters",
+    "node-rank", "master-addr", "master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle",
+    "shutdown-timeout", "print-completion",
+)  # fmt: skip
+SHORT_OPTIONS = {"-m": "module", "-r": "redirects", "-t": "tee", "-h": "help"}
+
+
+# --- in the agent -----------------------------------------------------------------------------------------------------
+
+
+def prepare_agent() -> Any:
+    """Entry point of `torchrun.handlers`: prepares this process if it is an agent that launches our program.
+
+    Returns a creator, as the entry-point contract wants it; its backend name is not for use.
+    """
+    arguments = agent_arguments(sys.orig_argv)
+    if arguments is not None and launches_elastic_train(arguments, os.environ):
+        plan = plan_agent(arguments, os.environ)
+        os.environ.update(plan.environment)
+        if plan.announcement:
+            print(f"elastic_train: {plan.announcement}", file=sys.stderr, flush=True)
+    return refuse_as_backend
+
+
+def refuse_as_backend(_parameters: Any) -> Any:
+    raise RuntimeError("elastic_train is no rendezvous backend; use --rdzv-backend=c10d")
+
+
+@dataclass(frozen=True)
+class AgentPlan:
+    """What to set in an agent's environment, and what to tell the person in front of it."""
+
+    environment: dict[str, str]
+    announcement: str | None
+
+
+def plan_agent(arguments: Sequence[str], environ: Mapping[str, str]) -> AgentPlan:
+    """Decide from an agent's command line and environment; what the user set wins."""
+    environment = {}
+    if "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in environ:
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if "RES_OPTIONS" not in environ:
+        environment["RES_OPTIONS"] = NAME_LOOKUP_OPTIONS
+    backend = option(arguments, environ, "rdzv-backend") or "static"
+    standalone = "standalone" in read_command(arguments).options or environ.get("PET_STANDALONE", "0") == "1"
+    if backend != "c10d" or standalone:
+        return AgentPlan(environment, None)
+    endpoint = normalize_endpoint(option(arguments, environ, "rdzv-endpoint") or "")
+    environment[ENDPOINT_VARIABLE] = endpoint
+    min_nodes, max_nodes = parse_nnodes(option(arguments, environ, "nnodes") or "1:1")
+    environment[MIN_NODES_VARIABLE] = str(min_nodes)
+    if max_nodes == 1:
+        return AgentPlan(environment, None)
+    if min_nodes == max_nodes:
+        return AgentPlan(
+            environment,
+            f"waiting at {endpoint} for exactly {max_nodes} nodes, as --nnodes {max_nodes} asks; "
+            f"a lost node will then pause training, --nnodes 1:{max_nodes} lets it go on",
+        )
+    conf = option(arguments, environ, "rdzv-conf") or ""
+    if conf:
+        given = re.search(r"last_call_timeout=(\d+)", conf)
+        seconds = int(given.group(1)) if given else 30
+    else:
+        seconds = LAST_CALL_SECONDS
+        environment["PET_RDZV_CONF"] = f"last_call_timeout={seconds}"
+    hint = "" if seconds <= 10 else " (--rdzv-conf last_call_timeout=2 shortens this)"
+    return AgentPlan(
+        environment,
+        f"meeting at {endpoint}, {min_nodes} to {max_nodes} nodes; training starts {seconds} s after "
+        f"{'the first node has' if min_nodes == 1 else f'{min_nodes} nodes have'} come, at once with {max_nodes}{hint}",
+    )
+
+
+def agent_arguments(command: Sequence[str]) -> list[str] | None:
+    """The arguments of torchrun in a process's full command line; None if it is no torchrun process."""
+    for position, word in enumerate(command[:6]):
+        if Path(word).name == "torchrun" or word in ("torch.distributed.run", "torch.distributed.launch"):
+            return list(command[position + 1 :])
+    return None
+
+
+def launches_elastic_train(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether the program that torchrun is told to start is ours.
+
+    It is when it is the module `elastic_train` or one below it, a Python file whose source imports it, or when
+    ELASTIC_TRAIN=1 is set.
+    """
+    if environ.get("ELASTIC_TRAIN") == "1":
+        return True
+    command = read_command(arguments)
+    program = command.program or ""
+    if "module" in command.options or environ.get("PET_MODULE", "0") == "1":
+        return re.fullmatch(r"elastic_train(\..+)?", program) is not None
+    if not program.endswith(".py") or not Path(program).is_file():
+        return False
+    source = Path(program).read_text(encoding="utf-8", errors="replace")
+    return re.search(r"^\s*(import|from)\s+elastic_train\b", source, re.MULTILINE) is not None
+
+
+@dataclass(frozen=True)
+class AgentCommand:
+    """An agent's command line, taken apart as torchrun's own parser does."""
+
+    options: dict[str, str]
+    """by long name with dashes; "" for a switch"""
+    program: str | None
+    """the script or module that is launched; its arguments are left out"""
+
+
+def read_command(arguments: Sequence[str]) -> AgentCommand:
+    """Take torchrun's arguments apart; nothing is refused here, torchrun does that itself."""
+    options: dict[str, str] = {}
+    words = iter(arguments)
+    for word in words:
+        if word == "--" or not word.startswith("-"):
+            return AgentCommand(options, next(words, None) if word == "--" else word)
+        flag, equals, value = word.partition("=")
+        if not flag.startswith("--"):
+            flag, equals, value = flag[:2], word[2:], word[2:].removeprefix("=")  # -t3 is -t 3
+        name = _full_name(flag)
+        options[name] = "" if name in SWITCHES else value if equals else next(words, "")
+    return AgentCommand(options, None)
+
+
+def _full_name(flag: str) -> str:
+    """The long name of an option, which may be short, spelled with underscores or abbreviated."""
+    name = SHORT_OPTIONS.get(flag) or flag.removeprefix("--").replace("_", "-")
+    meant = [option for option in (*OPTIONS, *SWITCHES) if option.startswith(name)]
+    return name if name in meant or len(meant) != 1 else meant[0]
+
+
+def option(arguments: Sequence[str], environ: Mapping[str, str], name: str) -> str | None:
+    """The value of torchrun's option `--name`, else of its PET_ variable."""
+    options = read_command(arguments).options
+    return options[name] if name in options else environ.get("PET_" + name.replace("-", "_").upper())
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """(min, max) nodes of torchrun's `--nnodes`; (1, 1) for what torchrun itself will refuse."""
+    low, _, high = text.partition(":")
+    try:
+        return int(low), int(high or low)
+    except ValueError:
+        return 1, 1
+
+
+def normalize_endpoint(text: str) -> str:
+    """HOST:PORT with torchrun's defaults, localhost and 29400."""
+    host, port = split_endpoint(text)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_endpoint(text: str) -> tuple[str, int]:
+    """(host, port) of `HOST`, `HOST:PORT` or `[V6]:PORT`.
+
+    Raises:
+        ValueError: the port is no number.
+    """
+    match = re.fullmatch(r"\[(?P<v6>[^\]]+)\](:(?P<v6port>\d+))?|(?P<host>[^:]*)(:(?P<port>\d+))?", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not HOST:PORT")
+    host = match["v6"] or match["host"] or "localhost"
+    return host, int(match["v6port"] or match["port"] or DEFAULT_PORT)
+
+
+# --- in the worker ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How this worker was started, from the environment that torchrun gives it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    run_id: str = "none"
+    restart_count: int = 0
+    agent_pid: int | None = None
+    """pid of the torchrun process on this node; None without torchrun"""
+    min_nodes: int = 1
+    """fewest nodes that may train, by --nnodes"""
+    endpoint: str | None = None
+    """HOST:PORT of the c10d rendezvous; None where there is none"""
+    master: tuple[str, int] | None = None
+    """MASTER_ADDR and MASTER_PORT, the meeting point where there is no c10d endpoint"""
+    is_agent_store: bool = False
+    """whether an agent serves the store at `master`; else rank 0 has to"""
+
+    @staticmethod
+    def from_environment(environ: Mapping[str, str], store_endpoint: str | None) -> Launch:
+        """Read torchrun's variables. Without them (no RANK): a world of one."""
+        if "RANK" not in environ or "WORLD_SIZE" not in environ:
+            return Launch()
+        endpoint = normalize_endpoint(store_endpoint) if store_endpoint else environ.get(ENDPOINT_VARIABLE)
+        agent_pid = os.getppid()
+        if endpoint is None:
+            endpoint = endpoint_of_agent(agent_pid, environ)
+        return Launch(
+            rank=int(environ["RANK"]),
+            world_size=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ.get("LOCAL_RANK", "0")),
+            local_world_size=int(environ.get("LOCAL_WORLD_SIZE", "1")),
+            node_rank=int(environ.get("GROUP_RANK", "0")),
+            num_nodes=int(environ.get("GROUP_WORLD_SIZE", "1")),
+            run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
+            restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            agent_pid=agent_pid,
+            min_nodes=int(environ.get(MIN_NODES_VARIABLE, "1")),
+            endpoint=endpoint,
+            master=(environ.get("MASTER_ADDR", "localhost"), int(environ.get("MASTER_PORT", "0"))),
+            is_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+
+def endpoint_of_agent(agent_pid: int, environ: Mapping[str, str]) -> str | None:
+    """The c10d endpoint by the agent's command line: for packages on a path, where no hook is installed."""
+    try:
+        command = Path(f"/proc/{agent_pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    arguments = agent_arguments(command)
+    return plan_agent(arguments, environ).environment.get(ENDPOINT_VARIABLE) if arguments else None
+
+
+@dataclass(frozen=True)
+class AgentsState:
+    """The part of the agents' shared state that workers need, as plain values."""
+
+    round: int
+    is_complete: bool
+    is_closed: bool
+    """whether newcomers are refused: set by an agent that ends, for whatever reason"""
+    num_waiting: int
+    """nodes that wait to be let in: the agents are about to restart all workers"""
+    ranks_by_pid: dict[int, set[int]]
+    """node ranks of the participants by the pid of their agent (several hosts may have equal pids)"""
+
+
+def torchrun_round(encoded: str, launch: Launch) -> int | None:
+    """The rendezvous round that started this worker; None while the agents' state is of another round.
+
+    `encoded` is the value of `agents_key`. The state is this worker's only if it is complete and knows our agent under
+    our node rank: else a next round is already forming, and this worker is about to be ended by its agent.
+    """
+    state = read_agents_state(encoded)
+    if state.is_complete and launch.node_rank in state.ranks_by_pid.get(launch.agent_pid or -1, set()):
+        return state.round
+    return None
+
+
+def agents_key(run_id: str) -> str:
+    """Where the agents of a c10d rendezvous keep their state (c10d_rendezvous_backend.py)."""
+    return f"torch.rendezvous.{run_id}"
+
+
+def read_agents_state(encoded: str) -> AgentsState:
+    """Decode torch's `_RendezvousState` (dynamic_rendezvous.py) into plain values; runs no code from it.
+
+    Raises:
+        ValueError: it is not what torch 2.11 to 2.15 write.
+    """
+
+    class Record:
+        """Stands in for torch's private classes, whose import takes a while: keeps what the pickle says of them."""
+
+        def __setstate__(self, state: Any) -> None:
+            self.fields = dict(state)
+
+    state = _unpickle_agents_state(encoded, Record, Record)
+    try:
+        fields = state.fields
+        ranks_by_pid: dict[int, set[int]] = {}
+        for node, rank in fields["participants"].items():
+            ranks_by_pid.setdefault(int(node.fields["pid"]), set()).add(int(rank))
+        return AgentsState(
+            round=int(fields["round"]),
+            is_complete=bool(fields["complete"]),
+            is_closed=bool(fields["closed"]),
+            num_waiting=len(fields["wait_list"]),
+            ranks_by_pid=ranks_by_pid,
+        )
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"the state of torchrun's agents has an unknown form: {error!r}") from error
+
+
+def mend_agents_state(encoded: str, dead_agents: Collection[tuple[str, int]]) -> str | None:
+    """The agents' state with newcomers let in again and dead agents dropped; None where nothing is to be mended.
+
+    With --max-restarts 0, torchrun's default, the agent of one crashed worker closes the rendezvous for all newcomers
+    when it ends; and a dead agent's entry keeps its place until its keep-alive expires, 15 s later. Workers that train
+    on without it know better. The result goes back by compare-and-swap.
+
+    Args:
+        dead_agents: (host name, pid) of agents that are proven dead, as their own workers named them.
+    """
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+    state = _unpickle_agents_state(encoded, _RendezvousState, _NodeDesc)
+    dead = {(same_host(host), pid) for host, pid in dead_agents}
+    dropped = [node for node in state.participants if (same_host(node.addr), node.pid) in dead]
+    if not state.complete or not (state.closed or dropped):
+        return None
+    state.closed = False
+    for node in dropped:
+        del state.participants[node]
+        state.last_heartbeats.pop(node, None)
+    return base64.b64encode(pickle.dumps(state)).decode()
+
+
+def same_host(name: str) -> str:
+    """A host's name in the one form in which agents' and workers' are compared: no domain, letters and digits only."""
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(name))
+    return re.sub(r"[^A-Za-z0-9]", "_", name.split(".")[0])
+
+
+def _unpickle_agents_state(encoded: str, state_class: type, node_class: type) -> Any:
+    module = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+    allowed: dict[tuple[str, str], Any] = {
+        (module, "_RendezvousState"): state_class,
+        (module, "_NodeDesc"): node_class,
+        ("datetime", "datetime"): datetime.datetime,
+        ("datetime", "timezone"): datetime.timezone,
+        ("datetime", "timedelta"): datetime.timedelta,
+        ("builtins", "set"): set,
+    }
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if (module, name) not in allowed:
+                raise pickle.UnpicklingError(f"{module}.{name} does not belong into a rendezvous state")
+            return allowed[module, name]
+
+    try:
+        return Reader(io.BytesIO(base64.b64decode(encoded))).load()
+    except (pickle.UnpicklingError, AttributeError, TypeError, EOFError, ValueError) as error:
+        raise ValueError(f"the state of torchrun's agents has an unknown form: {error!r}") from error
+
+
+def exit_barrier_keys(run_id: str, round_: int) -> tuple[str, str]:
+    """(counter of agents that have arrived, flag that lets them go) of the agents' exit barrier.
+
+    `torch/distributed/elastic/utils/store.py` counts arrivals up to the number of agents of the last rendezvous and
+    waits 300 s for those that died.
+    """
+    prefix = f"{agents_key(run_id)}.{round_}/torchelastic/agent/terminal_state"
+    return f"{prefix}/num_members", f"{prefix}/last_member"
