@@ -1,0 +1,121 @@
+"""What the bits of a run depend on beside its flags: stated, switched to deterministic, and compared.
+
+Equal samples, weights and order of additions give equal bits only where the same kernels run. Which ones do is decided
+by the torch version, the kind of CPU or GPU, the libraries below torch with their environment variables, and the
+number of threads, over which a kernel may split a sum.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+THREADS_PER_WORKER = 1
+"""kernels split sums over threads; one is what every machine has, and with a worker per core nothing is lost"""
+
+_NONDETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
+# cuBLAS picks among kernels by the workspace it has; torch refuses to call it deterministic without one of these.
+_CUBLAS_WORKSPACE = ":4096:8"
+_ENVIRONMENT = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "CUBLAS_WORKSPACE_CONFIG")
+
+
+def switch_on(*, strict: bool, warn: Callable[[str], None]) -> None:
+    """Deterministic kernels and one thread, for the rest of this process; before its first use of CUDA.
+
+    Args:
+        strict: an operator without a deterministic form raises; otherwise it runs.
+        warn: told once per such operator, in one line that names it.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    # A help for debugging that costs a pass over memory; the attribute is made by a metaclass, unknown to mypy.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    torch.set_num_threads(THREADS_PER_WORKER)
+    _name_operators_in_warnings(warn)
+
+
+def name_nondeterministic_operator(message: str) -> str | None:
+    """The operator that torch complains about for want of a deterministic form; None for any other message."""
+    found = _NONDETERMINISTIC.search(message)
+    if found:
+        return found.group(1)
+    return "cuBLAS" if "CUBLAS_WORKSPACE_CONFIG" in message else None
+
+
+def _name_operators_in_warnings(warn: Callable[[str], None]) -> None:
+    """Turn torch's paragraph, printed at every place of a call, into one line per operator."""
+    show = warnings.showwarning
+    warned: set[str] = set()
+
+    def show_once(message: Warning | str, *arguments: Any, **more: Any) -> None:
+        operator = name_nondeterministic_operator(str(message))
+        if operator is None:
+            show(message, *arguments, **more)
+        elif operator not in warned:
+            warned.add(operator)
+            warn(
+                f"{operator} has no deterministic form: the bits may differ from run to run and between worlds "
+                "(--strict makes this an error)"
+            )
+
+    warnings.showwarning = show_once
+
+
+def fingerprint(device: torch.device) -> dict[str, str | int]:
+    """What the bits depend on, of this process as it is now: plain values, to be kept with a snapshot."""
+    found: dict[str, str | int] = {
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cpu": _cpu_kind(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "onednn": "on" if torch.backends.mkldnn.enabled else "off",
+        "mkl": "on" if torch._C.has_mkl else "off",
+        "threads": torch.get_num_threads(),
+        "deterministic_algorithms": "on" if torch.are_deterministic_algorithms_enabled() else "off",
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "device": device.type,
+    }
+    for name in _ENVIRONMENT:
+        if name in os.environ:
+            found[name] = os.environ[name]
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+        found["cuda"] = str(torch.version.cuda)
+        found["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+        found["cudnn_allow_tf32"] = "on" if torch.backends.cudnn.allow_tf32 else "off"
+    return found
+
+
+def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The differences of two fingerprints, one text each; empty where the bits can be expected to be equal."""
+    return [
+        f"{name} {_shown(saved, name)} before, {_shown(now, name)} now"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    ]
+
+
+def _shown(values: Mapping[str, Any], name: str) -> str:
+    return str(values[name]) if name in values else "unset"
+
+
+def _cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Vendor, family and model: MKL and oneDNN choose kernels and block sizes by them."""
+    try:
+        first = cpuinfo.read_text().split("\n\n")[0]
+    except OSError:
+        return platform.processor() or "unknown"
+    values = dict(re.findall(r"^(\S[^\t:]*?)\s*:\s*(.*?)\s*$", first, flags=re.MULTILINE))
+    if "vendor_id" in values:
+        return f"{values['vendor_id']} family {values.get('cpu family', '?')} model {values.get('model', '?')}"
+    named = [values[name] for name in ("CPU implementer", "CPU part") if name in values]
+    return " ".join(named) or platform.processor() or "unknown"

@@ -1,0 +1,122 @@
+"""The ways out of a run: finished, stopped with everybody, leaving alone. Each ends with the worker's exit code."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from elastic_train.errors import OwnershipLost, StoreUnreachable
+from elastic_train.finishing import write_result
+from elastic_train.goodput import Phase
+from elastic_train.loop import Loop
+from elastic_train.membership import Membership
+from elastic_train.process_group import gather_json
+from elastic_train.saving import Saver, remove_handoffs
+from elastic_train.worker import Worker
+from elastic_train.world import World
+
+
+class WaysOut:
+    """What a worker does before it ends, so that the state is safe and nobody waits for it."""
+
+    def __init__(self, worker: Worker, membership: Membership, saver: Saver, loop: Loop, job_token: str) -> None:
+        self._worker = worker
+        self._membership = membership
+        self._saver = saver
+        self._loop = loop
+        self._job_token = job_token
+
+    def finish(self, world: World, outcome: str, *, is_saved: bool) -> int:
+        """Training is through: the last snapshot, result.json, and no agent left waiting. Every rank calls it."""
+        worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
+        state.clock.enter(Phase.FORM)
+        # Together or not at all: a death in an evaluation can leave some with its result and some without.
+        if not all(gather_json(state.evaluated_step == state.step)):
+            self._loop.make_evaluate(world)(state)
+        if not is_saved and world.is_directory_leader:
+            self._saver.save_and_wait(state)
+        worker.reach("finish", world)
+        summary = write_result(worker, world, self._job_token, has_trained=outcome == "finished")
+        self._membership.watcher.leave()  # who is through goes now, and is not missed
+        if world.is_first_of_node:
+            remove_handoffs(worker.directory)
+        try:
+            self._membership.release_agents(world)
+        except StoreUnreachable as error:  # the run is finished all the same
+            reporter.debug(str(error))
+        worker.reach("exit", world)
+        reporter.events.write("done", outcome=outcome)
+        reporter.say_for_node(f"{outcome.replace('_', ' ')} at step {state.step}")
+        accuracy = f", test accuracy {state.last_accuracy[1]:.2%}" if state.last_accuracy else ""
+        if outcome == "already_finished":
+            reporter.say(
+                f"the run in {worker.directory.path} is finished: {state.step} steps{accuracy}. Nothing left to do; "
+                "--epochs N trains on, --fresh starts anew"
+            )
+        else:
+            reporter.say(
+                f"finished: {state.step} steps{accuracy}, {summary['wall_seconds']:.1f} s, "
+                f"goodput {summary['goodput']['ratio']:.2f}; {worker.directory.result_path}"
+            )
+        return 0
+
+    def stop(self, world: World) -> int:
+        """Everybody was told to stop, at this very step: save, so that the next start goes on from here."""
+        state = self._worker.state
+        is_join = self._is_join_pending()
+        if is_join and world.is_first_of_node:
+            self._saver.hand_off(state)
+        elif not is_join and world.is_directory_leader:
+            self._saver.save_and_wait(state)
+        self._saver.wait()
+        dist.barrier()  # nobody's agent may end a node whose leader is still writing
+        self._membership.watcher.leave()
+        return self._say_stopped("for the nodes that join" if is_join else "")
+
+    def _is_join_pending(self) -> bool:
+        try:
+            return self._membership.look_for_join()
+        except StoreUnreachable:  # its host died, and the agents stop everybody for that
+            return False
+
+    def stop_between_worlds(self, world: World) -> int:
+        """Told to stop while meeting: no process group to agree with anybody, so each node keeps what it has."""
+        if world.is_first_of_node:
+            if self._membership.is_join_pending:
+                self._saver.hand_off(self._worker.state)
+            else:
+                self._saver.save_and_wait(self._worker.state)
+        with suppress(OwnershipLost):  # the others may be a generation further
+            self._saver.wait()
+        return self._say_stopped("")
+
+    def leave(self, world: World) -> int:
+        """This node alone was told to stop; the step in hand is committed and the others have the state."""
+        worker = self._worker
+        self._membership.leave(world, "stopped")
+        with suppress(OwnershipLost):  # the others may be a generation further
+            self._saver.wait()
+        worker.reporter.events.write("signal", signal=signal.Signals(worker.stop.signum or signal.SIGTERM).name)
+        worker.reporter.events.write("done", outcome="stopped")
+        worker.reporter.speak(f"rank {world.rank} leaves at step {worker.state.step}; the others go on")
+        return 128 + (worker.stop.signum or signal.SIGTERM)
+
+    def _say_stopped(self, why: str) -> int:
+        worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
+        signum = worker.stop.signum or signal.SIGTERM
+        reporter.events.write("signal", signal=signal.Signals(signum).name)
+        reporter.events.write("done", outcome="stopped")
+        reporter.say_for_node(f"stopped at step {state.step} {why}".rstrip())
+        what = why or "the same command continues from here"
+        reporter.say(
+            f"stopped by {signal.Signals(signum).name} at step {state.step} (epoch {state.epoch + 1} of "
+            f"{worker.config.epochs}, {state.samples_done} of {state.length} samples); {what}"
+        )
+        return 128 + signum
+
+    def save_for_next_start(self, world: World) -> None:
+        """Each node for itself: nobody knows which others live."""
+        if world.is_first_of_node:
+            self._saver.save_and_wait(self._worker.state)

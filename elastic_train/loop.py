@@ -1,0 +1,176 @@
+"""The training loop with everything attached to it that goes with a world: reduction, evaluation, ledger, watcher."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from elastic_train.datasets import EpochDataset
+from elastic_train.errors import UsageError
+from elastic_train.evaluation import evaluate
+from elastic_train.goodput import Phase
+from elastic_train.membership import Membership
+from elastic_train.ordered import OrderedReduction
+from elastic_train.reduction import FastReduction, Loss, Reduction, Share
+from elastic_train.rules import Activity
+from elastic_train.sampler import MicroBatch
+from elastic_train.saving import Saver
+from elastic_train.state import TrainState
+from elastic_train.train import Outcome, StepResult, task_loss, train
+from elastic_train.worker import Worker
+from elastic_train.world import World
+
+
+class Loop:
+    """Runs train.train() in one world after the other."""
+
+    def __init__(self, worker: Worker, membership: Membership, saver: Saver) -> None:
+        self._worker = worker
+        self._membership = membership
+        self._saver = saver
+        self.step_started = time.monotonic()
+        """when the step in hand was begun, by the monotonic clock"""
+        self.last_votes = (0, 0)
+        """what this rank said in the last step: told to stop, leaving now"""
+        self._loss = self._watched(
+            task_loss(
+                worker.task,
+                seed=worker.config.seed,
+                precision=worker.config.precision,
+                device=worker.device,
+                stand_in=stand_in_batch(worker),
+            )
+        )
+
+    def run(self, world: World, steps: Iterable[Share]) -> Outcome:
+        """Train in `world` over the steps that it is given; every rank calls it.
+
+        Raises:
+            What train.train() does.
+        """
+        return self.over(world)(steps)
+
+    def over(self, world: World) -> Callable[[Iterable[Share]], Outcome]:
+        """The same for several stretches of steps in one world: what is built for the world is built once."""
+        worker, state = self._worker, self._worker.state
+        state.model.train()
+        reduction = self._make_reduction(world)
+        evaluate_if_due = self.make_evaluate(world)
+        observer = LoopObserver(self, worker, self._membership, world)
+        return lambda steps: train(
+            state,
+            steps,
+            reduction,
+            self._loss,
+            evaluate_if_due,
+            self._saver,
+            self._votes,
+            world.world_size,
+            observer,
+        )
+
+    def _votes(self) -> tuple[int, int]:
+        self.last_votes = self._worker.stop.votes(self._membership.is_join_pending)
+        return self.last_votes
+
+    def _make_reduction(self, world: World) -> Reduction:
+        worker, model = self._worker, self._worker.state.model
+        if worker.config.reduction == "fast":
+            return FastReduction(model, world, worker.device)
+        if world.world_size > worker.config.virtual_ranks:
+            raise UsageError(
+                f"{world.world_size} workers are more than --virtual-ranks {worker.config.virtual_ranks}: "
+                "an ordered step has no work for them; start fewer, or a new run with more virtual ranks"
+            )
+        return OrderedReduction(
+            model,
+            world,
+            worker.device,
+            worker.config.virtual_ranks,
+            before_exchange=lambda: self._membership.watcher.do(Activity.REDUCE),
+        )
+
+    def _watched(self, loss: Loss) -> Loss:
+        """The same loss, telling the watcher where a collective may begin to wait for others."""
+
+        def watched(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> torch.Tensor:
+            # The step's data is there; from its first forward pass on, in which DDP may broadcast BatchNorm's buffers,
+            # this rank may be waiting for others.
+            self._membership.watcher.do(Activity.REDUCE)
+            return loss(module, micro_batch, batch)
+
+        return watched
+
+    def make_evaluate(self, world: World) -> Callable[[TrainState], None]:
+        """The evaluation that the loop calls at the end of every epoch, and of training."""
+        worker, config = self._worker, self._worker.config
+        test_set = worker.task.test_set
+
+        def evaluate_if_due(state: TrainState) -> None:
+            if test_set is None or not (state.is_finished or state.epoch % config.eval_every == 0):
+                return
+            with state.clock.during(Phase.EVALUATE):
+                found = evaluate(
+                    state.model,
+                    worker.task,
+                    test_set,
+                    world,
+                    worker.device,
+                    seed=config.seed,
+                    num_workers=config.num_workers,
+                )
+            state.evaluated_step = state.step
+            if found.accuracy is not None:
+                state.last_accuracy = (state.step, found.accuracy)
+            worker.reporter.evaluation(state, found.metrics)
+
+        return evaluate_if_due
+
+
+class LoopObserver:
+    """Tells the ledger, the reporter and the watcher what the loop does."""
+
+    def __init__(self, loop: Loop, worker: Worker, membership: Membership, world: World) -> None:
+        self._loop, self._worker, self._world = loop, worker, world
+        self._watcher = membership.watcher
+        self._reporter = worker.reporter
+
+    def before_reduction(self, micro_batches: Share) -> None:
+        self._loop.step_started = time.monotonic()
+        self._worker.reach("step", self._world)
+        self._watcher.do(Activity.COMPUTE)
+        if self._reporter.ledger is not None:
+            first = micro_batches[0][0]
+            self._reporter.ledger.write(
+                epoch=first.epoch,
+                step=first.step,
+                world=self._world,
+                indices=[micro_batch.indices for micro_batch, _ in micro_batches],
+            )
+
+    def after_commit(self, state: TrainState, result: StepResult, micro_batches: Share) -> None:
+        first = micro_batches[0][0]
+        self._reporter.step(state, result.loss, epoch=first.epoch, samples=first.step_samples)
+        self._worker.reach("commit", self._world)
+        watcher = self._watcher
+        watcher.do(Activity.COMPUTE)
+        watcher.step = state.step
+        now = time.monotonic()
+        watcher.slowest_step = max(0.99 * watcher.slowest_step, now - self._loop.step_started)
+        self._loop.step_started = now
+
+
+def stand_in_batch(worker: Worker) -> Callable[[], Any]:
+    """Makes a batch of the first sample, for a rank that has none in a step."""
+    dataset = EpochDataset(worker.task.train_set, seed=worker.config.seed, collate=worker.task.collate)
+
+    def make() -> Any:
+        first = MicroBatch(epoch=0, step=0, shard=0, indices=np.zeros(1, dtype=np.int64), step_samples=1, is_last=True)
+        return dataset.__getitems__(first)[1]
+
+    return make

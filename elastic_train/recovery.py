@@ -1,0 +1,394 @@
+"""Run training to its end through all the worlds that it takes: meet, form, synchronise, train, and again.
+
+This is the ring around the loop (train.py), which knows nothing of it. An error that ends a step is classified once;
+a lost peer leads to the next world, in the same process; what is the worker's own, or the job's, ends it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+
+from elastic_train.batches import steps
+from elastic_train.config import Config
+from elastic_train.errors import (
+    ElasticTrainError,
+    FormationFailed,
+    LeftOut,
+    OwnershipLost,
+    RunDirectoryError,
+    RunDirectoryInUse,
+    Stopped,
+    StoreUnreachable,
+    first_line,
+)
+from elastic_train.goodput import Phase
+from elastic_train.leaving import WaysOut
+from elastic_train.loop import Loop
+from elastic_train.membership import Change, Membership, new_token
+from elastic_train.process_group import (
+    gather_json,
+    is_communication_error,
+    process_group,
+)
+from elastic_train.restore import Restored, sync_from_freshest
+from elastic_train.rules import Activity, Failure, common_backend
+from elastic_train.saving import Saver
+from elastic_train.starting import Start, describe_start
+from elastic_train.stopping import StopSignal
+from elastic_train.torchrun import Launch
+from elastic_train.train import Outcome
+from elastic_train.worker import Worker, build, set_threads
+from elastic_train.world import World
+
+MAX_FRUITLESS_WORLDS = 10
+"""worlds in a row in which no step was committed, beyond one for each member"""
+
+
+def run(config: Config, launch: Launch, stop: StopSignal) -> int:
+    """Train to the end, or until told to stop. Returns the exit code of the worker.
+
+    Raises:
+        ElasticTrainError: what training cannot get past, one line each. Whatever the user's task raises.
+    """
+    worker = build(config, launch, stop)
+    reporter, membership = worker.reporter, None
+    try:
+        membership = Membership(
+            launch,
+            stop,
+            formation_timeout=config.formation_timeout,
+            peer_timeout=config.peer_timeout,
+            say=reporter.speak if launch.local_rank == 0 else reporter.debug,
+        )
+        return Run(worker, membership).to_the_end()
+    except Stopped as stopped:
+        reporter.events.write("done", outcome="stopped")
+        reporter.say(f"{stopped} before the workers had formed a world: nothing was trained or lost")
+        return stopped.exit_code
+    except BaseException as error:
+        reporter.events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
+        if membership is not None and membership.is_among_others and is_own(error):
+            # The traceback first: ending the agent ends this process too.
+            show_error(error, config.debug)
+            membership.end_own_agent()
+            return error.exit_code if isinstance(error, ElasticTrainError) else 1
+        raise
+    finally:
+        if membership is not None:
+            membership.close()
+        reporter.close()
+        worker.directory.release()
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether an error ends this worker alone, so that its agent must not end the job for the others."""
+    return isinstance(error, LeftOut | RunDirectoryInUse | OwnershipLost) or not isinstance(error, ElasticTrainError)
+
+
+def show_error(error: BaseException, is_debug: bool) -> None:
+    """One line for what is expected, the traceback for everything else."""
+    if is_debug or not isinstance(error, ElasticTrainError):
+        traceback.print_exception(error)
+    else:
+        print(f"elastic_train: error: {error}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """Why the world before this one ended, and what it took until the next meeting."""
+
+    cause: str
+    """`start`, `peer_lost` or `leave`"""
+    detect_seconds: float = 0.0
+    abort_seconds: float = 0.0
+
+
+class Run:
+    """One worker's way through the worlds of a run."""
+
+    def __init__(self, worker: Worker, membership: Membership) -> None:
+        self._worker = worker
+        self._membership = membership
+        self._job_token = membership.agreed_once("job_token", new_token())
+        self._saver = Saver(worker, self._job_token)
+        self._start = Start(worker, membership, self._job_token)
+        self.loop = Loop(worker, membership, self._saver)
+        self._ways_out = WaysOut(worker, membership, self._saver, self.loop, self._job_token)
+        self._has_state = False
+        self._ended_at = time.monotonic()
+        self._world: World | None = None
+        self._has_formed = False
+        self._last_claim_warning: str | None = None
+
+    def to_the_end(self) -> int:
+        """Through as many worlds as it takes. Returns the exit code of the worker.
+
+        Raises:
+            StoreUnreachable: the store is gone, and the job with it; the state is saved.
+            FormationFailed: the job cannot go on; the state is saved.
+        """
+        try:
+            return self._through_worlds()
+        except (StoreUnreachable, FormationFailed) as error:
+            if self._world is None or not self._has_state:
+                raise
+            self._worker.state.rollback()
+            self._saver.enter(self._world)
+            self._ways_out.save_for_next_start(self._world)
+            raise type(error)(
+                f"{error}; the state of step {self._worker.state.step} is saved, start all nodes again to continue"
+            ) from error
+        finally:
+            with suppress(OwnershipLost):  # whatever ended this says more
+                self._saver.wait()  # the snapshot in flight is a good one
+
+    def _through_worlds(self) -> int:
+        worker, membership = self._worker, self._membership
+        state = worker.state
+        state.clock.enter(Phase.FORM)
+        started = time.monotonic()
+        world = self._start.first_world()
+        change = Change(seconds_meet=time.monotonic() - started)
+        interruption = Interruption("start")
+        fruitless, last_step = 0, -1
+        while True:
+            if world.num_nodes < self._min_nodes and not state.is_finished:
+                try:
+                    self._wait_for_nodes(world)
+                except Stopped:
+                    return self._stop_between_worlds(world)
+            failure: str | None = None
+            self._world, self._has_formed = world, False
+            self.loop.step_started = time.monotonic()
+            try:
+                outcome = self._go_through(world, change, interruption)
+                if outcome is not None:
+                    return outcome
+                interruption = Interruption("leave")
+            except Exception as error:  # of any kind: the code that is trained raises what it likes
+                if self._judge(error, world) is not Failure.PEER:
+                    raise
+                now = time.monotonic()
+                detected_at = max(self._ended_at, self.loop.step_started)
+                failure = first_line(error)
+                interruption = Interruption("peer_lost", detected_at - self.loop.step_started, now - detected_at)
+            # Out here the error is gone, and with it the last reference to the group: its sockets are closed.
+            if failure is not None:
+                self._note_loss()
+            fruitless = 0 if state.step > last_step else fruitless + 1
+            last_step = state.step
+            if fruitless > MAX_FRUITLESS_WORLDS + world.world_size:
+                raise FormationFailed(f"{fruitless} worlds in a row committed no step; the last error: {failure}")
+            worker.reach("meet", world)
+            try:
+                world, change = membership.next_world(world, has_formed=self._has_formed)
+                if failure is not None:
+                    worker.reporter.events.write(
+                        "peer_lost",
+                        error=failure,
+                        reason=change.reason,
+                        lost_members=[member.name for member in change.lost],
+                    )
+            except Stopped:  # by the agents, for nodes that join
+                return self._stop_between_worlds(world)
+
+    def _judge(self, error: Exception, world: World) -> Failure:
+        """Whose error this is."""
+        if isinstance(error, ElasticTrainError) and not isinstance(error, FormationFailed):
+            return Failure.JOB
+        step = self._worker.state.step + 1
+        try:
+            verdict = self._membership.judge(first_line(error), is_communication_error(error), step, world.me)
+            if verdict is Failure.OWN:
+                self._membership.leave(world, "error")  # so that the others do not wait for this worker
+            return verdict
+        except StoreUnreachable:  # then there is nobody to tell
+            return Failure.OWN
+
+    # --- one world ----------------------------------------------------------------------------------------------------
+
+    def _go_through(self, world: World, change: Change, interruption: Interruption) -> int | None:
+        """Form the world's process group and train in it; the exit code, or None if others left and it goes on."""
+        worker, membership, state = self._worker, self._membership, self._worker.state
+        reporter = worker.reporter
+        self._saver.enter(world)
+        self._claim(world)
+        set_threads(world, worker.config)
+        backend = common_backend([member.backend for member in world.members])
+        init_started = time.monotonic()
+        membership.watcher.expect(world, membership.key)
+        worker.reach("init", world)
+        with process_group(world, membership.group_store, backend, membership.sockets):
+            sync_started = time.monotonic()
+            self._has_formed = True
+            membership.watcher.enter(world, membership.key)
+            worker.reach("sync", world)
+            restored = self._synchronise(world)
+            state.generations += 1
+            reporter.events.enter(world)
+            reporter.events.step = state.step
+            reporter.enter(world, state)
+            seconds = {
+                "detect": interruption.detect_seconds,
+                "abort": interruption.abort_seconds,
+                "meet": change.seconds_meet,
+                "init": sync_started - init_started,
+                "sync": time.monotonic() - sync_started,
+            }
+            self._tell_world(world, backend, change, interruption, restored, seconds)
+            try:
+                return self._train_and_leave(world, restored)
+            finally:
+                self._ended_at = time.monotonic()
+
+    def _claim(self, world: World) -> None:
+        """Make the run directory this generation's; a full disk does not end a run that is under way."""
+        worker = self._worker
+        try:
+            warning = worker.directory.claim(self._job_token, world.generation, worker.host)
+        except (RunDirectoryInUse, OwnershipLost):
+            raise
+        except RunDirectoryError as error:
+            if not self._has_state:
+                raise
+            warning = str(error)
+        if warning is not None and warning != self._last_claim_warning:
+            self._last_claim_warning = warning
+            worker.reporter.warn(warning)
+
+    def _synchronise(self, world: World) -> Restored | None:
+        """Bring all members to one state; None if this one had it already.
+
+        A member may be without a state: a death can have interrupted the restoring of the first world.
+        """
+        worker, state = self._worker, self._worker.state
+        had_state = self._has_state
+        told = gather_json({"step": state.step if had_state else -1, "logged": worker.reporter.last_logged_step()})
+        steps = [entry["step"] for entry in told]
+        if max(steps) < 0:
+            restored = self._start.restore(world)
+            self._has_state = True
+            return restored
+        source = sync_from_freshest(state, world, steps, worker.device)
+        self._has_state = True
+        if world.rank == source:
+            logged = [entry["logged"] for entry in told if entry["logged"] is not None]
+            worker.reporter.log_steps_after(max(logged, default=state.step - 1))
+        return None if had_state else Restored("peer", state.step, source)
+
+    def _train_and_leave(self, world: World, restored: Restored | None) -> int | None:
+        worker, state = self._worker, self._worker.state
+        config, task = worker.config, worker.task
+        if state.is_finished:
+            outcome = "already_finished" if restored is not None else "finished"
+            is_saved = restored is not None and restored.source == "snapshot"
+            return self._ways_out.finish(world, outcome, is_saved=is_saved)
+        state.clock.enter(Phase.TRAIN)
+        self._membership.watcher.do(Activity.COMPUTE)
+        ended = self.loop.run(world, steps(task.train_set, task.collate, state, world, config, worker.device))
+        self._membership.watcher.do(Activity.FORM)
+        if ended is Outcome.FINISHED:
+            return self._ways_out.finish(world, "finished", is_saved=False)
+        if ended is Outcome.STOPPED:
+            return self._ways_out.stop(world)
+        if self.loop.last_votes[0]:  # what this worker said in that very step, not what it was told since
+            return self._ways_out.leave(world)
+        state.clock.enter(Phase.FORM)
+        return None
+
+    # --- between worlds -----------------------------------------------------------------------------------------------
+
+    @property
+    def _min_nodes(self) -> int:
+        return self._worker.config.min_nodes or self._worker.launch.min_nodes
+
+    def _wait_for_nodes(self, world: World) -> None:
+        """Fewer nodes than --min-nodes: wait, without training, for the agents to bring new ones.
+
+        Raises:
+            Stopped: they come, and this worker is restarted with them; or it was told to stop.
+            FormationFailed: none came in time.
+        """
+        worker = self._worker
+        limit = worker.config.wait_timeout
+        worker.reporter.speak(
+            f"{world.num_nodes} of at least {self._min_nodes} nodes are left: waiting {limit:.0f} s for others to join"
+        )
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            worker.stop.check()
+            time.sleep(0.05)
+        raise FormationFailed(
+            f"only {world.num_nodes} of at least {self._min_nodes} nodes after {limit:.0f} s "
+            "(--min-nodes, --wait-timeout)"
+        )
+
+    def _stop_between_worlds(self, world: World) -> int:
+        """Told to stop while there was no process group.
+
+        Raises:
+            Stopped: there is nothing to save yet.
+        """
+        if not self._has_state:
+            self._worker.stop.check()
+        self._saver.enter(world)
+        return self._ways_out.stop_between_worlds(world)
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    def _note_loss(self) -> None:
+        """The step in hand, if there was one, is lost: roll back what it may have touched, and book its time."""
+        state = self._worker.state
+        if state.rollback():
+            state.clock.reassign(time.monotonic() - self.loop.step_started, Phase.TRAIN, Phase.LOST)
+        state.clock.enter(Phase.FORM)
+
+    def _tell_world(
+        self,
+        world: World,
+        backend: str,
+        change: Change,
+        interruption: Interruption,
+        restored: Restored | None,
+        seconds: dict[str, float],
+    ) -> None:
+        reporter, state = self._worker.reporter, self._worker.state
+        lost = [member.name for member in change.lost]
+        left = [member.name for member in change.left]
+        cause = interruption.cause if lost or not left else "leave"
+        reporter.events.write(
+            "world",
+            cause=cause,
+            members=[member.name for member in world.members],
+            lost_members=lost,
+            left_members=left,
+            seconds=seconds,
+            backend=backend,
+        )
+        if restored is not None:
+            reporter.events.write("restore", source=restored.source, restored_step=restored.step)
+            reporter.say(describe_start(self._worker, world, backend, restored))
+        else:
+            state.incidents.append(
+                {
+                    "cause": cause,
+                    "time": time.time(),
+                    "lost_members": lost or left,
+                    "committed_steps_lost": 0,
+                    "seconds": seconds,
+                }
+            )
+            what = f"lost {', '.join(lost)}" if lost else f"{', '.join(left)} left"
+            phases = " ".join(f"{name}={value:.3f}" for name, value in seconds.items())
+            reporter.say(
+                f"world generation={world.generation}: {world.world_size} workers go on at step {state.step + 1}; "
+                f"{what}; {phases} (s)"
+            )
+        reporter.say_for_node(
+            f"in world generation={world.generation} as rank {world.rank} of {world.world_size}; "
+            f"rank 0 on {world.members[0].host} reports"
+        )

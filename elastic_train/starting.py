@@ -1,0 +1,162 @@
+"""The first world of a process: what it finds of an earlier run, and how that becomes everybody's state."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+from elastic_train import determinism
+from elastic_train.config import Config, as_json
+from elastic_train.errors import FormationFailed
+from elastic_train.goodput import Phase
+from elastic_train.membership import Membership, new_token, versions
+from elastic_train.process_group import choose_backend, gather_json, use_interface_of
+from elastic_train.restore import Restored, restore
+from elastic_train.saving import find_handoffs, remove_handoffs
+from elastic_train.snapshot import find_snapshots
+from elastic_train.state import TrainState
+from elastic_train.worker import Worker
+from elastic_train.world import Member, World
+
+
+class Start:
+    """One worker's view of the run that it starts or continues. Made before it meets the others."""
+
+    def __init__(self, worker: Worker, membership: Membership, job_token: str) -> None:
+        self._worker = worker
+        self._membership = membership
+        self._job_token = job_token
+
+    def first_world(self) -> World:
+        """Meet the workers of this torchrun round; what they see of an earlier run is read before."""
+        worker, membership, launch = self._worker, self._membership, self._worker.launch
+        directory, config = worker.directory, worker.config
+        address = membership.local_address()
+        use_interface_of(address)
+        self._is_first_round = membership.is_first_round
+        if config.fresh and self._is_first_round:
+            self._start_anew()
+        self._last_step_seen = directory.last_step()
+        self._offers = sorted(
+            find_snapshots(worker.snapshots_dir, warn=worker.reporter.warn) + find_handoffs(directory, worker.reporter),
+            key=lambda offer: offer.age_key,
+            reverse=True,
+        )
+        self._run_uid = membership.published("run_uid") or new_token()
+        worker.reporter.events.write(
+            "start", config=as_json(config), versions=versions(), device=str(worker.device), task=worker.task.describe()
+        )
+        seen = [directory.last_generation(), *(offer.generation for offer in self._offers)]
+        return membership.first_world(
+            Member(
+                host=worker.host,
+                local_rank=launch.local_rank,
+                pid=os.getpid(),
+                agent_pid=launch.agent_pid or 0,
+                address=(address, 0),
+                directory_id=directory.identity(),
+                backend=choose_backend(worker.device, launch.local_world_size),
+                max_generation=max((generation for generation in seen if generation is not None), default=None),
+                agreement=worker.agreement(),
+            )
+        )
+
+    def _start_anew(self) -> None:
+        """--fresh: move what is in the run directory aside, once per job; the first worker to come does it."""
+        directory, membership = self._worker.directory, self._membership
+        key = f"fresh/{directory.identity()}"
+        me = f"{self._worker.host}/{os.getpid()}"
+        if membership.agreed_once(key, me) == me:
+            directory.claim(self._job_token, 0, self._worker.host)
+            moved = directory.move_aside()
+            membership.agreed_once(f"{key}/done", "done")
+            if moved is not None:
+                self._worker.reporter.speak(f"--fresh: the run in {directory.path} was moved to {moved}")
+        deadline = time.monotonic() + 60.0
+        while membership.published(f"{key}/done") is None:
+            self._worker.stop.check()
+            if time.monotonic() > deadline:
+                raise FormationFailed(f"--fresh: nobody moved the run in {directory.path} aside within 60 s")
+            time.sleep(0.01)
+        remove_handoffs(directory)  # each node its own
+
+    def restore(self, world: World) -> Restored:
+        """Bring all members of the first world to one state: the newest that any of them can see. Every rank calls it.
+
+        Raises:
+            TaskMismatch, SnapshotError: as restore.restore().
+        """
+        worker, state = self._worker, self._worker.state
+        restored = restore(
+            state,
+            world,
+            self._offers,
+            task=worker.must_agree_with_snapshot(),
+            run_uid=self._run_uid,
+            is_new_run=self._is_first_round,
+            device=worker.device,
+            warn=worker.reporter.warn,
+        )
+        # An attempt that a death broke off may have named the run already; that name holds.
+        state.run_uid = self._membership.agreed_once("run_uid", state.run_uid)
+        self._membership.agreed_once("agreement", json.dumps(worker.agreement()))
+        note_restart(state, restored, gather_json(self._last_step_seen))
+        if worker.config.reduction == "ordered":
+            self._compare_fingerprints(world)
+        return restored
+
+    def _compare_fingerprints(self, world: World) -> None:
+        """Warn where the bits may differ: from those of the run so far, or from member to member."""
+        worker, state = self._worker, self._worker.state
+        found = gather_json(determinism.fingerprint(worker.device))
+        before = state.fingerprint or found[0]
+        for member, now in zip(world.members, found, strict=True):
+            differences = determinism.compare(before, now)
+            if differences and world.rank == 0:
+                worker.reporter.warn(f"the bits may differ from here on: on {member.name}, {'; '.join(differences)}")
+        state.fingerprint = found[0]
+
+
+def note_restart(state: TrainState, restored: Restored, last_steps_seen: list[int | None]) -> None:
+    """A run that is continued by new processes was interrupted: an incident, with the steps that were lost."""
+    if restored.source == "scratch" or state.is_finished:
+        return
+    seen = max((step for step in last_steps_seen if step is not None), default=0)
+    state.incidents.append(
+        {
+            "cause": "join" if restored.source == "handoff" else "restart",
+            "time": time.time(),
+            "lost_members": [],
+            "committed_steps_lost": max(0, seen - restored.step),
+            "seconds": {"down": state.clock.totals()[Phase.DOWN]},
+        }
+    )
+
+
+def describe_share(config: Config, world_size: int) -> str:
+    """Samples of a whole step that a worker has: one number, or the least and the most."""
+    parts, unit = (
+        (config.global_batch_size, 1)
+        if config.reduction == "fast"
+        else (config.virtual_ranks, config.global_batch_size // config.virtual_ranks)
+    )
+    low, high = parts // world_size * unit, -(-parts // world_size) * unit
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def describe_start(worker: Worker, world: World, backend: str, restored: Restored) -> str:
+    config, state = worker.config, worker.state
+    share = describe_share(config, world.world_size)
+    epoch = min(state.epoch + 1, config.epochs)
+    where = (
+        "from scratch"
+        if restored.source == "scratch"
+        else f"from the {restored.source} of step {restored.step}, in epoch {epoch} of {config.epochs}"
+    )
+    workers = f"{world.world_size} worker{'s' if world.world_size > 1 else ''}"
+    nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
+    return (
+        f"world generation={world.generation}: {workers} on {nodes} ({worker.device.type}, {backend}), "
+        f"global batch {config.global_batch_size} = {share} samples a worker; training {worker.task.name} {where}"
+    )

@@ -1,0 +1,160 @@
+"""The training loop and one step of it. Nothing here knows about failure or about changes of the world."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from elastic_train.errors import TrainingDiverged
+from elastic_train.reduction import Loss, Reduction, Share
+from elastic_train.sampler import MicroBatch
+from elastic_train.state import TrainState
+from elastic_train.tasks import Task
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float
+    """mean over all samples of the step, the same on every rank"""
+    votes: tuple[int, ...]
+    """the ranks' votes, summed: (told to stop, leaving now); the same on every rank"""
+
+
+class Outcome(StrEnum):
+    """Why the loop ended; the same on every rank, at the same step."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """every rank was told to stop"""
+    SOME_LEAVE = "some_leave"
+    """some ranks were told to stop and leave; the others go on without them"""
+
+
+class Observer(Protocol):
+    """Who is told what the loop does: the ledger, events, the progress bar."""
+
+    def before_reduction(self, micro_batches: Share) -> None:
+        """A rank's micro-batches are about to be reduced; nothing of the step has been computed."""
+
+    def after_commit(self, state: TrainState, result: StepResult, micro_batches: Share) -> None:
+        """`state` has committed the step of these micro-batches."""
+
+
+class Snapshots(Protocol):
+    """When and how `state` is saved."""
+
+    def is_due(self, state: TrainState) -> bool: ...
+    def save(self, state: TrainState) -> None:
+        """Returns once `state` may change again; the bytes reach the disk behind it."""
+
+
+def train(
+    state: TrainState,
+    steps: Iterable[Share],
+    reduction: Reduction,
+    loss: Loss,
+    evaluate: Callable[[TrainState], None],
+    snapshots: Snapshots,
+    votes: Callable[[], tuple[int, int]],
+    world_size: int,
+    observer: Observer,
+) -> Outcome:
+    """Advance `state` to the end of training, or to the step at which all ranks agree to stop; every rank calls it.
+
+    `votes` is asked once a step: (whether this rank was told to stop, whether it leaves now).
+
+    Raises:
+        TrainingDiverged: as `train_step`.
+        RuntimeError: from the communication library, when a peer is lost.
+    """
+    for micro_batches in steps:
+        observer.before_reduction(micro_batches)
+        result = train_step(state, micro_batches, reduction, loss, votes())
+        has_ended_epoch = state.commit(result.loss)
+        observer.after_commit(state, result, micro_batches)
+        if has_ended_epoch or state.is_finished:
+            evaluate(state)
+        if snapshots.is_due(state):
+            snapshots.save(state)
+        told_to_stop, leaving = result.votes
+        if told_to_stop == world_size:
+            break
+        if leaving:
+            return Outcome.FINISHED if state.is_finished else Outcome.SOME_LEAVE
+    return Outcome.FINISHED if state.is_finished else Outcome.STOPPED
+
+
+def train_step(
+    state: TrainState, micro_batches: Share, reduction: Reduction, loss: Loss, votes: tuple[int, int]
+) -> StepResult:
+    """One optimizer step over the global batch; `state` is not committed yet.
+
+    Raises:
+        TrainingDiverged: the loss is NaN or infinite, on every rank alike; the weights are those before the step.
+    """
+    state.remember()
+    state.optimizer.zero_grad(set_to_none=True)
+    scale = state.scaler.scale if state.scaler else _unscaled
+    totals = reduction.run(micro_batches, loss, scale, votes=votes)
+    if not math.isfinite(totals.loss) and not _is_left_to_scaler(state):
+        raise TrainingDiverged(
+            f"the loss of step {state.step + 1} (epoch {state.epoch + 1}) is {totals.loss}; the last good snapshot is "
+            "kept. Lower --lr, or look at the data of that step (--ledger writes it)"
+        )
+    if state.scaler:
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+    else:
+        state.optimizer.step()
+    return StepResult(loss=totals.loss, votes=totals.votes)
+
+
+def _unscaled(loss: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
+def _is_left_to_scaler(state: TrainState) -> bool:
+    """fp16 overflows now and then: the scaler skips the step and halves the scale, down to 1 before it is an error."""
+    return state.scaler is not None and state.scaler.get_scale() > 1.0
+
+
+def task_loss(task: Task, *, seed: int, precision: str, device: torch.device, stand_in: Callable[[], Any]) -> Loss:
+    """The loss of a micro-batch under `--precision`, with the randomness that belongs to it.
+
+    `stand_in` makes a batch of one sample, for a rank that has none in a step: it must take part in the reduction with
+    a zero gradient for every parameter.
+    """
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    autocast = nullcontext if dtype is None else partial(torch.autocast, device.type, dtype=dtype)
+
+    def loss(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> torch.Tensor:
+        seed_model_draws(seed, micro_batch.step, micro_batch.shard, device)
+        with autocast():
+            if batch is not None:
+                return task.loss(module, task.to_device(batch, device))
+            module.eval()  # an absent sample leaves no trace in BatchNorm's statistics
+            try:
+                return task.loss(module, task.to_device(stand_in(), device)) * 0.0
+            finally:
+                module.train()
+
+    return loss
+
+
+def seed_model_draws(seed: int, step: int, shard: int, device: torch.device) -> None:
+    """Make what the model draws (dropout) a function of (seed, step, shard of the step)."""
+    digest = hashlib.blake2b(struct.pack("<qqq", seed, step, shard), digest_size=8, person=b"model-draws").digest()
+    value = int.from_bytes(digest, "little") >> 1
+    torch.default_generator.manual_seed(value)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(value)

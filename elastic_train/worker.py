@@ -1,0 +1,176 @@
+"""One worker: what it builds from its flags before it meets anybody, so that a fault in them shows here, alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_train import determinism
+from elastic_train.config import Config, as_json, flag
+from elastic_train.datasets import download
+from elastic_train.events import EventLog, Ledger
+from elastic_train.faults import VARIABLE as FAULT_VARIABLE
+from elastic_train.faults import FaultSeam
+from elastic_train.membership import versions
+from elastic_train.ordered import check_model
+from elastic_train.process_group import choose_device
+from elastic_train.reporting import Reporter
+from elastic_train.run_directory import RunDirectory
+from elastic_train.state import TrainState, build_optimizer
+from elastic_train.stopping import StopSignal
+from elastic_train.tasks import Task, build_task, load_task
+from elastic_train.torchrun import Launch
+from elastic_train.world import World, host_name
+
+LOCAL_FLAGS = frozenset(
+    {"data_dir", "download", "num_workers", "run_dir", "snapshot_dir", "fresh", "device", "store_endpoint",
+     "formation_timeout", "peer_timeout", "min_nodes", "wait_timeout", "ledger", "no_progress", "debug"}
+)  # fmt: skip
+"""flags that members need not agree on"""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The parts of this process that last, whatever worlds it goes through."""
+
+    config: Config
+    launch: Launch
+    stop: StopSignal
+    host: str
+    device: torch.device
+    task: Task
+    state: TrainState
+    directory: RunDirectory
+    reporter: Reporter
+    faults: FaultSeam
+
+    @property
+    def snapshots_dir(self) -> Path:
+        return self.config.snapshot_dir or self.directory.snapshots_dir
+
+    def reach(self, point: str, world: World) -> None:
+        """This worker is at a point of the fault seam."""
+        self.faults.reach(
+            point,
+            rank=world.rank,
+            generation=world.generation,
+            step=self.state.step,
+            local_rank=world.local_rank,
+            host=world.me.host,
+        )
+
+    def agreement(self) -> dict[str, Any]:
+        """What must be equal on all members of a world."""
+        flags = {flag(name): value for name, value in as_json(self.config).items() if name not in LOCAL_FLAGS}
+        return {
+            **flags,
+            **self.task.describe(),
+            **{f"version of {name}": version for name, version in versions().items()},
+            "device": self.device.type,
+        }
+
+    def must_agree_with_snapshot(self) -> dict[str, Any]:
+        """What must be equal for a snapshot to be continued."""
+        config = self.config
+        return {
+            **self.task.describe(),
+            "--seed": config.seed,
+            "--global-batch-size": config.global_batch_size,
+            "optimizer": type(self.state.optimizer).__name__,
+            **({"--virtual-ranks": config.virtual_ranks} if config.reduction == "ordered" else {}),
+        }
+
+
+def build(config: Config, launch: Launch, stop: StopSignal) -> Worker:
+    """Everything that needs no other member. Blocks for a download, if --download asks for one.
+
+    Raises:
+        UsageError, DatasetMissing, RunDirectoryError: one line each. Whatever the user's own task raises.
+    """
+    faults = FaultSeam(os.environ.get(FAULT_VARIABLE, ""), launch.agent_pid)
+    device = choose_device(config.device, launch.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    directory = RunDirectory(config.run_dir or Path("runs") / default_run_name(launch.run_id))
+    directory.create()
+    host = host_name()
+    events = EventLog(
+        directory.events_dir,
+        host=host,
+        local_rank=launch.local_rank,
+        rank=launch.rank,
+        world_size=launch.world_size,
+    )
+    reporter = Reporter(
+        events=events,
+        ledger=Ledger(directory.ledger_dir, host=host, local_rank=launch.local_rank) if config.ledger else None,
+        tensorboard_dir=directory.tensorboard_dir,
+        wants_bar=not config.no_progress,
+        debug=config.debug,
+    )
+    try:
+        if config.reduction == "ordered":
+            determinism.switch_on(strict=config.strict, warn=reporter.warn)
+        task = make_task(config)
+        state = make_state(config, task, device)
+        if config.reduction == "ordered":
+            check_model(state.model)
+        task.describe()  # reads the test set too: a fault in it should show now
+    except BaseException as error:
+        events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
+        raise
+    return Worker(config, launch, stop, host, device, task, state, directory, reporter, faults)
+
+
+def make_task(config: Config) -> Task:
+    """The task of the flags. Raises: UsageError, DatasetMissing, or whatever the user's own task raises."""
+    if config.task is not None:
+        return load_task(config.task)()
+    if config.download:
+        download(config.dataset, config.data_dir)
+    return build_task(config.dataset, config.model, config.data_dir, config.seed)
+
+
+def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
+    """A freshly initialised state, equal on all members by its seed."""
+    torch.manual_seed(config.seed)
+    model = task.build_model().to(device)
+    defaults = task.defaults(None if config.optimizer == "auto" else config.optimizer)
+    optimizer = build_optimizer(
+        task.parameter_groups(model),
+        name=defaults["optimizer"] if config.optimizer == "auto" else config.optimizer,
+        lr=defaults["lr"] if config.lr is None else config.lr,
+        momentum=defaults["momentum"] if config.momentum is None else config.momentum,
+        weight_decay=defaults["weight_decay"] if config.weight_decay is None else config.weight_decay,
+    )
+    return TrainState(
+        model,
+        optimizer,
+        torch.amp.GradScaler(device.type) if config.precision == "fp16" else None,
+        schedule=defaults["schedule"] if config.schedule == "auto" else config.schedule,
+        length=len(task.train_set),  # type: ignore[arg-type]  # a map-style data set, as Task promises
+        config=config,
+    )
+
+
+def default_run_name(run_id: str) -> str:
+    return "default" if run_id == "none" else "".join(c if c.isalnum() or c in "._-" else "_" for c in run_id)
+
+
+def set_threads(world: World, config: Config) -> None:
+    """Share this host's cores among its workers, where the user has not set OMP_NUM_THREADS.
+
+    In ordered mode one thread, whatever the user has set: the bits depend on it.
+
+    torchrun sets it only when one agent starts several workers; several terminals of one machine would otherwise run
+    as many threads each as there are cores.
+    """
+    if config.reduction == "ordered":
+        torch.set_num_threads(determinism.THREADS_PER_WORKER)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        on_this_host = sum(member.host == world.me.host for member in world.members)
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // on_this_host))
