@@ -1,0 +1,242 @@
+"""The console script `elastic-train`, for people: what a run is doing, its snapshots, benchmarks.
+
+Each command's code is imported only when it is asked for, and torch only where tensors are: `--help` and the commands
+that read files answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from elastic_train.errors import ElasticTrainError, SnapshotDamaged, SnapshotError, UsageError
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Expected errors are one line on stderr, others a traceback."""
+    try:
+        parsed = make_parser().parse_args(arguments)
+        command: Command = parsed.command
+        code = command(parsed)
+        sys.stdout.flush()  # here, where a closed pipe or a full disk can still be handled
+        return code
+    except ElasticTrainError as error:
+        print(f"elastic-train: error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except BrokenPipeError:
+        _discard_output()
+        return 128 + signal.SIGPIPE  # as a program that the signal ends: `| head` is no error
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        _discard_output()
+        print(f"elastic-train: error: output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _discard_output() -> None:
+    """Python flushes stdout once more at exit, which would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} ({self.prog} --help tells more)")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="elastic-train",
+        description="For people beside a training: where it stands, its snapshots, benchmarks.",
+        epilog="The training itself: torchrun ... -m elastic_train (--help lists its flags).",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    status = _add(
+        commands, "status", show_status, "where a run stands, from its files alone; also of one that is alive"
+    )
+    status.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+
+    snapshot = commands.add_parser("snapshot", help="list, verify and hash snapshots", allow_abbrev=False)
+    actions = snapshot.add_subparsers(title="actions", metavar="ACTION", required=True)
+    listing = _add(actions, "list", list_snapshots, "the snapshots of a run, newest first")
+    listing.add_argument("path", metavar="RUN_DIR|SNAPSHOTS_DIR", type=Path)
+    verify = _add(actions, "verify", verify_snapshots, "compare size and SHA-256 of one snapshot, or of all of a run")
+    verify.add_argument("path", metavar="PATH", type=Path, help="a snapshot, a folder of snapshots, or a run directory")
+    hashing = _add(actions, "hash", hash_snapshot, "state_sha256 of a snapshot's model, as in result.json")
+    hashing.add_argument(
+        "path", metavar="PATH", type=Path, help="a snapshot; of a folder of snapshots or a run, the newest whole one"
+    )
+
+    store = _add(commands, "store", serve_store, "host the rendezvous store at the endpoint, off the training nodes")
+    store.add_argument("--port", type=int, default=29400, help="what --rdzv-endpoint names (default: 29400)")
+    store.add_argument("--host", default="0.0.0.0", help="a name of this machine (default: any)")
+
+    bench = _add(commands, "bench", run_benchmark, "ours against what one would write by hand, interleaved in one run")
+    from elastic_train.bench import BENCHMARKS
+
+    bench.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS), help=", ".join(sorted(BENCHMARKS)))
+    bench.add_argument("--quick", action="store_true", help="less than a minute, with more noise")
+    bench.add_argument("--json", metavar="FILE", type=Path, help="also write the rows there")
+    return parser
+
+
+def _add(
+    commands: argparse._SubParsersAction[_Parser], name: str, command: Command, what: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
+    parser.set_defaults(command=command)
+    return parser
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def show_status(arguments: argparse.Namespace) -> int:
+    from elastic_train.status import read_status, show
+
+    now = time.time()
+    show(read_status(arguments.run_dir, now), now, sys.stdout)
+    return 0
+
+
+def serve_store(arguments: argparse.Namespace) -> int:
+    from elastic_train.store import serve
+
+    ended: list[int] = []
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda received, _frame: ended.append(received))
+    serve(
+        arguments.host,
+        arguments.port,
+        started=lambda port: print(f"elastic-train: store at port {port}; end it when the job is over", flush=True),
+        is_over=lambda: bool(ended),
+    )
+    return 0
+
+
+def list_snapshots(arguments: argparse.Namespace) -> int:
+    from elastic_train.snapshot import find_snapshots
+    from elastic_train.status import duration, human_bytes
+
+    directory = snapshots_in(arguments.path)
+    found = find_snapshots(directory, warn=_warn)
+    if not found:
+        raise SnapshotError(f"no whole snapshot in {directory}")
+    rows = [("step", "epoch", "samples", "generation", "workers", "age", "size", "name")]
+    for info in found:
+        size = sum(file.bytes for file in info.files.values())
+        numbers = (info.step, info.epoch, info.samples_done, info.generation, info.world_size)
+        rows.append((*map(str, numbers), duration(time.time() - info.time), human_bytes(size), info.name))  # type: ignore[arg-type]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        *cells, name = row
+        print("  ".join([*(cell.rjust(width) for cell, width in zip(cells, widths, strict=False)), name]))
+    return 0
+
+
+def verify_snapshots(arguments: argparse.Namespace) -> int:
+    """Prints a line per snapshot; 1 if one is damaged or there is none."""
+    from elastic_train.snapshot import find_snapshots, read_info, verify
+
+    damaged = []
+    if is_snapshot(arguments.path):
+        infos = []
+        try:
+            infos = [read_info(arguments.path)]
+        except SnapshotDamaged as error:
+            damaged.append(str(error))
+    else:
+        infos = find_snapshots(snapshots_in(arguments.path), warn=lambda line: damaged.append(_without_skipped(line)))
+    for info in infos:
+        try:
+            verify(info)
+        except SnapshotDamaged as error:
+            damaged.append(str(error))
+        else:
+            print(f"whole: {info.path}")
+    for message in damaged:
+        print(f"damaged: {message}")
+    if not infos and not damaged:
+        raise SnapshotError(f"no snapshot in {snapshots_in(arguments.path)}")
+    return 1 if damaged else 0
+
+
+def hash_snapshot(arguments: argparse.Namespace) -> int:
+    from elastic_train.snapshot import deserialize_state, newest_whole, read_info, read_state_bytes
+
+    if is_snapshot(arguments.path):
+        info = read_info(arguments.path)
+        data = read_state_bytes(info)
+    else:
+        directory = snapshots_in(arguments.path)
+        found = newest_whole(directory, warn=_warn)
+        if found is None:
+            raise SnapshotError(f"no whole snapshot in {directory}")
+        info, data = found
+    state = deserialize_state(data, source=f"snapshot {info.path}")
+    if not isinstance(state.get("model"), dict):
+        raise SnapshotError(f"snapshot {info.path} holds no model")
+    from elastic_train.state import state_sha256
+
+    print(state_sha256(state["model"]))
+    return 0
+
+
+def run_benchmark(arguments: argparse.Namespace) -> int:
+    from elastic_train import bench
+    from elastic_train.bench import table
+
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise UsageError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
+    load, num_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > num_cores / 2:
+        _warn(f"the load is {load:.1f} on {num_cores} cores: what else is running here will show in the numbers")
+    report = bench.run(arguments.name, arguments.quick)
+    if arguments.json is not None:
+        try:
+            arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ElasticTrainError(f"{arguments.json} cannot be written: {error.strerror}") from error
+    table.show(report)
+    return 0
+
+
+def is_snapshot(path: Path) -> bool:
+    """Whether a path is one snapshot, perhaps a damaged one."""
+    return (path / "manifest.json").exists() or (path / "state.pt").exists()
+
+
+def snapshots_in(path: Path) -> Path:
+    """The folder of snapshots that a path names: itself, or that of a run directory.
+
+    Raises:
+        SnapshotError: there is no such folder.
+    """
+    if not path.is_dir():
+        raise SnapshotError(f"{path} is no directory; give a run directory or its snapshots/")
+    return path / "snapshots" if (path / "snapshots").is_dir() else path
+
+
+def _warn(message: str) -> None:
+    print(f"elastic-train: warning: {message}", file=sys.stderr, flush=True)
+
+
+def _without_skipped(message: str) -> str:
+    return message.removeprefix("skipped: ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
