@@ -1,0 +1,315 @@
+"""What every KeyValueStore must do, on each implementation; and what a TCPStore does when its server is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from elastic_train.errors import StoreUnreachable
+from elastic_train.store import KeyValueStore, MemoryStore, TorchStore
+
+TIMEOUT = timedelta(seconds=2.5)
+PATIENT_TIMEOUT = timedelta(seconds=30)
+"""where no server is frozen: a machine without a name server takes a second for many a connection"""
+NUM_THREADS = 8
+Answer = TypeVar("Answer")
+
+
+def tcp_client(port: int, timeout: timedelta = TIMEOUT) -> TorchStore:
+    raw = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    return TorchStore(raw, timeout)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _impatient_resolver() -> Iterator[None]:
+    """TCPStore looks up the name of every peer, on its server's one thread too, and IPv4 ones not in /etc/hosts: a name
+    server that does not answer stops the whole store for 5 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def tcp_server() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+
+
+@pytest.fixture(params=["memory", "hash", "tcp"])
+def store(request: pytest.FixtureRequest) -> KeyValueStore:
+    if request.param == "memory":
+        return MemoryStore()
+    if request.param == "hash":
+        return TorchStore(HashStore(), TIMEOUT)
+    return tcp_client(request.getfixturevalue("tcp_server").port, PATIENT_TIMEOUT)
+
+
+@pytest.fixture
+def key(request: pytest.FixtureRequest) -> str:
+    """A prefix of this test's own: the TCPStore serves all of them."""
+    return request.node.name
+
+
+class TestKeyValueStore:
+    def test_a_missing_key_has_no_value_and_is_not_waited_for(self, store: KeyValueStore, key: str) -> None:
+        started = time.monotonic()
+        assert store.get(key) is None
+        assert store.get_many([key, f"{key}/other"]) == [None, None]
+        assert time.monotonic() - started < TIMEOUT.total_seconds() / 2
+
+    def test_what_is_put_is_got(self, store: KeyValueStore, key: str) -> None:
+        store.put(key, "one")
+        assert store.get(key) == "one"
+        store.put(key, "two")
+        assert store.get(key) == "two"
+
+    @pytest.mark.parametrize("value", ["", "ä \n\0 €", "x" * 1_000_000], ids=["empty", "unicode", "long"])
+    def test_any_text_is_a_value(self, store: KeyValueStore, key: str, value: str) -> None:
+        store.put(key, value)
+        assert store.get(key) == value
+        assert store.get_many([key, key]) == [value, value]
+
+    def test_many_keys_keep_their_order_whatever_is_missing(self, store: KeyValueStore, key: str) -> None:
+        store.put(f"{key}/0", "zero")
+        store.put(f"{key}/2", "two")
+        names = [f"{key}/{number}" for number in (2, 1, 0)]
+        assert store.get_many(names) == ["two", None, "zero"]
+        assert store.get_many([names[0], names[2]]) == ["two", "zero"]
+        assert store.get_many([]) == []
+
+    def test_create_keeps_the_first_value(self, store: KeyValueStore, key: str) -> None:
+        assert store.create(key, "first") == "first"
+        assert store.create(key, "second") == "first"
+        assert store.create(key, "first") == "first"
+        assert store.get(key) == "first"
+
+    def test_create_does_not_replace_what_was_put(self, store: KeyValueStore, key: str) -> None:
+        store.put(key, "put")
+        assert store.create(key, "created") == "put"
+
+    def test_an_empty_value_is_as_good_as_none_to_create(self, store: KeyValueStore, key: str) -> None:
+        store.put(key, "")
+        assert store.create(key, "value") == "value"
+        assert store.get(key) == "value"
+
+    def test_swap_needs_what_it_expects(self, store: KeyValueStore, key: str) -> None:
+        store.put(key, "one")
+        assert not store.swap(key, "other", "two")
+        assert store.get(key) == "one"
+        assert store.swap(key, "one", "two")
+        assert store.get(key) == "two"
+        assert not store.swap(key, "one", "three")
+        assert store.get(key) == "two"
+
+    def test_swap_of_a_missing_key(self, store: KeyValueStore, key: str) -> None:
+        assert not store.swap(key, "expected", "value")
+        assert store.get(key) is None
+        assert store.swap(key, "", "value")
+        assert store.get(key) == "value"
+
+    def test_a_counter_starts_at_zero(self, store: KeyValueStore, key: str) -> None:
+        assert [store.add(key, amount) for amount in (0, 2, 0, -3)] == [0, 2, 2, -1]
+        assert store.get(key) == "-1"
+
+    def test_a_clone_is_the_same_store(self, store: KeyValueStore, key: str) -> None:
+        clone = store.clone()
+        store.put(key, "ours")
+        assert clone.get(key) == "ours"
+        assert clone.clone().create(f"{key}/new", "theirs") == "theirs"
+        assert store.get(f"{key}/new") == "theirs"
+
+    def test_create_is_won_once_among_many_threads(self, store: KeyValueStore, key: str) -> None:
+        def work(clone: KeyValueStore, number: int) -> list[str]:
+            return [clone.create(f"{key}/{turn}", str(number)) for turn in range(20)]
+
+        answers = in_threads(store, work)
+        assert all(answer == answers[0] for answer in answers)
+        assert answers[0] == store.get_many([f"{key}/{turn}" for turn in range(20)])
+
+    def test_swap_is_won_once_among_many_threads(self, store: KeyValueStore, key: str) -> None:
+        store.put(key, "start")
+        wins = in_threads(store, lambda clone, number: clone.swap(key, "start", f"winner {number}"))
+        assert wins.count(True) == 1
+        assert store.get(key) == f"winner {wins.index(True)}"
+
+    def test_no_addition_is_lost_among_many_threads(self, store: KeyValueStore, key: str) -> None:
+        sums = in_threads(store, lambda clone, _number: [clone.add(key, 1) for _ in range(50)])
+        assert sorted(value for part in sums for value in part) == list(range(1, 50 * NUM_THREADS + 1))
+
+    def test_many_threads_may_put_the_same_key(self, store: KeyValueStore, key: str) -> None:
+        """The acknowledgement of a write must not take another's newer value for a loss."""
+
+        def work(clone: KeyValueStore, number: int) -> None:
+            for turn in range(100):
+                clone.put(key, f"{number}.{turn}")
+
+        in_threads(store, work)
+        assert (store.get(key) or "").endswith(".99")
+
+
+def in_threads(store: KeyValueStore, work: Callable[[KeyValueStore, int], Answer]) -> list[Answer]:
+    """What `work` returned in each of NUM_THREADS threads, with a clone each, all at once."""
+    barrier = threading.Barrier(NUM_THREADS)
+    answers: dict[int, Answer] = {}
+
+    def run(clone: KeyValueStore, number: int) -> None:
+        barrier.wait(10)
+        answers[number] = work(clone, number)
+
+    threads = [threading.Thread(target=run, args=(store.clone(), number)) for number in range(NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(answers) == NUM_THREADS, "a thread failed"
+    return [answers[number] for number in range(NUM_THREADS)]
+
+
+# --- a server that dies, or says nothing ------------------------------------------------------------------------------
+
+SERVER = """
+import sys
+from datetime import timedelta
+from typing import TypeVar
+from torch.distributed import TCPStore
+
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+OPERATIONS: dict[str, Callable[[KeyValueStore], object]] = {
+    "get": lambda store: store.get("key"),
+    "get_many": lambda store: store.get_many(["key", "other"]),
+    "put": lambda store: store.put("key", "value"),
+    "create": lambda store: store.create("new", "value"),
+    "swap": lambda store: store.swap("key", "value", "other"),
+    "add": lambda store: store.add("counter", 1),
+    "clone": lambda store: store.clone(),
+}
+
+
+class Server:
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@contextlib.contextmanager
+def frozen(server: Server) -> Iterator[None]:
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.end()
+
+
+def seconds_until_unreachable(operation: Callable[[], object]) -> float:
+    """How long it takes to raise StoreUnreachable, in a thread: it may not come back at all."""
+    outcome: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            operation()
+            outcome.append(None)
+        except BaseException as error:  # told to the test below
+            outcome.append(error)
+
+    started = time.monotonic()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(15)
+    assert outcome, "it blocks for ever"
+    assert isinstance(outcome[0], StoreUnreachable), repr(outcome[0])
+    assert "\n" not in str(outcome[0])
+    return time.monotonic() - started
+
+
+def test_a_frozen_server_is_unreachable_within_the_timeout(server: Server) -> None:
+    """Every call honours the deadline, though TCPStore's own timeout is for waits only."""
+    clients = {name: tcp_client(server.port) for name in OPERATIONS}
+    clients["get"].put("key", "value")
+    waits: dict[str, float] = {}
+    with frozen(server):
+        threads = [
+            threading.Thread(
+                target=lambda name=name, call=call: waits.__setitem__(
+                    name, seconds_until_unreachable(lambda: call(clients[name]))
+                )
+            )
+            for name, call in OPERATIONS.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert waits.keys() == OPERATIONS.keys()
+    assert all(1.0 < seconds < 3.5 * TIMEOUT.total_seconds() for seconds in waits.values()), waits
+
+
+def test_a_late_reply_is_never_taken_for_that_of_another_call(server: Server) -> None:
+    client = tcp_client(server.port)
+    client.put("a", "value of a")
+    client.put("b", "value of b")
+    with frozen(server):
+        seconds_until_unreachable(lambda: client.get("a"))
+    time.sleep(0.05)  # the late reply arrives
+    for _ in range(3):
+        with pytest.raises(StoreUnreachable):
+            client.get("b")
+    assert client.clone().get("b") == "value of b"
+
+
+def test_a_short_freeze_is_sat_out(server: Server) -> None:
+    client = tcp_client(server.port)
+    client.put("key", "value")
+    with frozen(server):
+        timer = threading.Timer(0.3, os.kill, (server.process.pid, signal.SIGCONT))
+        timer.start()
+        assert client.get("key") == "value"
+        timer.join()
+
+
+def test_a_deadline_does_not_shorten_torchs_own_waits(server: Server) -> None:
+    """The group's own rendezvous waits for keys on such a client, longer than any answer may take."""
+    client = tcp_client(server.port)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="wait timeout"):
+        client.raw.wait(["never"], 1.2 * TIMEOUT)
+    assert time.monotonic() - started >= 1.2 * TIMEOUT.total_seconds()
+    assert client.get("never") is None
+
+
+def test_a_killed_server_is_unreachable_at_once() -> None:
+    server = Server()
+    clients = {name: tcp_client(server.port) for name in OPERATIONS}
+    clients["get"].put("key", "value")
+    server.end()
+    waits = {name: seconds_until_unreachable(partial(call, clients[name])) for name, call in OPERATIONS.items()}
+    assert waits.pop("clone") < 3.5 * TIMEOUT.total_seconds()  # it tries again until its timeout is over
+    assert all(seconds < TIMEOUT.total_seconds() for seconds in waits.values()), waits

@@ -1,0 +1,296 @@
+"""Real nodes for tests: each a torchrun process of its own, on this machine, ended by pid when the test is over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+if TYPE_CHECKING:
+    from elastic_train.snapshot import SnapshotInfo
+
+PYTHON = sys.executable
+TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) == 0
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> Any:
+    """The first true value of `condition`; AssertionError naming `what` after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"no {what} within {timeout:.0f} s"
+        time.sleep(0.02)
+
+
+class Node:
+    """One torchrun process and its workers."""
+
+    def __init__(
+        self, command: Sequence[str], log: Path, cwd: Path, env: dict[str, str], terminal: int | None = None
+    ) -> None:
+        """`terminal` is the file descriptor of one that takes the output in the log's place."""
+        self.log = log
+        with log.open("wb") as file:
+            out = file if terminal is None else terminal
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=cwd, env=env, start_new_session=True
+            )
+        self._seen: dict[int, psutil.Process] = {}
+
+    def workers(self) -> list[psutil.Process]:
+        """Its worker processes, in the order of their start."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children():
+                self._seen[child.pid] = child
+        return [child for child in self._seen.values() if is_running(child)]
+
+    def signal(self, signum: int) -> None:
+        """To the agent, as a scheduler or a terminal would."""
+        self.process.send_signal(signum)
+
+    def kill(self) -> None:
+        """SIGKILL to the agent and every worker: the node is gone when it returns."""
+        kill_at_once([self])
+
+    def wait(self, timeout: float = 120.0) -> int:
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"node still runs after {timeout:.0f} s:\n{self.text()[-4000:]}") from None
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def end(self) -> None:
+        workers = self.workers()
+        for process in [self.process, *workers]:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+        self.process.wait(10)
+        psutil.wait_procs(workers, timeout=10)
+
+
+def kill_at_once(nodes: Sequence[Node]) -> None:
+    """SIGKILL to every process of some nodes; none has time to notice the end of another."""
+    workers = [worker for node in nodes for worker in node.workers()]
+    for signum in (signal.SIGSTOP, signal.SIGKILL):
+        for process in [*workers, *(node.process for node in nodes)]:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                process.send_signal(signum)
+    for node in nodes:
+        node.process.wait(10)
+    wait_until(lambda: not any(is_running(worker) for worker in workers), "end of the killed workers", 10)
+
+
+class Cluster:
+    """The nodes of one test: same endpoint, same flags, one working directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.port = free_port()
+        self.nodes: list[Node] = []
+
+    @property
+    def run_dir(self) -> Path:
+        return self.path / "run"
+
+    def start(
+        self,
+        *flags: str,
+        nodes: int = 1,
+        nnodes: str = "1:4",
+        nproc: int = 1,
+        run_dir: Path | None = None,
+        env: dict[str, str] | None = None,
+        conf: str | None = None,
+        max_restarts: int = 0,
+        terminal: int | None = None,
+        port: int | None = None,
+    ) -> list[Node]:
+        """Start nodes with `-m elastic_train`; returns at once. Another `port` makes them a job of their own."""
+        command = [
+            *TORCHRUN, "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port or self.port}", f"--nnodes={nnodes}",
+            f"--nproc-per-node={nproc}", *([f"--rdzv-conf={conf}"] if conf else []),
+            *([f"--max-restarts={max_restarts}"] if max_restarts else []),
+            "-m", "elastic_train", "--run-dir", str(run_dir or self.run_dir), *flags,
+        ]  # fmt: skip
+        return [self.launch(command, env or {}, terminal) for _ in range(nodes)]
+
+    def start_alone(self, *flags: str, run_dir: Path | None = None, env: dict[str, str] | None = None) -> Node:
+        """Start `python -m elastic_train`, a world of one without torchrun; returns at once."""
+        command = [PYTHON, "-m", "elastic_train", "--run-dir", str(run_dir or self.run_dir), *flags]
+        return self.launch(command, env or {})
+
+    def host_store(self) -> None:
+        """Serve the endpoint's store from a process of its own, so that any node may die."""
+        console = "import sys; from elastic_train.cli import main; sys.exit(main())"
+        self.launch([sys.executable, "-c", console, "store", "--port", str(self.port)], {})
+        wait_until(lambda: is_listening(self.port), "store")
+
+    def launch(self, command: Sequence[str], env: dict[str, str], terminal: int | None = None) -> Node:
+        log = self.path / f"node-{len(self.nodes)}.log"
+        node = Node(command, log, self.path, clean_environment() | env, terminal)
+        self.nodes.append(node)
+        return node
+
+    def kill(self) -> None:
+        """SIGKILL to every process of every node: all are gone when it returns."""
+        kill_at_once(self.nodes)
+
+    def finish(self, nodes: Sequence[Node], code: int = 0, timeout: float = 120.0) -> None:
+        """Wait for nodes; every one must exit with `code`."""
+        codes = [node.wait(timeout) for node in nodes]
+        logs = "\n".join(f"--- {node.log.name}\n{node.text()[-3000:]}" for node in nodes)
+        assert codes == [code] * len(nodes), f"exit codes {codes}\n{logs}"
+
+    def end(self) -> None:
+        for node in self.nodes:
+            node.end()
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what launchers leave there; one thread a worker."""
+    dropped = ("PET_", "TORCHELASTIC_", "ELASTIC_TRAIN", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "CI")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+# --- what a run left behind -------------------------------------------------------------------------------------------
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    """All whole lines of a directory of JSON-lines files, by time where they have one."""
+    found = [json.loads(line) for path in sorted(directory.glob("*.jsonl")) for line in whole_lines(path)]
+    return sorted(found, key=lambda line: line.get("time", 0.0))
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file that may be written at this moment."""
+    return path.read_bytes().split(b"\n")[:-1]
+
+
+def events(run_dir: Path, name: str | None = None) -> list[dict[str, Any]]:
+    return [line for line in lines(run_dir / "events") if name in (None, line["event"])]
+
+
+def last_step(run_dir: Path) -> int:
+    """The newest committed step that the events show. Cheap enough to be polled."""
+    newest = 0
+    for path in (run_dir / "events").glob("*.jsonl"):
+        for line in reversed(whole_lines(path)):
+            if b'"event":"step"' in line:
+                newest = max(newest, int(json.loads(line)["step"]))
+                break
+    return newest
+
+
+def wait_for_step(run_dir: Path, step: int, timeout: float = 60.0) -> None:
+    wait_until(lambda: last_step(run_dir) >= step, f"step {step}", timeout)
+
+
+def worlds(run_dir: Path) -> list[tuple[int, int]]:
+    """(generation, world size) of every world, in order, as its rank 0 wrote it."""
+    return [(event["generation"], event["world_size"]) for event in events(run_dir, "world") if event["rank"] == 0]
+
+
+def outcomes(run_dir: Path) -> list[str]:
+    """How the workers ended, in order."""
+    return [str(event["outcome"]) for event in events(run_dir, "done")]
+
+
+def snapshot_names(run_dir: Path) -> list[str]:
+    """What lies in `snapshots/`, oldest first, temporary directories included."""
+    return sorted(path.name for path in (run_dir / "snapshots").iterdir())
+
+
+def newest_snapshot(run_dir: Path) -> tuple[SnapshotInfo, dict[str, Any]]:
+    """The newest snapshot and its state; AssertionError unless it is whole and all others are too."""
+    from elastic_train.snapshot import deserialize_state, find_snapshots, newest_whole, verify
+
+    def refuse(message: str) -> None:
+        raise AssertionError(message)
+
+    for info in find_snapshots(run_dir / "snapshots", warn=refuse):
+        verify(info)
+    found = newest_whole(run_dir / "snapshots", warn=refuse)
+    assert found is not None, f"no snapshot in {run_dir}"
+    return found[0], deserialize_state(found[1])
+
+
+def error_line(node: Node) -> str:
+    """The one line with which a worker gave up; AssertionError if it printed a traceback or another error."""
+    text = node.text()
+    assert "Traceback" not in text, text
+    found = [line for line in text.splitlines() if line.startswith("elastic_train: error")]
+    assert len(found) == 1, text
+    return found[0]
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    return dict(json.loads((run_dir / "result.json").read_text()))
+
+
+def check_ledger(run_dirs: Sequence[Path], *, length: int, batch: int, steps: int) -> None:
+    """The law of the contract: of each committed step count the lines of its largest generation; in every whole epoch
+    every index occurs exactly once."""
+    by_step: dict[int, dict[int, list[dict[str, Any]]]] = {}
+    for run_dir in run_dirs:
+        for path in [*run_dir.glob("ledger/*.jsonl"), *run_dir.glob("events/*.jsonl")]:
+            assert path.read_bytes().endswith(b"\n"), f"{path} ends in a torn line"
+        for line in lines(run_dir / "ledger"):
+            if line["step"] <= steps:
+                by_step.setdefault(line["step"], {}).setdefault(line["generation"], []).append(line)
+    assert sorted(by_step) == list(range(1, steps + 1))
+    used: dict[int, Counter[int]] = {}
+    for step in range(1, steps + 1):
+        newest = by_step[step][max(by_step[step])]
+        assert len({line["rank"] for line in newest}) == len(newest), f"step {step}: a rank wrote twice"
+        assert len({line["epoch"] for line in newest}) == 1
+        indices = [index for line in newest for index in line["indices"]]
+        within = (step - 1) % -(-length // batch)
+        assert len(indices) == min(batch, length - within * batch), f"step {step}: {len(indices)} samples"
+        used.setdefault(newest[0]["epoch"], Counter()).update(indices)
+    for epoch, counter in used.items():
+        assert max(counter.values()) == 1, f"epoch {epoch}: an index was used twice"
+        if (epoch + 1) * -(-length // batch) <= steps:
+            assert sorted(counter) == list(range(length)), f"epoch {epoch}: not every index was used"
+
+
+def is_running(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@contextlib.contextmanager
+def running(path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(path)
+    try:
+        yield cluster
+    finally:
+        cluster.end()

@@ -1,0 +1,161 @@
+"""Nodes die, hang, leave and join; the survivors go on in their own processes, and no committed step is lost."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.cluster import Cluster, Node, check_ledger, events, last_step, result, wait_for_step, wait_until
+
+LENGTH, BATCH = 1437, 64
+ENDLESS = ("--epochs", "1000", "--ledger", "--eval-every", "1000", "--peer-timeout", "2")
+
+
+def start_world(cluster: Cluster, nodes: int, *flags: str, nproc: int = 1, steps: int = 600) -> list[Node]:
+    """A world of `nodes` nodes that has committed some steps. The store is off the nodes: any of them may die."""
+    cluster.host_store()
+    started = cluster.start(*ENDLESS, "--max-steps", str(steps), *flags, nodes=nodes, nproc=nproc)
+    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events")
+    wait_until(
+        lambda: any(e["world_size"] == nodes * nproc for e in events(cluster.run_dir, "world")),
+        f"world of {nodes * nproc}",
+    )
+    wait_for_step(cluster.run_dir, 40)
+    return started
+
+
+def rank_of(cluster: Cluster, node: Node) -> int:
+    """The newest rank of a node's first worker."""
+    pids = {worker.pid for worker in node.workers()}
+    return int([e["rank"] for e in events(cluster.run_dir, "world") if e["pid"] in pids][-1])
+
+
+def node_with_rank(cluster: Cluster, nodes: list[Node], rank: int) -> Node:
+    return next(node for node in nodes if rank_of(cluster, node) == rank)
+
+
+def check_run(cluster: Cluster, steps: int) -> dict[str, Any]:
+    """What must hold of every run: the ledger's law, every committed step once, generations a chain, phases sum up."""
+    end = result(cluster.run_dir)
+    assert end["step"] == steps
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=steps)
+    assert sorted(e["step"] for e in events(cluster.run_dir, "step")) == list(range(1, steps + 1))
+    worlds: dict[int, set[tuple[str, ...]]] = {}
+    for event in events(cluster.run_dir, "world"):
+        worlds.setdefault(event["generation"], set()).add(tuple(event["members"]))
+    assert all(len(memberships) == 1 for memberships in worlds.values()), "two worlds of one generation"
+    assert all(incident["committed_steps_lost"] == 0 for incident in end["incidents"])
+    assert sum(v for k, v in end["goodput"].items() if k not in ("wall", "ratio")) == pytest.approx(
+        end["wall_seconds"], abs=0.05
+    )
+    return end
+
+
+def test_a_killed_node_costs_the_others_no_step(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 3)
+    pids = [node.workers()[0].pid for node in nodes]
+    victim = nodes[1] if rank_of(cluster, nodes[1]) != 0 else nodes[2]
+    victim.kill()
+    survivors = [node for node in nodes if node is not victim]
+    cluster.finish(survivors)
+    end = check_run(cluster, 600)
+    assert [incident["cause"] for incident in end["incidents"]] == ["peer_lost"]
+    assert sum(end["incidents"][0]["seconds"].values()) < 2.0
+    writers = {e["pid"] for e in events(cluster.run_dir, "done") if e["outcome"] == "finished"}
+    assert writers == {pid for pid, node in zip(pids, nodes, strict=True) if node is not victim}, "the same processes"
+
+
+def test_the_node_of_rank_0_is_killed(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 3)
+    first = node_with_rank(cluster, nodes, 0)
+    first.kill()
+    cluster.finish([node for node in nodes if node is not first])
+    check_run(cluster, 600)
+
+
+def test_two_nodes_are_killed_at_once(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 4)
+    for node in nodes[2:]:
+        for worker in node.workers():
+            worker.kill()
+    for node in nodes[2:]:
+        node.kill()
+    cluster.finish(nodes[:2])
+    check_run(cluster, 600)
+
+
+def test_one_worker_of_a_node_with_two_is_killed(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 2, "--num-workers", "1", nproc=2)
+    nodes[1].workers()[1].kill()
+    assert nodes[1].wait(60) != 0
+    cluster.finish(nodes[:1])
+    end = check_run(cluster, 600)
+    assert end["incidents"][0]["cause"] == "peer_lost"
+    detect = end["incidents"][0]["seconds"]["detect"]
+    assert detect < 1.0, "no forked child kept the dead worker's sockets open"
+
+
+def test_only_the_agent_is_killed(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 3)
+    worker = nodes[2].workers()[0]
+    nodes[2].process.kill()
+    psutil.wait_procs([worker], timeout=5)
+    assert not worker.is_running(), "the worker died with its agent"
+    cluster.finish(nodes[:2])
+    check_run(cluster, 600)
+
+
+def test_a_frozen_worker_is_left_behind_and_leaves_when_it_wakes(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 3, steps=1200)
+    victim = next(node for node in nodes[1:] if rank_of(cluster, node) != 0)
+    frozen = victim.workers()[0]
+    frozen.send_signal(signal.SIGSTOP)
+    wait_until(lambda: any(e["world_size"] == 2 for e in events(cluster.run_dir, "world")), "world of 2", 15)
+    before = last_step(cluster.run_dir)
+    frozen.send_signal(signal.SIGCONT)
+    assert victim.wait(30) != 0
+    assert "the others went on" in victim.text()
+    wait_for_step(cluster.run_dir, before + 50)
+    cluster.finish([node for node in nodes if node is not victim])
+    end = check_run(cluster, 1200)
+    assert 1.5 < end["incidents"][0]["seconds"]["detect"] < 6.0
+
+
+def test_a_node_told_to_stop_leaves_without_an_error(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 3, steps=1200)
+    nodes[2].signal(signal.SIGTERM)
+    assert nodes[2].wait(30) != 0
+    cluster.finish(nodes[:2])
+    end = check_run(cluster, 1200)
+    assert [incident["cause"] for incident in end["incidents"]] == ["leave"]
+    for node in nodes[:2]:
+        assert "Traceback" not in node.text()
+        assert "error" not in node.text().lower()
+
+
+def test_a_node_joins_and_no_step_is_lost(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 2, steps=2000)
+    nodes += cluster.start(*ENDLESS, "--max-steps", "2000")
+    wait_until(lambda: any(e["world_size"] == 3 for e in events(cluster.run_dir, "world")), "world of 3", 40)
+    cluster.finish(nodes)
+    end = check_run(cluster, 2000)
+    assert [incident["cause"] for incident in end["incidents"]] == ["join"]
+    restored = [e for e in events(cluster.run_dir, "restore") if e["generation"] == 1]
+    assert {e["source"] for e in restored} == {"handoff"}
+
+
+def test_a_killed_node_comes_back(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 3, steps=2000)
+    nodes[2].kill()
+    wait_until(lambda: any(e["generation"] == 1 for e in events(cluster.run_dir, "world")), "re-formed world", 15)
+    nodes[2] = cluster.start(*ENDLESS, "--max-steps", "2000")[0]
+    wait_until(
+        lambda: any(e["generation"] == 2 and e["world_size"] == 3 for e in events(cluster.run_dir, "world")),
+        "world of 3 again",
+        40,
+    )
+    cluster.finish(nodes)
+    check_run(cluster, 2000)

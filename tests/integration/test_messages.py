@@ -1,0 +1,228 @@
+"""What goes wrong before training ends in one line that says what to do: no traceback, exit code 1 or 2."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_train.config import Config, as_json, flag
+from tests.integration.cluster import (
+    PYTHON,
+    Cluster,
+    Node,
+    clean_environment,
+    error_line,
+    free_port,
+    result,
+    running,
+    wait_until,
+)
+
+BROKEN_TASK = """
+from torch import nn
+from elastic_train.tasks import Task
+
+class Broken(Task):
+    def build_model(self):
+        return nn.Linear(8, 2)
+
+    def train_dataset(self):
+        raise RuntimeError("my own mistake")
+"""
+
+
+@contextlib.contextmanager
+def server(answer: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A server that is no rendezvous store; its port."""
+    connections = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # closed at the end
+            while True:
+                connection, _ = listener.accept()
+                connections.append(connection)
+                answer(connection)
+
+    with socket.create_server(("localhost", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield int(listener.getsockname()[1])
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+    for connection in connections:
+        connection.close()
+
+
+def greet_and_close(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(b"220 mail.example.org ESMTP\r\n")
+        connection.close()
+
+
+def say_nothing(_connection: socket.socket) -> None:
+    pass
+
+
+Cases = dict[str, tuple[tuple[str, ...], dict[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Node]]:
+    """All of them side by side: most of a start is imports."""
+    with (
+        running(tmp_path_factory.mktemp("failures")) as cluster,
+        server(greet_and_close) as rude,
+        server(say_nothing) as mute,
+    ):
+        path = cluster.path
+        (path / "file").touch()
+        (path / "broken.py").write_text(BROKEN_TASK)
+        (path / "photos" / "train").mkdir(parents=True)
+
+        def as_worker(port: int) -> dict[str, str]:
+            return {
+                "RANK": "0",
+                "WORLD_SIZE": "1",
+                "LOCAL_RANK": "0",
+                "ELASTIC_TRAIN_RDZV_ENDPOINT": f"localhost:{port}",
+            }
+
+        cases: Cases = {
+            "mnist": (("--dataset", "mnist", "--data-dir", "nowhere"), {}),
+            "imagefolder": (("--dataset", "imagefolder", "--data-dir", "photos"), {}),
+            "run-dir": (("--run-dir", "file/run"), {}),
+            "snapshot-dir": (("--snapshot-dir", "file"), {}),
+            "no-module": (("--task", "absent:Task"), {}),
+            "no-class": (("--task", "broken:Brokn"), {}),
+            "broken-task": (("--task", "broken:Broken"), {}),
+            "debug": (("--run-dir", "file/run", "--debug"), {}),
+            "model": (("--model", "resnet81"), {}),
+            "nothing-listens": (("--formation-timeout", "3"), as_worker(free_port())),
+            "rude-server": (("--formation-timeout", "3"), as_worker(rude)),
+            "mute-server": (("--formation-timeout", "3"), as_worker(mute)),
+        }
+        started = {}
+        for name, (flags, env) in cases.items():
+            run_dir = () if "--run-dir" in flags else ("--run-dir", name)
+            started[name] = cluster.launch([PYTHON, "-m", "elastic_train", *run_dir, *flags], env)
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "words"),
+    [
+        ("mnist", 1, ("nowhere", "--download", "--data-dir")),
+        ("imagefolder", 1, ("photos/test", "--data-dir")),
+        ("run-dir", 1, ("file/run", "Not a directory", "--run-dir")),
+        ("snapshot-dir", 1, ("file", "Not a directory", "--snapshot-dir")),
+        ("no-module", 2, ("--task absent:Task", "no module named absent")),
+        ("no-class", 2, ("--task broken:Brokn", "did you mean Broken?")),
+        ("model", 2, ("--model resnet81", "did you mean resnet")),
+        ("nothing-listens", 1, ("localhost:", "--store-endpoint")),
+        ("rude-server", 1, ("localhost:", "--store-endpoint")),
+        pytest.param(
+            "mute-server",
+            1,
+            ("localhost:", "--store-endpoint"),
+        ),
+    ],
+)
+def test_one_line_says_what_to_do(failures: dict[str, Node], case: str, code: int, words: tuple[str, ...]) -> None:
+    node = failures[case]
+    assert node.wait(20 if case == "mute-server" else 100) == code, node.text()
+    line = error_line(node)
+    for word in words:
+        assert word in line
+    assert node.text().rstrip().splitlines()[-1] == line, "it is the last line"
+
+
+def test_traceback_with_debug(failures: dict[str, Node]) -> None:
+    node = failures["debug"]
+    assert node.wait() == 1
+    assert "Traceback (most recent call last)" in node.text()
+    assert node.text().rstrip().splitlines()[-1].startswith("elastic_train: error: run directory")
+
+
+def test_mistake_in_the_users_task_shows_where_it_is(failures: dict[str, Node]) -> None:
+    node = failures["broken-task"]
+    assert node.wait() == 1
+    assert "Traceback (most recent call last)" in node.text()
+    assert "broken.py" in node.text()
+    assert node.text().rstrip().splitlines()[-1] == "RuntimeError: my own mistake"
+
+
+def worker(*flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [PYTHON, "-m", "elastic_train", *flags],
+        capture_output=True, text=True, timeout=60, cwd=cwd, env=clean_environment(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--epochz", "3"), ("--epochz", "--help")),
+        (("--epochs", "0"), ("--epochs 0", "at least 1")),
+        (("--epochs", "many"), ("--epochs", "'many'")),
+        (("--dataset", "digit"), ("--dataset", "'digit'", "digits")),
+        (("--micro-batch-size", "100"), ("--micro-batch-size 100", "--global-batch-size 64")),
+        (("--reduction", "ordered", "--virtual-ranks", "7"), ("--virtual-ranks 7", "63 or 70")),
+        (("--download",), ("--download", "digits")),
+    ],
+)
+def test_bad_flags(tmp_path: Path, flags: tuple[str, ...], words: tuple[str, ...]) -> None:
+    ended = worker(*flags, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("elastic_train: error: ")
+    for word in words:
+        assert word in line
+    assert not list(tmp_path.iterdir()), "nothing was made"
+
+
+def test_help_is_whole_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.argv = ['elastic_train', '--help']\n"
+        "from elastic_train.__main__ import main\n"
+        "try:\n    main()\n"
+        "finally:\n    print('heavy:', sorted({'torch', 'numpy', 'rich', 'PIL'} & set(sys.modules)))"
+    )
+    ended = subprocess.run(
+        [PYTHON, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=clean_environment()
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "heavy: []"
+    for name, default in as_json(Config()).items():
+        found = re.search(rf"^\s+{flag(name)}\b.*?(?=^ {{2}}--|\Z)", ended.stdout, re.MULTILINE | re.DOTALL)
+        assert found, f"{flag(name)} is not in the help"
+        if default not in (None, False):
+            assert str(default) in found[0], f"{flag(name)} does not show its default {default}"
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) == 0
+
+
+def test_members_that_do_not_agree(cluster: Cluster) -> None:
+    """The one that differs is refused, with both values; the other goes on to the end."""
+    flags, options = ("--max-steps", "10"), {"nnodes": "1:2", "conf": "last_call_timeout=60"}
+    first = cluster.start("--seed", "3", *flags, **options)
+    wait_until(lambda: is_listening(cluster.port), "store of the first node")  # it outlives the one that is refused
+    nodes = [*first, *cluster.start("--seed", "4", *flags, **options)]
+    codes = [node.wait(100) for node in nodes]
+    assert sorted(codes) == [0, 1], [node.text()[-2000:] for node in nodes]
+    refused, trained = nodes[codes.index(1)], nodes[codes.index(0)]
+    [line] = [line for line in refused.text().splitlines() if line.startswith("elastic_train: error")]
+    assert re.search(r"--seed\b.*\b4\b.*\b3\b|--seed\b.*\b3\b.*\b4\b", line), line
+    assert "Traceback" not in refused.text().split("elastic_train: error")[0]
+    assert "elastic_train: error" not in trained.text()
+    assert result(cluster.run_dir)["step"] == 10

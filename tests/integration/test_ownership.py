@@ -1,0 +1,160 @@
+"""Who may write: jobs that share a run directory by mistake, and nodes that share nothing."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+
+import psutil
+import pytest
+
+from tests.integration.cluster import (
+    Cluster,
+    Node,
+    check_ledger,
+    error_line,
+    events,
+    last_step,
+    newest_snapshot,
+    outcomes,
+    result,
+    snapshot_names,
+    wait_for_step,
+    wait_until,
+    worlds,
+)
+
+LENGTH, BATCH = 1437, 64
+ENDLESS = ("--epochs", "100000", "--snapshot-every", "5")
+
+
+def stop_workers(node: Node, signum: int = signal.SIGSTOP) -> list[psutil.Process]:
+    workers = node.workers()
+    for worker in workers:
+        worker.send_signal(signum)
+    if signum == signal.SIGSTOP:
+        wait_until(lambda: all(worker.status() == psutil.STATUS_STOPPED for worker in workers), "stopped workers")
+    return workers
+
+
+def test_two_jobs_on_one_run_directory_and_a_stale_writer(cluster: Cluster) -> None:
+    """While the first job lives the second is refused. While it is stopped (SIGSTOP) the second takes over; the first
+    finds that out when it wakes up, and does no harm."""
+    [first] = cluster.start(*ENDLESS, nproc=2)
+    wait_for_step(cluster.run_dir, 10)
+    second = cluster.start_alone(*ENDLESS)
+    assert second.wait() == 1
+    line = error_line(second)
+    assert str(cluster.run_dir) in line
+    assert "in use" in line
+    assert any(f"pid {worker.pid}" in line for worker in first.workers()), "the refusal names the owner"
+    at = last_step(cluster.run_dir)
+    wait_for_step(cluster.run_dir, at + 5)  # the first goes on undisturbed
+
+    stale = stop_workers(first)
+    newest = newest_snapshot(cluster.run_dir)[0]
+    third = cluster.start_alone("--epochs", "100000", "--snapshot-every", "5", "--max-steps", str(newest.step + 60))
+    cluster.finish([third])
+    names = snapshot_names(cluster.run_dir)
+    written = (cluster.run_dir / "result.json").read_bytes()
+    assert worlds(cluster.run_dir) == [(0, 2), (1, 1)]
+    own = [line for line in events(cluster.run_dir, "restore") if line["generation"] == 1]
+    assert [line["restored_step"] for line in own] == [newest.step]
+
+    for worker in stale:
+        worker.send_signal(signal.SIGCONT)
+    assert first.wait() == 1
+    errors = [line for line in first.text().splitlines() if line.startswith("elastic_train: error")]
+    assert errors, first.text()
+    assert any("now belongs to another job" in line and f"pid {third.process.pid}" in line for line in errors)
+    assert "Traceback" not in "\n".join(line for line in first.text().splitlines() if "elastic_train" in line)
+    assert [name for name in snapshot_names(cluster.run_dir) if not name.startswith(".")] == names
+    assert newest_snapshot(cluster.run_dir)[0].step == newest.step + 60
+    assert (cluster.run_dir / "result.json").read_bytes() == written
+    # rank 1 had no time to find out: torchrun stopped it when rank 0 had ended
+    assert outcomes(cluster.run_dir)[-2:] in (["failed", "failed"], ["failed", "stopped"])
+
+    again = cluster.start_alone("--epochs", "100000", "--max-steps", str(newest.step + 60))
+    cluster.finish([again])
+    assert outcomes(cluster.run_dir)[-1] == "already_finished"
+
+
+def test_run_directories_that_are_local_to_each_node(cluster: Cluster) -> None:
+    """Regular snapshots lie on the node of rank 0 alone, those of a stop on every node; whoever has the newest one
+    hands it to the others, whatever its rank."""
+    run_dirs = {host: cluster.path / host for host in ("a", "b")}
+    flags = ("--ledger", *ENDLESS)
+
+    def start(hosts: str, *more: str) -> dict[str, Node]:
+        # nodes of one machine are ranked by the process ids of their agents
+        started = {}
+        for host in hosts:
+            nnodes = f"{len(hosts)}:{len(hosts)}"
+            [started[host]] = cluster.start(*flags, *more, run_dir=run_dirs[host], nnodes=nnodes)
+        return started
+
+    def newest_world() -> tuple[int, str]:
+        """(generation, node of rank 0) of the last one"""
+        found = [(generation, host) for host, run_dir in run_dirs.items() for generation, world_size in worlds(run_dir)]
+        return max(found, default=(-1, ""))
+
+    # 1. The disk of rank 0 alone has snapshots.
+    start("ab")
+    wait_until(lambda: newest_world()[0] == 0, "first world")
+    had_rank_0 = newest_world()[1]
+    other = "b" if had_rank_0 == "a" else "a"
+    wait_for_step(run_dirs[had_rank_0], 17)
+    cluster.kill()
+    assert not (run_dirs[other] / "snapshots").exists()
+    newest = newest_snapshot(run_dirs[had_rank_0])[0]
+
+    # 2. The other one becomes rank 0, and the run goes on from what it has never seen.
+    nodes = start(other + had_rank_0)
+    wait_until(lambda: newest_world()[0] == 1, "second world")
+    assert newest_world()[1] == other, "the ranks are meant to have changed"
+    for host in "ab":
+        [restored] = [e for e in events(run_dirs[host], "restore") if e["generation"] == 1]
+        assert (restored["source"], restored["restored_step"]) == ("snapshot", newest.step)
+    wait_for_step(run_dirs[other], newest.step + 7)
+    for node in nodes.values():
+        node.signal(signal.SIGTERM)
+    cluster.finish(list(nodes.values()), code=1)
+    stopped_at = last_step(run_dirs[other])
+    assert {newest_snapshot(run_dir)[0].step for run_dir in run_dirs.values()} == {stopped_at}
+
+    # 3. The node that never was rank 0 in the last world goes on alone: the stop left it a snapshot of its own.
+    end = stopped_at + 20
+    moved = run_dirs[other].with_name("switched-off")
+    shutil.move(run_dirs[other], moved)
+    [last] = start(had_rank_0, "--max-steps", str(end)).values()
+    cluster.finish([last])
+    assert events(run_dirs[had_rank_0], "restore")[-1]["restored_step"] == stopped_at
+    summary = result(run_dirs[had_rank_0])
+    assert (summary["step"], summary["generations"]) == (end, 3)
+    generations = [event["generation"] for event in events(run_dirs[had_rank_0], "world")]
+    assert generations == [0, 1, 2]
+    check_ledger([run_dirs[had_rank_0], moved], length=LENGTH, batch=BATCH, steps=end)
+
+
+@pytest.mark.slow
+def test_every_node_gets_the_same_result(cluster: Cluster) -> None:
+    """Nodes without a shared directory; one lost its result.json and gets back the bytes of the other."""
+    run_dirs = [cluster.path / host for host in "ab"]
+
+    def run() -> None:
+        cluster.finish(
+            [
+                *cluster.start("--max-steps", "12", run_dir=run_dirs[0], nnodes="2:2"),
+                *cluster.start("--max-steps", "12", run_dir=run_dirs[1], nnodes="2:2"),
+            ]
+        )
+
+    run()
+    files = [run_dir / "result.json" for run_dir in run_dirs]
+    data = files[0].read_bytes()
+    assert files[1].read_bytes() == data
+    assert result(run_dirs[0])["step"] == 12
+    files[0].unlink()
+    run()
+    assert [file.read_bytes() for file in files] == [data, data]
+    assert [outcomes(run_dir) for run_dir in run_dirs] == [["finished", "already_finished"]] * 2

@@ -1,0 +1,124 @@
+"""A member dies, errs or freezes at a named moment; the fault seam (elastic_train/faults.py) hits it exactly."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import psutil
+import pytest
+
+from tests.integration.cluster import Cluster, Node, events, last_step, result, wait_for_step, wait_until
+from tests.integration.test_in_place import ENDLESS, check_run
+
+STEPS = 300
+
+
+def start_with_fault(cluster: Cluster, fault: str, nodes: int = 3, steps: int = STEPS) -> list[Node]:
+    """A world whose members all have the fault armed; its conditions say whom it strikes."""
+    cluster.host_store()
+    return cluster.start(*ENDLESS, "--max-steps", str(steps), nodes=nodes, env={"ELASTIC_TRAIN_FAULT": fault})
+
+
+def finish_but(cluster: Cluster, nodes: list[Node], struck: int) -> list[Node]:
+    """Wait for all nodes: `struck` of them must have failed, by the fault, and all others exit with 0."""
+    codes = [node.wait(90) for node in nodes]
+    failed = [node for node, code in zip(nodes, codes, strict=True) if code != 0]
+    report = "\n".join(f"--- {code}\n{node.text()[-2500:]}" for node, code in zip(nodes, codes, strict=True))
+    assert len(failed) == struck, report
+    assert sum("fault:" in node.text() for node in nodes) == struck, "the fault fired"
+    return [node for node in nodes if node not in failed]
+
+
+@pytest.mark.parametrize("point", ["step", "commit"])
+def test_death_within_a_step(cluster: Cluster, point: str) -> None:
+    nodes = start_with_fault(cluster, f"kill-node@{point}:rank=1,step=60,generation=0")
+    finish_but(cluster, nodes, 1)
+    check_run(cluster, STEPS)
+
+
+@pytest.mark.parametrize("point", ["meet", "init", "sync"])
+def test_another_death_during_the_re_form(cluster: Cluster, point: str) -> None:
+    generation = 0 if point == "meet" else 1
+    nodes = start_with_fault(
+        cluster, f"kill-node@step:rank=2,step=60,generation=0;kill-node@{point}:rank=1,generation={generation}", nodes=4
+    )
+    finish_but(cluster, nodes, 2)
+    end = check_run(cluster, STEPS)
+    assert all(sum(incident["seconds"].values()) < 3.0 for incident in end["incidents"])
+
+
+@pytest.mark.parametrize("point", ["finish", "exit"])
+def test_death_after_the_last_step_does_not_hold_up_the_others(cluster: Cluster, point: str) -> None:
+    nodes = start_with_fault(cluster, f"kill-node@{point}:rank=1,generation=0", steps=60)
+    finish_but(cluster, nodes, 1)
+    ended = time.time()
+    assert result(cluster.run_dir)["step"] == 60
+    last_commit = max(e["time"] for e in events(cluster.run_dir, "step"))
+    assert ended - last_commit < 15.0, "nobody waited for torchrun's exit barrier of 300 s"
+
+
+def test_an_error_on_one_rank_only(cluster: Cluster) -> None:
+    nodes = start_with_fault(cluster, "error@step:rank=1,step=60,generation=0")
+    finish_but(cluster, nodes, 1)
+    failed = next(node for node in nodes if "fault:" in node.text())
+    assert "RuntimeError: fault error@step" in failed.text(), "its own traceback"
+    check_run(cluster, STEPS)
+
+
+def test_out_of_memory_on_one_rank(cluster: Cluster) -> None:
+    nodes = start_with_fault(cluster, "memory@step:rank=2,step=60,generation=0")
+    finish_but(cluster, nodes, 1)
+    check_run(cluster, STEPS)
+
+
+def test_an_error_on_every_rank_ends_the_job(cluster: Cluster) -> None:
+    nodes = start_with_fault(cluster, "error@step:step=60")
+    for node in nodes:
+        assert node.wait(60) != 0
+        assert "RuntimeError: fault error@step" in node.text()
+    assert last_step(cluster.run_dir) == 60
+    assert max(e["generation"] for e in events(cluster.run_dir, "world")) <= 2, "no endless re-forming"
+
+
+def test_a_poisoned_step_ends_the_job(cluster: Cluster) -> None:
+    """Rank 0 of whatever world fails at the same step: the second member that meets it ends the job."""
+    nodes = start_with_fault(cluster, "error@step:rank=0,step=60")
+    for node in nodes:
+        node.wait(60)
+    assert sum("RuntimeError: fault error@step" in node.text() for node in nodes) == 2
+    assert last_step(cluster.run_dir) == 60
+
+
+def test_a_stuck_training_thread_is_expelled(cluster: Cluster) -> None:
+    nodes = start_with_fault(cluster, "hang@step:rank=1,step=60,generation=0")
+    wait_until(lambda: any(e["world_size"] == 2 for e in events(cluster.run_dir, "world")), "world of 2", 40)
+    survivors = [node for node in nodes if "fault:" not in node.text()]
+    cluster.finish(survivors)
+    lost = events(cluster.run_dir, "peer_lost")
+    assert any("kept the others waiting" in (e["reason"] or "") for e in lost)
+    check_run(cluster, STEPS)
+
+
+def test_the_host_of_the_endpoint_dies(cluster: Cluster) -> None:
+    """Fatal under c10d, but every node saves what it has: a new start loses no committed step."""
+    flags = (*ENDLESS, "--max-steps", "2000", "--snapshot-every", "0")
+    nodes = cluster.start(*flags, nodes=1, nnodes="3")
+    wait_until(lambda: hosts_endpoint(cluster, nodes[0]), "endpoint")
+    nodes += cluster.start(*flags, nodes=2, nnodes="3")
+    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events")
+    wait_for_step(cluster.run_dir, 60)
+    nodes[0].kill()
+    for node in nodes[1:]:
+        assert node.wait(30) != 0
+    assert any(re.search("saved|stopped by SIGTERM at step", node.text()) for node in nodes[1:])
+    before = last_step(cluster.run_dir)
+    restarted = cluster.start(*flags[:-4], "--max-steps", str(before + 50), nodes=2, nnodes="2")
+    cluster.finish(restarted)
+    end = check_run(cluster, before + 50)
+    assert end["incidents"][-1]["committed_steps_lost"] == 0
+
+
+def hosts_endpoint(cluster: Cluster, node: Node) -> bool:
+    connections = psutil.Process(node.process.pid).net_connections(kind="tcp")
+    return any(c.laddr.port == cluster.port and c.status == psutil.CONN_LISTEN for c in connections)

@@ -1,0 +1,30 @@
+"""Ordered mode through real torchrun: kills and joins change nothing, down to the last bit."""
+
+from __future__ import annotations
+
+from tests.integration.cluster import Cluster, events, result, running, wait_until
+from tests.integration.test_in_place import check_run, rank_of, start_world
+
+FLAGS = ("--reduction", "ordered")
+
+
+def test_kills_and_a_join_leave_the_bits_of_the_undisturbed_run(cluster: Cluster) -> None:
+    steps = 700
+    nodes = start_world(cluster, 3, *FLAGS, steps=steps)
+    victim = next(node for node in nodes if rank_of(cluster, node) == 1)
+    victim.kill()
+    wait_until(lambda: any(e["world_size"] == 2 for e in events(cluster.run_dir, "world")), "world of 2", 20)
+    joined = cluster.start("--epochs", "1000", "--ledger", "--eval-every", "1000", "--peer-timeout", "2",
+                           "--max-steps", str(steps), *FLAGS)  # fmt: skip
+    cluster.finish([node for node in nodes if node is not victim] + joined)
+    end = check_run(cluster, steps)
+
+    path = cluster.path / "undisturbed"
+    path.mkdir()
+    with running(path) as alone:
+        alone.finish(start_world(alone, 1, *FLAGS, steps=steps))
+        expected = result(alone.run_dir)
+    assert end["state_sha256"] == expected["state_sha256"]
+    losses = [e["loss"] for e in sorted(events(cluster.run_dir, "step"), key=lambda e: e["step"])]
+    assert losses == [e["loss"] for e in events(alone.run_dir, "step")]
+    assert len(end["incidents"]) >= 1

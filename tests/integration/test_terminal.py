@@ -1,0 +1,98 @@
+"""What people at their terminals see: one bar, on the terminal of rank 0, and never a silent screen."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import termios
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.integration.cluster import Cluster, events, wait_until, worlds
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+class Screen:
+    """A terminal and everything that was ever printed on it."""
+
+    def __init__(self) -> None:
+        self._master, self.slave = pty.openpty()
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+        self._bytes = b""
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self._master, 4096)
+            except OSError:  # the last one to hold the slave has closed it
+                return
+            self._bytes += data
+
+    @property
+    def raw(self) -> str:
+        return self._bytes.decode(errors="replace")
+
+    @property
+    def text(self) -> str:
+        return ESCAPE.sub("", self.raw)
+
+    def close(self) -> None:
+        os.close(self.slave)
+        self._thread.join(10)
+        os.close(self._master)
+
+
+@pytest.fixture
+def screens() -> Iterator[list[Screen]]:
+    made = [Screen(), Screen()]
+    yield made
+    for screen in made:
+        screen.close()
+
+
+def test_one_bar_on_the_terminal_of_rank_0(cluster: Cluster, screens: list[Screen]) -> None:
+    flags = ("--max-steps", "200", "--snapshot-every", "20")
+    nodes = []
+    for host, screen in zip(("a", "b"), screens, strict=True):
+        started_at = time.monotonic()
+        env = {"TERM": "xterm-256color"}
+        [node] = cluster.start(*flags, nnodes="2:4", run_dir=cluster.path / host, env=env, terminal=screen.slave)
+        nodes.append(node)
+        agent = psutil.Process(node.process.pid)
+        wait_until(lambda screen=screen: "meeting at" in screen.text, "announcement", 20)
+        took = time.monotonic() - started_at
+        busy = agent.cpu_times()
+        # On a machine that is busy with other things the seconds of this process count.
+        assert took < 3 or busy.user + busy.system < 3, f"silent for {took:.1f} s"
+        assert f"localhost:{cluster.port}" in screen.text
+        assert "2 to 4 nodes" in screen.text
+        assert "training starts 2 s after 2 nodes have come" in screen.text
+    cluster.finish(nodes)
+    [rank_0] = [host for host in "ab" if events(cluster.path / host, "step")]
+    speaker, other = screens if rank_0 == "a" else screens[::-1]
+
+    assert worlds(cluster.path / rank_0) == [(0, 2)]
+    assert "in world generation=0 as rank 1 of 2" in other.text
+    assert re.search(r"rank 0 on \S+ reports", other.text)
+    bar = re.compile(r"epoch (\d+)/30 .*?(\d+)/1437 step (\d+) +loss \d\.\d{4} +[\d,]+ samples/s +(\d) workers?")
+    drawn = bar.findall(speaker.text)
+    assert len(drawn) >= 2, speaker.text[-3000:]
+    assert drawn[-1][2] == "200"
+    assert {shown[3] for shown in drawn} == {"2"}
+    assert re.search(r"snapshot step \d+0\b", speaker.text)
+    assert "test accuracy" in speaker.text
+    assert "loss" not in other.text
+    assert not bar.search(other.text)
+    assert "error" not in speaker.text + other.text
+    # the cursor, which the bar hides, is given back
+    assert speaker.raw.count("\x1b[?25l") == speaker.raw.count("\x1b[?25h") >= 1

@@ -1,0 +1,252 @@
+"""The console script: its parser, its one-line errors, its snapshot commands, and the table of benchmarks."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_train import bench, cli
+from elastic_train.bench import table
+from elastic_train.bench.table import Row
+from elastic_train.snapshot import SnapshotWriter
+from elastic_train.state import state_sha256
+
+MODEL = {"w": torch.arange(6.0), "n": torch.tensor(3)}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """With snapshots of steps 10, 20 and 30, of which only the model's tensor differs."""
+    path = tmp_path / "run"
+    writer = SnapshotWriter(path / "snapshots", keep=9, host="node", run_uid="u", task={"train_length": 100})
+    for step in (10, 20, 30):
+        model = MODEL | {"n": torch.tensor(step)}
+        writer.save({"model": model}, step=step, epoch=0, samples_done=step, generation=0, world_size=2)
+    return path
+
+
+def snapshot(run_dir: Path, step: int) -> Path:
+    return run_dir / "snapshots" / f"step-{step:012d}-gen-0000-node"
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def sha256(step: int) -> str:
+    return state_sha256(MODEL | {"n": torch.tensor(step)})
+
+
+class TestSnapshotHash:
+    def test_of_one(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["snapshot", "hash", str(snapshot(run_dir, 10))]) == 0
+        assert capsys.readouterr() == (sha256(10) + "\n", "")
+
+    @pytest.mark.parametrize("below", ["", "snapshots"])
+    def test_of_the_newest_in_a_directory(self, run_dir: Path, below: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["snapshot", "hash", str(run_dir / below)]) == 0
+        assert capsys.readouterr() == (sha256(30) + "\n", "")
+
+    def test_of_the_newest_whole_one(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        flip_a_bit(snapshot(run_dir, 30) / "state.pt")
+        assert cli.main(["snapshot", "hash", str(run_dir)]) == 0
+        out, err = capsys.readouterr()
+        assert out == sha256(20) + "\n"
+        assert len(err.splitlines()) == 1
+        assert "step-000000000030" in err
+
+    def test_of_a_damaged_one(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        flip_a_bit(snapshot(run_dir, 30) / "state.pt")
+        assert cli.main(["snapshot", "hash", str(snapshot(run_dir, 30))]) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert len(err.splitlines()) == 1
+        assert "is damaged" in err
+
+
+class TestSnapshotVerify:
+    def test_all_whole(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["snapshot", "verify", str(run_dir)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines == [f"whole: {snapshot(run_dir, step)}" for step in (30, 20, 10)]
+
+    def test_damage_of_each_kind(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        flip_a_bit(snapshot(run_dir, 30) / "state.pt")
+        (snapshot(run_dir, 20) / "manifest.json").write_text("{")
+        assert cli.main(["snapshot", "verify", str(run_dir)]) == 1
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == f"whole: {snapshot(run_dir, 10)}"
+        assert sorted(line.split(":")[0] for line in lines[1:]) == ["damaged", "damaged"]
+        for step in (30, 20):
+            assert cli.main(["snapshot", "verify", str(snapshot(run_dir, step))]) == 1
+        assert cli.main(["snapshot", "verify", str(snapshot(run_dir, 10))]) == 0
+
+
+class TestSnapshotList:
+    def test_newest_first(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (snapshot(run_dir, 20) / "state.pt").write_bytes(b"")
+        assert cli.main(["snapshot", "list", str(run_dir)]) == 0
+        out, err = capsys.readouterr()
+        head, *rows = out.splitlines()
+        assert head.split() == ["step", "epoch", "samples", "generation", "workers", "age", "size", "name"]
+        assert [row.split()[0] for row in rows] == ["30", "10"]
+        assert len({row.index("step-") for row in rows} | {head.index("name")}) == 1
+        assert "step-000000000020" in err
+
+    @pytest.mark.parametrize("action", ["list", "verify", "hash"])
+    def test_nothing_there(self, action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for path in (tmp_path, tmp_path / "none"):
+            assert cli.main(["snapshot", action, str(path)]) == 1
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert len(err.splitlines()) == 1
+            assert str(path) in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["bogus"], "invalid choice: 'bogus'"),
+        (["status"], "required: RUN_DIR"),
+        (["status", "a", "b"], "unrecognized arguments: b"),
+        (["snapshot"], "required: ACTION"),
+        (["snapshot", "hash"], "required: PATH"),
+        (["bench", "bogus"], "invalid choice: 'bogus'"),
+        (["bench", "loop", "--quic"], "unrecognized arguments: --quic"),
+        (["bench", "loop", "--json", "/no/such/folder/file"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_bad_usage_is_one_line_and_code_2(
+    arguments: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.startswith("elastic-train: error: ")
+    assert message in err
+
+
+def test_status_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", str(tmp_path / "none")]) == 1
+    assert capsys.readouterr().err == (
+        f"elastic-train: error: {tmp_path / 'none'} does not exist; --run-dir of the training says where the run is\n"
+    )
+
+
+# --- benchmarks -------------------------------------------------------------------------------------------------------
+
+
+def test_every_benchmark_has_a_run() -> None:
+    for module in bench.BENCHMARKS.values():
+        assert callable(importlib.import_module(module).run)
+
+
+def test_bench_writes_the_rows_as_json_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Row.of_rates("a case", [90.0, 100.0, 130.0], [100.0, 100.0, 100.0], "samples/s")]
+    monkeypatch.setattr(bench, "run", lambda name, quick: table.report(f"{name} {quick}", rows))
+    assert cli.main(["bench", "loop", "--quick", "--json", str(tmp_path / "rows.json")]) == 0
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert found.keys() == {"bench", "machine", "torch", "rows"}
+    assert (found["bench"], found["torch"]) == ("loop True", str(torch.__version__))
+    (row,) = found["rows"]
+    assert row == {
+        "case": "a case", "ours": 100.0, "theirs": 100.0, "unit": "samples/s", "ratio": 1.0,
+        "spread": pytest.approx(0.2),
+    }  # fmt: skip
+    title, head, line = capsys.readouterr().out.splitlines()
+    assert title.startswith("bench loop True: ")
+    assert head.split() == ["case", "ours", "theirs", "unit", "ratio", "spread"]
+    assert line.split() == ["a", "case", "100", "100", "samples/s", "1.000", "0.200"]
+
+
+def test_the_table_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    table.show(table.report("loop", [Row("a case", 1.0, 2.0, "s", 0.5, 0.0)]), screen)
+    assert "a case" in screen.getvalue()
+    assert "0.500" in screen.getvalue()
+
+
+def test_spread_is_the_interquartile_range() -> None:
+    assert table.iqr([1.0]) == 0.0
+    assert table.iqr([1.0, 2.0, 3.0, 4.0, 5.0]) == 2.0
+
+
+# --- as a process -----------------------------------------------------------------------------------------------------
+
+
+def console(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "elastic_train.cli", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        **options,
+    )
+
+
+HELPS = [
+    [], ["status"], ["snapshot"], ["snapshot", "list"], ["snapshot", "verify"], ["snapshot", "hash"], ["bench"],
+]  # fmt: skip
+
+
+def cpu_seconds(*arguments: str) -> float:
+    """Of a command: its time on the wall when it has a core to itself, whatever else this machine is doing."""
+    process = subprocess.Popen([sys.executable, "-m", "elastic_train.cli", *arguments], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_utime + usage.ru_stime
+
+
+@pytest.mark.parametrize("command", HELPS, ids=" ".join)
+def test_help_answers_at_once(command: list[str]) -> None:
+    assert console(*command, "--help", stdout=subprocess.PIPE).stdout.startswith("usage: elastic-train")
+    assert min(cpu_seconds(*command, "--help") for _ in range(3)) < 0.3
+
+
+def test_reading_files_needs_no_torch(run_dir: Path) -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        "from elastic_train import cli\n"
+        f"assert cli.main(['status', {str(run_dir)!r}]) == 0\n"
+        f"assert cli.main(['snapshot', 'list', {str(run_dir)!r}]) == 0\n"
+        f"assert cli.main(['snapshot', 'verify', {str(run_dir)!r}]) == 0\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_reader_that_leaves_early_is_no_traceback(run_dir: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "wb") as closed_pipe:
+        done = console("snapshot", "list", str(run_dir), stdout=closed_pipe)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_output_on_a_full_disk_is_one_line(run_dir: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        done = console("snapshot", "list", str(run_dir), stdout=full)
+    assert done.returncode == 1
+    assert done.stderr == "elastic-train: error: output cannot be written: No space left on device\n"

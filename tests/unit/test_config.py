@@ -1,0 +1,172 @@
+"""The worker's command line: every check, `--help`, exit codes, and how fast it answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_train.config import DATASETS, Config, as_json, flag, nearest_multiples, parse
+from elastic_train.datasets import DATASETS as IMPLEMENTED_DATASETS
+from elastic_train.errors import UsageError
+
+BAD = [
+    ("--epochs 0", "--epochs 0: must be at least 1"),
+    ("--max-steps 0", "--max-steps 0: must be at least 1"),
+    ("--global-batch-size 0", "--global-batch-size 0: must be at least 1"),
+    ("--virtual-ranks 0", "--virtual-ranks 0: must be at least 1"),
+    ("--micro-batch-size 0", "--micro-batch-size 0: must be at least 1"),
+    ("--eval-every 0", "--eval-every 0: must be at least 1"),
+    ("--keep-snapshots 0", "--keep-snapshots 0: must be at least 1"),
+    ("--snapshot-every -1", "--snapshot-every -1: must be at least 0"),
+    ("--num-workers -1", "--num-workers -1: must be at least 0"),
+    ("--seed -1", "--seed -1: must be at least 0"),
+    (f"--seed {2**63}", "must be below 2**63"),
+    ("--momentum -0.1", "--momentum -0.1: must be at least 0"),
+    ("--momentum nan", "--momentum nan: must be at least 0"),
+    ("--weight-decay -1", "--weight-decay -1.0: must be at least 0"),
+    ("--lr 0", "--lr 0.0: must be a positive number"),
+    ("--lr nan", "--lr nan: must be a positive number"),
+    ("--lr inf", "--lr inf: must be a positive number"),
+    ("--formation-timeout 0", "--formation-timeout 0.0: must be a positive number"),
+    ("--reduction ordered --global-batch-size 60", "take a batch of 56 or 64"),
+    ("--reduction ordered --global-batch-size 3", "take a batch of 8"),
+    ("--micro-batch-size 65", "--micro-batch-size 65 is larger than --global-batch-size 64"),
+    ("--download", "--download: digits is not downloaded"),
+    ("--download --dataset imagefolder", "that is for mnist, fashion-mnist, cifar10"),
+    ("--optimizer adamw --momentum 0.9", "adamw has none"),
+    ("--task module.Name", "write MODULE:NAME"),
+    ("--bogus", "unrecognized arguments: --bogus"),
+    ("stray", "unrecognized arguments: stray"),
+    ("--epoch 3", "unrecognized arguments: --epoch"),
+    ("--epochs", "--epochs: expected one argument"),
+    ("--epochs three", "invalid int value: 'three'"),
+    ("--lr fast", "invalid float value: 'fast'"),
+    ("--dataset mnist2", "invalid choice: 'mnist2'"),
+    ("--fresh=yes", "ignored explicit argument 'yes'"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD, ids=[flags for flags, _ in BAD])
+def test_a_bad_flag_is_refused_with_one_line(flags: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(flags.split())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--global-batch-size 60",  # virtual ranks only count in ordered mode
+        "--reduction ordered --global-batch-size 56 --micro-batch-size 56",
+        "--snapshot-every 0 --num-workers 0 --momentum 0 --weight-decay 0 --seed 0",
+        f"--seed {2**63 - 1}",
+        "--optimizer sgd --momentum 0.9",
+        "--download --dataset mnist",
+        "--download --task module:Name",
+        "--fresh --ledger --no-progress --debug",
+        "--run-dir some/where --snapshot-dir=/else",
+    ],
+)
+def test_good_flags(flags: str) -> None:
+    parse(flags.split())
+
+
+def test_values_and_their_types() -> None:
+    config = parse(shlex.split("--epochs 3 --lr 1e-2 --run-dir r --ledger --task m:T --max-steps 7 --precision bf16"))
+    assert config == Config(
+        epochs=3, lr=0.01, run_dir=Path("r"), ledger=True, task="m:T", max_steps=7, precision="bf16"
+    )
+    assert json.loads(json.dumps(as_json(config))) == as_json(config)
+    assert as_json(config)["run_dir"] == "r"
+
+
+def test_no_flags_are_the_defaults() -> None:
+    assert parse([]) == Config()
+
+
+def test_the_data_sets_are_those_that_exist() -> None:
+    assert DATASETS == IMPLEMENTED_DATASETS
+
+
+def test_nearest_multiples() -> None:
+    assert nearest_multiples(60, 8) == [56, 64]
+    assert nearest_multiples(3, 8) == [8]
+
+
+# --- as a command -----------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", "elastic_train", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=env,
+        cwd=cwd,
+    )
+
+
+def test_help_names_every_flag_with_what_it_means_and_its_default() -> None:
+    done = command("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    words = " ".join(done.stdout.split())
+    for entry in dataclasses.fields(Config):
+        assert f" {flag(entry.name)} " in words, entry.name
+    assert "--no-fresh" not in words
+    assert "optimizer steps" in words
+    for text in ("(default: 64)", "(default: digits)", "(default: 300.0)"):
+        assert text in words
+
+
+@pytest.mark.parametrize(
+    "flags", ["--bogus", "--epochs 0", "--epochs three", "--dataset nope", "--reduction ordered --virtual-ranks 7"]
+)
+def test_exit_code_2_and_one_line(flags: str, tmp_path: Path) -> None:
+    done = command(*flags.split(), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("elastic_train: error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback() -> None:
+    done = command("--epochs", "0", "--debug")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("elastic_train: error: --epochs 0")
+
+
+def test_another_rank_says_which_it_is() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "elastic_train", "--bogus"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"RANK": "3"},
+    )
+    assert done.stderr.startswith("elastic_train: error (rank 3): ")
+
+
+def cpu_seconds(*arguments: str) -> float:
+    """Of a command: its time on the wall when it has a core to itself, whatever else this machine is doing."""
+    process = subprocess.Popen([sys.executable, "-m", "elastic_train", *arguments], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_utime + usage.ru_stime
+
+
+def test_help_comes_within_a_second() -> None:
+    assert min(cpu_seconds("--help") for _ in range(5)) < 1.0

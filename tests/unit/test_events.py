@@ -1,0 +1,166 @@
+"""Event and ledger files: whole lines, whatever happens to the process or the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elastic_train.events import EventLog, JsonLines, Ledger, read_lines
+from elastic_train.world import Member, World
+
+MEMBERS = tuple(
+    Member(
+        host=host,
+        local_rank=0,
+        pid=pid,
+        agent_pid=1,
+        address=("127.0.0.1", 1),
+        directory_id="d",
+        backend="gloo",
+        max_generation=None,
+    )
+    for pid, host in enumerate("abcd", start=1)
+)
+WORLD = World(rank=2, generation=7, members=MEMBERS)
+
+
+def event_log(directory: Path) -> EventLog:
+    return EventLog(directory, host="node", local_rank=1, rank=0, world_size=1)
+
+
+def only_file(directory: Path) -> Path:
+    (path,) = directory.iterdir()
+    return path
+
+
+def test_every_line_says_who_wrote_it_and_where_the_run_stood(tmp_path: Path) -> None:
+    log = event_log(tmp_path / "events")
+    before = time.time()
+    log.write("start", config={"seed": 0})
+    log.enter(WORLD)
+    log.step = 12
+    log.write("step", loss=0.5)
+    log.close()
+    path = only_file(tmp_path / "events")
+    assert path.name == f"node-1-{os.getpid()}.jsonl"
+    start, step = [json.loads(line) for line in path.read_text().splitlines()]
+    assert before <= start["time"] <= step["time"] <= time.time()
+    same = {"pid": os.getpid(), "host": "node"}
+    del start["time"], step["time"]
+    assert start == {
+        "event": "start", "rank": 0, "world_size": 1, "generation": None, "step": 0, "config": {"seed": 0}, **same
+    }  # fmt: skip
+    assert step == {
+        "event": "step", "rank": 2, "world_size": 4, "generation": 7, "step": 12, "loss": 0.5, **same
+    }  # fmt: skip
+
+
+def test_a_line_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
+    log = event_log(tmp_path)
+    for number in range(3):
+        log.write("step", loss=number)
+        assert len(read_lines(only_file(tmp_path))) == number + 1
+
+
+def test_no_file_before_the_first_line(tmp_path: Path) -> None:
+    event_log(tmp_path / "events").close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ledger_line(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, host="node", local_rank=0)
+    parts = [np.array([5, 3]), np.array([], dtype=np.int64), np.array([2**40])]
+    ledger.write(epoch=1, step=9, world=WORLD, indices=parts)
+    ledger.close()
+    assert read_lines(only_file(tmp_path)) == [
+        {"epoch": 1, "step": 9, "generation": 7, "rank": 2, "indices": [5, 3, 2**40]}
+    ]
+
+
+def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from elastic_train.events import JsonLines\n"
+        "lines = JsonLines(Path(sys.argv[1]))\n"
+        "number = 0\n"
+        "while True:\n"
+        "    lines.write({'number': number, 'padding': 'x' * 3000}); number += 1\n"
+    )
+    path = tmp_path / "lines.jsonl"
+    writer = subprocess.Popen([sys.executable, "-c", program, str(path)])
+    try:
+        deadline = time.monotonic() + 30
+        while not (path.exists() and path.stat().st_size > 1_000_000):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        writer.send_signal(signal.SIGKILL)
+        writer.wait(10)
+    text = path.read_text()
+    assert text.endswith("\n")
+    assert [json.loads(line)["number"] for line in text.splitlines()] == list(range(text.count("\n")))
+
+
+def test_a_full_disk_ends_the_file_with_one_warning_and_not_the_training(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = JsonLines(Path("/dev/full"))
+    for _ in range(3):
+        lines.write({"event": "step"})
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning == ("elastic_train: warning: /dev/full is given up: No space left on device; training goes on")
+    lines.close()
+
+
+def test_a_directory_that_cannot_be_made_is_given_up_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "events").touch()
+    log = event_log(tmp_path / "events")
+    log.write("start")
+    log.write("step")
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "is given up: " in warning
+
+
+def test_a_disk_that_fills_up_within_a_line_spoils_only_that_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = JsonLines(tmp_path / "lines.jsonl")
+    lines.write({"number": 0})
+    whole = os.write
+
+    def short(fd: int, data: bytes) -> int:
+        return whole(fd, data[:4])
+
+    with monkeypatch.context() as patched:
+        patched.setattr("elastic_train.events.os.write", short)
+        lines.write({"number": 1})
+    lines.write({"number": 2})
+    assert read_lines(lines.path) == [{"number": 0}, {"number": 2}]
+
+
+def test_appending_goes_on_after_what_is_there(tmp_path: Path) -> None:
+    for number in range(2):
+        lines = JsonLines(tmp_path / "lines.jsonl")
+        lines.write({"number": number})
+        lines.close()
+    assert [line["number"] for line in read_lines(tmp_path / "lines.jsonl")] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", []),
+        ('{"a":1}\n{"a":2}\n', [{"a": 1}, {"a": 2}]),
+        ('{"a":1}\n{"a":', [{"a": 1}]),
+        ('{"a"\n\n[1]\n7\n{"a":2}', [{"a": 2}]),
+    ],
+)
+def test_reading_skips_what_is_no_whole_object(tmp_path: Path, text: str, found: list[Any]) -> None:
+    (tmp_path / "lines").write_text(text)
+    assert read_lines(tmp_path / "lines") == found

@@ -1,0 +1,441 @@
+"""Process groups of real processes on gloo, their sockets, and what is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged
+from elastic_train.process_group import GroupSockets, is_communication_error, open_sockets
+
+# --- which sockets are shut -------------------------------------------------------------------------------------------
+
+
+def connection() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+    return client, accepted
+
+
+def is_open(end: socket.socket) -> bool:
+    """Whether the other end could still send: a shut one is at its end of file."""
+    end.setblocking(False)
+    try:
+        return end.recv(1) != b""
+    except BlockingIOError:
+        return True
+
+
+@pytest.fixture
+def keep() -> Iterator[list[socket.socket]]:
+    kept: list[socket.socket] = []
+    yield kept
+    for end in kept:
+        end.close()
+
+
+def test_only_what_was_opened_for_the_group_is_shut(keep: list[socket.socket]) -> None:
+    sockets = GroupSockets()
+    before, during, after = connection(), None, None
+    sockets.begin()
+    during = connection()
+    sockets.complete()
+    after = connection()
+    keep += [*before, *during, *after]
+    sockets.shut()
+    assert [is_open(end) for end in (*before, *during, *after)] == [True, True, False, False, True, True]
+
+
+def test_what_is_opened_so_far_is_shut_while_the_group_is_being_made(keep: list[socket.socket]) -> None:
+    sockets = GroupSockets()
+    keep += connection()
+    sockets.begin()
+    keep += connection()
+    sockets.shut()
+    assert [is_open(end) for end in keep] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_listening_socket_is_never_shut(is_complete: bool, keep: list[socket.socket]) -> None:
+    sockets = GroupSockets()
+    sockets.begin()
+    server = socket.create_server(("127.0.0.1", 0))
+    keep.append(server)
+    if is_complete:
+        sockets.complete()
+    sockets.shut()
+    keep.append(socket.create_connection(server.getsockname(), timeout=5))
+    keep.append(server.accept()[0])
+    assert is_open(keep[-1])
+
+
+def test_a_number_that_was_given_to_another_socket_is_left_alone(keep: list[socket.socket]) -> None:
+    sockets = GroupSockets()
+    sockets.begin()
+    mine, theirs = connection()
+    sockets.complete()
+    number = mine.fileno()
+    mine.close()
+    theirs.close()
+    other, far = connection()
+    keep += [other, far]
+    if number not in (other.fileno(), far.fileno()):
+        keep.append(socket.socket(fileno=os.dup2(other.fileno(), number)))
+    sockets.shut()
+    assert is_open(other)
+    assert is_open(far)
+
+
+def test_a_number_that_was_given_to_a_file_is_left_alone() -> None:
+    sockets = GroupSockets()
+    sockets.begin()
+    ends = connection()
+    sockets.complete()
+    number = ends[0].fileno()
+    for end in ends:
+        end.close()
+    read, write = os.pipe()
+    os.dup2(write, number)
+    sockets.shut()
+    os.write(number, b"x")
+    assert os.read(read, 1) == b"x"
+    for fd in {read, write, number}:
+        os.close(fd)
+
+
+def test_after_forget_nothing_is_shut(keep: list[socket.socket]) -> None:
+    sockets = GroupSockets()
+    sockets.begin()
+    keep += connection()
+    sockets.complete()
+    sockets.forget()
+    sockets.shut()
+    assert all(is_open(end) for end in keep)
+
+
+def test_shutting_twice_and_from_many_threads_is_harmless(keep: list[socket.socket]) -> None:
+    sockets = GroupSockets()
+    sockets.begin()
+    keep += connection()
+    sockets.complete()
+    before = open_sockets()
+    threads = [threading.Thread(target=sockets.shut) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert open_sockets() == before, "no copy is left"
+    assert not any(is_open(end) for end in keep)
+
+
+FORKED = """
+import json, os, socket
+from elastic_train.process_group import GroupSockets
+
+def pair():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        return client, server.accept()[0]
+
+def is_open_in_child(number):
+    child = os.fork()
+    if child == 0:
+        try:
+            os.fstat(number)
+            os._exit(1)
+        except OSError:
+            os._exit(0)
+    return bool(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+sockets = GroupSockets()
+sockets.begin()
+mine, theirs = pair()
+sockets.complete()
+own = is_open_in_child(theirs.fileno())
+number = mine.fileno()
+mine.close()
+read, write = os.pipe()
+os.dup2(write, number)
+print(json.dumps({"own": own, "reused": is_open_in_child(number)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def open_in_child() -> dict[str, bool]:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, bool] = json.loads(done.stdout)
+    return found
+
+
+def test_a_forked_child_does_not_keep_the_groups_sockets_open(open_in_child: dict[str, bool]) -> None:
+    assert not open_in_child["own"]
+
+
+def test_a_forked_child_closes_nothing_but_the_groups_sockets(open_in_child: dict[str, bool]) -> None:
+    assert open_in_child["reused"]
+
+
+# --- whose error it is ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"),
+        RuntimeError("[/pytorch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation"),
+        RuntimeError("Gloo connectFullMesh failed with [...] no error"),
+        RuntimeError("NCCL communicator was aborted on rank 1."),
+        dist.DistBackendError("NCCL error in: ..."),
+        dist.DistNetworkError("The client socket has timed out"),
+        dist.DistStoreError("wait timeout after 3000ms"),
+        FormationFailed("no process group of 2 workers within 3 s"),
+    ],
+    ids=str,
+)
+def test_errors_of_the_communication_library(error: Exception) -> None:
+    assert is_communication_error(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 5x6)"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("one of the variables needed for gradient computation has been modified by an inplace operation"),
+        RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one."),
+        RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
+        MemoryError("out of memory"),
+        ConnectionResetError("Connection reset by peer"),
+        ValueError("gloo/ is not a number"),
+        TrainingDiverged("the loss is nan"),
+        StoreUnreachable("the rendezvous store does not answer"),
+        KeyboardInterrupt(),
+    ],
+    ids=repr,
+)
+def test_errors_of_the_code_that_is_trained(error: BaseException) -> None:
+    assert not is_communication_error(error)
+
+
+# --- two real processes -----------------------------------------------------------------------------------------------
+
+NUM_CYCLES = 10
+
+MEMBER = """
+import gc, json, os, signal, sys, threading, time
+from datetime import timedelta
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_train.process_group import GroupSockets, is_communication_error, open_sockets, process_group
+from elastic_train.store import TorchStore
+from elastic_train.world import Member, World
+
+rank, port, num_cycles = map(int, sys.argv[1:])
+torch.set_num_threads(1)
+gc.disable()  # sockets must close because the last reference goes, not because of a collection
+raw = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+store = TorchStore(raw, timedelta(seconds=20))
+members = tuple(
+    Member("node", r, r, 1, ("127.0.0.1", 1), "run", "gloo", None) for r in range(2)
+)
+sockets = GroupSockets()
+excepthook = sys.excepthook
+
+
+def group(name):
+    world = World(rank=rank, generation=0, members=members)
+    return process_group(world, lambda: PrefixStore(name, store.clone().raw), "gloo", sockets)
+
+
+def wait_for(key):
+    deadline = time.monotonic() + 30
+    while store.get(key) is None:
+        assert time.monotonic() < deadline, key
+        time.sleep(0.005)
+
+
+def meet(name):
+    store.put(f"{name}/{rank}", "here")
+    wait_for(f"{name}/{1 - rank}")
+
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+def settled(count, goal):
+    # Threads and sockets that have been told to end take a moment.
+    deadline = time.monotonic() + 5
+    while count() > goal and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return count()
+
+
+def tell(**facts):
+    print(json.dumps(facts), flush=True)
+
+
+def one_reduction():
+    value = torch.ones(1000)
+    dist.all_reduce(value)
+    assert float(value[0]) == 2.0
+
+
+# 1. Form and destroy, again and again.
+with group("warm-up"):
+    one_reduction()
+time.sleep(0.2)
+start = (len(os.listdir("/proc/self/fd")), threads())
+for cycle in range(num_cycles):
+    meet(f"cycle-{cycle}")
+    with group(f"group-{cycle}"):
+        inside = len(open_sockets())
+        one_reduction()
+tell(
+    start=start,
+    end=(settled(lambda: len(os.listdir("/proc/self/fd")), start[0]), settled(threads, start[1])),
+    sockets=(inside, len(open_sockets())),
+    is_hook_restored=sys.excepthook is excepthook,
+)
+
+
+# 2. An exception whose frames hold a DDP model, its loss and a Work.
+def fail_in_training():
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.wait()
+    loss = model(torch.ones(2, 4)).sum()
+    if rank == 0:
+        raise RuntimeError("the task's own")
+    loss.backward()  # hangs until rank 0's sockets are closed
+
+
+meet("trap")
+before = set(open_sockets().values())
+started = None
+try:
+    with group("trap-group"):
+        fail_in_training()
+except RuntimeError as error:
+    text, is_communication = str(error), is_communication_error(error)
+after = set(open_sockets().values())
+store.put(f"left-trap/{rank}", str(time.monotonic()))
+wait_for(f"left-trap/{1 - rank}")
+times = [float(store.get(f"left-trap/{r}")) for r in range(2)]  # one machine: one monotonic clock
+tell(left_open=len(after - before), text=text, is_communication=is_communication, apart=times[1] - times[0])
+
+# 3. Another thread breaks a collective off that would block for ever.
+meet("shut")
+try:
+    with group("shut-group"):
+        meet("shut-formed")
+        if rank == 0:
+            timer = threading.Timer(0.3, sockets.shut)
+            timer.start()
+            started = time.monotonic()
+            dist.all_reduce(torch.ones(1))
+        else:
+            wait_for("shut-done")
+            dist.all_reduce(torch.ones(1))
+except RuntimeError as error:
+    text, is_communication = str(error), is_communication_error(error)
+    del error
+if rank == 0:
+    seconds = time.monotonic() - started
+    store.put("shut-done", "yes")
+    tell(seconds=seconds, text=text, is_communication=is_communication)
+else:
+    tell(text=text, is_communication=is_communication)
+
+# 4. A member that is SIGKILLed while the other waits for it.
+meet("kill")
+try:
+    with group("kill-group"):
+        meet("kill-formed")
+        if rank == 1:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        dist.all_reduce(torch.ones(1))
+except RuntimeError as error:
+    tell(seconds=time.monotonic() - started, text=str(error), is_communication=is_communication_error(error))
+"""
+
+
+@pytest.fixture(scope="module")
+def told() -> list[list[dict[str, Any]]]:
+    """What two processes saw of their common groups: [rank][part of the script]."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": "timeout:1 attempts:1"}
+    members = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEMBER, str(rank), str(server.port), str(NUM_CYCLES)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+        for rank in range(2)
+    ]
+    outputs = []
+    for member in members:
+        try:
+            outputs.append(member.communicate(timeout=90))
+        finally:
+            if member.poll() is None:
+                for other in members:
+                    other.kill()
+    found = [[json.loads(line) for line in out.splitlines()] for out, _ in outputs]
+    assert [member.returncode for member in members] == [0, -signal.SIGKILL], outputs
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_forming_and_ending_groups_leaves_nothing_behind(told: list[list[dict[str, Any]]], rank: int) -> None:
+    seen = told[rank][0]
+    assert seen["end"] == seen["start"]
+    assert seen["sockets"][0] > seen["sockets"][1]
+    assert seen["is_hook_restored"]
+
+
+def test_an_exception_that_holds_a_model_does_not_hold_the_sockets(told: list[list[dict[str, Any]]]) -> None:
+    """gloo closes a group's sockets with the last reference to it; the peers of one that fails wait for that."""
+    failed, other = told[0][1], told[1][1]
+    assert (failed["text"], failed["is_communication"]) == ("the task's own", False)
+    assert other["is_communication"], other["text"]
+    assert failed["left_open"] == other["left_open"] == 0
+    assert failed["apart"] < 1.0
+
+
+def test_another_thread_breaks_a_blocked_collective_off(told: list[list[dict[str, Any]]]) -> None:
+    blocked, other = told[0][2], told[1][2]
+    assert blocked["is_communication"], blocked["text"]
+    assert 0.25 < blocked["seconds"] < 2.0
+    assert other["is_communication"], other["text"]
+
+
+def test_the_death_of_a_member_is_a_communication_error(told: list[list[dict[str, Any]]]) -> None:
+    seen = told[0][3]
+    assert seen["is_communication"], seen["text"]
+    assert seen["seconds"] < 2.0

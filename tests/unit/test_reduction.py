@@ -1,0 +1,237 @@
+"""The fast reduction: what it leaves in `.grad` and tells all ranks, in one process and in three.
+
+Three, because a mean over three is not exact in binary. The processes run every case once, when the first test asks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+from elastic_train.reduction import FastReduction, Share
+from elastic_train.sampler import MicroBatch
+from elastic_train.world import Member, World
+
+CPU = torch.device("cpu")
+WORLD_SIZE = 3
+NUM_STEPS = 3
+VOTES = [(1, 0), (1, 1), (1, 0)]
+"""of each rank"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps of a few samples: how many each micro-batch of each rank has."""
+
+    sizes: list[list[int]]
+    scale: float | None = None
+    """of a GradScaler, if there is one"""
+    spoiled: int | None = None
+    """a sample of every step that is NaN"""
+
+    @property
+    def step_samples(self) -> int:
+        return sum(map(sum, self.sizes))
+
+
+ALONE = {
+    "one pass": Case([[7]]),
+    "accumulation": Case([[3, 1, 4]]),
+    "scaler": Case([[3, 4]], scale=1024.0),
+}
+TOGETHER = {
+    "even": Case([[2], [2], [2]]),
+    "uneven": Case([[5], [1], [3]]),
+    "no samples": Case([[3], [0], [4]]),
+    "accumulation": Case([[2, 1, 2], [3], [1, 1]]),
+    "scaler": Case([[2, 1], [3], [1]], scale=1024.0),
+}
+SPOILED = Case([[2], [2], [2]], spoiled=3)
+
+
+@dataclass
+class Outcome:
+    """What one rank has after the steps of a case."""
+
+    losses: list[float] = field(default_factory=list)
+    votes: list[tuple[int, ...]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    """by step and parameter"""
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    sees_the_model: bool = True
+    """whether a loss that looks behind DDP finds the model itself"""
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8, affine=False).eval(), nn.Linear(8, 4))
+
+
+def make_samples(case: Case, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(case.step_samples, 6, generator=generator)
+    if case.spoiled is not None:
+        inputs[case.spoiled] = math.nan
+    return inputs, torch.randint(0, 4, (case.step_samples,), generator=generator)
+
+
+def make_share(case: Case, step: int, rank: int) -> Share:
+    inputs, labels = make_samples(case, step)
+    start = sum(map(sum, case.sizes[:rank]))
+    share: list[tuple[MicroBatch, Any]] = []
+    for number, size in enumerate(case.sizes[rank]):
+        micro_batch = MicroBatch(
+            epoch=0,
+            step=step,
+            shard=start,
+            indices=np.arange(start, start + size),
+            step_samples=case.step_samples,
+            is_last=number == len(case.sizes[rank]) - 1,
+        )
+        share.append((micro_batch, (inputs[start : start + size], labels[start : start + size]) if size else None))
+        start += size
+    return share
+
+
+def mean_loss(module: nn.Module, _micro_batch: MicroBatch, batch: Any) -> Tensor:
+    if batch is None:
+        return F.cross_entropy(module(torch.ones(1, 6)), torch.zeros(1, dtype=torch.int64)) * 0.0
+    inputs, labels = batch
+    return F.cross_entropy(module(inputs), labels)
+
+
+def make_world(rank: int, world_size: int) -> World:
+    members = tuple(
+        Member(
+            host="localhost",
+            local_rank=member,
+            pid=member,
+            agent_pid=0,
+            address=("127.0.0.1", 0),
+            directory_id="",
+            backend="gloo",
+            max_generation=None,
+        )
+        for member in range(world_size)
+    )
+    return World(rank=rank, generation=0, members=members)
+
+
+def run_case(case: Case, rank: int) -> Outcome:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=case.scale, enabled=True) if case.scale else None
+    reduction = FastReduction(model, make_world(rank, len(case.sizes)), CPU)
+    outcome = Outcome()
+
+    def loss(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> Tensor:
+        outcome.sees_the_model &= getattr(module, "module", module) is model
+        return mean_loss(module, micro_batch, batch)
+
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        scale = scaler.scale if scaler else lambda value: value
+        totals = reduction.run(make_share(case, step, rank), loss, scale, VOTES[rank])
+        outcome.losses.append(totals.loss)
+        outcome.votes.append(totals.votes)
+        if scaler:
+            scaler.unscale_(optimizer)
+        outcome.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+    outcome.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return outcome
+
+
+def run_plainly(case: Case) -> Outcome:
+    """All samples of a step in one pass, by torch alone."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outcome = Outcome()
+    for step in range(NUM_STEPS):
+        inputs, labels = make_samples(case, step)
+        optimizer.zero_grad(set_to_none=True)
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
+        outcome.losses.append(float(loss.detach()))
+        outcome.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+    outcome.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return outcome
+
+
+def check_training(outcome: Outcome, case: Case) -> None:
+    expected = run_plainly(case)
+    assert outcome.losses == pytest.approx(expected.losses, rel=1e-6)
+    for found, wanted in zip(outcome.gradients, expected.gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(outcome.parameters, expected.parameters, rtol=1e-5, atol=1e-7)
+    assert outcome.sees_the_model
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_alone(name: str) -> None:
+    outcome = run_case(ALONE[name], 0)
+    check_training(outcome, ALONE[name])
+    assert outcome.votes == [VOTES[0]] * NUM_STEPS
+
+
+def test_alone_a_nan_is_seen() -> None:
+    assert math.isnan(run_case(Case([[2, 3]], spoiled=1), 0).losses[0])
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+    """The outcomes of all cases, by rank."""
+    out = tmp_path_factory.mktemp("reduction")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    spawn(work, args=(store.port, out), nprocs=WORLD_SIZE)
+    return [torch.load(out / str(rank), weights_only=False) for rank in range(WORLD_SIZE)]
+
+
+def work(rank: int, port: int, out: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60))
+    outcomes = {name: run_case(case, rank) for name, case in TOGETHER.items()} | {"spoiled": run_case(SPOILED, rank)}
+    torch.save(outcomes, out / str(rank))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_together(name: str, together: list[dict[str, Outcome]]) -> None:
+    for outcomes in together:
+        check_training(outcomes[name], TOGETHER[name])
+        assert outcomes[name].votes == [(3, 1)] * NUM_STEPS
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_all_ranks_have_the_same_bits(name: str, together: list[dict[str, Outcome]]) -> None:
+    first, *others = (outcomes[name] for outcomes in together)
+    for other in others:
+        assert other.losses == first.losses
+        torch.testing.assert_close(other.gradients, first.gradients, rtol=0, atol=0)
+
+
+def test_every_rank_sees_the_nan_of_one_and_all_votes(together: list[dict[str, Outcome]]) -> None:
+    for outcomes in together:
+        assert all(map(math.isnan, outcomes["spoiled"].losses))
+        assert outcomes["spoiled"].votes == [(3, 1)] * NUM_STEPS
+
+
+def test_a_snapshot_shows_nothing_of_it(together: list[dict[str, Outcome]]) -> None:
+    assert together[0]["even"].parameters.keys() == dict(make_model().named_parameters()).keys()

@@ -1,0 +1,245 @@
+"""The rules of membership, exhaustively over small worlds and by property over larger ones."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_train.errors import Refused
+from elastic_train.rules import (
+    Activity,
+    Beat,
+    Failure,
+    common_backend,
+    connected,
+    disagreement,
+    freshest,
+    is_cut_off,
+    judge_error,
+    next_generation,
+    next_members,
+    require_agreement,
+    stalled,
+)
+from elastic_train.world import Member
+
+LIMIT = 2.0
+GENERATION = 5
+
+MEMBER = Member(
+    host="node",
+    local_rank=0,
+    pid=1,
+    agent_pid=1,
+    address=("127.0.0.1", 1),
+    directory_id="run",
+    backend="gloo",
+    max_generation=None,
+)
+
+ranks_strategy = st.lists(st.integers(0, 9), unique=True).map(sorted)
+edges_strategy = st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)))
+
+
+# --- the next world ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_next_members_for_every_state_of_every_rank(size: int) -> None:
+    """Each rank has joined or not, has left or not, is known to be dead or not: eight states."""
+    for states in itertools.product(range(8), repeat=size):
+        joined = {rank: MEMBER for rank, state in enumerate(states) if state & 1}
+        left = {rank for rank, state in enumerate(states) if state & 2}
+        dead = {rank for rank, state in enumerate(states) if state & 4}
+        verdict = next_members(size, joined, left, dead)
+        assert verdict.members == tuple(rank for rank, state in enumerate(states) if state == 1)
+        assert verdict.waiting_for == tuple(rank for rank, state in enumerate(states) if state == 0)
+
+
+def test_next_members_waits_for_nobody_outside_of_the_world() -> None:
+    verdict = next_members(2, {0: MEMBER, 1: MEMBER, 7: MEMBER}, {9}, {8})
+    assert (verdict.members, verdict.waiting_for) == ((0, 1), ())
+
+
+def test_of_two_that_cannot_reach_each_other_one_is_expelled() -> None:
+    joined = {0: MEMBER, 1: replace(MEMBER, unreachable=(2,)), 2: replace(MEMBER, unreachable=(1,))}
+    assert next_members(3, joined, (), ()).members == (0, 1)
+
+
+def test_a_dead_member_is_no_reason_to_expel_the_one_that_missed_it() -> None:
+    joined = {rank: replace(MEMBER, unreachable=(3,)) for rank in range(3)}
+    assert next_members(4, joined, (), {3}).members == (0, 1, 2)
+
+
+def test_every_graph_of_four_members() -> None:
+    pairs = list(itertools.combinations(range(4), 2))
+    for chosen in itertools.product([False, True], repeat=len(pairs)):
+        edges = {pair for pair, is_cut in zip(pairs, chosen, strict=True) if is_cut}
+        rest = connected(range(4), edges)
+        assert rest, "somebody always goes on"
+        assert not any({one, other} <= set(rest) for one, other in edges)
+        lonely = {rank for pair in edges for rank in pair}
+        assert set(range(4)) - lonely <= set(rest)
+        if len(edges) == 1:
+            assert set(range(4)) - set(rest) == {max(next(iter(edges)))}
+
+
+def test_who_is_cut_off_from_most_goes_first() -> None:
+    assert connected(range(4), {(0, 1), (0, 2), (0, 3)}) == [1, 2, 3]
+
+
+@given(ranks_strategy, edges_strategy)
+def test_connected_leaves_no_pair_that_is_cut(ranks: list[int], edges: set[tuple[int, int]]) -> None:
+    rest = connected(ranks, edges)
+    assert rest == sorted(rest)
+    assert set(rest) <= set(ranks)
+    assert not any(one in rest and other in rest for one, other in edges if one != other)
+    assert bool(rest) == bool(ranks)
+
+
+@given(ranks_strategy, edges_strategy)
+def test_connected_removes_only_who_is_cut_off(ranks: list[int], edges: set[tuple[int, int]]) -> None:
+    present = {(one, other) for one, other in edges if one in ranks and other in ranks and one != other}
+    for gone in set(ranks) - set(connected(ranks, edges)):
+        assert any(gone in pair for pair in present)
+
+
+@given(ranks_strategy, edges_strategy)
+def test_connected_sees_an_edge_from_either_end(ranks: list[int], edges: set[tuple[int, int]]) -> None:
+    assert connected(ranks, edges) == connected(ranks, {(other, one) for one, other in edges})
+    assert connected(ranks, edges) == connected(ranks, edges | {(other, one) for one, other in edges})
+
+
+@given(ranks_strategy.filter(lambda ranks: len(ranks) >= 2), st.randoms(use_true_random=False))
+def test_of_one_cut_pair_exactly_one_is_expelled(ranks: list[int], random: object) -> None:
+    pair = random.sample(ranks, 2)  # type: ignore[attr-defined]
+    assert set(ranks) - set(connected(ranks, {tuple(pair)})) == {max(pair)}
+
+
+@given(ranks_strategy, edges_strategy)
+def test_connected_has_nothing_more_to_do_the_second_time(ranks: list[int], edges: set[tuple[int, int]]) -> None:
+    rest = connected(ranks, edges)
+    assert connected(rest, edges) == rest
+
+
+# --- small rules ------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.none() | st.integers(0, 50)))
+def test_a_generation_is_beyond_all_that_anybody_has_seen(seen: list[int | None]) -> None:
+    following = next_generation(seen)
+    known = [generation for generation in seen if generation is not None]
+    assert all(following > generation for generation in known)
+    assert following == 0 or following - 1 in known
+
+
+def test_the_first_generation_is_zero() -> None:
+    assert next_generation([]) == next_generation([None, None]) == 0
+    assert next_generation([None, 0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("backends", "common"),
+    [
+        (["gloo"], "gloo"),
+        (["gloo", "gloo"], "gloo"),
+        (["cpu:gloo,cuda:nccl"] * 3, "cpu:gloo,cuda:nccl"),
+        (["cpu:gloo,cuda:nccl", "gloo"], "gloo"),
+        (["gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"], "gloo"),
+    ],
+)
+def test_nccl_only_where_all_have_it(backends: list[str], common: str) -> None:
+    assert common_backend(backends) == common
+
+
+@given(st.lists(st.integers(0, 5), min_size=1))
+def test_the_freshest_is_the_lowest_rank_with_the_most_steps(steps: list[int]) -> None:
+    source = freshest(steps)
+    assert steps[source] == max(steps)
+    assert all(step < steps[source] for step in steps[:source])
+
+
+def test_disagreement_names_the_first_entry_and_both_values() -> None:
+    assert disagreement({}, {}) is None
+    assert disagreement({"a": 1, "b": [2]}, {"b": [2], "a": 1}) is None
+    assert disagreement({"b": 1, "a": 1}, {"b": 2, "a": 2}) == ("a", 1, 2)
+    assert disagreement({"a": 1}, {}) == ("a", 1, None)
+    assert disagreement({}, {"a": 1}) == ("a", None, 1)
+    assert disagreement({"a": {"x": 1}}, {"a": {"x": 2}}) == ("a", {"x": 1}, {"x": 2})
+
+
+@given(*[st.dictionaries(st.sampled_from("abc"), st.integers(0, 1))] * 2)
+def test_disagreement_is_symmetric(ours: dict[str, int], theirs: dict[str, int]) -> None:
+    found, mirrored = disagreement(ours, theirs), disagreement(theirs, ours)
+    assert (found is None) == (ours == theirs)
+    assert found is None or (mirrored is not None and (found[0], found[2], found[1]) == mirrored)
+
+
+def test_a_misfit_is_refused_by_name() -> None:
+    require_agreement({"seed": 1}, {"seed": 1}, "rank 0")
+    with pytest.raises(Refused, match=r"seed is 1 here and 2 on rank 0"):
+        require_agreement({"seed": 1}, {"seed": 2}, "rank 0")
+
+
+# --- who keeps the others waiting -------------------------------------------------------------------------------------
+
+BEATS = [
+    Beat(generation, 3, activity, seconds)
+    for generation in (GENERATION, GENERATION - 1)
+    for activity in Activity
+    for seconds in (LIMIT / 2, LIMIT, LIMIT * 2)
+]
+waits_long = Beat(GENERATION, 3, Activity.REDUCE, LIMIT * 2)
+computes_long = Beat(GENERATION, 3, Activity.COMPUTE, LIMIT * 2)
+
+
+def is_long(beat: Beat, activity: Activity) -> bool:
+    return beat.generation == GENERATION and beat.activity is activity and beat.seconds > LIMIT
+
+
+def test_stalled_for_every_triple_of_beats() -> None:
+    for triple in itertools.product(BEATS, repeat=3):
+        beats = dict(enumerate(triple))
+        named = stalled(beats, GENERATION, LIMIT)
+        if any(is_long(beat, Activity.REDUCE) for beat in triple):
+            assert named == {rank for rank, beat in beats.items() if is_long(beat, Activity.COMPUTE)}
+        else:
+            assert named == frozenset()
+
+
+def test_cut_off_for_every_triple_of_beats() -> None:
+    for triple in itertools.product(BEATS, repeat=3):
+        beats = dict(enumerate(triple))
+        assert is_cut_off(beats, GENERATION, LIMIT) == all(is_long(beat, Activity.REDUCE) for beat in triple)
+        assert not (is_cut_off(beats, GENERATION, LIMIT) and stalled(beats, GENERATION, LIMIT))
+
+
+def test_nobody_is_cut_off_where_nobody_beats() -> None:
+    assert not is_cut_off({}, GENERATION, LIMIT)
+    assert stalled({}, GENERATION, LIMIT) == frozenset()
+
+
+def test_a_long_computation_alone_is_nobodys_fault() -> None:
+    assert stalled({0: computes_long, 1: computes_long}, GENERATION, LIMIT) == frozenset()
+    assert stalled({0: waits_long, 1: computes_long}, GENERATION, LIMIT) == {1}
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_judge_error_for_every_combination() -> None:
+    for is_communication, step, name, first_step in itertools.product(
+        [False, True], [6, 7], [None, "me", "other"], [6, 7]
+    ):
+        first = None if name is None else (name, first_step)
+        if is_communication:
+            expected = Failure.PEER
+        elif name == "other" and first_step == step:
+            expected = Failure.JOB
+        else:
+            expected = Failure.OWN
+        assert judge_error(is_communication, step, first, "me") is expected

@@ -1,0 +1,507 @@
+"""Who may write into the run directory: real processes, stopped and killed by their pid."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import elastic_train
+from elastic_train import run_directory
+from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryInUse
+from elastic_train.run_directory import RunDirectory, write_atomic
+
+DEADLINE = 30.0
+HOST = "node-a"
+
+WORKER = """
+import json, os, sys
+from elastic_train.errors import ElasticTrainError
+from elastic_train.run_directory import RunDirectory
+
+directory = RunDirectory(sys.argv[1])
+for line in sys.stdin:
+    call, arguments = json.loads(line)
+    try:
+        if call == "fork":  # a child that lives on, as a DataLoader's would
+            child = os.fork()
+            if child == 0:
+                import time
+                time.sleep(60)
+                os._exit(0)
+            answer = ["ok", child]
+        else:
+            answer = ["ok", getattr(directory, call)(*arguments)]
+    except ElasticTrainError as error:
+        answer = [type(error).__name__, str(error)]
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Worker:
+    """A process that has a RunDirectory and does what it is told."""
+
+    def __init__(self, path: Path) -> None:
+        root = str(Path(elastic_train.__file__).parent.parent)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": root},
+        )
+        self.pid = self.process.pid
+
+    def send(self, call: str, *arguments: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([call, arguments]) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> tuple[str, Any]:
+        assert self.process.stdout is not None  # pytest's timeout is the deadline of this read
+        kind, value = json.loads(self.process.stdout.readline())
+        return kind, value
+
+    def call(self, call: str, *arguments: object) -> tuple[str, Any]:
+        self.send(call, *arguments)
+        return self.answer()
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        wait_for(lambda: process_state(self.pid) == "T")
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(DEADLINE)
+
+    def close(self) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def wait_for(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not is_true():
+        assert time.monotonic() < deadline, f"not true after {DEADLINE} s"
+        time.sleep(0.002)
+
+
+def process_state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.fixture
+def start_worker(tmp_path: Path) -> Iterator[Callable[[], Worker]]:
+    workers: list[Worker] = []
+
+    def start() -> Worker:
+        workers.append(Worker(tmp_path / "run"))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[RunDirectory]:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    yield directory
+    directory.release()
+
+
+def owner_of(directory: RunDirectory) -> dict[str, Any]:
+    owner: dict[str, Any] = json.loads(directory.owner_path.read_bytes())
+    return owner
+
+
+# --- paths and creation -----------------------------------------------------------------------------------------
+
+
+def test_importing_it_does_not_import_torch() -> None:
+    code = "import sys, elastic_train.run_directory, elastic_train.snapshot; sys.exit('torch' in sys.modules)"
+    root = str(Path(elastic_train.__file__).parent.parent)
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=DEADLINE).returncode == 0
+
+
+def test_paths(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert directory.events_dir == tmp_path / "events"
+    assert directory.ledger_dir == tmp_path / "ledger"
+    assert directory.snapshots_dir == tmp_path / "snapshots"
+    assert directory.tensorboard_dir == tmp_path / "tensorboard"
+    assert directory.result_path == tmp_path / "result.json"
+    assert directory.owner_path == tmp_path / "owner.json"
+
+
+def test_create_makes_parents_and_is_repeatable(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "a" / "b")
+    directory.create()
+    directory.create()
+    assert directory.path.is_dir()
+
+
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_create_where_a_file_is_in_the_way(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"file.*choose another --run-dir$") as caught:
+        RunDirectory(tmp_path / "file" / below).create()
+    assert "\n" not in str(caught.value)
+
+
+def test_create_where_it_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root
+    with pytest.raises(RunDirectoryError, match=r"Permission denied; choose another --run-dir$"):
+        RunDirectory(tmp_path).create()
+
+
+# --- one job ----------------------------------------------------------------------------------------------------
+
+
+def test_claim_writes_the_owner_and_a_newer_generation_replaces_it(directory: RunDirectory) -> None:
+    assert directory.claim("job", 3, HOST) is None
+    owner = owner_of(directory)
+    assert (owner["job_token"], owner["generation"]) == ("job", 3)
+    assert (owner["host"], owner["pid"]) == (HOST, os.getpid())
+    assert abs(owner["time"] - time.time()) < 60
+    directory.claim("job", 2, HOST)
+    assert owner_of(directory) == owner
+    directory.claim("job", 4, HOST)
+    assert owner_of(directory)["generation"] == 4
+
+
+def test_check_owner(directory: RunDirectory) -> None:
+    directory.claim("job", 3, HOST)
+    directory.check_owner("job", 3)
+    directory.check_owner("job", 4)  # claimed by this one and not yet by a slower one: no reason to leave
+    with pytest.raises(OwnershipLost, match=rf"generation 3 \(host {HOST}, pid {os.getpid()}, since .* UTC\)"):
+        directory.check_owner("job", 2)
+    with pytest.raises(OwnershipLost, match="belongs to another job"):
+        directory.check_owner("other", 3)
+    directory.owner_path.write_text("{")
+    with pytest.raises(OwnershipLost, match=r"no valid owner\.json"):
+        directory.check_owner("job", 3)
+    directory.owner_path.unlink()
+    with pytest.raises(OwnershipLost, match=r"no valid owner\.json"):
+        directory.check_owner("job", 3)
+    directory.owner_path.mkdir()
+    with pytest.raises(RunDirectoryError, match="Is a directory"):
+        directory.check_owner("job", 3)
+    directory.owner_path.rmdir()
+
+
+def test_a_job_token_must_be_a_file_name(directory: RunDirectory) -> None:
+    for token in ("", "a/b", "..\0", "a b"):
+        with pytest.raises(ValueError, match="job_token"):
+            directory.claim(token, 0, HOST)
+
+
+def test_release_leaves_no_lock_of_the_job(directory: RunDirectory) -> None:
+    first, second = RunDirectory(directory.path), RunDirectory(directory.path)
+    first.claim("job", 0, HOST)
+    second.claim("job", 0, HOST)
+    first.release()
+    assert (directory.path / ".owner-job.lock").exists()
+    second.release()
+    second.release()
+    assert sorted(path.name for path in directory.path.iterdir()) == [".claim.lock", "owner.json"]
+
+
+def test_many_workers_of_one_job_at_once(directory: RunDirectory, start_worker: Callable[[], Worker]) -> None:
+    workers = [start_worker() for _ in range(8)]
+    for generation in range(5):
+        for worker in workers:
+            worker.send("claim", "job", generation, HOST)
+        assert [worker.answer() for worker in workers] == [("ok", None)] * len(workers)
+        assert owner_of(directory)["generation"] == generation
+        for worker in workers:
+            assert worker.call("check_owner", "job", generation) == ("ok", None)
+
+
+def test_claim_removes_what_a_killed_claim_left(directory: RunDirectory) -> None:
+    leftover = directory.path / ".owner.json.tmp-0123abcd"
+    leftover.write_bytes(b"{")
+    directory.claim("job", 0, HOST)
+    assert not leftover.exists()
+
+
+# --- two jobs ---------------------------------------------------------------------------------------------------
+
+
+def test_a_second_live_job_is_refused_by_name(directory: RunDirectory, start_worker: Callable[[], Worker]) -> None:
+    worker = start_worker()
+    assert worker.call("claim", "first", 0, "node-b") == ("ok", None)
+    before = sorted(directory.path.iterdir())
+    with pytest.raises(RunDirectoryInUse) as caught:
+        directory.claim("second", 0, HOST)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in (str(directory.path), "host node-b", f"pid {worker.pid}", "since 20", "--run-dir"):
+        assert part in message
+    assert sorted(directory.path.iterdir()) == before
+    assert worker.call("check_owner", "first", 0) == ("ok", None)
+
+
+def test_a_killed_owner_is_replaced(directory: RunDirectory, start_worker: Callable[[], Worker]) -> None:
+    worker = start_worker()
+    assert worker.call("claim", "first", 7, HOST) == ("ok", None)
+    worker.kill()
+    directory.claim("second", 0, HOST)
+    assert owner_of(directory)["job_token"] == "second"
+    assert not (directory.path / ".owner-first.lock").exists()
+
+
+def test_a_forked_child_does_not_hold_the_directory(
+    directory: RunDirectory, start_worker: Callable[[], Worker]
+) -> None:
+    worker = start_worker()
+    assert worker.call("claim", "first", 0, HOST) == ("ok", None)
+    _, child = worker.call("fork")
+    try:
+        worker.kill()
+        directory.claim("second", 0, HOST)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_child_that_did_keep_the_lock_is_named(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_directory, "_LEFT_CHILD_PATIENCE", timedelta(seconds=0.02))
+    started = run_directory._process_stat(os.getpid())[1]
+    lock = directory.path / ".owner-first.lock"
+    lock.write_text(json.dumps({"host": HOST, "pid": os.getpid(), "time": 0, "started": started + "0"}))
+    with open(lock) as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        with pytest.raises(RunDirectoryInUse, match="left a child process behind"):
+            directory.claim("second", 0, HOST)
+
+
+def test_a_stopped_owner_is_replaced_and_finds_out(directory: RunDirectory, start_worker: Callable[[], Worker]) -> None:
+    worker = start_worker()
+    assert worker.call("claim", "first", 5, HOST) == ("ok", None)
+    worker.stop()
+    directory.claim("second", 0, HOST)
+    worker.go_on()
+    kind, message = worker.call("check_owner", "first", 5)
+    assert kind == "OwnershipLost"
+    assert f"another job (host {HOST}, pid {os.getpid()}" in message
+    # nor can it take the directory back, now or when the other job is over
+    assert worker.call("claim", "first", 6, HOST)[0] == "OwnershipLost"
+    # and being alive again it does not stand in the way of the job that replaced it
+    directory.claim("second", 1, HOST)
+    RunDirectory(directory.path).claim("second", 1, HOST)
+    directory.release()
+    assert worker.call("claim", "first", 7, HOST)[0] == "OwnershipLost"
+    assert owner_of(directory)["job_token"] == "second"
+
+
+def test_a_stopped_process_of_another_host_is_not_judged(
+    directory: RunDirectory, start_worker: Callable[[], Worker]
+) -> None:
+    worker = start_worker()
+    worker.call("claim", "first", 0, "node-b")
+    worker.stop()
+    with pytest.raises(RunDirectoryInUse, match="node-b"):
+        directory.claim("second", 0, HOST)
+
+
+def test_one_stopped_worker_does_not_make_its_job_stale(
+    directory: RunDirectory, start_worker: Callable[[], Worker]
+) -> None:
+    stopped, living = start_worker(), start_worker()
+    for worker in (stopped, living):
+        assert worker.call("claim", "first", 0, HOST) == ("ok", None)
+    assert owner_of(directory)["pid"] == stopped.pid
+    stopped.stop()
+    with pytest.raises(RunDirectoryInUse, match=f"pid {living.pid}"):
+        directory.claim("second", 0, HOST)
+    # the job goes on without it, and it finds that out
+    assert living.call("claim", "first", 1, HOST) == ("ok", None)
+    stopped.go_on()
+    kind, message = stopped.call("check_owner", "first", 0)
+    assert kind == "OwnershipLost"
+    assert f"generation 1 (host {HOST}, pid {living.pid}" in message
+
+
+def test_of_two_jobs_at_once_exactly_one_wins(directory: RunDirectory, start_worker: Callable[[], Worker]) -> None:
+    workers = {"left": start_worker(), "right": start_worker()}
+    wins = {"left": 0, "right": 0}
+    order = random.Random(0)
+    for round_number in range(40):
+        tokens = order.sample(["left", "right"], 2)
+        for token in tokens:
+            workers[token].send("claim", f"{token}-{round_number}", round_number, HOST)
+        answers = {token: workers[token].answer()[0] for token in tokens}
+        assert sorted(answers.values()) == ["RunDirectoryInUse", "ok"]
+        winner = next(token for token in tokens if answers[token] == "ok")
+        wins[winner] += 1
+        assert owner_of(directory)["job_token"] == f"{winner}-{round_number}"
+        assert workers[winner].call("check_owner", f"{winner}-{round_number}", round_number) == ("ok", None)
+        assert workers[winner].call("release") == ("ok", None)
+    assert sum(wins.values()) == 40
+
+
+def test_a_claim_that_hangs_half_way_has_a_deadline(directory: RunDirectory) -> None:
+    with open(directory.path / ".claim.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(RunDirectoryError, match=r"held \.claim\.lock for 0\.02 s"):
+            directory.claim("job", 0, HOST, patience=timedelta(seconds=0.02))
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_without_flock_a_warning(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def no_flock(fd: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    warning = directory.claim("job", 0, HOST)
+    assert warning is not None
+    assert str(directory.path) in warning
+    directory.check_owner("job", 0)
+    RunDirectory(directory.path).claim("other", 1, HOST)
+    with pytest.raises(OwnershipLost):
+        directory.check_owner("job", 0)
+    with pytest.raises(OwnershipLost):
+        directory.claim("job", 1, HOST)
+
+
+def test_a_full_disk_leaves_no_claim(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(RunDirectoryError, match=r"No space left on device; choose another --run-dir"):
+            directory.claim("job", 0, HOST)
+    assert not list(directory.path.glob("*.tmp*"))
+    directory.release()
+    RunDirectory(directory.path).claim("other", 0, HOST)
+
+
+# --- moving aside -----------------------------------------------------------------------------------------------
+
+
+def test_move_aside(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run", now=lambda: 1_700_000_000.0)
+    directory.create()
+    directory.claim("job", 0, HOST)
+    assert directory.move_aside() is None
+    asides = []
+    for number in range(3):
+        directory.events_dir.mkdir()
+        (directory.events_dir / "x.jsonl").write_text(str(number))
+        directory.result_path.write_text("{}")
+        aside = directory.move_aside()
+        assert aside is not None
+        asides.append(aside)
+        assert sorted(path.name for path in aside.iterdir()) == ["events", "result.json"]
+        assert (aside / "events" / "x.jsonl").read_text() == str(number)
+        directory.check_owner("job", 0)
+    names = ["run.20231114T221320Z", "run.20231114T221320Z.2", "run.20231114T221320Z.3"]
+    assert [aside.name for aside in asides] == names
+    kept = sorted(path.name for path in directory.path.iterdir())
+    assert kept == [".claim.lock", ".owner-job.lock", "owner.json"]
+    with pytest.raises(RunDirectoryInUse):
+        RunDirectory(directory.path).claim("other", 0, HOST)
+    directory.release()
+
+
+def test_move_aside_that_cannot_leaves_everything(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory.snapshots_dir.mkdir()
+
+    def across(source: object, target: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "rename", across)
+    with pytest.raises(RunDirectoryError, match=r"--fresh: Invalid cross-device link; choose another --run-dir"):
+        directory.move_aside()
+    assert directory.snapshots_dir.is_dir()
+    assert [path.name for path in directory.path.parent.iterdir()] == ["run"]
+
+
+# --- event files ------------------------------------------------------------------------------------------------
+
+
+def test_last_generation_and_step(directory: RunDirectory) -> None:
+    assert directory.last_generation() is None
+    directory.events_dir.mkdir()
+    (directory.events_dir / "a.jsonl").write_text(
+        '{"event": "start", "generation": null, "step": 0}\n{"event": "step", "generation": 4, "step": 90}\n'
+    )
+    (directory.events_dir / "b.jsonl").write_text(
+        'junk\n[1]\n{"generation": true, "step": "x"}\n{"generation": 6, "step": 80}\n{"generation": 77, "st'
+    )
+    (directory.events_dir / "empty.jsonl").write_text("")
+    (directory.events_dir / "c.jsonl.bak").write_text('{"generation": 99, "step": 99}\n')
+    assert directory.last_generation() == 6
+    assert directory.last_step() == 90
+
+
+@pytest.mark.parametrize("padding", range(0, 64 * 1024, 7919))
+def test_only_the_tail_of_an_event_file_is_read(directory: RunDirectory, padding: int) -> None:
+    directory.events_dir.mkdir()
+    last = json.dumps({"generation": 3, "step": 12, "pad": "x" * padding}) + "\n"
+    (directory.events_dir / "a.jsonl").write_text('{"generation": 1, "step": 1}\n' * 5000 + last)
+    assert (directory.last_generation(), directory.last_step()) == (3, 12)
+
+
+def test_a_line_that_begins_at_the_border_counts(directory: RunDirectory) -> None:
+    directory.events_dir.mkdir()
+    body = '{"generation": 3, "pad": "'
+    line = body + "x" * (64 * 1024 - len(body) - 3) + '"}\n'
+    assert len(line) == 64 * 1024
+    (directory.events_dir / "a.jsonl").write_text('{"generation": 1}\n' + line)
+    assert directory.last_generation() == 3
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+def test_write_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "result.json"
+    write_atomic(path, b"old")
+    for name in ("fsync", "rename"):
+        with monkeypatch.context() as patch:
+
+            def fail(*arguments: object) -> None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            patch.setattr(os, name, fail)
+            with pytest.raises(OSError, match="No space left"):
+                write_atomic(path, b"new")
+        assert path.read_bytes() == b"old"
+        assert list(tmp_path.iterdir()) == [path]
+    write_atomic(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_fsync_of_a_directory_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    code = errno.EINVAL
+    run_directory.fsync_directory(tmp_path)
+    code = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        run_directory.fsync_directory(tmp_path)

@@ -1,0 +1,862 @@
+"""Snapshots: whole or absent, whatever happens to the process or the disk."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import elastic_train
+from elastic_train import snapshot
+from elastic_train.errors import OwnershipLost, SnapshotDamaged, SnapshotError
+from elastic_train.run_directory import RunDirectory
+from elastic_train.snapshot import (
+    SnapshotInfo,
+    SnapshotResult,
+    SnapshotWriter,
+    deserialize_state,
+    find_snapshots,
+    newest_whole,
+    read_info,
+    read_state_bytes,
+    serialize_state,
+    verify,
+)
+
+DEADLINE = 30.0
+ROOT = str(Path(elastic_train.__file__).parent.parent)
+
+
+def make_writer(directory: Path, **changes: Any) -> SnapshotWriter:
+    arguments: dict[str, Any] = {"keep": 3, "host": "node-a", "run_uid": "run", "task": {"seed": 0}}
+    return SnapshotWriter(directory, **{**arguments, **changes})
+
+
+def save(writer: SnapshotWriter, step: int, generation: int = 0, state: Any = None) -> SnapshotResult:
+    state = {"step": step, "w": torch.full((100,), float(step))} if state is None else state
+    return writer.save(state, step=step, epoch=1, samples_done=step * 64, generation=generation, world_size=2)
+
+
+def save_in_background(writer: SnapshotWriter, state: dict[str, Any], step: int) -> bool:
+    return writer.save_in_background(state, step=step, epoch=0, samples_done=0, generation=0, world_size=1)
+
+
+def wait_for(event: threading.Event) -> Callable[[], None]:
+    def wait() -> None:
+        assert event.wait(DEADLINE)
+
+    return wait
+
+
+def no_warning(message: str) -> None:
+    raise AssertionError(message)
+
+
+def load(path: Path) -> dict[str, Any]:
+    return deserialize_state(read_state_bytes(read_info(path)))
+
+
+def keys(directory: Path) -> list[tuple[int, int]]:
+    """(generation, step) of every snapshot; none is damaged, nothing temporary is left."""
+    assert not [path.name for path in directory.glob(".*")]
+    infos = find_snapshots(directory, warn=no_warning)
+    for info in infos:
+        verify(info)
+    assert len(list(directory.iterdir())) == len(infos)
+    return [info.age_key for info in infos]
+
+
+def edit_manifest(path: Path, **changes: object) -> None:
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    (path / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+
+
+def flip_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+# --- the state and its bytes ------------------------------------------------------------------------------------
+
+
+def equal(left: Any, right: Any) -> bool:
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(equal, left, right))
+    return bool(left == right)
+
+
+def example_state() -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 1, 8, 8)).sum().backward()
+    optimizer.step()
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+        "half": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).T,
+        "empty": torch.empty(0),
+        "scalar": torch.tensor(3),
+        "plain": {"a": [1, 2.5, None, True, "é", b"\0\xff", 1j], 3: (1, (2,)), "size": torch.Size([1, 2])},
+        "dtype": torch.float16,
+    }
+
+
+def test_a_state_comes_back_equal() -> None:
+    state = example_state()
+    loaded = deserialize_state(serialize_state(state))
+    assert equal(loaded, state)
+    assert loaded["model"]._metadata == state["model"]._metadata
+    assert isinstance(loaded["model"], OrderedDict)
+
+
+def test_a_view_does_not_bring_its_storage_along() -> None:
+    assert len(serialize_state({"view": torch.zeros(1_000_000)[:10]})) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [
+        ({"model": {"x": [1, threading.Thread()]}}, r"state\['model'\]\['x'\]\[1\] is a threading.Thread"),
+        ({"lr": torch.zeros(1).numpy()[0]}, r"state\['lr'\] is a numpy.float32"),
+        ({"d": {("a", 1): 1}}, r"a key of state\['d'\] is a builtins.tuple"),
+    ],
+)
+def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path, state: Any, named: str) -> None:
+    with pytest.raises(SnapshotError, match=named):
+        serialize_state(state)
+    writer = make_writer(tmp_path)
+    with pytest.raises(SnapshotError, match=named):
+        save(writer, 1, state=state)
+    with pytest.raises(SnapshotError, match=named):
+        save_in_background(writer, state, 1)
+    assert keys(tmp_path) == []
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "pickle"])
+def test_a_crafted_pickle_is_refused_and_not_run(tmp_path: Path, form: str) -> None:
+    buffer = io.BytesIO()
+    crafted = {"model": torch.zeros(2), "x": Payload(tmp_path / "executed")}
+    if form == "pickle":
+        pickle.dump({"x": Payload(tmp_path / "executed")}, buffer)
+    else:
+        torch.save(crafted, buffer, _use_new_zipfile_serialization=form == "zip")
+    with pytest.raises(SnapshotError, match="was refused") as caught:
+        deserialize_state(buffer.getvalue(), source="snapshot /a/b")
+    message = str(caught.value)
+    assert message.startswith("snapshot /a/b was refused")
+    assert ("posix.mkdir" if form == "zip" else "no zip archive") in message
+    assert "nothing of it was run" in message
+    assert "\n" not in message
+    assert not (tmp_path / "executed").exists()
+
+
+def test_bytes_that_are_no_state() -> None:
+    whole = serialize_state({"a": torch.zeros(1000)})
+    for data in (b"", b"x", b"\x80\x02", whole[:100], whole[: len(whole) // 2], os.urandom(1000)):
+        with pytest.raises(SnapshotError) as caught:
+            deserialize_state(data)
+        assert "\n" not in str(caught.value)
+    buffer = io.BytesIO()
+    torch.save([1], buffer)
+    with pytest.raises(SnapshotError, match="it holds a list, not a state dict"):
+        deserialize_state(buffer.getvalue())
+
+
+def test_map_location(tmp_path: Path) -> None:
+    result = save(make_writer(tmp_path), 1)
+    data = read_state_bytes(read_info(result.path))
+    assert deserialize_state(data, "cpu")["w"].device.type == "cpu"
+    assert deserialize_state(data, "meta")["w"].device.type == "meta"
+    assert deserialize_state(data, torch.device("cpu"))["step"] == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_state_on_a_gpu_is_saved_for_the_cpu(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path)
+    for step in (1, 2):
+        state = {"a": torch.randn(1000, device="cuda"), "b": torch.randn(8, 3, 4, 4, device="cuda")}
+        state["b"] = state["b"].to(memory_format=torch.channels_last)
+        expected = {key: tensor.cpu() for key, tensor in state.items()}
+        assert save_in_background(writer, state, step)
+        state["a"].zero_()
+        assert writer.wait(DEADLINE)
+        [result] = writer.collect()
+        assert isinstance(result, SnapshotResult)
+        loaded = load(result.path)
+        assert all(torch.equal(loaded[key], expected[key]) for key in expected)
+
+
+# --- writing and reading ----------------------------------------------------------------------------------------
+
+
+def test_one_snapshot(tmp_path: Path) -> None:
+    writer = SnapshotWriter(
+        tmp_path / "snapshots",
+        keep=1,
+        host="node/ä",
+        run_uid="u1",
+        task={"seed": 3, "classes": [1, 2]},
+        now=lambda: 1234.5,
+    )
+    result = writer.save({"w": torch.arange(5)}, step=120, epoch=2, samples_done=7680, generation=3, world_size=4)
+    assert result.path == tmp_path / "snapshots" / "step-000000000120-gen-0003-node__"
+    assert (result.step, result.generation, result.warnings) == (120, 3, ())
+    assert 0 < result.stall_seconds == result.total_seconds
+    assert sorted(path.name for path in result.path.iterdir()) == ["manifest.json", "state.pt"]
+    [info] = find_snapshots(tmp_path / "snapshots", warn=no_warning)
+    assert result.bytes == info.files["state.pt"].bytes == (result.path / "state.pt").stat().st_size
+    expected = {
+        "step": 120,
+        "epoch": 2,
+        "samples_done": 7680,
+        "generation": 3,
+        "run_uid": "u1",
+        "host": "node/ä",
+        "time": 1234.5,
+        "world_size": 4,
+        "torch_version": str(torch.__version__),
+        "elastic_train_version": elastic_train.__version__,
+        "task": {"seed": 3, "classes": [1, 2]},
+    }
+    assert {name: getattr(info, name) for name in expected} == expected
+    manifest = json.loads((result.path / "manifest.json").read_bytes())
+    assert set(manifest) == {"format_version", "files", *expected}
+    assert torch.equal(load(result.path)["w"], torch.arange(5))
+
+
+def test_a_directory_without_snapshots(tmp_path: Path) -> None:
+    assert find_snapshots(tmp_path / "none", warn=no_warning) == []
+    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / ".tmp-step-000000000001-gen-0000-b-1").mkdir()
+    (tmp_path / "step-1").mkdir()
+    assert newest_whole(tmp_path, warn=no_warning) is None
+    with pytest.raises(SnapshotError, match="cannot be listed"):
+        find_snapshots(tmp_path / "notes.txt", warn=no_warning)
+
+
+def test_newest_is_by_generation_and_then_step(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path, keep=10)
+    for generation, step in [(1, 300), (2, 100), (0, 900), (2, 90), (10000, 5)]:
+        save(writer, step, generation)
+    assert keys(tmp_path) == [(10000, 5), (2, 100), (2, 90), (1, 300), (0, 900)]
+
+
+def test_accept(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path)
+    for step in (1, 2, 3):
+        save(writer, step)
+    found = newest_whole(tmp_path, accept=lambda info: info.step < 3, warn=no_warning)
+    assert found is not None
+    assert found[0].step == 2
+    assert deserialize_state(found[1])["step"] == 2
+    assert newest_whole(tmp_path, accept=lambda info: False, warn=no_warning) is None
+
+
+def damage_bit(path: Path) -> None:
+    flip_bit(path / "state.pt")
+
+
+def damage_truncated(path: Path) -> None:
+    os.truncate(path / "state.pt", 100)
+
+
+def damage_no_state(path: Path) -> None:
+    (path / "state.pt").unlink()
+
+
+def damage_no_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def damage_torn_manifest(path: Path) -> None:
+    os.truncate(path / "manifest.json", 50)
+
+
+def damage_version(path: Path) -> None:
+    edit_manifest(path, format_version=2)
+
+
+def damage_step(path: Path) -> None:
+    edit_manifest(path, step="12")
+
+
+def damage_files(path: Path) -> None:
+    edit_manifest(path, files={})
+
+
+def damage_escape(path: Path) -> None:
+    edit_manifest(path, files={"../../state.pt": {"bytes": 1, "sha256": ""}})
+
+
+def damage_no_object(path: Path) -> None:
+    (path / "manifest.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (damage_bit, "state.pt is damaged: .* its manifest says"),
+        (damage_truncated, r"state.pt has 100 bytes, its manifest says \d+"),
+        (damage_no_state, "state.pt cannot be read: No such file"),
+        (damage_no_manifest, "manifest.json cannot be read: No such file"),
+        (damage_torn_manifest, "manifest.json is not JSON"),
+        (damage_version, "unknown format_version 2; elastic_train .* reads 1"),
+        (damage_step, "manifest.json is wrong or incomplete"),
+        (damage_files, "does not name state.pt"),
+        (damage_escape, "manifest.json is wrong or incomplete"),
+        (damage_no_object, "unknown format_version None"),
+    ],
+)
+def test_the_one_before_a_damaged_one_is_taken(tmp_path: Path, damage: Callable[[Path], None], what: str) -> None:
+    writer = make_writer(tmp_path)
+    newest = [save(writer, step) for step in (1, 2, 3)][-1].path
+    damage(newest)
+    warnings: list[str] = []
+    found = newest_whole(tmp_path, warn=warnings.append)
+    assert found is not None
+    assert found[0].step == 2
+    [warning] = warnings
+    assert newest.name in warning
+    assert "\n" not in warning
+    with pytest.raises(SnapshotDamaged, match=what):
+        verify(read_info(newest))
+    with pytest.raises(SnapshotDamaged, match=what):
+        read_state_bytes(read_info(newest))
+
+
+def test_a_snapshot_that_is_pruned_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = save(make_writer(tmp_path), 1)
+    [info] = find_snapshots(tmp_path, warn=no_warning)
+    original = Path.read_bytes
+
+    def read_and_vanish(path: Path) -> bytes:
+        shutil.rmtree(result.path)
+        return original(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_and_vanish)
+    assert find_snapshots(tmp_path, warn=no_warning) == []
+    with pytest.raises(SnapshotDamaged, match="cannot be read"):
+        verify(info)
+
+
+# --- pruning ----------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path, keep=2)
+    for step in (1, 2, 3, 4):
+        save(writer, step)
+    assert keys(tmp_path) == [(0, 4), (0, 3)]
+    save(writer, 1, generation=1)
+    assert keys(tmp_path) == [(1, 1), (0, 4)]
+
+
+def test_keep_is_at_least_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep is 0"):
+        make_writer(tmp_path, keep=0)
+
+
+def test_only_own_snapshots_are_removed(tmp_path: Path) -> None:
+    save(make_writer(tmp_path, run_uid="other"), 1)
+    save(make_writer(tmp_path, host="b"), 2)
+    save(make_writer(tmp_path, host="node-a-b"), 2)
+    mine = make_writer(tmp_path, keep=1)
+    for step in (3, 4, 5):
+        save(mine, step)
+    assert [step for _, step in keys(tmp_path)] == [5, 2, 2, 1]
+
+
+def test_the_same_moment_from_several_hosts_counts_once(tmp_path: Path) -> None:
+    writers = [make_writer(tmp_path, host=host, keep=2) for host in ("a", "b", "c")]
+    for step in (1, 2, 3):
+        for writer in writers:
+            save(writer, step)
+    assert sorted(keys(tmp_path)) == [(0, 2)] * 3 + [(0, 3)] * 3
+
+
+def test_a_late_snapshot_of_an_old_generation_is_not_removed_by_its_own_writer(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(make_writer(tmp_path, keep=1), step, generation=5)
+    result = save(make_writer(tmp_path, keep=1), 9, generation=4)
+    assert result.path.exists()
+    assert keys(tmp_path) == [(5, 2), (4, 9)]
+
+
+def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path, keep=2)
+    paths = {step: save(writer, step).path for step in (1, 2)}
+    os.truncate(paths[2] / "state.pt", 3)
+    save(writer, 3)
+    assert [info.step for info in find_snapshots(tmp_path, warn=lambda message: None)] == [3, 1]
+    save(writer, 4)
+    assert keys(tmp_path) == [(0, 4), (0, 3)]  # the damaged one went with those of its age
+
+
+def test_the_same_snapshot_again(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path)
+    first = save(writer, 1)
+    stat = (first.path / "state.pt").stat()
+    again = save(writer, 1)
+    assert (again.path, again.bytes, again.warnings) == (first.path, first.bytes, ())
+    assert (first.path / "state.pt").stat() == stat
+    flip_bit(first.path / "state.pt")
+    replaced = save(writer, 1)
+    assert keys(tmp_path) == [(0, 1)]
+    assert load(replaced.path)["step"] == 1
+    assert "replaced" in replaced.warnings[0]
+    with pytest.raises(SnapshotError, match="another run has one of that name"):
+        save(make_writer(tmp_path, run_uid="other"), 1)
+    assert keys(tmp_path) == [(0, 1)]
+
+
+def test_leftovers_of_dead_writers_of_this_host_are_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(DEADLINE)
+    name = "step-000000000001-gen-0000-node-a"
+    gone = [f".tmp-{name}-{ended.pid}", f".tmp-old-{name}-{ended.pid}", f".tmp-{name}-{os.getpid()}"]
+    kept = [f".tmp-{name}-{os.getppid()}", f".tmp-{name}-b-{ended.pid}", ".tmp-mine", "other"]
+    for leftover in gone + kept:
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / "state.pt").write_text("")
+    make_writer(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_new_writer_leaves_the_one_in_flight_alone(tmp_path: Path) -> None:
+    entered, proceed = threading.Event(), threading.Event()
+    waits = [entered.set, wait_for(proceed)]
+    writer = make_writer(tmp_path, before_rename=lambda: [wait() for wait in waits])
+    assert save_in_background(writer, {"a": 1}, 1)
+    assert entered.wait(DEADLINE)
+    make_writer(tmp_path)
+    proceed.set()
+    assert writer.wait(DEADLINE)
+    assert isinstance(writer.collect()[0], SnapshotResult)
+
+
+# --- in the background ------------------------------------------------------------------------------------------
+
+
+def test_background_writes_the_state_of_the_moment_of_the_call(tmp_path: Path) -> None:
+    proceed = threading.Event()
+    writer = make_writer(tmp_path, before_rename=wait_for(proceed))
+    state = example_state()
+    expected = deserialize_state(serialize_state(state))
+    assert save_in_background(writer, state, 1)
+    for tensor in state["model"].values():
+        tensor.zero_()
+    for of_parameter in state["optimizer"]["state"].values():
+        of_parameter["exp_avg"].fill_(9)
+    state["plain"]["a"].append(7)
+    state["new"] = 1
+    assert writer.is_busy()
+    assert writer.collect() == []
+    assert not writer.wait(0.01)
+    assert not save_in_background(writer, state, 2)
+    proceed.set()
+    assert writer.wait(DEADLINE)
+    assert not writer.is_busy()
+    [result] = writer.collect()
+    assert isinstance(result, SnapshotResult)
+    assert 0 < result.stall_seconds < result.total_seconds
+    assert writer.collect() == []
+    assert equal(load(result.path), expected)
+    assert keys(tmp_path) == [(0, 1)]
+
+
+def test_mutation_right_after_the_call_in_a_loop(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path, keep=20)
+    tensor = torch.zeros(200_000)
+    for step in range(1, 16):
+        tensor.fill_(step)
+        assert save_in_background(writer, {"w": tensor, "step": step}, step)
+        tensor.fill_(-1)
+        assert writer.wait(DEADLINE)
+    results = writer.collect()
+    assert len(results) == 15
+    for info in find_snapshots(tmp_path, warn=no_warning):
+        state = deserialize_state(read_state_bytes(info))
+        assert state["step"] == info.step
+        assert bool((state["w"] == info.step).all())
+
+
+def test_host_buffers_are_used_again() -> None:
+    buffers = snapshot._HostBuffers()
+
+    def addresses(state: dict[str, Any]) -> list[int]:
+        copied = buffers.copy(state)
+        assert equal(copied, state)
+        return [copied[key].data_ptr() for key in state]
+
+    first = addresses({"a": torch.randn(1000), "b": torch.randn(10, 20)})
+    assert addresses({"a": torch.randn(1000), "b": torch.randn(10, 20)}) == first
+    # another shape gets another buffer, its neighbour keeps its own
+    changed = addresses({"a": torch.randn(1000), "b": torch.randn(20, 30)})
+    assert changed[0] == first[0]
+    assert addresses({"a": torch.randn(1000), "b": torch.randn(20, 30)}) == changed
+    assert addresses({"a": torch.randn(1000)}) == first[:1]
+    assert len(buffers._buffers) == 1
+    addresses({"a": torch.randn(1000).double()})
+    strided = {"a": torch.randn(8, 3, 4, 4).to(memory_format=torch.channels_last)}
+    assert buffers.copy(strided)["a"].stride() == strided["a"].stride()
+
+
+def test_a_failure_in_the_background_is_collected(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    writer = make_writer(tmp_path / "file")
+    assert save_in_background(writer, {"a": 1}, 1)
+    assert writer.wait(DEADLINE)
+    [outcome] = writer.collect()
+    assert isinstance(outcome, SnapshotError)
+    assert "step-000000000001" in str(outcome)
+
+
+def test_what_ends_a_snapshot_for_good_is_raised_by_collect(tmp_path: Path) -> None:
+    def before_rename() -> None:
+        if lost:
+            raise OwnershipLost("lost")
+
+    lost: list[bool] = []
+    writer = make_writer(tmp_path, before_rename=before_rename)
+    for step in (1, 2):
+        assert save_in_background(writer, {"a": 1}, step)
+        assert writer.wait(DEADLINE)
+        lost.append(True)
+    [result] = writer.collect()
+    assert isinstance(result, SnapshotResult)
+    with pytest.raises(OwnershipLost):
+        writer.collect()
+    assert writer.collect() == []
+    with pytest.raises(OwnershipLost):
+        save(writer, 3)
+    assert keys(tmp_path) == [(0, 1)]
+
+
+def test_save_waits_for_the_one_in_flight(tmp_path: Path) -> None:
+    proceed = threading.Event()
+    writer = make_writer(tmp_path, before_rename=wait_for(proceed))
+    assert save_in_background(writer, {"a": 1}, 1)
+    arguments: dict[str, Any] = {"epoch": 0, "samples_done": 0, "generation": 0, "world_size": 1}
+    with pytest.raises(SnapshotError, match=r"still being written .* after 0\.01 s"):
+        writer.save({"a": 2}, step=2, in_flight_timeout=0.01, **arguments)
+    proceed.set()
+    writer.save({"a": 2}, step=2, **arguments)
+    assert len(writer.collect()) == 1
+    assert keys(tmp_path) == [(0, 2), (0, 1)]
+
+
+# --- a disk that fails ------------------------------------------------------------------------------------------
+
+
+class FaultyDisk:
+    """Fails the n-th write, fsync, mkdir or rename; `fail_at` 0 is none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fail_at = 0
+        self.num_operations = 0
+        self.failed = ""
+        disk = self
+
+        class File(io.BufferedWriter):
+            def write(self, data: Any) -> int:
+                disk.operation("write")
+                return super().write(data)
+
+        def open_file(path: Path, mode: str) -> Any:
+            return File(io.FileIO(path, "wb")) if mode == "wb" else open(path, mode)
+
+        monkeypatch.setattr(snapshot, "open", open_file, raising=False)
+        for name in ("mkdir", "fsync", "rename"):
+            monkeypatch.setattr(os, name, self.wrap(name, getattr(os, name)))
+
+    def wrap(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(*arguments: Any, **options: Any) -> None:
+            self.operation(name)
+            function(*arguments, **options)
+
+        return wrapped
+
+    def operation(self, name: str) -> None:
+        self.num_operations += 1
+        if self.num_operations == self.fail_at:
+            self.failed = name
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def start(self, fail_at: int) -> None:
+        self.fail_at, self.num_operations, self.failed = fail_at, 0, ""
+
+
+@pytest.mark.parametrize("is_replacing", [False, True])
+@pytest.mark.parametrize("is_background", [False, True])
+def test_every_fault_leaves_the_older_ones_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replacing: bool, is_background: bool
+) -> None:
+    disk = FaultyDisk(monkeypatch)
+    directory = tmp_path / "snapshots"
+    failed = []
+    fail_at = 1
+    while True:
+        disk.start(0)
+        shutil.rmtree(directory, ignore_errors=True)
+        writer = make_writer(directory, keep=2)
+        for step in (1, 2):
+            save(writer, step)
+        if is_replacing:
+            flip_bit(save(make_writer(directory, keep=9), 3).path / "state.pt")
+        disk.start(fail_at)
+        outcome: object
+        if is_background:
+            assert save_in_background(writer, {"w": torch.ones(500), "step": 3}, 3)
+            assert writer.wait(DEADLINE)
+            [outcome] = writer.collect()
+        else:
+            try:
+                outcome = save(writer, 3)
+            except SnapshotError as error:
+                outcome = error
+        if not disk.failed:
+            break
+        failed.append(disk.failed)
+        disk.start(0)
+        if isinstance(outcome, SnapshotError):
+            assert "step-000000000003" in str(outcome)
+            assert "No space left on device" in str(outcome)
+        else:  # a mkdir of what was there already, or the removal of an old one
+            assert isinstance(outcome, SnapshotResult)
+            assert fail_at == 1 or "cannot be removed" in outcome.warnings[-1]
+            assert fail_at != 1 or failed[-1] == "mkdir"
+        assert not list(directory.glob(".tmp-*"))
+        whole = []
+        for info in find_snapshots(directory, warn=no_warning):
+            try:
+                verify(info)
+                whole.append(info.step)
+            except SnapshotDamaged:
+                assert (is_replacing, info.step) == (True, 3)
+        assert whole in ([2, 1], [3, 2, 1]) or (fail_at == 1 and whole == [3, 2])
+        assert save(writer, 3).path.exists()  # the next attempt works
+        assert keys(directory) == [(0, 3), (0, 2)]
+        fail_at += 1
+    assert isinstance(outcome, SnapshotResult)
+    assert set(failed) == {"mkdir", "write", "fsync", "rename"}
+    assert failed.count("fsync") == 4  # both files, the directory and its parent
+    assert failed.count("write") >= 3
+    assert keys(directory) == [(0, 3), (0, 2)]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    try:
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True, timeout=DEADLINE
+        )
+    except FileNotFoundError:
+        pytest.skip("no mount here")
+    if mounted.returncode != 0:
+        pytest.skip("no right to mount a tmpfs")
+    yield path
+    subprocess.run(["umount", str(path)], check=True, timeout=DEADLINE)
+
+
+def test_a_disk_that_is_really_full(small_disk: Path) -> None:
+    writer = make_writer(small_disk, keep=3)
+    big = {"w": torch.randn(75_000)}  # 300 kB
+    for step in (1, 2, 3):
+        save(writer, step, state=big)
+    for step in (4, 5, 6):
+        with pytest.raises(SnapshotError, match=r"No space left on device; older snapshots are untouched"):
+            save(writer, step, state=big)
+        assert save_in_background(writer, big, step)
+        assert writer.wait(DEADLINE)
+        assert isinstance(writer.collect()[0], SnapshotError)
+        assert keys(small_disk) == [(0, 3), (0, 2), (0, 1)]
+    for step in (7, 8, 9):
+        save(writer, step)
+    assert keys(small_disk) == [(0, 9), (0, 8), (0, 7)]
+
+
+# --- killed, and stopped ----------------------------------------------------------------------------------------
+
+# Importing torch takes longer than all the kills together, hence one process that forks the victims.
+KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from elastic_train.snapshot import *
+from elastic_train.snapshot import SnapshotWriter, find_snapshots, read_state_bytes, deserialize_state
+
+directory, seed = Path(sys.argv[1]), int(sys.argv[2])
+order = random.Random(seed)
+torch.set_num_threads(1)  # a forked child has no thread pool
+
+def no_warning(message):
+    raise AssertionError(message)
+
+def write(step, in_background):
+    writer = SnapshotWriter(directory, keep=3, host="node-a", run_uid="run", task={})
+    w = torch.zeros(50_000)
+    while True:
+        step += 1
+        w.fill_(step)
+        where = dict(step=step, epoch=0, samples_done=0, generation=0, world_size=1)
+        if in_background:
+            assert writer.save_in_background({"w": w}, **where)
+            w.fill_(-1)
+            assert writer.wait(30)
+        else:
+            writer.save({"w": w}, **where)
+
+newest = killed_while_writing = 0
+for kill in range(15):
+    child = os.fork()
+    if child == 0:
+        try:
+            write(newest, in_background=kill % 2 == 1)
+        finally:
+            os._exit(1)
+    time.sleep(order.uniform(0.01, 0.12))
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
+    infos = find_snapshots(directory, warn=no_warning)
+    for info in infos:
+        state = deserialize_state(read_state_bytes(info))
+        assert bool((state["w"] == info.step).all())
+    step = infos[0].step if infos else 0
+    assert step >= newest, (step, newest)
+    # the three kept, one not yet pruned
+    assert len(infos) <= 4
+    newest = step
+    leftovers = list(directory.glob(".tmp-*"))
+    killed_while_writing += bool(leftovers)
+    assert len(leftovers) <= 2, leftovers
+SnapshotWriter(directory, keep=3, host="node-a", run_uid="run", task={})
+assert not list(directory.glob(".tmp-*"))
+print(newest, killed_while_writing)
+"""
+
+
+def test_sigkill_at_any_time(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS, str(tmp_path), str(seed)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )
+    assert done.returncode == 0, f"seed {seed}: {done.stderr}"
+    newest, killed_while_writing = map(int, done.stdout.split())
+    assert newest > 0
+    assert killed_while_writing > 0
+
+
+STALE = """
+import sys
+import torch
+from pathlib import Path
+from elastic_train.errors import OwnershipLost
+from elastic_train.run_directory import RunDirectory
+from elastic_train.snapshot import SnapshotWriter
+
+directory = RunDirectory(sys.argv[1])
+directory.create()
+directory.claim("first", 4, "node-a")
+where = dict(epoch=0, samples_done=0, generation=4, world_size=1)
+writer = SnapshotWriter(
+    directory.snapshots_dir, keep=2, host="node-a", run_uid="run", task={},
+    before_rename=lambda: directory.check_owner("first", 4),
+)
+writer.save({"who": "first"}, step=100, **where)
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    writer.save({"who": "first"}, step=200, **where)
+except OwnershipLost as lost:
+    print(lost, flush=True)
+assert writer.save_in_background({"who": "first"}, step=300, **where)
+assert writer.wait(30)
+try:
+    writer.collect()
+except OwnershipLost as lost:
+    print(lost, flush=True)
+"""
+
+
+def test_a_stopped_writer_that_goes_on_does_no_harm(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STALE, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + DEADLINE
+        while " T " not in Path(f"/proc/{process.pid}/stat").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        directory = RunDirectory(tmp_path / "run")
+        directory.claim("second", 5, "node-a")
+        writer = make_writer(directory.snapshots_dir, keep=2, before_rename=lambda: directory.check_owner("second", 5))
+        save(writer, 110, generation=5)
+        os.kill(process.pid, signal.SIGCONT)
+        output, _ = process.communicate("go on\n", timeout=DEADLINE)
+        assert process.returncode == 0
+        lines = output.splitlines()
+        assert len(lines) == 2
+        assert all(f"another job (host node-a, pid {os.getpid()}" in line for line in lines)
+        assert keys(directory.snapshots_dir) == [(5, 110), (4, 100)]
+        save(writer, 120, generation=5)
+        assert keys(directory.snapshots_dir) == [(5, 120), (5, 110)]
+        directory.release()
+    finally:
+        process.kill()
+        process.wait(DEADLINE)
+
+
+def test_info_is_a_value(tmp_path: Path) -> None:
+    save(make_writer(tmp_path), 1)
+    first, second = (find_snapshots(tmp_path, warn=no_warning) for _ in range(2))
+    assert first == second
+    assert isinstance(first[0], SnapshotInfo)

@@ -1,0 +1,205 @@
+"""TrainState: its position, its schedule, and that load(save) changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_train.config import Config
+from elastic_train.snapshot import deserialize_state, serialize_state
+from elastic_train.state import TrainState, build_optimizer, learning_rate_factor, state_sha256, total_steps
+
+LENGTH, BATCH = 1437, 64
+STEPS_PER_EPOCH = 23
+FIXED = "08b03cfd769d59fbbb1c71ef825483d3f1f13873ccdfb57f9431de6e58a47a21"
+"""of `test_a_fixed_value`, computed with hashlib and struct alone"""
+
+
+def make_state(
+    seed: int = 0, schedule: str = "cosine", length: int = LENGTH, lr: float = 0.1, **flags: Any
+) -> TrainState:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    optimizer = build_optimizer(
+        [{"params": list(model.parameters())}], name="sgd", lr=lr, momentum=0.9, weight_decay=0.0
+    )
+    config = Config(**{"epochs": 3, "global_batch_size": BATCH, **flags})
+    return TrainState(model, optimizer, None, schedule=schedule, length=length, config=config)
+
+
+def step(state: TrainState, seed: int) -> None:
+    """One optimizer step on made-up data."""
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+    state.optimizer.zero_grad()
+    state.model(inputs).square().mean().backward()
+    state.optimizer.step()
+    state.commit(loss=1.0 / (seed + 1))
+
+
+def learning_rate(state: TrainState) -> float:
+    return float(state.optimizer.param_groups[0]["lr"])
+
+
+class TestPosition:
+    @pytest.mark.parametrize(("length", "batch"), [(1437, 64), (128, 64), (64, 64), (10, 64), (65, 64), (7, 1)])
+    def test_commits_over_the_ends_of_epochs(self, length: int, batch: int) -> None:
+        state = make_state(length=length, global_batch_size=batch)
+        seen = []
+        while not state.is_finished:
+            epoch, before, samples = state.epoch, state.samples_done, state.next_step_samples()
+            has_ended = state.commit(0.5)
+            seen.append((epoch, before, samples))
+            assert has_ended == (before + samples == length)
+            assert (state.epoch, state.samples_done) == ((epoch + 1, 0) if has_ended else (epoch, before + samples))
+        assert state.step == len(seen) == state.last_step == 3 * math.ceil(length / batch)
+        for epoch in range(3):
+            of_epoch = [(before, samples) for which, before, samples in seen if which == epoch]
+            assert sum(samples for _, samples in of_epoch) == length
+            assert all(samples == batch for _, samples in of_epoch[:-1])
+
+    def test_the_loss_of_the_last_step_is_kept(self) -> None:
+        state = make_state()
+        assert state.last_loss is None
+        state.commit(0.25)
+        assert state.last_loss == 0.25
+
+    @pytest.mark.parametrize(
+        ("flags", "steps"),
+        [({"epochs": 2}, 46), ({"epochs": 2, "max_steps": 30}, 30), ({"epochs": 2, "max_steps": 100}, 46)],
+    )
+    def test_training_ends_at_epochs_or_steps_whichever_comes_first(self, flags: dict[str, Any], steps: int) -> None:
+        assert total_steps(LENGTH, Config(**flags)) == steps
+
+
+class TestSchedule:
+    def test_the_learning_rate_is_a_function_of_the_committed_step(self) -> None:
+        state = make_state()
+        for done in range(state.last_step + 1):
+            expected = 0.1 * 0.5 * (1 + math.cos(math.pi * done / (3 * STEPS_PER_EPOCH)))
+            assert learning_rate(state) == pytest.approx(expected, abs=1e-12)
+            if done < state.last_step:
+                state.commit(0.0)
+
+    def test_constant(self) -> None:
+        state = make_state(schedule="constant")
+        for _ in range(5):
+            assert learning_rate(state) == 0.1
+            state.commit(0.0)
+
+    def test_groups_keep_their_own_peak(self) -> None:
+        layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        groups: list[dict[str, Any]] = [
+            {"params": list(layers[0].parameters())},
+            {"params": list(layers[1].parameters()), "lr": 0.5},
+        ]
+        optimizer = build_optimizer(groups, name="adamw", lr=0.1, momentum=0.0, weight_decay=0.0)
+        state = TrainState(
+            nn.Sequential(*layers), optimizer, None, schedule="cosine", length=10, config=Config(epochs=2)
+        )
+        state.commit(0.0)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.25])
+
+    def test_ends(self) -> None:
+        assert learning_rate_factor("cosine", 0, 10) == 1.0
+        assert learning_rate_factor("cosine", 5, 10) == pytest.approx(0.5)
+        assert learning_rate_factor("cosine", 10, 10) == learning_rate_factor("cosine", 99, 10) == 0.0
+        assert learning_rate_factor("cosine", 0, 0) == 1.0
+
+
+class TestRoundTrip:
+    def test_what_was_captured_loads_and_nothing_changes(self) -> None:
+        state = make_state(seed=1)
+        state.run_uid, state.generations, state.micro_batch_size = "uid", 4, 32
+        state.incidents = [{"cause": "restart", "seconds": {"down": 1.5}, "lost_members": ["a/0/1"]}]
+        for seed in range(STEPS_PER_EPOCH + 5):
+            step(state, seed)
+        state.last_accuracy = (20, 0.75)
+        saved = deserialize_state(serialize_state(state.state_dict()))
+
+        other = make_state(seed=2)
+        other.load_state_dict(saved)
+        assert (other.epoch, other.step, other.samples_done) == (1, STEPS_PER_EPOCH + 5, 5 * BATCH)
+        assert (other.run_uid, other.generations, other.micro_batch_size) == ("uid", 4, 32)
+        assert (other.incidents, other.last_accuracy, other.last_loss) == (
+            state.incidents,
+            (20, 0.75),
+            state.last_loss,
+        )
+        assert state_sha256(other.model.state_dict()) == state_sha256(state.model.state_dict())
+        assert learning_rate(other) == learning_rate(state)
+        for seed in range(40):  # over the end of an epoch, momentum and BatchNorm included
+            step(state, seed)
+            step(other, seed)
+        assert state_sha256(other.model.state_dict()) == state_sha256(state.model.state_dict())
+
+    def test_the_flags_of_this_process_win_over_the_saved_hyper_parameters(self) -> None:
+        state = make_state(lr=0.1)
+        step(state, 0)
+        other = make_state(lr=0.2, micro_batch_size=16, epochs=6)
+        state.micro_batch_size = 64
+        other.load_state_dict(state.state_dict())
+        assert other.micro_batch_size == 16
+        assert other.last_step == 6 * STEPS_PER_EPOCH
+        assert learning_rate(other) == pytest.approx(0.2 * learning_rate_factor("cosine", 1, other.last_step))
+
+    def test_the_state_does_not_share_its_list_of_incidents(self) -> None:
+        state, other = make_state(), make_state()
+        saved = state.state_dict()
+        other.load_state_dict(saved)
+        other.incidents.append({"cause": "restart"})
+        assert saved["run"]["incidents"] == []
+
+    def test_the_loss_scale_is_part_of_the_state(self) -> None:
+        state, other = make_state(), make_state()
+        for each in (state, other):
+            each.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        assert state.scaler is not None
+        assert other.scaler is not None
+        state.scaler.scale(torch.ones(()))  # the scale exists from its first use on
+        state.scaler.update(32.0)
+        other.load_state_dict(deserialize_state(serialize_state(state.state_dict())))
+        assert other.scaler.get_scale() == 32.0
+
+    def test_another_model_is_refused(self) -> None:
+        saved = make_state().state_dict()
+        del saved["model"]["0.weight"]
+        with pytest.raises(RuntimeError, match=r"0\.weight"):
+            make_state().load_state_dict(saved)
+
+
+class TestHash:
+    def test_as_the_contract_words_it(self) -> None:
+        state = {
+            "b": torch.tensor([[1.5, -2.0], [0.25, 3.0]]),
+            "a.n": torch.tensor(7),
+            "é": torch.tensor([True, False]),
+        }
+        expected = hashlib.sha256(
+            b"a.n" + b"torch.int64" + b"()" + struct.pack("<q", 7)
+            + b"b" + b"torch.float32" + b"(2, 2)" + struct.pack("<4f", 1.5, -2.0, 0.25, 3.0)
+            + "é".encode() + b"torch.bool" + b"(2,)" + b"\x01\x00"
+        ).hexdigest()  # fmt: skip
+        assert state_sha256(state) == expected
+        assert state_sha256(dict(reversed(state.items()))) == expected
+
+    def test_a_fixed_value(self) -> None:
+        state = {"weight": torch.arange(6, dtype=torch.float32).reshape(2, 3), "step": torch.tensor(3)}
+        assert state_sha256(state) == FIXED
+
+    def test_layout_does_not_matter_and_content_does(self) -> None:
+        matrix = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+        same = matrix.t().contiguous().t()
+        assert not same.is_contiguous()
+        assert state_sha256({"w": same}) == state_sha256({"w": matrix})
+        others = [matrix.reshape(3, 2), matrix.double(), matrix + 1, -matrix * 0]
+        assert len({state_sha256({"w": other}) for other in [matrix, *others]}) == 5
+
+    @pytest.mark.parametrize("tensor", [torch.zeros(0), torch.zeros(2, 0), torch.ones(3, dtype=torch.bfloat16)])
+    def test_empty_and_half_tensors(self, tensor: torch.Tensor) -> None:
+        assert len(state_sha256({"w": tensor})) == 64

@@ -1,0 +1,340 @@
+"""`elastic-train status`: what the files of a run say, and what is made of silence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_train import status
+from elastic_train.errors import RunDirectoryError
+from elastic_train.status import RunState, Status, describe, duration, human_bytes, process_is_alive, read_ends
+
+NOW = 1_700_000_000.0
+LENGTH, BATCH, EPOCHS = 1437, 64, 30
+STEPS_PER_EPOCH = 23
+
+
+class Files:
+    """Writes event files as workers would."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        (run_dir / "events").mkdir(parents=True)
+
+    def worker(self, rank: int, host: str = "node", *, started: float, start_number: int = 0) -> Worker:
+        pid = 100 + rank + 10 * start_number
+        config = {"epochs": EPOCHS, "global_batch_size": BATCH, "max_steps": None, "snapshot_dir": None}
+        worker = Worker(self.run_dir / "events" / f"{host}-0-{pid}.jsonl", rank, host, pid)
+        worker.write("start", started, config=config)
+        return worker
+
+    def result(self, **fields: Any) -> None:
+        (self.run_dir / "result.json").write_text(json.dumps(fields))
+
+
+class Worker:
+    def __init__(self, path: Path, rank: int, host: str, pid: int) -> None:
+        self.path = path
+        self.line: dict[str, Any] = {"rank": rank, "world_size": 2, "generation": None, "step": 0}
+        self.line |= {"pid": pid, "host": host}
+
+    def write(self, event: str, time: float, **fields: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"time": time, "event": event, **self.line, **fields}) + "\n")
+
+    def enter(self, generation: int, time: float, cause: str = "start", members: tuple[str, ...] = ("a", "b")) -> None:
+        self.line |= {"generation": generation, "world_size": len(members)}
+        self.write("world", time, cause=cause, members=list(members))
+
+    def train(self, first: int, last: int, time: float, seconds_per_step: float = 0.01) -> None:
+        """Step events so that the last one is written at `time`."""
+        for step in range(first, last + 1):
+            self.line["step"] = step
+            epoch, before = divmod(step - 1, STEPS_PER_EPOCH)
+            self.write(
+                "step",
+                time - (last - step) * seconds_per_step,
+                epoch=epoch,
+                loss=1 / step,
+                samples_done=min(LENGTH, (before + 1) * BATCH),
+            )
+
+
+def read(files: Files, alive: bool | None = None) -> Status:
+    return status.read_status(files.run_dir, NOW, lambda host, pid, first: alive)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path / "run")
+
+
+def test_a_run_that_is_alive(files: Files) -> None:
+    leader, other = files.worker(0, started=NOW - 60), files.worker(1, "far", started=NOW - 60)
+    for worker in (leader, other):
+        worker.enter(0, NOW - 50)
+    leader.train(1, 50, NOW - 1)
+    found = read(files)
+    assert found.state is RunState.RUNNING
+    assert (found.generation, found.world_size, found.members) == (0, 2, ("a", "b"))
+    assert (found.step, found.last_step) == (50, EPOCHS * STEPS_PER_EPOCH)
+    assert (found.epoch, found.samples_done, found.length) == (2, 4 * BATCH, LENGTH)
+    assert found.loss == pytest.approx(0.02)
+    # 49 steps, two of which close an epoch with 29 samples
+    assert found.samples_per_second == pytest.approx((47 * 64 + 2 * 29) / 0.49, rel=1e-3)
+    assert found.last_line_time == NOW - 1
+    assert found.snapshot is None
+    assert found.incidents == found.warnings == found.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("age", "alive", "state"),
+    [
+        (2.0, None, RunState.RUNNING),
+        (2.0, False, RunState.DEAD),
+        (29.0, None, RunState.RUNNING),
+        (31.0, None, RunState.SILENT),
+        (3600.0, True, RunState.RUNNING),
+        (3600.0, False, RunState.DEAD),
+        (3600.0, None, RunState.SILENT),
+        (-5.0, None, RunState.RUNNING),  # the clock of another machine is ahead
+    ],
+)
+def test_what_is_made_of_silence(files: Files, age: float, alive: bool | None, state: RunState) -> None:
+    worker = files.worker(0, started=NOW - 5000)
+    worker.enter(0, NOW - 4999)
+    worker.train(1, 3, NOW - age)
+    found = read(files, alive)
+    assert found.state is state
+    told = dict(describe(found, NOW))
+    assert told["last event"].startswith(f"{duration(age)} ago")
+    assert ("dead" in told["last event"]) == (state is RunState.SILENT)
+
+
+@pytest.mark.parametrize("outcome", ["finished", "already_finished", "stopped", "failed"])
+def test_outcomes(files: Files, outcome: str) -> None:
+    workers = [files.worker(rank, started=NOW - 900) for rank in range(2)]
+    for worker in workers:
+        worker.enter(3, NOW - 890)
+    workers[0].train(1, 5, NOW - 800)
+    for worker in workers:
+        worker.write(
+            "done", NOW - 700 + worker.line["rank"], outcome=outcome, error=f"boom {worker.line['rank']}\nmore"
+        )
+    found = read(files, False)
+    assert found.state.value == ("finished" if outcome == "already_finished" else outcome)
+    assert found.error == ("boom 0" if outcome == "failed" else None)
+
+
+def test_one_worker_failed_and_the_others_train_on(files: Files) -> None:
+    workers = [files.worker(rank, started=NOW - 60) for rank in range(2)]
+    for worker in workers:
+        worker.enter(0, NOW - 50)
+    workers[1].write("done", NOW - 40, outcome="failed", error="its own fault")
+    workers[0].train(1, 9, NOW - 1)
+    assert read(files).state is RunState.RUNNING
+
+
+def test_a_worker_that_died_does_not_hide_that_the_rest_finished(files: Files) -> None:
+    workers = [files.worker(rank, started=NOW - 900) for rank in range(3)]
+    for worker in workers:
+        worker.enter(0, NOW - 890, members=("a", "b", "c"))
+    for worker in workers[:2]:
+        worker.enter(1, NOW - 700, cause="peer_lost")
+        worker.write("done", NOW - 600, outcome="finished")
+    found = read(files, False)
+    assert found.state is RunState.FINISHED
+    assert found.members == ("a", "b")
+    assert len(found.incidents) == 1
+    assert found.incidents[0].startswith("peer_lost, 11 min 40 s ago, generation 1 with 2 workers")
+
+
+def test_the_largest_generation_counts_though_its_step_is_lower(files: Files) -> None:
+    first = files.worker(0, started=NOW - 900)
+    first.enter(0, NOW - 890)
+    first.train(1, 60, NOW - 800)
+    second = files.worker(0, started=NOW - 20, start_number=1)
+    second.line["step"] = 46
+    second.enter(1, NOW - 10)
+    found = read(files)
+    assert (found.state, found.generation, found.step) == (RunState.RUNNING, 1, 46)
+    assert len(found.incidents) == 1
+    assert found.incidents[0].startswith("restart, 10 s ago")
+
+
+def test_starting(files: Files) -> None:
+    files.worker(0, started=NOW - 3)
+    assert read(files).state is RunState.STARTING
+    assert read(files, True).state is RunState.STARTING
+    assert read(files, False).state is RunState.DEAD
+
+
+def test_a_new_start_of_a_stopped_run(files: Files) -> None:
+    first = files.worker(0, started=NOW - 900)
+    first.enter(0, NOW - 890)
+    first.train(1, 5, NOW - 850)
+    first.write("done", NOW - 800, outcome="stopped")
+    second = files.worker(0, started=NOW - 3, start_number=1)
+    assert read(files, True).state is RunState.STARTING
+    second.write("done", NOW - 2, outcome="failed", error="TaskMismatch: --seed differs")
+    found = read(files, False)
+    assert (found.state, found.step) == (RunState.STOPPED, 5)
+    assert found.notes == ("a later start, 3.0 s ago, failed: TaskMismatch: --seed differs",)
+
+
+def test_a_refused_second_job_does_not_hide_the_first(files: Files) -> None:
+    first = files.worker(0, started=NOW - 900)
+    first.enter(0, NOW - 890)
+    second = files.worker(0, started=NOW - 30, start_number=1)
+    second.write("done", NOW - 20, outcome="failed", error="in use")
+    first.train(1, 50, NOW - 1)
+    found = read(files)
+    assert (found.state, found.notes) == (RunState.RUNNING, ())
+
+
+def test_a_directory_without_rank_0(files: Files) -> None:
+    worker = files.worker(1, started=NOW - 20)
+    worker.enter(0, NOW - 10)
+    found = read(files)
+    assert found.state is RunState.RUNNING
+    assert [note for note in found.notes if "rank 0" in note]
+
+
+def test_result_and_evaluation(files: Files) -> None:
+    worker = files.worker(0, started=NOW - 900)
+    worker.enter(0, NOW - 890)
+    worker.train(1, 40, NOW - 800)
+    worker.write("evaluation", NOW - 799, accuracy=0.9, loss=0.3)
+    worker.train(41, 46, NOW - 790)
+    found = read(files, True)
+    assert (found.test_accuracy, found.accuracy_step) == (0.9, 40)
+    assert dict(describe(found, NOW))["test accuracy"] == "90.00% at step 40"
+
+    worker.write("done", NOW - 780, outcome="finished")
+    incident = {"cause": "restart", "time": NOW - 900, "lost_members": [], "committed_steps_lost": 2}
+    files.result(step=46, test_accuracy=0.97, goodput={"ratio": 0.5}, incidents=[incident])
+    found = read(files, False)
+    assert (found.test_accuracy, found.accuracy_step, found.goodput_ratio) == (0.97, 46, 0.5)
+    assert found.incidents == ("restart, 15 min 0 s ago, 2 committed steps lost",)
+    assert found.result_path == files.run_dir / "result.json"
+
+    files.result(step=20, test_accuracy=0.95, goodput={"ratio": 0.4}, incidents=[])
+    found = read(files, False)
+    assert (found.test_accuracy, found.goodput_ratio) == (0.9, None)
+    assert found.notes == ("result.json is of an earlier end, at step 20",)
+
+
+def test_warnings_are_counted_and_shown_newest_first(files: Files) -> None:
+    worker = files.worker(0, started=NOW - 20)
+    worker.enter(0, NOW - 10)
+    for number in range(5):
+        worker.write("warning", NOW - 9 + number, message=f"w{number}")
+    worker.write("warning", NOW - 1, message="w4")
+    found = read(files)
+    assert found.warnings == ("w0", "w1", "w2", "w3", "w4 (2 times)")
+    assert dict(describe(found, NOW))["warnings"] == "5: w4 (2 times); w3; w2; 2 earlier"
+
+
+def test_snapshots_are_found_and_damaged_ones_named(files: Files) -> None:
+    worker = files.worker(0, started=NOW - 20)
+    worker.enter(0, NOW - 10)
+    for step in (7, 14):
+        folder = files.run_dir / "snapshots" / f"step-{step:012d}-gen-0000-node"
+        folder.mkdir(parents=True)
+        (folder / "state.pt").write_bytes(b"x" * (5000 if step == 7 else 4))
+        manifest: dict[str, Any] = {"format_version": 1, "step": step, "epoch": 0, "samples_done": step * BATCH}
+        manifest |= {"generation": 0, "run_uid": "u", "host": "node", "time": NOW - 100, "world_size": 1}
+        manifest |= {"torch_version": "2", "elastic_train_version": "0", "task": {"train_length": LENGTH}}
+        manifest |= {"files": {"state.pt": {"bytes": 5000, "sha256": ""}}}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    found = read(files)
+    assert found.snapshot is not None
+    assert found.snapshot.step == 7
+    assert dict(describe(found, NOW))["snapshot"].startswith("step 7, 1 min 40 s ago, 5.0 kB, ")
+    assert [line for line in found.warnings if "step-000000000014" in line]
+    assert (found.length, found.last_step) == (LENGTH, EPOCHS * STEPS_PER_EPOCH)
+
+
+def test_torn_and_foreign_lines_are_skipped(files: Files) -> None:
+    worker = files.worker(0, started=NOW - 20)
+    worker.enter(0, NOW - 10)
+    worker.train(1, 3, NOW - 1)
+    with worker.path.open("a") as file:
+        file.write('[1]\n"text"\n{"event": "step"}\n{"event": 7, "time": 1}\n\xff\n{"time": 1700000, "event": "ste')
+    (files.run_dir / "events" / "empty.jsonl").touch()
+    (files.run_dir / "result.json").write_text('{"step": ')
+    found = read(files)
+    assert (found.state, found.step) == (RunState.RUNNING, 3)
+
+
+def test_a_file_of_a_million_lines_costs_its_ends_only(files: Files) -> None:
+    worker = files.worker(0, started=NOW - 20)
+    worker.enter(0, NOW - 10)
+    worker.train(1, 100, NOW - 5)
+    line = worker.path.read_bytes().splitlines(keepends=True)[-1]
+    with worker.path.open("ab") as file:
+        for _ in range(100):
+            file.write(line * 10_000)
+    worker.train(101, 150, NOW - 1)
+    started = time.perf_counter()
+    found = read(files)
+    assert time.perf_counter() - started < 1.0
+    assert (found.step, found.world_size, found.length) == (150, 2, LENGTH)
+
+
+@pytest.mark.parametrize("tail_bytes", range(1, 60))
+def test_ends_of_a_file_hold_whole_lines_once(tmp_path: Path, tail_bytes: int) -> None:
+    path = tmp_path / "lines.jsonl"
+    lines = [{"time": number, "event": "e" * number} for number in range(1, 9)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_ends(path, head_bytes=40, tail_bytes=tail_bytes)
+    numbers = [line["time"] for line in found]
+    assert numbers == sorted(set(numbers))
+    assert found[0] == lines[0]
+    whole_tail = [n for n in range(1, 9) if sum(len(json.dumps(line)) + 1 for line in lines[n - 1 :]) <= tail_bytes]
+    assert set(numbers) >= set(whole_tail)
+
+
+def test_no_run(tmp_path: Path) -> None:
+    for path, what in ((tmp_path / "none", "does not exist"), (tmp_path, "holds no run")):
+        with pytest.raises(RunDirectoryError, match=what):
+            status.read_status(path, NOW)
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirectoryError, match="cannot be read: Not a directory"):
+        status.read_status(tmp_path / "file", NOW)
+
+
+def test_a_run_directory_in_which_nothing_was_written_yet(tmp_path: Path) -> None:
+    (tmp_path / ".claim.lock").touch()
+    found = status.read_status(tmp_path, NOW)
+    assert (found.state, found.step, found.last_line_time) == (RunState.STARTING, None, None)
+    assert describe(found, NOW)
+
+
+def test_processes_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "host_name", lambda: "here")
+    now = time.time()
+    assert process_is_alive("here", os.getpid(), now) is True
+    assert process_is_alive("here", os.getpid(), now - 86400 * 365) is False, "a later process with the same pid"
+    assert process_is_alive("elsewhere", os.getpid(), now) is None
+    child = subprocess.Popen([sys.executable, "-c", "pass"], stdin=subprocess.DEVNULL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert process_is_alive("here", child.pid, now) is False, "a zombie"
+    child.wait()
+    assert process_is_alive("here", child.pid, now) is False
+
+
+def test_durations_and_sizes() -> None:
+    assert [duration(s) for s in (-3, 0, 9.94, 59, 60, 3599, 7260, 172800)] == [
+        "0.0 s", "0.0 s", "9.9 s", "59 s", "1 min 0 s", "59 min 59 s", "2 h 1 min", "2 days",
+    ]  # fmt: skip
+    assert [human_bytes(n) for n in (0, 999, 1000, 257_222, 5_000_000, 7 * 10**12)] == [
+        "0 B", "999 B", "1.0 kB", "257.2 kB", "5.0 MB", "7.0 TB",
+    ]  # fmt: skip

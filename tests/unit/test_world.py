@@ -1,0 +1,65 @@
+"""World: what a member knows of its place among the others, by definition over every way to share nodes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from elastic_train.world import Member, World
+
+
+def member(node: int, directory: int, local_rank: int = 0) -> Member:
+    return Member(
+        host=f"node-{node}",
+        local_rank=local_rank,
+        pid=100 + local_rank,
+        agent_pid=1,
+        address=("127.0.0.1", 1),
+        directory_id=f"directory-{directory}",
+        backend="gloo",
+        max_generation=None,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_each_node_and_each_directory_has_exactly_one_first(size: int) -> None:
+    for nodes in itertools.product(range(size), repeat=size):
+        for directories in itertools.product(range(2), repeat=size):
+            members = tuple(member(node, directory) for node, directory in zip(nodes, directories, strict=True))
+            worlds = [World(rank, 0, members) for rank in range(size)]
+            assert [world.is_first_of_node for world in worlds] == [nodes.index(nodes[r]) == r for r in range(size)]
+            leaders = [world.rank for world in worlds if world.is_directory_leader]
+            assert leaders == sorted(directories.index(directory) for directory in set(directories))
+            assert {world.num_nodes for world in worlds} == {len(set(nodes))}
+            assert {world.world_size for world in worlds} == {size}
+
+
+def test_two_agents_on_one_host_are_two_nodes() -> None:
+    one, other = member(0, 0), Member(**{**vars(member(0, 0)), "agent_pid": 2})
+    world = World(1, 0, (one, other))
+    assert world.num_nodes == 2
+    assert world.is_first_of_node
+    assert not world.is_directory_leader
+
+
+def test_a_world_knows_itself_by_rank() -> None:
+    world = World(1, 5, (member(0, 0, local_rank=0), member(0, 0, local_rank=1)))
+    assert world.me is world.members[1]
+    assert world.local_rank == 1
+    assert world.me.name == "node-0/1/101"
+    assert world.me.node == ("node-0", 1)
+
+
+def test_a_world_cannot_be_changed() -> None:
+    world = World(0, 0, (member(0, 0),))
+    with pytest.raises(FrozenInstanceError):
+        world.rank = 1  # type: ignore[misc]
+
+
+def test_members_survive_json_and_refuse_unknown_fields() -> None:
+    someone = member(1, 0)
+    assert Member.from_json(someone.to_json()) == someone
+    with pytest.raises(TypeError):
+        Member.from_json(someone.to_json()[:-1] + ',"surprise":1}')
