@@ -5,6 +5,7 @@ What a backend needs is in one place: `Cluster.launch_flags` and `start_endpoint
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from elastic_train.drills.network import HUB_ADDRESS, Network
 from elastic_train.drills.nodes import (
     Node,
+    TooSlow,
     clean_environment,
     dying_with_parent,
     free_port,
@@ -140,6 +142,7 @@ class Cluster:
             name=place.name,
             host=network.host_name(place.index) if network else None,
             prefix=[*dying_with_parent(), *network.node_prefix(place.index)] if network else (),
+            is_wrapped=network is not None,
         )
         self._seen.append(place.node)
         place.members, place.affliction, place.state = (), None, NodeState.STARTING
@@ -236,10 +239,11 @@ class Cluster:
             self._endpoint = None
 
     def stop_endpoint(self) -> None:
-        """Politely, when the job is over."""
+        """Politely, when the job is over; if it does not go, it is one of the leftovers."""
         if self._endpoint is not None:
             self._endpoint.signal(signal.SIGTERM)
-            self._endpoint.wait(20)
+            with contextlib.suppress(TooSlow):
+                self._endpoint.wait(20)
             self._endpoint = None
 
     def leftovers(self, patience: float = 5.0) -> list[str]:

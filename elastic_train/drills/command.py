@@ -50,8 +50,9 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     has_network = why_not is None
     plan = plan_of(arguments, seed, has_network)
     is_bundled = not any(given.partition("=")[0] in TASK_FLAGS for given in arguments.flags)
-    share = 1.0 if arguments.every is None and arguments.faults is None else SHARE_TRAINED
-    last_step = int(max(arguments.duration, plan[-1].at) * STEPS_PER_SECOND * share) if is_bundled else None
+    is_long = arguments.every is not None or arguments.faults is not None
+    steps = int(max(10.0, plan[-1].at) * 1.2 * STEPS_PER_SECOND * (SHARE_TRAINED if is_long else 1.0))
+    last_step = steps if is_bundled else None
     flags = [*default_flags(last_step), *arguments.flags]
     config = checked(flags, arguments.flags)
     run_dir = arguments.run_dir or Path("runs") / f"drill-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from elastic_train.errors import ElasticTrainError
 from elastic_train.world import host_name
 
 DROPPED_VARIABLES = (
@@ -30,11 +31,15 @@ DROPPED_VARIABLES = (
 )
 
 
+class TooSlow(ElasticTrainError):
+    """Something did not come about in time."""
+
+
 class Node:
     """One agent and its workers, in a session of their own.
 
-    `prefix` is a command that runs the rest of its arguments somewhere else, e.g. in a network namespace. The first
-    process of it must then be the agent's parent and take the agent along when it is killed.
+    `prefix` is a command that runs the rest of its arguments somewhere else, e.g. in a network namespace. With
+    `is_wrapped` its process stays and has the agent as its child, which it takes along when it is killed.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Node:
         name: str = "",
         host: str | None = None,
         prefix: Sequence[str] = (),
+        is_wrapped: bool = False,
         terminal: int | None = None,
     ) -> None:
         """`terminal` is the file descriptor of one that takes the output in the log's place."""
@@ -54,7 +60,7 @@ class Node:
         self.host = host or host_name()
         """as its workers' events name it"""
         self.log = log
-        self._is_behind_prefix = bool(prefix)
+        self._is_wrapped = is_wrapped
         with log.open("wb") as file:
             out = file if terminal is None else terminal
             self.process = subprocess.Popen(
@@ -72,7 +78,7 @@ class Node:
         """The torchrun process; None where it has not started yet, or has ended."""
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.process.pid)
-            if not self._is_behind_prefix:
+            if not self._is_wrapped:
                 return process if is_running(process) else None
             return next(iter(process.children()), None)
         return None
@@ -96,7 +102,7 @@ class Node:
 
     def signal(self, signum: int) -> None:
         """To the agent, as a scheduler or a terminal would."""
-        if self._is_behind_prefix:
+        if self._is_wrapped:
             agent = self.agent()
             if agent is not None:
                 agent.send_signal(signum)
@@ -108,11 +114,11 @@ class Node:
         kill_at_once([self])
 
     def wait(self, timeout: float = 120.0) -> int:
-        """Its exit code. AssertionError with the end of its log after `timeout` seconds."""
+        """Its exit code. Raises TooSlow with the end of its log after `timeout` seconds."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"node still runs after {timeout:.0f} s:\n{self.text()[-4000:]}") from None
+            raise TooSlow(f"{self.name} still runs after {timeout:.0f} s:\n{self.text()[-4000:]}") from None
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -177,13 +183,14 @@ def is_listening(port: int, host: str = "localhost") -> bool:
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> Any:
-    """The first true value of `condition`; AssertionError naming `what` after `timeout` seconds."""
+    """The first true value of `condition`. Raises TooSlow naming `what` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         value = condition()
         if value:
             return value
-        assert time.monotonic() < deadline, f"no {what} within {timeout:.0f} s"
+        if time.monotonic() > deadline:
+            raise TooSlow(f"no {what} within {timeout:.0f} s")
         time.sleep(0.02)
 
 
