@@ -92,6 +92,10 @@ def make_parser() -> argparse.ArgumentParser:
     auditing = _add(commands, "audit", run_audit, "whether a run kept the promises: every check, from its files alone")
     auditing.add_argument("run_dir", metavar="RUN_DIR", type=Path)
 
+    report = _add(commands, "report", write_report, "RUN_DIR/report.html, one page about a run that needs no network")
+    report.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    report.add_argument("--open", action="store_true", help="show it in a browser")
+
     snapshot = commands.add_parser("snapshot", help="list, verify and hash snapshots", allow_abbrev=False)
     actions = snapshot.add_subparsers(title="actions", metavar="ACTION", required=True)
     listing = _add(actions, "list", list_snapshots, "the snapshots of a run, newest first")
@@ -154,6 +158,18 @@ def run_audit(arguments: argparse.Namespace) -> int:
     found = audit_history(history)
     print("\n".join(describe(found, history)))
     return 0 if found.passed else 1
+
+
+def write_report(arguments: argparse.Namespace) -> int:
+    from elastic_train.drills.report import write_report
+
+    path = write_report(arguments.run_dir).absolute()
+    print(path)
+    if arguments.open:
+        import webbrowser
+
+        webbrowser.open(path.as_uri())
+    return 0
 
 
 def serve_store(arguments: argparse.Namespace) -> int:

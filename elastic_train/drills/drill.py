@@ -16,6 +16,7 @@ from elastic_train.drills.live import Timeline
 from elastic_train.drills.network import Network, NetworkError
 from elastic_train.drills.record import Record
 from elastic_train.drills.reference import ReferenceFailed, undisturbed
+from elastic_train.drills.report import write_report
 from elastic_train.drills.schedule import Planned
 from elastic_train.errors import ElasticTrainError
 
@@ -134,7 +135,7 @@ def _judge(settings: Settings) -> bool:
     found = audit_history(history)
     lines = describe(found, history)
     print("\n".join(lines[: len(found.checks) + 1]))
-    print(f"seed {settings.seed}; everything is in {settings.run_dir}")
+    print(f"seed {settings.seed}; {write_report(settings.run_dir)}")
     print("\n".join(lines[len(found.checks) + 1 :]), flush=True)
     return found.passed
 
