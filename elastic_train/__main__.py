@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 
 from elastic_train.config import parse
-from elastic_train.errors import ElasticTrainError
+from elastic_train.errors import ElasticTrainError, tell
 from elastic_train.stopping import StopSignal, die_with_parent
 
 
@@ -26,10 +25,7 @@ def main() -> int:
 
         return run(config, Launch.from_environment(os.environ, config.store_endpoint), stop)
     except ElasticTrainError as error:
-        if is_debug:
-            traceback.print_exc()
-        rank = f" (rank {os.environ['RANK']})" if os.environ.get("RANK", "0") != "0" else ""
-        print(f"elastic_train: error{rank}: {error}", file=sys.stderr, flush=True)
+        tell(error, rank=os.environ.get("RANK", "0"), is_debug=is_debug)
         return error.exit_code
 
 

@@ -22,6 +22,8 @@ Anything else that reaches the end of the process is a bug, ours or the task's, 
 from __future__ import annotations
 
 import signal
+import sys
+import traceback
 
 
 class ElasticTrainError(Exception):
@@ -95,3 +97,11 @@ class Stopped(ElasticTrainError):
 def first_line(error: BaseException) -> str:
     """An error of a library, fit for one line."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def tell(error: ElasticTrainError, *, rank: str, is_debug: bool) -> None:
+    """The last line of a worker that gives up, on stderr; with `is_debug` the traceback before it."""
+    if is_debug:
+        traceback.print_exception(error)
+    where = f" (rank {rank})" if rank != "0" else ""
+    print(f"elastic_train: error{where}: {error}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from elastic_train.errors import OwnershipLost, StoreUnreachable
 from elastic_train.finishing import write_result
 from elastic_train.goodput import Phase
-from elastic_train.loop import Loop
+from elastic_train.loop import WorldLoop
 from elastic_train.membership import Membership
 from elastic_train.process_group import gather_json
 from elastic_train.saving import Saver, remove_handoffs
@@ -21,7 +21,7 @@ from elastic_train.world import World
 class WaysOut:
     """What a worker does before it ends, so that the state is safe and nobody waits for it."""
 
-    def __init__(self, worker: Worker, membership: Membership, saver: Saver, loop: Loop, job_token: str) -> None:
+    def __init__(self, worker: Worker, membership: Membership, saver: Saver, loop: WorldLoop, job_token: str) -> None:
         self._worker = worker
         self._membership = membership
         self._saver = saver

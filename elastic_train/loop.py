@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,17 +26,32 @@ from elastic_train.worker import Worker
 from elastic_train.world import World
 
 
+class WorldLoop(Protocol):
+    """What trains in one world after the other."""
+
+    step_started: float
+    """when the step in hand was begun, by the monotonic clock"""
+    last_votes: tuple[int, int]
+    """what this rank said in the last step: told to stop, leaving now"""
+
+    def run(self, world: World, steps: Iterable[Share]) -> Outcome:
+        """Train in `world` over the steps that it is given; every rank calls it."""
+        ...
+
+    def make_evaluate(self, world: World) -> Callable[[TrainState], None]:
+        """The evaluation at the end of training, for members that have missed it."""
+        ...
+
+
 class Loop:
-    """Runs train.train() in one world after the other."""
+    """Runs train.train() in one world after the other: a `WorldLoop`."""
 
     def __init__(self, worker: Worker, membership: Membership, saver: Saver) -> None:
         self._worker = worker
         self._membership = membership
         self._saver = saver
         self.step_started = time.monotonic()
-        """when the step in hand was begun, by the monotonic clock"""
         self.last_votes = (0, 0)
-        """what this rank said in the last step: told to stop, leaving now"""
         self._loss = self._watched(
             task_loss(
                 worker.task,
@@ -48,11 +63,7 @@ class Loop:
         )
 
     def run(self, world: World, steps: Iterable[Share]) -> Outcome:
-        """Train in `world` over the steps that it is given; every rank calls it.
-
-        Raises:
-            What train.train() does.
-        """
+        """As `WorldLoop.run`. Raises: what train.train() does."""
         return self.over(world)(steps)
 
     def over(self, world: World) -> Callable[[Iterable[Share]], Outcome]:
@@ -135,7 +146,7 @@ class Loop:
 class LoopObserver:
     """Tells the ledger, the reporter and the watcher what the loop does."""
 
-    def __init__(self, loop: Loop, worker: Worker, membership: Membership, world: World) -> None:
+    def __init__(self, loop: WorldLoop, worker: Worker, membership: Membership, world: World) -> None:
         self._loop, self._worker, self._world = loop, worker, world
         self._watcher = membership.watcher
         self._reporter = worker.reporter

@@ -26,7 +26,7 @@ import re
 import shutil
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,7 +200,7 @@ class _HostBuffers:
             return value
         if kind is list or kind is tuple:
             return kind(self._copy(item, f"{where}[{i}]") for i, item in enumerate(value))
-        if kind is dict or kind is OrderedDict:
+        if kind in (dict, OrderedDict, Counter):  # torch's MultiStepLR counts its milestones
             copied = kind()
             for key, item in value.items():
                 if type(key) not in _PLAIN_TYPES:

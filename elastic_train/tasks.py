@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +57,7 @@ class Task:
     same model: take random numbers from torch in `build_model`, which is called with torch seeded, and nowhere else.
     """
 
-    name: ClassVar[str] = "Task"
+    name: str = "Task"
     """Set to the class's name where it does not set its own."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:

@@ -85,14 +85,24 @@ class Worker:
         }
 
 
-def build(config: Config, launch: Launch, stop: StopSignal) -> Worker:
-    """Everything that needs no other member. Blocks for a download, if --download asks for one.
+@dataclass(frozen=True)
+class Parts:
+    """What is trained, and where, for who has made it already."""
+
+    task: Task
+    state: TrainState
+    device: torch.device
+
+
+def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None = None) -> Worker:
+    """Everything that needs no other member; `parts` where the flags do not say what is trained. Blocks for a download,
+    if --download asks for one.
 
     Raises:
         UsageError, DatasetMissing, RunDirectoryError: one line each. Whatever the user's own task raises.
     """
     faults = FaultSeam(os.environ.get(FAULT_VARIABLE, ""), launch.agent_pid)
-    device = choose_device(config.device, launch.local_rank)
+    device = choose_device(config.device, launch.local_rank) if parts is None else parts.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     directory = RunDirectory(config.run_dir or Path("runs") / default_run_name(launch.run_id))
@@ -115,8 +125,8 @@ def build(config: Config, launch: Launch, stop: StopSignal) -> Worker:
     try:
         if config.reduction == "ordered":
             determinism.switch_on(strict=config.strict, warn=reporter.warn)
-        task = make_task(config)
-        state = make_state(config, task, device)
+        task = make_task(config) if parts is None else parts.task
+        state = make_state(config, task, device) if parts is None else parts.state
         if config.reduction == "ordered":
             check_model(state.model)
         task.describe()  # reads the test set too: a fault in it should show now
@@ -153,7 +163,10 @@ def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
         torch.amp.GradScaler(device.type) if config.precision == "fp16" else None,
         schedule=defaults["schedule"] if config.schedule == "auto" else config.schedule,
         length=len(task.train_set),  # type: ignore[arg-type]  # a map-style data set, as Task promises
-        config=config,
+        global_batch_size=config.global_batch_size,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+        micro_batch_size=config.micro_batch_size,
     )
 
 
