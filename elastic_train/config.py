@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from elastic_train.errors import UsageError
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
 DOWNLOADABLE = ("mnist", "fashion-mnist", "cifar10")
+PLAIN_TYPES = (str, int, float, bool, type(None), list)
 
 
 def switch() -> bool:
@@ -100,9 +101,12 @@ class Config:
     debug: bool = switch()
     """tracebacks of expected errors, and verbose logs"""
 
+    own_flags: Any = dataclasses.field(default=None, metadata={"cmd": False})
+    """the values of the task's own flags, a dataclass; None where it has none"""
 
-def parse(arguments: Sequence[str]) -> Config:
-    """The checked configuration.
+
+def parse(arguments: Sequence[str], own_flags: type | None = None) -> Config:
+    """The checked configuration; `own_flags` is a dataclass whose fields are flags too.
 
     Raises:
         UsageError: an unknown flag or a bad value. `--help` prints and raises SystemExit(0).
@@ -121,9 +125,32 @@ def parse(arguments: Sequence[str]) -> Config:
         add_option_string_dash_variants=DashVariant.DASH,
     )
     parser.add_arguments(Config, dest="config")
-    config: Config = parser.parse_args(list(arguments)).config
+    if own_flags is not None:
+        check_own_flags(own_flags)
+        parser.add_arguments(own_flags, dest="own_flags")
+    parsed = parser.parse_args(list(arguments))
+    config: Config = dataclasses.replace(parsed.config, own_flags=getattr(parsed, "own_flags", None))
     check(config)
     return config
+
+
+def task_of(arguments: Sequence[str]) -> str | None:
+    """The value of `--task`, which may have flags of its own, so that it has to be known before the others."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--task")
+    try:
+        task: str | None = finder.parse_known_args(list(arguments))[0].task
+    except argparse.ArgumentError:  # the whole parser words it
+        return None
+    return task
+
+
+def check_own_flags(own_flags: type) -> None:
+    """Raises: UsageError where a field is named like one of our flags."""
+    ours = {entry.name for entry in dataclasses.fields(Config)}
+    for entry in dataclasses.fields(own_flags):
+        if entry.name in ours:
+            raise UsageError(f"{own_flags.__name__}.{entry.name}: {flag(entry.name)} exists already; rename the field")
 
 
 def check(config: Config) -> None:
@@ -179,8 +206,12 @@ def flag(field_name: str) -> str:
 
 
 def as_json(config: Config) -> dict[str, Any]:
-    """The configuration for result.json and snapshots: plain values only."""
-    return {
-        name: os.fspath(value) if isinstance(value, Path) else value
-        for name, value in dataclasses.asdict(config).items()
-    }
+    """The configuration for result.json and snapshots: plain values only, those of own flags beside ours."""
+    values = {**vars(config), **own_values(config)}
+    del values["own_flags"]
+    return {name: value if isinstance(value, PLAIN_TYPES) else str(value) for name, value in values.items()}
+
+
+def own_values(config: Config) -> dict[str, Any]:
+    """The task's own flags and their values, by field name."""
+    return {} if config.own_flags is None else dict(vars(config.own_flags))

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -92,10 +92,12 @@ class Training:
 
     @property
     def model(self) -> nn.Module:
+        """The model that `run` was given, not wrapped."""
         return self.state.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that `run` was given."""
         return self.state.optimizer
 
     @property
@@ -184,6 +186,7 @@ class Training:
     # --- for OwnLoop --------------------------------------------------------------------------------------------------
 
     def require_committed(self) -> None:
+        """Raises: UsageError where a step is in hand."""
         if self._share is not None:
             raise UsageError(
                 f"step {self.state.step + 1} ended without training.commit(loss): call it after the optimizer's step"
@@ -339,7 +342,7 @@ class OwnTask(Task):
         self.name = name
         self._model = model
         self._dataset = dataset
-        self.collate = collate  # type: ignore[method-assign,assignment]
+        self.collate = collate
 
     def build_model(self) -> nn.Module:
         return self._model
@@ -348,17 +351,25 @@ class OwnTask(Task):
         return self._dataset
 
 
-def parse_flags(arguments: list[str] | None = None) -> Config:
-    """The flags of `-m elastic_train` that concern a run of one's own, by default from this script's command line.
+F = TypeVar("F")
 
-    A bad one ends the process with one line and exit code 2; `--help` lists all.
+
+@overload
+def parse_flags() -> Config: ...
+@overload
+def parse_flags(own_flags: type[F]) -> tuple[Config, F]: ...
+def parse_flags(own_flags: type[F] | None = None) -> Config | tuple[Config, F]:
+    """The flags of `-m elastic_train` that concern a run of one's own, from this script's command line; with
+    `own_flags`, a dataclass whose fields become flags too, the pair of both.
+
+    A bad flag ends the process with one line and exit code 2; `--help` lists all.
     """
     try:
-        config = parse(sys.argv[1:] if arguments is None else arguments)
+        config = parse(sys.argv[1:], own_flags)
         _check_config(config)
     except UsageError as error:
         _exit(error, is_debug=False)
-    return config
+    return config if own_flags is None else (config, config.own_flags)
 
 
 def run(

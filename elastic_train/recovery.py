@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from elastic_train.errors import (
     Stopped,
     StoreUnreachable,
     first_line,
+    show_traceback,
 )
 from elastic_train.goodput import Phase
 from elastic_train.leaving import WaysOut
@@ -101,7 +101,7 @@ def is_own(error: BaseException) -> bool:
 def show_error(error: BaseException, is_debug: bool) -> None:
     """One line for what is expected, the traceback for everything else."""
     if is_debug or not isinstance(error, ElasticTrainError):
-        traceback.print_exception(error)
+        show_traceback(error, is_debug=is_debug)
     else:
         print(f"elastic_train: error: {error}", file=sys.stderr, flush=True)
 

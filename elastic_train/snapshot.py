@@ -201,7 +201,7 @@ class _HostBuffers:
         if kind is list or kind is tuple:
             return kind(self._copy(item, f"{where}[{i}]") for i, item in enumerate(value))
         if kind in (dict, OrderedDict, Counter):  # torch's MultiStepLR counts its milestones
-            copied = kind()
+            copied: dict[Any, Any] = kind()
             for key, item in value.items():
                 if type(key) not in _PLAIN_TYPES:
                     raise self._refused(key, f"a key of {where}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -37,8 +37,8 @@ class TrainState:
         length: samples of the training set.
         global_batch_size: samples of a whole step, over all ranks.
         epochs, max_steps: where training ends, whichever comes first.
-        schedule: `constant` or `cosine` learning rate by committed step; None leaves learning rates alone, and a
-            snapshot's are taken over with it.
+        schedule: `constant` or `cosine` learning rate by committed step, or a function of (committed steps, last step)
+            that gives its share of the peak; None leaves learning rates alone, and a snapshot's are taken over with it.
         micro_batch_size: most samples per forward pass on a rank; None for what a rank has in the first world.
         extras: what else is saved and restored, by name.
     """
@@ -53,7 +53,7 @@ class TrainState:
         global_batch_size: int,
         epochs: int,
         max_steps: int | None = None,
-        schedule: str | None = None,
+        schedule: str | Callable[[int, int], float] | None = None,
         micro_batch_size: int | None = None,
         extras: Mapping[str, Stateful] | None = None,
     ) -> None:
@@ -146,7 +146,10 @@ class TrainState:
     def _apply_schedule(self) -> None:
         if self._schedule is None:
             return
-        factor = learning_rate_factor(self._schedule, self.step, self.last_step)
+        if isinstance(self._schedule, str):
+            factor = learning_rate_factor(self._schedule, self.step, self.last_step)
+        else:
+            factor = self._schedule(self.step, self.last_step)
         for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
 
@@ -155,7 +158,11 @@ class TrainState:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "schedule": {"name": self._schedule, "base_lrs": self._base_lrs, "last_step": self.last_step},
+            "schedule": {
+                "name": self._schedule if isinstance(self._schedule, str) else None,
+                "base_lrs": self._base_lrs,
+                "last_step": self.last_step,
+            },
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "extras": {name: extra.state_dict() for name, extra in self.extras.items()},
             "position": {"epoch": self.epoch, "step": self.step, "samples_done": self.samples_done},

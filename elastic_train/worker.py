@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from elastic_train import determinism
-from elastic_train.config import Config, as_json, flag
+from elastic_train.config import Config, as_json, flag, own_values
 from elastic_train.datasets import download
+from elastic_train.errors import UsageError
 from elastic_train.events import EventLog, Ledger
 from elastic_train.faults import VARIABLE as FAULT_VARIABLE
 from elastic_train.faults import FaultSeam
@@ -22,7 +23,7 @@ from elastic_train.reporting import Reporter
 from elastic_train.run_directory import RunDirectory
 from elastic_train.state import TrainState, build_optimizer
 from elastic_train.stopping import StopSignal
-from elastic_train.tasks import Task, build_task, load_task
+from elastic_train.tasks import Task, build_task, load_task, make_own_task
 from elastic_train.torchrun import Launch
 from elastic_train.world import World, host_name
 
@@ -65,7 +66,8 @@ class Worker:
 
     def agreement(self) -> dict[str, Any]:
         """What must be equal on all members of a world."""
-        flags = {flag(name): value for name, value in as_json(self.config).items() if name not in LOCAL_FLAGS}
+        local = LOCAL_FLAGS | {name for name, value in own_values(self.config).items() if isinstance(value, Path)}
+        flags = {flag(name): value for name, value in as_json(self.config).items() if name not in local}
         return {
             **flags,
             **self.task.describe(),
@@ -139,7 +141,7 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
 def make_task(config: Config) -> Task:
     """The task of the flags. Raises: UsageError, DatasetMissing, or whatever the user's own task raises."""
     if config.task is not None:
-        return load_task(config.task)()
+        return make_own_task(load_task(config.task), config.own_flags)
     if config.download:
         download(config.dataset, config.data_dir)
     return build_task(config.dataset, config.model, config.data_dir, config.seed)
@@ -150,7 +152,10 @@ def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
     torch.manual_seed(config.seed)
     model = task.build_model().to(device)
     defaults = task.defaults(None if config.optimizer == "auto" else config.optimizer)
-    optimizer = build_optimizer(
+    own = task.build_optimizer(model)
+    if own is not None:
+        require_no_optimizer_flags(config, task)
+    optimizer = own or build_optimizer(
         task.parameter_groups(model),
         name=defaults["optimizer"] if config.optimizer == "auto" else config.optimizer,
         lr=defaults["lr"] if config.lr is None else config.lr,
@@ -161,13 +166,20 @@ def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
         model,
         optimizer,
         torch.amp.GradScaler(device.type) if config.precision == "fp16" else None,
-        schedule=defaults["schedule"] if config.schedule == "auto" else config.schedule,
+        schedule=task.schedule() or (defaults["schedule"] if config.schedule == "auto" else config.schedule),
         length=len(task.train_set),  # type: ignore[arg-type]  # a map-style data set, as Task promises
         global_batch_size=config.global_batch_size,
         epochs=config.epochs,
         max_steps=config.max_steps,
         micro_batch_size=config.micro_batch_size,
     )
+
+
+def require_no_optimizer_flags(config: Config, task: Task) -> None:
+    """Raises: UsageError where a flag would change an optimizer that the task builds itself."""
+    for name in ("optimizer", "lr", "momentum", "weight_decay"):
+        if getattr(config, name) not in (None, "auto"):
+            raise UsageError(f"{flag(name)}: {task.name} builds its own optimizer; give it a flag of its own")
 
 
 def default_run_name(run_id: str) -> str:

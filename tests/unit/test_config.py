@@ -123,7 +123,7 @@ def test_help_names_every_flag_with_what_it_means_and_its_default() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     words = " ".join(done.stdout.split())
     for entry in dataclasses.fields(Config):
-        assert f" {flag(entry.name)} " in words, entry.name
+        assert (f" {flag(entry.name)} " in words) == (entry.name != "own_flags"), entry.name
     assert "--no-fresh" not in words
     assert "optimizer steps" in words
     for text in ("(default: 64)", "(default: digits)", "(default: 300.0)"):
