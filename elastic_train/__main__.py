@@ -15,6 +15,10 @@ def main() -> int:
     is_debug = "--debug" in sys.argv
     try:
         config = parse(sys.argv[1:], own_flags(sys.argv[1:]))
+        if config.spawn is not None and "RANK" not in os.environ:
+            from elastic_train.spawn import spawn
+
+            return spawn(config.spawn, sys.argv[1:])
         stop = StopSignal()
         stop.install()
         if "RANK" in os.environ:

@@ -40,6 +40,9 @@ class Config:
     task: str | None = None
     """MODULE:NAME of your own Task, instead of --dataset and --model"""
 
+    init_from: Path | None = None
+    """start a new run from these weights: a snapshot, a run, or a file of torch.save or safetensors"""
+
     epochs: int = 30
     """passes over the training set"""
     max_steps: int | None = None
@@ -67,10 +70,24 @@ class Config:
     """default: what suits the task"""
     schedule: Literal["auto", "constant", "cosine"] = "auto"
     """learning rate by committed step; auto: what suits the task"""
+    clip_grad_norm: float | None = None
+    """largest norm of the gradient of a step, over the whole batch; default: no limit"""
+    ema_decay: float | None = None
+    """keep averaged weights too, each step weighing 1 - this; they are what is evaluated"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 by autocast; fp16 with a GradScaler that is part of the state"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one"""
+    channels_last: bool = switch()
+    """keep convolutions' weights in the memory format that tensor cores like"""
+    parallel: Literal["ddp", "dp"] = "ddp"
+    """dp: all GPUs from one process by nn.DataParallel, without torchrun; slower than ddp"""
+    spawn: int | None = None
+    """start this many workers on this machine, without torchrun"""
+    find_unused_parameters: bool = switch()
+    """DDP's: some parameters get no gradient in some steps"""
+    static_graph: bool = switch()
+    """DDP's: the same parameters are used in the same way in every step"""
     seed: int = 0
     """seeds the weights, the order of samples, augmentation and dropout"""
 
@@ -92,6 +109,8 @@ class Config:
     """seconds to wait for --min-nodes before saving and giving up"""
     store_endpoint: str | None = None
     """HOST:PORT of the rendezvous, where it cannot be found out from torchrun's own flags"""
+    local_rank: int | None = None
+    """given by torch.distributed.launch; what counts is LOCAL_RANK in the environment"""
     formation_timeout: float = 300.0
     """seconds to wait for all members when a world forms, the imports of the slowest included"""
     ledger: bool = switch()
@@ -161,14 +180,14 @@ def check(config: Config) -> None:
     """
     at_least = {
         "epochs": 1, "max_steps": 1, "global_batch_size": 1, "virtual_ranks": 1, "micro_batch_size": 1,
-        "eval_every": 1, "min_nodes": 1, "keep_snapshots": 1, "snapshot_every": 0, "num_workers": 0, "seed": 0,
-        "momentum": 0.0, "weight_decay": 0.0,
+        "eval_every": 1, "min_nodes": 1, "spawn": 1, "keep_snapshots": 1, "snapshot_every": 0, "num_workers": 0,
+        "seed": 0, "momentum": 0.0, "weight_decay": 0.0,
     }  # fmt: skip
     for name, least in at_least.items():
         value = getattr(config, name)
         if value is not None and not value >= least:
             raise UsageError(f"{flag(name)} {value}: must be at least {least}")
-    for name in ("lr", "formation_timeout", "peer_timeout", "wait_timeout"):
+    for name in ("lr", "clip_grad_norm", "formation_timeout", "peer_timeout", "wait_timeout"):
         value = getattr(config, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UsageError(f"{flag(name)} {value}: must be a positive number")
@@ -180,6 +199,13 @@ def check(config: Config) -> None:
             f"--virtual-ranks {config.virtual_ranks} does not divide --global-batch-size "
             f"{config.global_batch_size}: take a batch of {' or '.join(map(str, near))}"
         )
+    if config.ema_decay is not None and not 0 < config.ema_decay < 1:
+        raise UsageError(f"--ema-decay {config.ema_decay}: must be between 0 and 1, such as 0.999")
+    for name in ("find_unused_parameters", "static_graph"):
+        if getattr(config, name) and (config.reduction == "ordered" or config.parallel == "dp"):
+            raise UsageError(f"{flag(name)} is for DDP: --reduction fast and --parallel ddp")
+    if config.parallel == "dp" and (config.reduction == "ordered" or config.spawn is not None):
+        raise UsageError("--parallel dp is one process that reduces by itself: without --spawn and --reduction ordered")
     if config.strict and config.reduction != "ordered":
         raise UsageError("--strict belongs to --reduction ordered; fast promises no bits")
     if config.micro_batch_size is not None and config.micro_batch_size > config.global_batch_size:

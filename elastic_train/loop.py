@@ -15,7 +15,7 @@ from elastic_train.evaluation import evaluate
 from elastic_train.goodput import Phase
 from elastic_train.membership import Membership
 from elastic_train.ordered import OrderedReduction
-from elastic_train.reduction import FastReduction, Loss, Reduction, Share
+from elastic_train.reduction import Clipping, FastReduction, Loss, Reduction, Share
 from elastic_train.rules import Activity
 from elastic_train.sampler import MicroBatch
 from elastic_train.saving import Saver
@@ -89,16 +89,28 @@ class Loop:
         return self.last_votes
 
     def _make_reduction(self, world: World) -> Reduction:
-        worker, model = self._worker, self._worker.state.model
-        if worker.config.reduction == "fast":
-            return FastReduction(model, world, worker.device)
-        return OrderedReduction(
-            model,
-            world,
-            worker.device,
-            worker.config.virtual_ranks,
-            before_exchange=lambda: self._membership.watcher.do(Activity.REDUCE),
-        )
+        worker, state = self._worker, self._worker.state
+        config, model = worker.config, state.model
+        reduction: Reduction
+        if config.reduction == "ordered":
+            reduction = OrderedReduction(
+                model,
+                world,
+                worker.device,
+                config.virtual_ranks,
+                before_exchange=lambda: self._membership.watcher.do(Activity.REDUCE),
+            )
+        else:
+            reduction = FastReduction(
+                nn.DataParallel(model) if config.parallel == "dp" else model,
+                world,
+                worker.device,
+                find_unused_parameters=config.find_unused_parameters,
+                static_graph=config.static_graph,
+            )
+        if config.clip_grad_norm is not None:
+            reduction = Clipping(reduction, state.optimizer, state.scaler, config.clip_grad_norm)
+        return reduction
 
     def _watched(self, loss: Loss) -> Loss:
         """The same loss, telling the watcher where a collective may begin to wait for others."""
@@ -121,7 +133,7 @@ class Loop:
                 return
             with state.clock.during(Phase.EVALUATE):
                 found = evaluate(
-                    state.model,
+                    state.averaged.model if state.averaged else state.model,
                     worker.task,
                     test_set,
                     world,

@@ -49,6 +49,8 @@ from elastic_train.world import World
 NOT_FOR_OWN_LOOPS = (
     "dataset", "data_dir", "download", "model", "task", "optimizer", "lr", "momentum", "weight_decay", "schedule",
     "precision", "device", "reduction", "virtual_ranks", "strict", "micro_batch_size", "eval_every",
+    "init_from", "clip_grad_norm", "ema_decay", "channels_last", "parallel", "spawn", "find_unused_parameters",
+    "static_graph",
 )  # fmt: skip
 """flags that say what the bundled loop trains and how; a training function of one's own decides that itself"""
 

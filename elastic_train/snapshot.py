@@ -435,6 +435,22 @@ def newest_whole(
     return None
 
 
+def is_snapshot(path: Path) -> bool:
+    """Whether a path is one snapshot, perhaps a damaged one."""
+    return (path / MANIFEST_FILE).exists() or (path / STATE_FILE).exists()
+
+
+def snapshots_in(path: Path) -> Path:
+    """The folder of snapshots that a path names: itself, or that of a run directory.
+
+    Raises:
+        SnapshotError: there is no such folder.
+    """
+    if not path.is_dir():
+        raise SnapshotError(f"{path} is no directory; give a run directory or its snapshots/")
+    return path / "snapshots" if (path / "snapshots").is_dir() else path
+
+
 # --- writing ----------------------------------------------------------------------------------------------------
 
 

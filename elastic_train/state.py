@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from elastic_train.averaging import AveragedWeights
 from elastic_train.goodput import PhaseClock
 from elastic_train.sampler import steps_per_epoch
 
@@ -99,6 +100,12 @@ class TrainState:
     def is_finished(self) -> bool:
         return self.step >= self.last_step
 
+    @property
+    def averaged(self) -> AveragedWeights | None:
+        """The moving average of the weights, where there is one among the extras."""
+        found = self.extras.get("ema")
+        return found if isinstance(found, AveragedWeights) else None
+
     def next_step_samples(self) -> int:
         """Samples of the step in hand: the global batch, fewer in the last step of an epoch."""
         return min(self.global_batch_size, self.length - self.samples_done)
@@ -129,6 +136,8 @@ class TrainState:
         self.samples_done += self.next_step_samples()
         self.step += 1
         self.last_loss = loss
+        if self.averaged is not None:
+            self.averaged.update(self.model)
         self.last_commit = {
             "step": self.step,
             "epoch": self.epoch,

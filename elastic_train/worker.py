@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from elastic_train import determinism
+from elastic_train.averaging import AveragedWeights
 from elastic_train.config import Config, as_json, flag, own_values
 from elastic_train.datasets import download
 from elastic_train.errors import UsageError
@@ -25,11 +27,13 @@ from elastic_train.state import TrainState, build_optimizer
 from elastic_train.stopping import StopSignal
 from elastic_train.tasks import Task, build_task, load_task, make_own_task
 from elastic_train.torchrun import Launch
+from elastic_train.weights import initialise
 from elastic_train.world import World, host_name
 
 LOCAL_FLAGS = frozenset(
     {"data_dir", "download", "num_workers", "run_dir", "snapshot_dir", "fresh", "device", "store_endpoint",
-     "formation_timeout", "peer_timeout", "min_nodes", "wait_timeout", "ledger", "no_progress", "debug"}
+     "formation_timeout", "peer_timeout", "min_nodes", "wait_timeout", "ledger", "no_progress", "debug", "init_from",
+     "local_rank", "spawn"}
 )  # fmt: skip
 """flags that members need not agree on"""
 
@@ -103,6 +107,10 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
     Raises:
         UsageError, DatasetMissing, RunDirectoryError: one line each. Whatever the user's own task raises.
     """
+    if config.parallel == "dp" and launch.world_size > 1:
+        raise UsageError(
+            f"--parallel dp is one process for all GPUs, and this is one of {launch.world_size}: leave one out"
+        )
     faults = FaultSeam(os.environ.get(FAULT_VARIABLE, ""), launch.agent_pid)
     device = choose_device(config.device, launch.local_rank) if parts is None else parts.device
     if device.type == "cuda":
@@ -131,6 +139,11 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
         state = make_state(config, task, device) if parts is None else parts.state
         if config.reduction == "ordered":
             check_model(state.model)
+        if config.parallel == "dp":
+            reporter.warn(
+                "--parallel dp copies the model to every GPU in each step and computes the loss on one: "
+                "torchrun --standalone --nproc-per-node GPUS, or --spawn GPUS, is faster"
+            )
         task.describe()  # reads the test set too: a fault in it should show now
     except BaseException as error:
         events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
@@ -150,7 +163,13 @@ def make_task(config: Config) -> Task:
 def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
     """A freshly initialised state, equal on all members by its seed."""
     torch.manual_seed(config.seed)
-    model = task.build_model().to(device)
+    model = task.build_model()
+    if config.init_from is not None:
+        initialise(model, config.init_from, warn=warnings.warn)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    if len({parameter.device for parameter in model.parameters()}) < 2:  # else the task has spread it out
+        model = model.to(device)
     defaults = task.defaults(None if config.optimizer == "auto" else config.optimizer)
     own = task.build_optimizer(model)
     if own is not None:
@@ -172,6 +191,7 @@ def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
         epochs=config.epochs,
         max_steps=config.max_steps,
         micro_batch_size=config.micro_batch_size,
+        extras={} if config.ema_decay is None else {"ema": AveragedWeights(model, config.ema_decay)},
     )
 
 

@@ -1,0 +1,168 @@
+"""The README's table "what you have -> what you type", row by row."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_train.cli import main as console
+from tests.integration.cluster import (
+    PYTHON,
+    TORCHRUN,
+    Cluster,
+    Node,
+    check_ledger,
+    clean_environment,
+    events,
+    free_port,
+    newest_snapshot,
+    outcomes,
+    result,
+    wait_for_step,
+    wait_until,
+    worlds,
+)
+
+LENGTH, BATCH = 1437, 64
+SHORT = ("--max-steps", "20", "--ledger")
+
+
+def check_short_run(run_dir: Path, world_size: int, steps: int = 20) -> None:
+    assert worlds(run_dir) == [(0, world_size)]
+    assert result(run_dir)["step"] == steps
+    check_ledger([run_dir], length=LENGTH, batch=BATCH, steps=steps)
+
+
+def test_spawn_without_torchrun_and_one_worker_dies(cluster: Cluster) -> None:
+    node = cluster.start_alone(
+        *SHORT, "--spawn", "3", "--peer-timeout", "2", env={"ELASTIC_TRAIN_FAULT": "kill@step:rank=0,step=10,generation=0"}
+    )
+    cluster.finish([node])
+    assert worlds(cluster.run_dir) == [(0, 3), (1, 2)]
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=20)
+
+
+def test_spawn_passes_a_stop_on_and_no_worker_stays(cluster: Cluster) -> None:
+    node = cluster.start_alone("--epochs", "1000", "--spawn", "2")
+    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events")
+    wait_for_step(cluster.run_dir, 5)
+    workers = node.workers()
+    assert len(workers) == 2
+    node.signal(signal.SIGTERM)
+    assert node.wait() == 143
+    assert outcomes(cluster.run_dir) == ["stopped", "stopped"]
+    assert not any(worker.is_running() for worker in workers)
+    assert newest_snapshot(cluster.run_dir)[0].step > 0
+
+
+def test_static_torchrun(cluster: Cluster) -> None:
+    where = ("--nnodes=2", "--master-addr=localhost", f"--master-port={free_port()}")
+    program = ("-m", "elastic_train", "--run-dir", str(cluster.run_dir), *SHORT)
+    nodes = [cluster.launch([*TORCHRUN, *where, f"--node-rank={rank}", *program], {}) for rank in range(2)]
+    cluster.finish(nodes)
+    check_short_run(cluster.run_dir, 2)
+
+
+@pytest.mark.parametrize("flag", ["", "--use-env"])
+def test_torch_distributed_launch(cluster: Cluster, flag: str) -> None:
+    command = [PYTHON, "-m", "torch.distributed.launch", f"--master-port={free_port()}", "--nproc-per-node=2"]
+    program = ["-m", "elastic_train", "--run-dir", str(cluster.run_dir), *SHORT]
+    cluster.finish([cluster.launch([*command, *([flag] if flag else []), *program], {})])
+    check_short_run(cluster.run_dir, 2)
+
+
+def test_srun_tasks_of_two_hosts(cluster: Cluster) -> None:
+    """As srun starts them, with its variables; srun itself is not needed for that."""
+    step = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "localhost"}
+    port = {"MASTER_PORT": str(free_port())}
+    nodes = [
+        cluster.start_alone(*SHORT, env=step | port | {"SLURM_PROCID": rank, "SLURM_NODEID": rank, "SLURM_LOCALID": "0"})
+        for rank in ("0", "1")
+    ]
+    cluster.finish(nodes)
+    check_short_run(cluster.run_dir, 2)
+
+
+def test_data_parallel_and_back_to_ddp(cluster: Cluster) -> None:
+    def train(steps: int, *flags: str, start: Callable[..., Node | list[Node]]) -> None:
+        started = start("--max-steps", str(steps), "--ledger", *flags)
+        cluster.finish(started if isinstance(started, list) else [started])
+
+    train(10, "--parallel", "dp", start=cluster.start_alone)
+    assert "is faster" in cluster.nodes[-1].text()
+    keys = newest_snapshot(cluster.run_dir)[1]["model"].keys()
+    assert not any("module." in key for key in keys)
+    train(20, "--spawn", "2", start=cluster.start_alone)
+    train(30, "--parallel", "dp", start=cluster.start_alone)
+    assert newest_snapshot(cluster.run_dir)[1]["model"].keys() == keys
+    assert [e["source"] for e in events(cluster.run_dir, "restore") if e["rank"] == 0] == [
+        "scratch", "snapshot", "snapshot"
+    ]  # fmt: skip
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=30)
+    cluster.start_alone("--spawn", "2", "--parallel", "dp")
+    cluster.finish([cluster.nodes[-1]], code=2)
+
+
+# --- weights in and out -----------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_exported_to_plain_torchvision_and_trained_on(cluster: Cluster) -> None:
+    from safetensors.torch import load_file
+    from torchvision.models import squeezenet1_1
+
+    cluster.finish([cluster.start_alone("--model", "squeezenet1_1", "--max-steps", "1", "--ema-decay", "0.5")])
+    saved = newest_snapshot(cluster.run_dir)[1]
+    for file_format, load in (("pt", torch.load), ("safetensors", load_file)):
+        for averaged in ((), ("--averaged",)):
+            path = cluster.path / f"weights.{file_format}"
+            code = console(
+                ["snapshot", "export", str(cluster.run_dir), "--format", file_format, "--output", str(path), *averaged]
+            )
+            assert code == 0
+            model = squeezenet1_1(num_classes=10)
+            model.load_state_dict(load(path), strict=True)
+            expected = saved["extras"]["ema"] if averaged else saved["model"]
+            assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+    assert not torch.equal(saved["extras"]["ema"]["classifier.1.bias"], saved["model"]["classifier.1.bias"])
+    again = cluster.path / "again"
+    flags = ("--model", "squeezenet1_1", "--max-steps", "1", "--lr", "1e-30", "--weight-decay", "0", "--momentum", "0")
+    cluster.finish([cluster.start_alone(*flags, "--init-from", "weights.safetensors", run_dir=again)])
+    assert torch.allclose(
+        newest_snapshot(again)[1]["model"]["classifier.1.bias"], saved["extras"]["ema"]["classifier.1.bias"]
+    )
+
+
+def test_weights_that_do_not_fit_are_named_one_by_one(cluster: Cluster) -> None:
+    torch.save({"state_dict": {"module.net.0.weight": torch.ones(2, 2), "extra": torch.ones(1)}}, cluster.path / "w.pt")
+    node = cluster.start_alone("--model", "mlp", "--init-from", "w.pt")
+    cluster.finish([node], code=2)
+    (line,) = [line for line in node.text().splitlines() if line.startswith("elastic_train: error")]
+    assert "extra is not in the model" in line
+    assert "is missing" in line
+    absent = cluster.start_alone("--init-from", "nowhere.pt")
+    cluster.finish([absent], code=1)
+    assert "nowhere.pt cannot be read: No such file or directory" in absent.text()
+
+
+# --- flags of the step ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--find-unused-parameters", "--static-graph"),
+        ("--channels-last", "--clip-grad-norm", "0.5", "--ema-decay", "0.9", "--precision", "fp16"),
+    ],
+    ids=["ddp", "step"],
+)
+def test_flags_of_the_step(cluster: Cluster, flags: tuple[str, ...]) -> None:
+    cluster.finish([cluster.start_alone(*SHORT, "--spawn", "2", *flags)])
+    check_short_run(cluster.run_dir, 2)
