@@ -292,6 +292,30 @@ class Membership:
             seconds_meet=time.monotonic() - started,
         )
 
+    def wait_for_workers(self, world: World) -> None:
+        """Wait until all who train are about to make the process group, so that making it takes milliseconds.
+
+        Between the agreed list and this point a member may have to wait for a disk. A death here is seen at once; while
+        the group is made it would cost gloo's timeout.
+
+        Raises:
+            FormationFailed: one died, or has not come within the peer timeout.
+        """
+        self.store.put(f"{self._key}/ready/{world.rank}", "")
+        missing = [rank for rank in range(world.world_size) if rank != world.rank]
+        deadline = time.monotonic() + self._peer_timeout
+        while missing:
+            values = self.store.get_many([f"{self._key}/ready/{rank}" for rank in missing])
+            missing = [rank for rank, value in zip(missing, values, strict=True) if value is None]
+            if not missing:
+                return
+            if self.store.get(f"{self._key}/broken") is not None:
+                raise FormationFailed("a member was lost before the process group was made")
+            if time.monotonic() > deadline:
+                ranks = ", ".join(map(str, missing))
+                raise FormationFailed(f"rank {ranks} did not come to the process group in {self._peer_timeout:.0f} s")
+            time.sleep(POLL_SECONDS)
+
     def leave(self, world: World, reason: str) -> None:
         """Tell the others that this worker leaves on purpose, so that nobody waits for it or looks for it."""
         self.store.put(f"{self._key}/left/{world.rank}", reason)

@@ -232,6 +232,7 @@ class Run:
         init_started = time.monotonic()
         membership.watcher.expect(world, membership.key)
         worker.reach("init", world)
+        membership.wait_for_workers(world)
         with process_group(world, membership.group_store, backend, membership.sockets):
             sync_started = time.monotonic()
             self._has_formed = True
@@ -301,7 +302,7 @@ class Run:
             restored = self._start.restore(world)
             self._has_state = True
             return restored
-        source = sync_from_freshest(state, world, steps, worker.device)
+        source = sync_from_freshest(state, world, steps, worker.device, lambda: worker.reach("send", world))
         self._has_state = True
         if world.rank == source:
             logged = [entry["logged"] for entry in told if entry["logged"] is not None]

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from elastic_train.cli import main as console
 from tests.integration.cluster import (
@@ -20,7 +16,6 @@ from tests.integration.cluster import (
     Cluster,
     Node,
     check_ledger,
-    clean_environment,
     events,
     free_port,
     newest_snapshot,
@@ -43,7 +38,12 @@ def check_short_run(run_dir: Path, world_size: int, steps: int = 20) -> None:
 
 def test_spawn_without_torchrun_and_one_worker_dies(cluster: Cluster) -> None:
     node = cluster.start_alone(
-        *SHORT, "--spawn", "3", "--peer-timeout", "2", env={"ELASTIC_TRAIN_FAULT": "kill@step:rank=0,step=10,generation=0"}
+        *SHORT,
+        "--spawn",
+        "3",
+        "--peer-timeout",
+        "2",
+        env={"ELASTIC_TRAIN_FAULT": "kill@step:rank=0,step=10,generation=0"},
     )
     cluster.finish([node])
     assert worlds(cluster.run_dir) == [(0, 3), (1, 2)]
@@ -84,7 +84,9 @@ def test_srun_tasks_of_two_hosts(cluster: Cluster) -> None:
     step = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "localhost"}
     port = {"MASTER_PORT": str(free_port())}
     nodes = [
-        cluster.start_alone(*SHORT, env=step | port | {"SLURM_PROCID": rank, "SLURM_NODEID": rank, "SLURM_LOCALID": "0"})
+        cluster.start_alone(
+            *SHORT, env=step | port | {"SLURM_PROCID": rank, "SLURM_NODEID": rank, "SLURM_LOCALID": "0"}
+        )
         for rank in ("0", "1")
     ]
     cluster.finish(nodes)
