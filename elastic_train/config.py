@@ -80,6 +80,8 @@ class Config:
     """auto: CUDA where there is one"""
     channels_last: bool = switch()
     """keep convolutions' weights in the memory format that tensor cores like"""
+    compile: bool = switch()
+    """torch.compile the model; the first step of a process takes long"""
     parallel: Literal["ddp", "dp"] = "ddp"
     """dp: all GPUs from one process by nn.DataParallel, without torchrun; slower than ddp"""
     spawn: int | None = None

@@ -117,8 +117,10 @@ class Loop:
 
         def watched(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> torch.Tensor:
             # The step's data is there; from its first forward pass on, in which DDP may broadcast BatchNorm's buffers,
-            # this rank may be waiting for others.
-            self._membership.watcher.do(Activity.REDUCE)
+            # this rank may be waiting for others. Or it compiles, which takes as long as it takes.
+            watcher = self._membership.watcher
+            is_compiling = self._worker.config.compile and watcher.slowest_step == 0.0
+            watcher.do(Activity.FORM if is_compiling else Activity.REDUCE)
             return loss(module, micro_batch, batch)
 
         return watched

@@ -14,6 +14,7 @@ Everything around the loop is what `-m elastic_train` has: membership, recovery,
 
 # Without postponed annotations: DDP compares those of a communication hook with its own types.
 
+import math
 import os
 import signal
 import sys
@@ -30,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
 
 from elastic_train.config import Config, flag, parse
-from elastic_train.errors import ElasticTrainError, UsageError, tell
+from elastic_train.errors import ElasticTrainError, TrainingDiverged, UsageError, tell
 from elastic_train.loop import LoopObserver, stand_in_batch
 from elastic_train.membership import Membership
 from elastic_train.process_group import is_communication_error
@@ -50,7 +51,7 @@ NOT_FOR_OWN_LOOPS = (
     "dataset", "data_dir", "download", "model", "task", "optimizer", "lr", "momentum", "weight_decay", "schedule",
     "precision", "device", "reduction", "virtual_ranks", "strict", "micro_batch_size", "eval_every",
     "init_from", "clip_grad_norm", "ema_decay", "channels_last", "parallel", "spawn", "find_unused_parameters",
-    "static_graph",
+    "static_graph", "compile",
 )  # fmt: skip
 """flags that say what the bundled loop trains and how; a training function of one's own decides that itself"""
 
@@ -159,9 +160,10 @@ class Training:
 
         Raises:
             UsageError: there is no step in hand.
+            TrainingDiverged: the loss is NaN or infinite and the optimizer has stepped; on every rank alike.
         """
         self._step_in_hand()
-        self._is_applied = True
+        has_stepped, self._is_applied = self._is_applied, True
         self._local_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
         totals = torch.tensor([self._local_loss * self.weight, *self._loop.votes()], dtype=torch.float64)
         try:
@@ -175,6 +177,11 @@ class Training:
             self._commit(StepResult(self._local_loss, (0, 0)))
             return
         mean_loss, told_to_stop, leaving = totals.tolist()
+        if has_stepped and not math.isfinite(mean_loss):  # else a GradScaler has skipped the step
+            raise TrainingDiverged(
+                f"the loss of step {self.state.step + 1} (epoch {self.state.epoch + 1}) is {mean_loss}; the last good "
+                "snapshot is kept"
+            )
         self._commit(StepResult(mean_loss, (int(told_to_stop), int(leaving))))
         if told_to_stop == self.world.world_size:
             self._outcome = Outcome.STOPPED

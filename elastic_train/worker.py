@@ -181,7 +181,7 @@ def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
         momentum=defaults["momentum"] if config.momentum is None else config.momentum,
         weight_decay=defaults["weight_decay"] if config.weight_decay is None else config.weight_decay,
     )
-    return TrainState(
+    state = TrainState(
         model,
         optimizer,
         torch.amp.GradScaler(device.type) if config.precision == "fp16" else None,
@@ -193,6 +193,9 @@ def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
         micro_batch_size=config.micro_batch_size,
         extras={} if config.ema_decay is None else {"ema": AveragedWeights(model, config.ema_decay)},
     )
+    if config.compile:
+        model.compile()  # in place: no `_orig_mod.` in any name; after the averaged copy was made
+    return state
 
 
 def require_no_optimizer_flags(config: Config, task: Task) -> None:

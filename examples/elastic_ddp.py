@@ -1,4 +1,4 @@
-"""The same, elastic: `torchrun --rdzv-backend=c10d --nnodes 1:4 examples/elastic_ddp.py --epochs 100`."""
+"""Learns the parity of binary numbers with DDP."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""A plain DDP script: `torchrun --standalone --nproc-per-node 2 examples/plain_ddp.py`."""
+"""Learns the parity of binary numbers with DDP."""
 
 import torch
 import torch.distributed as dist

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PYTHON = sys.executable
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
+"""times every deadline of the harness, for a machine that is busy with other things"""
 
 
 def free_port() -> int:
@@ -37,6 +39,7 @@ def is_listening(port: int) -> bool:
 
 def wait_until(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> Any:
     """The first true value of `condition`; AssertionError naming `what` after `timeout` seconds."""
+    timeout *= PATIENCE
     deadline = time.monotonic() + timeout
     while True:
         value = condition()
@@ -77,6 +80,7 @@ class Node:
         kill_at_once([self])
 
     def wait(self, timeout: float = 120.0) -> int:
+        timeout *= PATIENCE
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
