@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from elastic_train.cli import main as console
+from elastic_train.state import state_sha256
 from tests.integration.cluster import (
     PYTHON,
     TORCHRUN,
@@ -168,3 +170,53 @@ def test_weights_that_do_not_fit_are_named_one_by_one(cluster: Cluster) -> None:
 def test_flags_of_the_step(cluster: Cluster, flags: tuple[str, ...]) -> None:
     cluster.finish([cluster.start_alone(*SHORT, "--spawn", "2", *flags)])
     check_short_run(cluster.run_dir, 2)
+
+
+def test_ordered_keeps_its_bits_with_flags_of_the_step(cluster: Cluster) -> None:
+    flags = ("--max-steps", "6", "--reduction", "ordered", "--clip-grad-norm", "0.5", "--ema-decay", "0.9")
+    ends = []
+    for number, spawn in enumerate([(), ("--spawn", "3")]):
+        run_dir = cluster.path / f"run-{number}"
+        cluster.finish([cluster.start_alone(*flags, "--channels-last", *spawn, run_dir=run_dir)])
+        ends.append((result(run_dir)["state_sha256"], state_sha256(newest_snapshot(run_dir)[1]["extras"]["ema"])))
+    assert ends[0] == ends[1]
+    unclipped = cluster.path / "unclipped"
+    cluster.finish([cluster.start_alone("--max-steps", "6", "--reduction", "ordered", run_dir=unclipped)])
+    assert result(unclipped)["state_sha256"] != ends[0][0], "clipping did something"
+
+
+COUNTING_TASK = """
+import os
+import torch
+from elastic_train.tasks import ImageClassification
+
+class Counting(ImageClassification):
+    name = "counting"
+
+    def loss(self, model, batch):
+        from torch._dynamo.utils import counters
+        with open(f"graphs-{os.getpid()}", "a") as file:
+            file.write(f"{counters['stats']['unique_graphs']} {len(batch[0])}\\n")
+        return super().loss(model, batch)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
+@pytest.mark.parametrize("reduction", ["ordered", "fast"])
+def test_a_re_form_recompiles_only_for_new_shapes(cluster: Cluster, reduction: str) -> None:
+    (cluster.path / "mine.py").write_text(COUNTING_TASK)
+    flags = ("--task", "mine:Counting", "--max-steps", "20", "--global-batch-size", "66", "--virtual-ranks", "6")
+    node = cluster.start_alone(
+        *flags, "--reduction", reduction, "--compile", "--spawn", "3",
+        env={"ELASTIC_TRAIN_FAULT": "kill@step:rank=0,step=10,generation=0", "PYTHONPATH": str(cluster.path)},
+    )  # fmt: skip
+    cluster.finish([node], timeout=600)
+    assert worlds(cluster.run_dir) == [(0, 3), (1, 2)]
+    for path in cluster.path.glob("graphs-*"):
+        calls = [tuple(map(int, line.split())) for line in path.read_text().splitlines()]
+        shapes = {samples for _, samples in calls}
+        graphs = calls[-1][0]
+        print(reduction, "graphs", graphs, "shapes", sorted(shapes))
+        # torch.compile makes a graph for the first shape, and one for all others
+        assert graphs <= min(2, len(shapes)), calls
