@@ -303,7 +303,7 @@ def _constructor_arguments(task_class: type[Task]) -> dict[str, type]:
         isinstance(hint, type) and dataclasses.is_dataclass(hint) for hint in wanted.values()
     ):
         raise UsageError(
-            f"--task: {task_class.__name__}{signature} cannot be made from flags: its constructor may take one "
+            f"--task: {task_class.__name__}({', '.join(signature.parameters)}) cannot be made from flags: its constructor may take one "
             "argument, annotated with a dataclass"
         )
     return {name: hint for name, hint in wanted.items() if hint is not None}

@@ -34,7 +34,7 @@ def wait_for_world(cluster: Cluster, size: int) -> None:
 
 def test_a_node_is_killed_and_another_one_joins(cluster: Cluster) -> None:
     cluster.host_store()
-    flags = ("--epochs", "100", "--ledger", "--peer-timeout", "2")
+    flags = ("--epochs", "70", "--ledger", "--peer-timeout", "2")
     program = (str(EXAMPLES / "elastic_ddp.py"),)
     nodes = cluster.start(*flags, nodes=3, program=program)
     wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events")
@@ -45,7 +45,7 @@ def test_a_node_is_killed_and_another_one_joins(cluster: Cluster) -> None:
     cluster.start(*flags, program=program)
     cluster.finish([nodes[0], nodes[1], cluster.nodes[-1]])
     end = result(cluster.run_dir)
-    steps = 100 * LENGTH // BATCH
+    steps = 70 * LENGTH // BATCH
     assert end["step"] == steps
     check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=steps)
     assert sorted(e["step"] for e in events(cluster.run_dir, "step")) == list(range(1, steps + 1))
@@ -63,7 +63,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 import elastic_train
 
-numbers = torch.linspace(-1, 1, 100).unsqueeze(1)
+numbers = torch.linspace(-1, 1, 98).unsqueeze(1)
 model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 torch.manual_seed(0)
 for parameter in model.parameters():
@@ -105,15 +105,14 @@ def start_script(cluster: Cluster, world_size: int, before_commit: str = "", *fl
 
 
 def test_uneven_shares_do_not_bend_the_mean(cluster: Cluster) -> None:
-    """16 samples on 3 ranks, and 4 at the end of an epoch; on 5 ranks one has nothing there."""
+    """16 samples on 3 ranks, and 2 at the end of an epoch, where one has nothing to do."""
     weights = {}
-    for world_size in (1, 3, 5):
+    for world_size in (1, 3):
         cluster.finish(start_script(cluster, world_size))
         _, state = newest_snapshot(cluster.path / f"run-{world_size}")
         weights[world_size] = torch.cat([value.flatten() for value in state["model"].values()])
-        check_ledger([cluster.path / f"run-{world_size}"], length=100, batch=16, steps=35)
+        check_ledger([cluster.path / f"run-{world_size}"], length=98, batch=16, steps=35)
     assert torch.allclose(weights[1], weights[3], atol=1e-5)
-    assert torch.allclose(weights[1], weights[5], atol=1e-5)
 
 
 def test_a_peer_dies_between_the_optimizers_step_and_the_commit(cluster: Cluster) -> None:
@@ -123,13 +122,14 @@ def test_a_peer_dies_between_the_optimizers_step_and_the_commit(cluster: Cluster
     cluster.finish([nodes[0], nodes[2]])
     assert "back at step 35" in nodes[0].text()
     run_dir = cluster.path / "run-3"
-    check_ledger([run_dir], length=100, batch=16, steps=35)
+    check_ledger([run_dir], length=98, batch=16, steps=35)
     assert [incident["cause"] for incident in result(run_dir)["incidents"]] == ["peer_lost"]
     _, state = newest_snapshot(run_dir)
     assert state["extras"]["scheduler"]["last_epoch"] == 5
     assert state["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.1 * 0.9**5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before_commit", "flags", "code", "message"),
     [
@@ -147,6 +147,7 @@ def test_mistakes_end_in_one_line(
     assert message in error_line(node)
 
 
+@pytest.mark.slow
 def test_a_function_that_returns_early_ends_the_training(cluster: Cluster) -> None:
     (node,) = start_script(
         cluster, 1, "training.commit(loss)\n            if training.state.step == 9: return\n            continue"

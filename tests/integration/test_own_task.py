@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.integration.cluster import PYTHON, Cluster, check_ledger, result, wait_until
+from tests.integration.cluster import PYTHON, Cluster, check_ledger, newest_snapshot, result, wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -73,33 +71,10 @@ def test_optimizer_schedule_collate_and_metrics_of_ones_own(cluster: Cluster) ->
     flags = ("--task", "mine:Everything", "--epochs", "2", "--global-batch-size", "32", "--gain", "0.25")
     node = cluster.start_alone(*flags)
     cluster.finish([node])
-    from tests.integration.cluster import newest_snapshot
-
     _, state = newest_snapshot(cluster.run_dir)
     assert "square_avg" in state["optimizer"]["state"][0], "RMSprop's"
     assert state["optimizer"]["param_groups"][0]["lr"] == 0.125
     assert "test_margin=" in node.text()
-    refused = cluster.start_alone(*flags, "--lr", "0.1", run_dir=cluster.path / "other")
-    cluster.finish([refused], code=2)
-    assert "--lr: Everything builds its own optimizer" in refused.text()
-
-
-@pytest.mark.parametrize(
-    ("constructor", "message"),
-    [
-        ("def __init__(self, flags: Flags): ...", "Flags.seed: --seed exists already; rename the field"),
-        ("def __init__(self, width): ...", "cannot be made from flags"),
-    ],
-)
-def test_flags_that_cannot_be_are_refused(cluster: Cluster, constructor: str, message: str) -> None:
-    (cluster.path / "mine.py").write_text(
-        "from dataclasses import dataclass\nfrom elastic_train import Task\n"
-        f"@dataclass\nclass Flags:\n    seed: int = 0\nclass Mine(Task):\n    {constructor}\n"
-    )
-    node = cluster.start_alone("--task", "mine:Mine")
-    cluster.finish([node], code=2)
-    assert message in node.text()
-    assert "Traceback" not in node.text()
 
 
 def test_an_error_in_a_users_module_shows_the_users_traceback_first(cluster: Cluster) -> None:

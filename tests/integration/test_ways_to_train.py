@@ -52,6 +52,7 @@ def test_spawn_without_torchrun_and_one_worker_dies(cluster: Cluster) -> None:
     check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=20)
 
 
+@pytest.mark.slow
 def test_spawn_passes_a_stop_on_and_no_worker_stays(cluster: Cluster) -> None:
     node = cluster.start_alone("--epochs", "1000", "--spawn", "2")
     wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events")
@@ -73,6 +74,7 @@ def test_static_torchrun(cluster: Cluster) -> None:
     check_short_run(cluster.run_dir, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["", "--use-env"])
 def test_torch_distributed_launch(cluster: Cluster, flag: str) -> None:
     command = [PYTHON, "-m", "torch.distributed.launch", f"--master-port={free_port()}", "--nproc-per-node=2"]
@@ -81,6 +83,7 @@ def test_torch_distributed_launch(cluster: Cluster, flag: str) -> None:
     check_short_run(cluster.run_dir, 2)
 
 
+@pytest.mark.slow
 def test_srun_tasks_of_two_hosts(cluster: Cluster) -> None:
     """As srun starts them, with its variables; srun itself is not needed for that."""
     step = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "localhost"}
@@ -111,8 +114,6 @@ def test_data_parallel_and_back_to_ddp(cluster: Cluster) -> None:
         "scratch", "snapshot", "snapshot"
     ]  # fmt: skip
     check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=30)
-    cluster.start_alone("--spawn", "2", "--parallel", "dp")
-    cluster.finish([cluster.nodes[-1]], code=2)
 
 
 # --- weights in and out -----------------------------------------------------------------------------------------------
@@ -144,6 +145,7 @@ def test_a_snapshot_is_exported_to_plain_torchvision_and_trained_on(cluster: Clu
     )
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_fit_are_named_one_by_one(cluster: Cluster) -> None:
     torch.save({"state_dict": {"module.net.0.weight": torch.ones(2, 2), "extra": torch.ones(1)}}, cluster.path / "w.pt")
     node = cluster.start_alone("--model", "mlp", "--init-from", "w.pt")
@@ -159,6 +161,7 @@ def test_weights_that_do_not_fit_are_named_one_by_one(cluster: Cluster) -> None:
 # --- flags of the step ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -180,9 +183,6 @@ def test_ordered_keeps_its_bits_with_flags_of_the_step(cluster: Cluster) -> None
         cluster.finish([cluster.start_alone(*flags, "--channels-last", *spawn, run_dir=run_dir)])
         ends.append((result(run_dir)["state_sha256"], state_sha256(newest_snapshot(run_dir)[1]["extras"]["ema"])))
     assert ends[0] == ends[1]
-    unclipped = cluster.path / "unclipped"
-    cluster.finish([cluster.start_alone("--max-steps", "6", "--reduction", "ordered", run_dir=unclipped)])
-    assert result(unclipped)["state_sha256"] != ends[0][0], "clipping did something"
 
 
 COUNTING_TASK = """

@@ -40,6 +40,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_a_script_that_uses_them_is_fully_typed(tmp_path: Path) -> None:
     script = tmp_path / "typed.py"  # torch's own Tensor.backward has no types
     script.write_text(
