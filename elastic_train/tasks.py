@@ -302,8 +302,9 @@ def _constructor_arguments(task_class: type[Task]) -> dict[str, type]:
     if len(wanted) > 1 or not all(
         isinstance(hint, type) and dataclasses.is_dataclass(hint) for hint in wanted.values()
     ):
+        arguments = ", ".join(signature.parameters)
         raise UsageError(
-            f"--task: {task_class.__name__}({', '.join(signature.parameters)}) cannot be made from flags: its constructor may take one "
+            f"--task: {task_class.__name__}({arguments}) cannot be made from flags: its constructor may take one "
             "argument, annotated with a dataclass"
         )
     return {name: hint for name, hint in wanted.items() if hint is not None}
