@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from elastic_train.datasets import EpochDataset
+from elastic_train.errors import FormationFailed
 from elastic_train.evaluation import evaluate
 from elastic_train.goodput import Phase
 from elastic_train.membership import Membership
 from elastic_train.ordered import OrderedReduction
 from elastic_train.process_group import gather_json
-from elastic_train.reduction import Clipping, FastReduction, Loss, Reduction, Share
+from elastic_train.reduction import Clipping, FastReduction, Loss, Reduction, Share, StepTotals
 from elastic_train.rules import Activity
 from elastic_train.sampler import MicroBatch
 from elastic_train.saving import Saver
@@ -109,7 +110,8 @@ class Loop:
                 find_unused_parameters=config.find_unused_parameters,
                 static_graph=config.static_graph,
             )
-        if config.clip_grad_norm is not None:
+        reduction = UnbrokenReduction(reduction, self._membership)
+        if config.clip_grad_norm is not None:  # on the outside: gradients are unscaled once, if the step counts
             reduction = Clipping(reduction, state.optimizer, state.scaler, config.clip_grad_norm)
         return reduction
 
@@ -168,6 +170,26 @@ class Loop:
             worker.reporter.evaluation(state, found.metrics)
 
         return evaluate_if_due
+
+
+class UnbrokenReduction:
+    """A reduction whose result counts only if the process group was not broken off meanwhile.
+
+    gloo raises of itself then; NCCL's collectives, once aborted, end with garbage and no error.
+    """
+
+    def __init__(self, reduction: Reduction, membership: Membership) -> None:
+        self._reduction = reduction
+        self._sockets = membership.sockets
+
+    def run(
+        self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
+    ) -> StepTotals:
+        """As `Reduction.run`. Raises: FormationFailed where the group was broken off."""
+        totals = self._reduction.run(micro_batches, loss, scale, votes)
+        if self._sockets.is_shut:
+            raise FormationFailed("the process group was broken off within a step")
+        return totals
 
 
 class LoopObserver:

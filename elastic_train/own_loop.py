@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
 
 from elastic_train.config import Config, flag, parse
-from elastic_train.errors import ElasticTrainError, TrainingDiverged, UsageError, tell
+from elastic_train.errors import ElasticTrainError, FormationFailed, TrainingDiverged, UsageError, tell
 from elastic_train.loop import LoopObserver, stand_in_batch
 from elastic_train.membership import Membership
 from elastic_train.process_group import is_communication_error
@@ -292,6 +292,7 @@ class OwnLoop:
         self.last_votes = (0, 0)
         self._training: Training | None = None
         self._parallel: list[weakref.ref[DistributedDataParallel]] = []
+        worker.state.optimizer.register_step_pre_hook(self._require_unbroken)
         worker.state.optimizer.register_step_post_hook(self._note_step)
 
     def run(self, world: World, steps: Iterable[Share]) -> Outcome:
@@ -338,6 +339,11 @@ class OwnLoop:
 
     def remember_parallel(self, module: DistributedDataParallel) -> None:
         self._parallel.append(weakref.ref(module))
+
+    def _require_unbroken(self, *_arguments: Any) -> None:
+        """NCCL's collectives, once aborted, end with garbage and no error: it must not reach the weights."""
+        if self._training is not None and self._membership.sockets.is_shut:
+            raise FormationFailed("the process group was broken off within a step")
 
     def _note_step(self, *_arguments: Any) -> None:
         if self._training is not None:
