@@ -39,6 +39,10 @@ class WorldLoop(Protocol):
         """Train in `world` over the steps that it is given; every rank calls it."""
         ...
 
+    def evaluate_if_missed(self, world: World) -> None:
+        """Make up for an evaluation that a death has interrupted; every rank calls it."""
+        ...
+
     def make_evaluate(self, world: World) -> Callable[[TrainState], None]:
         """The evaluation at the end of training, for members that have missed it."""
         ...

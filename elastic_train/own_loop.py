@@ -329,7 +329,10 @@ class OwnLoop:
             state.last_step = state.step
         return Outcome.FINISHED
 
-    def make_evaluate(self, _world: World) -> Callable[[TrainState], None]:
+    def evaluate_if_missed(self, world: World) -> None:
+        """Evaluation is the function's own."""
+
+    def make_evaluate(self, world: World) -> Callable[[TrainState], None]:
         """Evaluation is the function's own."""
         return lambda _state: None
 
