@@ -43,10 +43,6 @@ class WorldLoop(Protocol):
         """Make up for an evaluation that a death has interrupted; every rank calls it."""
         ...
 
-    def make_evaluate(self, world: World) -> Callable[[TrainState], None]:
-        """The evaluation at the end of training, for members that have missed it."""
-        ...
-
 
 class Loop:
     """Runs train.train() in one world after the other: a `WorldLoop`."""

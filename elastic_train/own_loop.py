@@ -332,10 +332,6 @@ class OwnLoop:
     def evaluate_if_missed(self, world: World) -> None:
         """Evaluation is the function's own."""
 
-    def make_evaluate(self, world: World) -> Callable[[TrainState], None]:
-        """Evaluation is the function's own."""
-        return lambda _state: None
-
     def votes(self) -> tuple[int, int]:
         self.last_votes = self._worker.stop.votes(self._membership.is_join_pending)
         return self.last_votes
