@@ -419,7 +419,9 @@ class _Place:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises: UsageError where the model has layers that compute across ranks."""
+    """Raises: UsageError where the model has layers that compute across ranks, or is spread over devices."""
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        raise UsageError("--reduction ordered: the model is spread over several devices; use --reduction fast")
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise UsageError(
