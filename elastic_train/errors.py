@@ -10,6 +10,7 @@ ElasticTrainError            ends a worker with one line; `exit_code` says with 
 │   ├── RunDirectoryInUse    another live job owns it
 │   └── OwnershipLost        a newer generation, or another job, has taken it over from this process
 ├── StoreUnreachable         the rendezvous store does not answer
+├── StoreRefused             the rendezvous store refuses this user, this key or this write
 ├── FormationFailed          no process group could be formed
 ├── TrainingDiverged         the loss is NaN or infinite
 ├── LeftOut                  the others go on without this worker
@@ -66,6 +67,10 @@ class OwnershipLost(RunDirectoryError):
 
 class StoreUnreachable(ElasticTrainError):
     """The rendezvous store does not answer."""
+
+
+class StoreRefused(ElasticTrainError):
+    """The rendezvous store refuses this user, this key, or this write; trying again would not help."""
 
 
 class FormationFailed(ElasticTrainError):
