@@ -228,7 +228,7 @@ class Run:
             membership.watcher.enter(world, membership.key)
             worker.reach("sync", world)
             restored = self._synchronise(world)
-            state.generations += 1
+            state.generation, state.generations = world.generation, state.generations + 1
             reporter.events.enter(world)
             reporter.events.step = state.step
             reporter.enter(world, state)
@@ -277,7 +277,8 @@ class Run:
         self._has_state = True
         if world.rank == source:
             logged = [entry["logged"] for entry in told if entry["logged"] is not None]
-            worker.reporter.log_steps_after(max(logged, default=state.step - 1))
+            if max(logged, default=state.step - 1) == state.step - 1:
+                worker.reporter.write_commit(state)
         return None if had_state else Restored("peer", state.step, source)
 
     def _train_and_leave(self, world: World, restored: Restored | None) -> int | None:
