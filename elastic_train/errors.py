@@ -15,6 +15,7 @@ ElasticTrainError            ends a worker with one line; `exit_code` says with 
 ├── TrainingDiverged         the loss is NaN or infinite
 ├── LeftOut                  the others go on without this worker
 │   └── Refused              its flags, data or versions are not those of the run
+├── JobFinished              the job reached its end while this worker waited to be taken in (exit code 0)
 └── Stopped                  a signal ended this worker while it waited for others (exit code 143 or 130)
 
 Anything else that reaches the end of the process is a bug, ours or the task's, and shows its traceback.
@@ -87,6 +88,12 @@ class LeftOut(ElasticTrainError):
 
 class Refused(LeftOut):
     """This worker may not train with the others: its flags, data or versions are not those of the run."""
+
+
+class JobFinished(ElasticTrainError):
+    """The job reached its end while this worker waited to be taken in: there is nothing left to do."""
+
+    exit_code = 0
 
 
 class Stopped(ElasticTrainError):

@@ -197,7 +197,7 @@ class Etcd:
             found += [entries[0] if entries else None for entries in outcome.entries]
         return found
 
-    def list(self, prefix: str) -> tuple[list[Entry], int]:
+    def below(self, prefix: str) -> tuple[list[Entry], int]:
         """(all entries whose key begins with `prefix`, the revision at which they stood)."""
         request = self._rpc.RangeRequest(key=prefix.encode(), range_end=end_of(prefix))
         response = self._call(lambda client: client.kvstub.Range, request)
@@ -427,9 +427,7 @@ class Watch:
 
 
 def entry_of(kv: Any) -> Entry:
-    return Entry(
-        kv.key.decode(), bytes(kv.value), kv.create_revision, kv.mod_revision, kv.version, kv.lease
-    )
+    return Entry(kv.key.decode(), bytes(kv.value), kv.create_revision, kv.mod_revision, kv.version, kv.lease)
 
 
 def end_of(prefix: str) -> bytes:
@@ -468,7 +466,7 @@ def import_etcd3() -> Any:
         builder.BuildTopDescriptorsAndMessages(descriptor, module.__name__, module.__dict__)
         sys.modules.setdefault(module.__name__, module)
     etcd3 = importlib.import_module("etcd3")
-    event = sys.modules["etcd3.etcdrpc.kv_pb2"].Event  # type: ignore[attr-defined]
+    event = sys.modules["etcd3.etcdrpc.kv_pb2"].Event
     etcd3.etcdrpc._event_delete = event.DELETE
     return etcd3
 

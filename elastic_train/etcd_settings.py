@@ -100,7 +100,8 @@ class EtcdSettings:
         """
         if "password" in conf:
             raise UsageError(
-                f"etcd: everybody on this machine can read a command line: give password_file=PATH, or {PASSWORD_VARIABLE}"
+                "etcd: everybody on this machine can read a password on a command line: give password_file=PATH, or "
+                f"{PASSWORD_VARIABLE} in the environment"
             )
         given = {name: str(conf[name]) for name in CONF_KEYS if name in conf}
         if "last_call_timeout" in conf:

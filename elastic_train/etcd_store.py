@@ -47,7 +47,7 @@ class EtcdStore:
 
     def __init__(self, etcd: Etcd, *, lease: int = 0, guard: Guard | None = None, mirror: Mirror | None = None) -> None:
         self.etcd = etcd
-        self.lease = lease
+        self._lease = lease
         self._guard = guard
         self._mirror = mirror
 
@@ -102,16 +102,16 @@ class EtcdStore:
 
     def clone(self) -> EtcdStore:
         """For another thread: the connections are shared, they serve many at once."""
-        return EtcdStore(self.etcd, lease=self.lease, guard=self._guard, mirror=self._mirror)
+        return EtcdStore(self.etcd, lease=self._lease, guard=self._guard, mirror=self._mirror)
 
-    def with_patience(
-        self, deadline: float, attempt_seconds: float, before_retry: Callable[[str], None]
-    ) -> EtcdStore:
+    def with_patience(self, deadline: float, attempt_seconds: float, before_retry: Callable[[str], None]) -> EtcdStore:
         """The same store, with other limits on how long a call may take."""
-        etcd = replace(
-            self.etcd, deadline=deadline, attempt_seconds=attempt_seconds, before_retry=before_retry
-        )
-        return EtcdStore(etcd, lease=self.lease, guard=self._guard, mirror=self._mirror)
+        etcd = replace(self.etcd, deadline=deadline, attempt_seconds=attempt_seconds, before_retry=before_retry)
+        return EtcdStore(etcd, lease=self._lease, guard=self._guard, mirror=self._mirror)
+
+    def under(self, lease: int) -> EtcdStore:
+        """The same store, its keys under another lease."""
+        return EtcdStore(self.etcd, lease=lease, guard=self._guard, mirror=self._mirror)
 
     def delete_prefix(self, prefix: str) -> None:
         """Remove all keys that begin with `prefix`."""
@@ -151,7 +151,7 @@ class EtcdStore:
             compare.append(etcd.is_created_at(guard.key, guard.create_revision))
             failure.append(etcd.get_request(guard.key))
         try:
-            outcome = etcd.transact(Transaction(compare, [etcd.put_request(key, stamped, self.lease)], failure))
+            outcome = etcd.transact(Transaction(compare, [etcd.put_request(key, stamped, self._lease)], failure))
         except LeaseLost as error:
             raise LeftOut("this worker's job is over, or was taken over: its lease in etcd has run out") from error
         if outcome.succeeded:
@@ -260,7 +260,7 @@ class Mirror:
                 return
 
     def _follow(self) -> None:
-        entries, revision = self._etcd.list(self.prefix)
+        entries, revision = self._etcd.below(self.prefix)
         with self._changed:
             self._entries = {entry.key: entry for entry in entries}
             self._revision = revision

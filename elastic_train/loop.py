@@ -35,8 +35,8 @@ class Loop:
         self._saver = saver
         self.step_started = time.monotonic()
         """when the step in hand was begun, by the monotonic clock"""
-        self.last_votes = (0, 0)
-        """what this rank said in the last step: told to stop, leaving now"""
+        self.last_votes = (0, 0, 0)
+        """what this rank said in the last step: told to stop, leaving now, members wait to be taken in"""
         self._loss = self._watched(
             task_loss(
                 worker.task,
@@ -74,14 +74,15 @@ class Loop:
             observer,
         )
 
-    def _votes(self) -> tuple[int, int]:
-        self.last_votes = self._worker.stop.votes(self._membership.is_join_pending)
+    def _votes(self) -> tuple[int, int, int]:
+        membership = self._membership
+        self.last_votes = (*self._worker.stop.votes(membership.is_join_pending), int(membership.is_join_due))
         return self.last_votes
 
     def _make_reduction(self, world: World) -> Reduction:
         worker, model = self._worker, self._worker.state.model
         if worker.config.reduction == "fast":
-            return FastReduction(model, world, worker.device)
+            return FastReduction(model, world, worker.device, num_votes=len(self.last_votes))
         if world.world_size > worker.config.virtual_ranks:
             raise UsageError(
                 f"{world.world_size} workers are more than --virtual-ranks {worker.config.virtual_ranks}: "

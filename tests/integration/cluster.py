@@ -19,6 +19,7 @@ import psutil
 
 if TYPE_CHECKING:
     from elastic_train.snapshot import SnapshotInfo
+    from tests.etcd_cluster import EtcdCluster
 
 PYTHON = sys.executable
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
@@ -110,8 +111,10 @@ def kill_at_once(nodes: Sequence[Node]) -> None:
 class Cluster:
     """The nodes of one test: same endpoint, same flags, one working directory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, etcd: EtcdCluster | None = None) -> None:
         self.path = path
+        self.etcd = etcd
+        """where the nodes meet; None: at a TCPStore, under c10d"""
         self.port = free_port()
         self.nodes: list[Node] = []
 
@@ -133,8 +136,10 @@ class Cluster:
         port: int | None = None,
     ) -> list[Node]:
         """Start nodes with `-m elastic_train`; returns at once. Another `port` makes them a job of their own."""
+        endpoint = f"localhost:{port or self.port}" if self.etcd is None else self.etcd.endpoint
         command = [
-            *TORCHRUN, "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port or self.port}", f"--nnodes={nnodes}",
+            *TORCHRUN, f"--rdzv-backend={'etcd3' if self.etcd else 'c10d'}", f"--rdzv-endpoint={endpoint}",
+            f"--nnodes={nnodes}",
             f"--nproc-per-node={nproc}", *([f"--rdzv-conf={conf}"] if conf else []),
             *([f"--max-restarts={max_restarts}"] if max_restarts else []),
             "-m", "elastic_train", "--run-dir", str(run_dir or self.run_dir), *flags,
@@ -147,7 +152,9 @@ class Cluster:
         return self.launch(command, env or {})
 
     def host_store(self) -> None:
-        """Serve the endpoint's store from a process of its own, so that any node may die."""
+        """Serve the endpoint's store from a process of its own, so that any node may die; etcd is off the nodes anyway."""
+        if self.etcd is not None:
+            return
         console = "import sys; from elastic_train.cli import main; sys.exit(main())"
         self.launch([sys.executable, "-c", console, "store", "--port", str(self.port)], {})
         wait_until(lambda: is_listening(self.port), "store")
@@ -288,8 +295,8 @@ def is_running(process: psutil.Process) -> bool:
 
 
 @contextlib.contextmanager
-def running(path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(path)
+def running(path: Path, etcd: EtcdCluster | None = None) -> Iterator[Cluster]:
+    cluster = Cluster(path, etcd)
     try:
         yield cluster
     finally:

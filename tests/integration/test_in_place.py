@@ -10,6 +10,7 @@ import pytest
 
 from tests.integration.cluster import Cluster, Node, check_ledger, events, last_step, result, wait_for_step, wait_until
 
+pytestmark = pytest.mark.parametrize("cluster", ["c10d", pytest.param("etcd3", marks=pytest.mark.slow)], indirect=True)
 LENGTH, BATCH = 1437, 64
 ENDLESS = ("--epochs", "1000", "--ledger", "--eval-every", "1000", "--peer-timeout", "2")
 
@@ -144,7 +145,7 @@ def test_a_node_joins_and_no_step_is_lost(cluster: Cluster) -> None:
     end = check_run(cluster, 2000)
     assert [incident["cause"] for incident in end["incidents"]] == ["join"]
     restored = [e for e in events(cluster.run_dir, "restore") if e["generation"] == 1]
-    assert {e["source"] for e in restored} == {"handoff"}
+    assert {e["source"] for e in restored} == {"peer" if cluster.etcd else "handoff"}
 
 
 def test_a_killed_node_comes_back(cluster: Cluster) -> None:

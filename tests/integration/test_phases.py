@@ -11,6 +11,7 @@ import pytest
 from tests.integration.cluster import Cluster, Node, events, last_step, result, wait_for_step, wait_until
 from tests.integration.test_in_place import ENDLESS, check_run
 
+pytestmark = pytest.mark.parametrize("cluster", ["c10d", pytest.param("etcd3", marks=pytest.mark.slow)], indirect=True)
 STEPS = 300
 
 
@@ -100,6 +101,7 @@ def test_a_stuck_training_thread_is_expelled(cluster: Cluster) -> None:
     check_run(cluster, STEPS)
 
 
+@pytest.mark.parametrize("cluster", ["c10d"], indirect=True)
 def test_the_host_of_the_endpoint_dies(cluster: Cluster) -> None:
     """Fatal under c10d, but every node saves what it has: a new start loses no committed step."""
     flags = (*ENDLESS, "--max-steps", "2000", "--snapshot-every", "0")
