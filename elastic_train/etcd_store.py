@@ -209,10 +209,15 @@ class Mirror:
     def get(self, key: str) -> Entry | None:
         return self._entries.get(key)
 
-    def below(self, prefix: str) -> dict[str, str]:
-        """The texts of all keys that begin with `prefix`."""
+    def below(self, prefix: str, *, by_age: bool = False) -> dict[str, str]:
+        """The texts of all keys that begin with `prefix`; in the order of their creation, if asked for."""
         with self._changed:
-            return {key: text_of(entry) or "" for key, entry in self._entries.items() if key.startswith(prefix)}
+            if self._crash is not None:
+                raise self._crash
+            found = [entry for key, entry in self._entries.items() if key.startswith(prefix)]
+        if by_age:
+            found.sort(key=lambda entry: entry.create_revision)
+        return {entry.key: text_of(entry) or "" for entry in found}
 
     def must_have(self, revision: int) -> None:
         """A key below the prefix was changed by this revision: no read may be older from now on."""

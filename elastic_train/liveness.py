@@ -252,10 +252,11 @@ class Watcher:
                     "and a lost member cannot be replaced"
                 )
             if world is not None and self.store_silence > self._store_grace:
-                if world.world_size == 1 and self._has_grace:
+                if world.world_size > 1:
+                    self.reason = str(error)
+                    self._break_off(world, {})
+                elif self._has_grace:
                     raise  # no collective to break off: the training thread meets it at its next step
-                self.reason = str(error)
-                self._break_off(world, {})
             with contextlib.suppress(StoreUnreachable):  # a client that once got no answer gives none again
                 self.store = self.store.clone()
 

@@ -43,7 +43,9 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         print(f"elastic_train: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code) from error
     if mode == "agents":
-        raise NotImplementedError
+        from elastic_train.etcd_rendezvous import AgentsHandler
+
+        return AgentsHandler(parameters, settings)
     return WorkersHandler(parameters, settings)
 
 

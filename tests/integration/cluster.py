@@ -126,7 +126,7 @@ class Cluster:
         self,
         *flags: str,
         nodes: int = 1,
-        nnodes: str = "1:4",
+        nnodes: str | None = None,
         nproc: int = 1,
         run_dir: Path | None = None,
         env: dict[str, str] | None = None,
@@ -135,7 +135,15 @@ class Cluster:
         terminal: int | None = None,
         port: int | None = None,
     ) -> list[Node]:
-        """Start nodes with `-m elastic_train`; returns at once. Another `port` makes them a job of their own."""
+        """Start nodes with `-m elastic_train`; returns at once. Another `port` makes them a job of their own.
+
+        By default 1:4 nodes; in etcd, where nodes are there when their workers are ready, exactly those that are
+        started together make the first world, however slowly they start.
+        """
+        if nnodes is None:
+            nnodes = "1:4" if self.etcd is None or nodes == 1 else f"1:{nodes}"
+        if self.etcd is not None and nodes > 1 and conf is None:
+            conf = "last_call=60" if nnodes.startswith("1:") else "last_call=2"
         endpoint = f"localhost:{port or self.port}" if self.etcd is None else self.etcd.endpoint
         command = [
             *TORCHRUN, f"--rdzv-backend={'etcd3' if self.etcd else 'c10d'}", f"--rdzv-endpoint={endpoint}",
@@ -152,7 +160,7 @@ class Cluster:
         return self.launch(command, env or {})
 
     def host_store(self) -> None:
-        """Serve the endpoint's store from a process of its own, so that any node may die; etcd is off the nodes anyway."""
+        """Serve the endpoint's store from a process of its own, so that any node may die; etcd is one already."""
         if self.etcd is not None:
             return
         console = "import sys; from elastic_train.cli import main; sys.exit(main())"

@@ -15,10 +15,12 @@ LENGTH, BATCH = 1437, 64
 ENDLESS = ("--epochs", "1000", "--ledger", "--eval-every", "1000", "--peer-timeout", "2")
 
 
-def start_world(cluster: Cluster, nodes: int, *flags: str, nproc: int = 1, steps: int = 600) -> list[Node]:
+def start_world(
+    cluster: Cluster, nodes: int, *flags: str, nproc: int = 1, steps: int = 600, nnodes: str | None = None
+) -> list[Node]:
     """A world of `nodes` nodes that has committed some steps. The store is off the nodes: any of them may die."""
     cluster.host_store()
-    started = cluster.start(*ENDLESS, "--max-steps", str(steps), *flags, nodes=nodes, nproc=nproc)
+    started = cluster.start(*ENDLESS, "--max-steps", str(steps), *flags, nodes=nodes, nproc=nproc, nnodes=nnodes)
     wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events")
     wait_until(
         lambda: any(e["world_size"] == nodes * nproc for e in events(cluster.run_dir, "world")),
@@ -138,7 +140,7 @@ def test_a_node_told_to_stop_leaves_without_an_error(cluster: Cluster) -> None:
 
 
 def test_a_node_joins_and_no_step_is_lost(cluster: Cluster) -> None:
-    nodes = start_world(cluster, 2, steps=2000)
+    nodes = start_world(cluster, 2, steps=2000, nnodes="2:3" if cluster.etcd else None)
     nodes += cluster.start(*ENDLESS, "--max-steps", "2000")
     wait_until(lambda: any(e["world_size"] == 3 for e in events(cluster.run_dir, "world")), "world of 3", 40)
     cluster.finish(nodes)
