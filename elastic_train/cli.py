@@ -1,4 +1,4 @@
-"""The console script `elastic-train`, for people: what a run is doing, its snapshots, benchmarks.
+"""The console script `elastic-train`, for people: what a run is doing, drills and audits, snapshots, benchmarks.
 
 Each command's code is imported only when it is asked for, and torch only where tensors are: `--help` and the commands
 that read files answer at once.
@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="elastic-train",
-        description="For people beside a training: where it stands, its snapshots, benchmarks.",
+        description="For people beside a training: where it stands, drills and audits, its snapshots, benchmarks.",
         epilog="The training itself: torchrun ... -m elastic_train (--help lists its flags).",
         allow_abbrev=False,
     )
@@ -68,6 +68,33 @@ def make_parser() -> argparse.ArgumentParser:
         commands, "status", show_status, "where a run stands, from its files alone; also of one that is alive"
     )
     status.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+
+    drill = _add(
+        commands, "drill", run_drill, "a real job on this machine, harm done to it by a seeded schedule, and an audit"
+    )
+    drill.add_argument("--seed", type=int, help="decides what is done to whom and when (default: a new one, printed)")
+    drill.add_argument("--nodes", type=int, default=4, help="how many the job has at most (default: 4)")
+    drill.add_argument("--workers", type=int, default=1, help="of a node (default: 1)")
+    drill.add_argument("--duration", type=float, default=60.0, metavar="SECONDS", help="of the schedule (default: 60)")
+    drill.add_argument("--every", type=float, metavar="SECONDS", help="a fault so often, drawn from --faults")
+    drill.add_argument("--faults", metavar="NAME,...", help="draw from these (default: five in a row; see --list)")
+    drill.add_argument("--scenario", type=Path, metavar="FILE", help="TOML with [[fault]] tables: at = SECONDS, name")
+    drill.add_argument("--list", action="store_true", help="print the faults and what each does")
+    drill.add_argument(
+        "--nodes-as", choices=("auto", "processes", "namespaces"), default="auto",
+        help="network namespaces let a node lose its network or its power; auto: where this machine allows",
+    )  # fmt: skip
+    drill.add_argument(
+        "--run-dir", type=Path, metavar="PATH", help="where it leaves the run (default: runs/drill-SEED)"
+    )
+    drill.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of the worker, to drill a task of your own")
+
+    auditing = _add(commands, "audit", run_audit, "whether a run kept the promises: every check, from its files alone")
+    auditing.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+
+    report = _add(commands, "report", write_report, "RUN_DIR/report.html, one page about a run that needs no network")
+    report.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    report.add_argument("--open", action="store_true", help="show it in a browser")
 
     snapshot = commands.add_parser("snapshot", help="list, verify and hash snapshots", allow_abbrev=False)
     actions = snapshot.add_subparsers(title="actions", metavar="ACTION", required=True)
@@ -109,6 +136,39 @@ def show_status(arguments: argparse.Namespace) -> int:
 
     now = time.time()
     show(read_status(arguments.run_dir, now), now, sys.stdout)
+    return 0
+
+
+def run_drill(arguments: argparse.Namespace) -> int:
+    from elastic_train.drills.command import list_faults, settings_of
+    from elastic_train.drills.drill import run_drill
+
+    if arguments.list:
+        print("\n".join(list_faults()))
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that its nodes are ended
+    return 0 if run_drill(settings_of(arguments)) else 1
+
+
+def run_audit(arguments: argparse.Namespace) -> int:
+    from elastic_train.drills.audit import audit_history, describe
+    from elastic_train.drills.history import read_history
+
+    history = read_history(arguments.run_dir)
+    found = audit_history(history)
+    print("\n".join(describe(found, history)))
+    return 0 if found.passed else 1
+
+
+def write_report(arguments: argparse.Namespace) -> int:
+    from elastic_train.drills.report import write_report
+
+    path = write_report(arguments.run_dir).absolute()
+    print(path)
+    if arguments.open:
+        import webbrowser
+
+        webbrowser.open(path.as_uri())
     return 0
 
 

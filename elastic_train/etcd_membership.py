@@ -231,7 +231,7 @@ class EtcdMembership(Membership):
 
         meeting = meet(self.store, seat.key, seat.rank, len(everyone), me, sight, fits, joined)
         decision, _ = self._drive(meeting, math.inf)
-        world = world_of(decision, joined, seat.rank)
+        world = world_of(decision, joined, seat.rank, self._max_world_size)
         if world is None and decision.ranks:
             require_agreement(me.agreement, joined[decision.ranks[0]].agreement, joined[decision.ranks[0]].name)
         return world
@@ -350,7 +350,7 @@ class EtcdMembership(Membership):
         self._consider_admission(world, store)
         self._forget_dead(store)
         if self._swept < world.generation - 2:
-            for part in ("join/", "left/", "admit"):
+            for part in ("join/", "left/", "ready/", "admit"):
                 store.delete_prefix(f"{self.prefix}/world-{world.generation - 2}/{part}")
             self._swept = world.generation - 2
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from elastic_train.datasets import EpochDataset
-from elastic_train.errors import UsageError
 from elastic_train.evaluation import evaluate
 from elastic_train.goodput import Phase
 from elastic_train.membership import Membership
@@ -83,11 +82,6 @@ class Loop:
         worker, model = self._worker, self._worker.state.model
         if worker.config.reduction == "fast":
             return FastReduction(model, world, worker.device, num_votes=len(self.last_votes))
-        if world.world_size > worker.config.virtual_ranks:
-            raise UsageError(
-                f"{world.world_size} workers are more than --virtual-ranks {worker.config.virtual_ranks}: "
-                "an ordered step has no work for them; start fewer, or a new run with more virtual ranks"
-            )
         return OrderedReduction(
             model,
             world,

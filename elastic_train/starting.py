@@ -116,7 +116,7 @@ class Start:
         worker, state = self._worker, self._worker.state
         found = gather_json(determinism.fingerprint(worker.device))
         before = state.fingerprint or found[0]
-        for member, now in zip(world.members, found, strict=True):
+        for member, now in zip(world.workers, found, strict=True):
             differences = determinism.compare(before, now)
             if differences and world.rank == 0:
                 worker.reporter.warn(f"the bits may differ from here on: on {member.name}, {'; '.join(differences)}")
@@ -164,6 +164,8 @@ def describe_start(worker: Worker, world: World, backend: str, restored: Restore
         else f"from the {restored.source} of step {restored.step}, in epoch {epoch} of {config.epochs}"
     )
     workers = f"{world.world_size} worker{'s' if world.world_size > 1 else ''}"
+    if world.num_spares:
+        workers += f" and {world.num_spares} spare{'s' if world.num_spares > 1 else ''}"
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
     return (
         f"world generation={world.generation}: {workers} on {nodes} ({worker.device.type}, {backend}), "

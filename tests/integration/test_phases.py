@@ -8,17 +8,20 @@ import time
 import psutil
 import pytest
 
-from tests.integration.cluster import Cluster, Node, events, last_step, result, wait_for_step, wait_until
+from tests.integration.cluster import Cluster, Node, events, last_step, result, wait_for_step, wait_until, worlds
 from tests.integration.test_in_place import ENDLESS, check_run
 
 pytestmark = pytest.mark.parametrize("cluster", ["c10d", pytest.param("etcd3", marks=pytest.mark.slow)], indirect=True)
 STEPS = 300
 
 
-def start_with_fault(cluster: Cluster, fault: str, nodes: int = 3, steps: int = STEPS) -> list[Node]:
+def start_with_fault(
+    cluster: Cluster, fault: str, nodes: int = 3, steps: int = STEPS, flags: tuple[str, ...] = ()
+) -> list[Node]:
     """A world whose members all have the fault armed; its conditions say whom it strikes."""
     cluster.host_store()
-    return cluster.start(*ENDLESS, "--max-steps", str(steps), nodes=nodes, env={"ELASTIC_TRAIN_FAULT": fault})
+    flags = (*ENDLESS, "--max-steps", str(steps), *flags)
+    return cluster.start(*flags, nodes=nodes, env={"ELASTIC_TRAIN_FAULT": fault})
 
 
 def finish_but(cluster: Cluster, nodes: list[Node], struck: int) -> list[Node]:
@@ -47,6 +50,18 @@ def test_another_death_during_the_re_form(cluster: Cluster, point: str) -> None:
     finish_but(cluster, nodes, 2)
     end = check_run(cluster, STEPS)
     assert all(sum(incident["seconds"].values()) < 3.0 for incident in end["incidents"])
+
+
+def test_the_source_of_the_state_dies_while_it_sends(cluster: Cluster) -> None:
+    """Three train and one is a spare. One dies, the spare steps in, and who is about to send it the state dies too."""
+    fault = "kill-node@step:rank=2,step=60,generation=0;kill-node@send:generation=1"
+    nodes = start_with_fault(
+        cluster, fault, nodes=4, flags=("--reduction", "ordered", "--virtual-ranks", "3", "--global-batch-size", "63")
+    )
+    finish_but(cluster, nodes, 2)
+    check_run(cluster, STEPS, batch=63)
+    assert [size for _, size in worlds(cluster.run_dir)] == [3, 2], "generation 1 never came to train"
+    assert [e["source"] for e in events(cluster.run_dir, "restore")][-1] == "peer"
 
 
 @pytest.mark.parametrize("point", ["finish", "exit"])

@@ -1,0 +1,92 @@
+"""`elastic-train audit RUN_DIR`: were the promises kept? The checks themselves are in checks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from elastic_train.drills.checks import CHECKS, Found, Skip
+from elastic_train.drills.history import History, read_history
+from elastic_train.drills.lost_time import lost_time
+
+SHOWN_FINDINGS = 5
+
+
+class Verdict(StrEnum):
+    PASS = "PASS"
+    FAIL = "FAIL"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check came to."""
+
+    name: str
+    promise: str
+    verdict: Verdict
+    detail: str
+    """what was looked at, or why nothing could be"""
+    findings: tuple[str, ...] = ()
+    """what is wrong; empty unless it failed"""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """All checks of one run."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed and something was checked."""
+        verdicts = {check.verdict for check in self.checks}
+        return Verdict.FAIL not in verdicts and Verdict.PASS in verdicts
+
+    @property
+    def reasons(self) -> list[str]:
+        """One line per finding, the check's name first."""
+        return [f"{check.name}: {finding}" for check in self.checks for finding in check.findings]
+
+
+def audit(run_dir: Path) -> Audit:
+    """Read a run and check it.
+
+    Raises:
+        RunDirectoryError: there is no run in it, or it cannot be read.
+    """
+    return audit_history(read_history(run_dir))
+
+
+def audit_history(history: History) -> Audit:
+    """Every check that there is, in the order in which a person would ask."""
+    return Audit(tuple(_run(name, promise, check, history) for name, promise, check in CHECKS))
+
+
+def _run(name: str, promise: str, check: Callable[[History], Found], history: History) -> Check:
+    try:
+        detail, findings = check(history)
+    except Skip as missing:
+        return Check(name, promise, Verdict.SKIPPED, str(missing))
+    findings = tuple(findings)
+    if len(findings) > SHOWN_FINDINGS:
+        findings = (*findings[:SHOWN_FINDINGS], f"and {len(findings) - SHOWN_FINDINGS} more")
+    return Check(name, promise, Verdict.FAIL if findings else Verdict.PASS, detail, findings)
+
+
+def describe(found: Audit, history: History) -> list[str]:
+    """Lines for a terminal; the last ones are PASS, or FAIL with the reasons."""
+    width = max(len(check.name) for check in found.checks)
+    lines = [f"{check.name:<{width}}  {check.verdict:<7}  {check.promise}: {check.detail}" for check in found.checks]
+    lost = lost_time(history)
+    if lost.wall:
+        causes = ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in lost.by_cause.items())
+        lines.append(
+            f"{'goodput':<{width}}  {lost.ratio:<7.3f}  of {lost.wall:.1f} s between the first and the last step; "
+            f"lost: {causes}"
+        )
+    if found.passed:
+        return [*lines, "PASS"]
+    return [*lines, "FAIL", *(f"  {reason}" for reason in found.reasons or ["nothing could be checked"])]

@@ -1,0 +1,266 @@
+"""The job of a drill: its nodes, the rendezvous endpoint off all of them, and what is known of who is in.
+
+What a backend needs is in one place: `Cluster.launch_flags` and `start_endpoint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+
+from elastic_train.drills.network import HUB_ADDRESS, Network
+from elastic_train.drills.nodes import (
+    Node,
+    TooSlow,
+    clean_environment,
+    dying_with_parent,
+    free_port,
+    is_listening,
+    kill_at_once,
+    wait_until,
+)
+from elastic_train.drills.record import PACE_FILE, PACE_VARIABLE, Record
+from elastic_train.drills.watch import Watch
+
+CONSOLE = "import sys; from elastic_train.cli import main; sys.exit(main())"
+ENDPOINT_SECONDS = 60.0
+
+
+class NodeState(StrEnum):
+    """What a person sees of a node."""
+
+    STARTING = "starting"
+    IN = "in"
+    FROZEN = "frozen"
+    CUT_OFF = "cut off"
+    OUT = "left out"
+    """it runs and is in no world: about to come, or about to end"""
+    ENDED = "ended"
+
+
+class Place:
+    """A machine of the drill, on which one node after the other can run."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.name = f"node{index + 1}"
+        self.node: Node | None = None
+        self.num_started = 0
+        self.affliction: NodeState | None = None
+        """what a fault does to it at the moment"""
+        self.state = NodeState.ENDED
+        self.members: tuple[str, ...] = ()
+        """its workers by their names in the events"""
+
+    @property
+    def is_running(self) -> bool:
+        return self.node is not None
+
+
+class Cluster:
+    """Everything that a drill starts; `close` ends it all."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        record: Record,
+        flags: Sequence[str],
+        *,
+        num_nodes: int,
+        num_workers: int = 1,
+        network: Network | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        """`flags` are the worker's; `num_workers` counts the workers of a node."""
+        self.run_dir = run_dir
+        self.watch = Watch(run_dir)
+        self.network = network
+        self.places = [Place(index) for index in range(num_nodes)]
+        self._flags, self._num_workers = list(flags), num_workers
+        self._record = record
+        self._cwd = cwd or Path.cwd()
+        self._pace_file = record.path / PACE_FILE
+        self._endpoint: Node | None = None
+        self._port = free_port()
+        self._num_endpoints = 0
+        self._seen: list[Node] = []
+
+    # --- starting -----------------------------------------------------------------------------------------------------
+
+    @property
+    def endpoint(self) -> str:
+        return f"{HUB_ADDRESS if self.network else 'localhost'}:{self._port}"
+
+    def launch_flags(self) -> list[str]:
+        """torchrun's own, for the backend."""
+        return ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}", f"--nnodes=1:{len(self.places)}"]
+
+    def start_endpoint(self) -> None:
+        """Host the rendezvous off the nodes, so that each of them may die. Blocks until it answers."""
+        if self.network is None:
+            self._port = free_port()  # the last one's may be waiting for its connections to time out
+        prefix = self.network.hub_prefix() if self.network else []
+        self._num_endpoints += 1
+        self._endpoint = Node(
+            [*dying_with_parent(), sys.executable, "-c", CONSOLE, "store", "--port", str(self._port)],
+            self._record.path / f"store-{self._num_endpoints}.log",
+            self._cwd,
+            clean_environment(),
+            name="endpoint",
+            prefix=prefix,
+        )
+        self._seen.append(self._endpoint)
+        wait_until(self._endpoint_answers, "rendezvous store", ENDPOINT_SECONDS)
+
+    def _endpoint_answers(self) -> bool:
+        assert self._endpoint is not None
+        if self.network is None:
+            return is_listening(self._port)
+        return "store at port" in self._endpoint.text()
+
+    def start(self, place: Place) -> None:
+        """Start a node there; returns at once."""
+        place.num_started += 1
+        command = [
+            sys.executable, "-m", "torch.distributed.run", *self.launch_flags(),
+            f"--nproc-per-node={self._num_workers}", "-m", "elastic_train",
+            "--run-dir", str(self.run_dir), *self._flags,
+        ]  # fmt: skip
+        network = self.network
+        if network is not None:
+            network.heal(place.index)  # not before: sockets of dead processes would say farewell after all
+        place.node = Node(
+            command if network else [*dying_with_parent(), *command],
+            self._record.path / f"{place.name}-{place.num_started}.log",
+            self._cwd,
+            clean_environment() | {PACE_VARIABLE: str(self._pace_file)},
+            name=place.name,
+            host=network.host_name(place.index) if network else None,
+            prefix=[*dying_with_parent(), *network.node_prefix(place.index)] if network else (),
+            is_wrapped=network is not None,
+        )
+        self._seen.append(place.node)
+        place.members, place.affliction, place.state = (), None, NodeState.STARTING
+        self._record.node("started", place.name, pid=place.node.process.pid, log=place.node.log.name)
+
+    def set_pace(self, seconds_per_sample: float) -> None:
+        draft = self._pace_file.with_suffix(".tmp")
+        draft.write_text(str(seconds_per_sample))
+        draft.replace(self._pace_file)
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def poll(self) -> list[Place]:
+        """Read the events and look after the nodes; returns those that have ended since the last call."""
+        self.watch.poll()
+        names = sorted(self.watch.names)
+        ended = []
+        for place in self.places:
+            node = place.node
+            if node is None:
+                continue
+            if node.process.poll() is not None:
+                ended.append(place)
+                self._note_end(place)
+                continue
+            found = {name for worker in node.workers() if (name := node.member_of(worker, names))}
+            for name in sorted(found - set(place.members)):
+                self._record.node("worker", place.name, member=name)
+            place.members = tuple(sorted(found))
+            place.state = self._state_of(place)
+        return ended
+
+    def _state_of(self, place: Place) -> NodeState:
+        if place.affliction is not None:
+            return place.affliction
+        if self.is_in(place):
+            return NodeState.IN
+        return NodeState.OUT if place.members else NodeState.STARTING
+
+    def _note_end(self, place: Place) -> None:
+        assert place.node is not None
+        self._record.node("ended", place.name, code=place.node.process.returncode)
+        place.node, place.members, place.affliction, place.state = None, (), None, NodeState.ENDED
+
+    def is_in(self, place: Place) -> bool:
+        """Whether all workers of a node are in the newest world."""
+        world = self.watch.world
+        return (
+            world is not None and len(place.members) == self._num_workers and set(place.members) <= set(world.members)
+        )
+
+    @property
+    def running(self) -> list[Place]:
+        return [place for place in self.places if place.is_running]
+
+    @property
+    def inside(self) -> list[Place]:
+        """Nodes in the newest world that nothing is wrong with."""
+        return [place for place in self.running if place.affliction is None and self.is_in(place)]
+
+    @property
+    def vacant(self) -> list[Place]:
+        return [place for place in self.places if not place.is_running]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every node that runs and is not afflicted is in the newest world, and it has committed a step."""
+        world = self.watch.world
+        if world is None or world.first_step_at is None:
+            return False
+        healthy = [place for place in self.running if place.affliction is None]
+        members = {member for place in self.running for member in place.members}
+        return all(map(self.is_in, healthy)) and set(world.members) <= members
+
+    def rank_of(self, place: Place) -> int | None:
+        """The lowest rank of a node's workers in the newest world."""
+        world = self.watch.world
+        ranks = [world.members.index(member) for member in place.members if member in world.members] if world else []
+        return min(ranks, default=None)
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def kill(self, places: Sequence[Place]) -> None:
+        """SIGKILL to every process of some nodes at once; they are gone when it returns."""
+        nodes = [place.node for place in places if place.node is not None]
+        kill_at_once(nodes)
+        for place in places:
+            if place.node is not None:
+                self._note_end(place)
+
+    def kill_endpoint(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.kill()
+            self._endpoint = None
+
+    def stop_endpoint(self) -> None:
+        """Politely, when the job is over; if it does not go, it is one of the leftovers."""
+        if self._endpoint is not None:
+            self._endpoint.signal(signal.SIGTERM)
+            with contextlib.suppress(TooSlow):
+                self._endpoint.wait(20)
+            self._endpoint = None
+
+    def leftovers(self, patience: float = 5.0) -> list[str]:
+        """What runs or listens of all that was started, after some seconds in which it may still be ending."""
+        deadline = time.monotonic() + patience
+        while True:
+            processes = [process for node in self._seen for process in node.all_processes()]
+            if not processes or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        found = [f"process {process.pid} of the drill still runs" for process in processes]
+        if self.network is None and is_listening(self._port):
+            found.append(f"port {self._port} is still open")
+        return found
+
+    def close(self) -> None:
+        """End whatever still runs."""
+        for node in self._seen:
+            if node.process.poll() is None or node.all_processes():
+                node.end()

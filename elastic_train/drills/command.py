@@ -1,0 +1,115 @@
+"""From the command line of `elastic-train drill` to what the drill is to do; every check on a flag is here."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic_train.config import Config, parse
+from elastic_train.drills.drill import STEPS_PER_SECOND, Settings
+from elastic_train.drills.faults import FAULTS
+from elastic_train.drills.network import Network
+from elastic_train.drills.schedule import DEFAULT_FAULTS, Planned, default_plan, random_plan, read_scenario
+from elastic_train.errors import UsageError
+
+BUNDLED_TASK = "elastic_train.drills.task:PacedDigits"
+TASK_FLAGS = ("--task", "--dataset", "--model")
+OWNED_FLAGS = ("--run-dir", "--fresh", "--snapshot-dir")
+"""flags of the worker that the drill sets itself, or that would spoil it"""
+EVERY_SECONDS = 20.0
+"""under c10d a join takes several seconds, and harm during one may end the job"""
+SHARE_TRAINED = 0.5
+"""of a long schedule, about which under c10d half goes by in joins and with fewer nodes"""
+
+
+def list_faults() -> list[str]:
+    """One line for each fault there is."""
+    width = max(map(len, FAULTS))
+    return [
+        f"{name:<{width}}  {kind.says}{' (needs network namespaces)' if kind.needs_network else ''}"
+        for name, kind in FAULTS.items()
+    ]
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """Raises UsageError naming the flag."""
+    for name, least in (("nodes", 2), ("workers", 1)):
+        if getattr(arguments, name) < least:
+            raise UsageError(f"--{name} {getattr(arguments, name)}: must be at least {least}")
+    for name in ("duration", "every"):
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            raise UsageError(f"--{name} {value}: must be a positive number of seconds")
+    seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
+    why_not = "" if arguments.nodes_as == "processes" else Network.why_not()
+    if arguments.nodes_as == "namespaces" and why_not is not None:
+        raise UsageError(f"--nodes-as namespaces: not on this machine: {why_not}")
+    has_network = why_not is None
+    plan = plan_of(arguments, seed, has_network)
+    is_bundled = not any(given.partition("=")[0] in TASK_FLAGS for given in arguments.flags)
+    is_long = arguments.every is not None or arguments.faults is not None
+    steps = int(max(10.0, plan[-1].at) * 1.2 * STEPS_PER_SECOND * (SHARE_TRAINED if is_long else 1.0))
+    last_step = steps if is_bundled else None
+    flags = [*default_flags(last_step), *arguments.flags]
+    config = checked(flags, arguments.flags)
+    run_dir = arguments.run_dir or Path("runs") / f"drill-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise UsageError(f"--run-dir {run_dir} is there already; a drill starts with an empty one")
+    return Settings(
+        run_dir=run_dir.absolute(),
+        seed=seed,
+        plan=plan,
+        flags=flags,
+        num_nodes=arguments.nodes,
+        num_workers=arguments.workers,
+        global_batch_size=config.global_batch_size,
+        peer_timeout=config.peer_timeout,
+        last_step=last_step,
+        wants_network=has_network,
+    )
+
+
+def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list[Planned]:
+    """The schedule that the flags ask for. Raises UsageError."""
+    available = [name for name, kind in FAULTS.items() if has_network or not kind.needs_network]
+    sizes = {name: kind.size for name, kind in FAULTS.items()}
+    if arguments.scenario is not None:
+        if arguments.faults is not None or arguments.every is not None:
+            raise UsageError("--scenario says what happens when: it goes without --faults and --every")
+        plan = read_scenario(arguments.scenario, list(FAULTS))
+    elif arguments.faults is None and arguments.every is None:
+        if arguments.nodes < len(DEFAULT_FAULTS) - 1:
+            every = arguments.duration / (len(DEFAULT_FAULTS) + 1)
+            return random_plan(seed, DEFAULT_FAULTS, arguments.duration, every, arguments.nodes, sizes)
+        return default_plan(seed, arguments.duration, arguments.nodes, sizes)
+    else:
+        names = arguments.faults.split(",") if arguments.faults else available
+        unknown = sorted(set(names) - set(FAULTS))
+        if unknown:
+            raise UsageError(f"--faults: no {', '.join(unknown)}; --list shows what there is")
+        every = arguments.every or EVERY_SECONDS
+        plan = random_plan(seed, names, arguments.duration, every, arguments.nodes, sizes)
+    impossible = sorted({planned.fault for planned in plan} - set(available))
+    if impossible:
+        raise UsageError(f"{', '.join(impossible)}: needs network namespaces, which this machine does not allow")
+    return plan
+
+
+def default_flags(last_step: int | None) -> list[str]:
+    """The worker's, before the user's own, which win."""
+    bundled = ["--task", BUNDLED_TASK, "--epochs", "1000000", "--max-steps", str(last_step)] if last_step else []
+    return [
+        *bundled, "--reduction", "ordered", "--ledger", "--no-progress", "--peer-timeout", "2",
+        "--snapshot-every", "100", "--eval-every", "1000000",
+    ]  # fmt: skip
+
+
+def checked(flags: Sequence[str], own: Sequence[str]) -> Config:
+    """The worker's configuration. Raises UsageError where the worker would, or where the drill must decide."""
+    for given in own:
+        if given.partition("=")[0] in OWNED_FLAGS:
+            raise UsageError(f"{given}: the drill sets that itself")
+    return parse(flags)

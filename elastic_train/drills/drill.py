@@ -1,0 +1,339 @@
+"""`elastic-train drill`: a real job with real torchrun, harm by a seeded schedule, and an audit of what is left."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_train.drills.audit import audit_history, describe
+from elastic_train.drills.cluster import Cluster
+from elastic_train.drills.faults import FAULTS, Fault, Harm, NotStruck
+from elastic_train.drills.history import read_history
+from elastic_train.drills.live import Timeline
+from elastic_train.drills.network import Network, NetworkError
+from elastic_train.drills.record import Record
+from elastic_train.drills.reference import ReferenceFailed, undisturbed
+from elastic_train.drills.report import write_report
+from elastic_train.drills.schedule import Planned
+from elastic_train.errors import ElasticTrainError
+
+TICK_SECONDS = 0.03
+START_LIMIT_SECONDS = 180.0
+PRECONDITION_LIMIT_SECONDS = 180.0
+END_LIMIT_SECONDS = 300.0
+STEPS_PER_SECOND = 20.0
+"""of the bundled job, while faults are still to come"""
+SLOW_STEPS_PER_SECOND = 2.0
+"""the same, when it has nearly reached its end and they are late"""
+SLOW_FROM = 0.9
+"""share of the steps from which on it waits for the faults"""
+
+
+class DrillFailed(ElasticTrainError):
+    """The drill could not be carried out; says nothing about the job."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a drill is to do."""
+
+    run_dir: Path
+    seed: int
+    plan: Sequence[Planned]
+    flags: Sequence[str]
+    """the worker's, without --run-dir"""
+    num_nodes: int
+    num_workers: int
+    """of a node"""
+    global_batch_size: int
+    peer_timeout: float
+    """seconds; what the flags say"""
+    last_step: int | None
+    """of the bundled job, whose pace the drill sets; None for a user's own"""
+    wants_network: bool
+
+
+@dataclass
+class _Pending:
+    """A fault that has struck and is watched."""
+
+    number: int
+    planned: Planned
+    fault: Fault
+    harm: Harm
+    struck_at: float
+    """Unix seconds"""
+    recovered_at: float | None = None
+    is_undone: bool = False
+    is_closed: bool = False
+
+
+def run_drill(settings: Settings) -> bool:
+    """Carry it out and judge it; blocks for its whole length. Whether the audit passed.
+
+    Raises:
+        DrillFailed: the job did not even start, or this machine lacks something.
+    """
+    record = Record(settings.run_dir)
+    network = Network(settings.num_nodes) if settings.wants_network else None
+    kind = "network namespaces" if network else "processes"
+    record.add_setting(
+        seed=settings.seed,
+        backend="c10d",
+        nodes=settings.num_nodes,
+        workers_per_node=settings.num_workers,
+        nodes_as=kind,
+        flags=list(settings.flags),
+        num_faults=len(settings.plan),
+        plan=[{"at": planned.at, "fault": planned.fault} for planned in settings.plan],
+        started=time.time(),
+    )
+    cluster = Cluster(
+        settings.run_dir,
+        record,
+        settings.flags,
+        num_nodes=settings.num_nodes,
+        num_workers=settings.num_workers,
+        network=network,
+    )
+    seconds = settings.plan[-1].at + 30 if settings.plan else 30
+    try:
+        with Timeline(cluster, last_step=settings.last_step, seconds=seconds) as timeline:
+            timeline.say(
+                f"drill with seed {settings.seed}: {settings.num_nodes} nodes as {kind}, backend c10d; "
+                f"{', '.join(planned.fault for planned in settings.plan)}"
+            )
+            Conductor(settings, cluster, record, timeline).conduct()
+            cluster.stop_endpoint()
+            record.leftovers(cluster.leftovers())
+    except NetworkError as error:
+        raise DrillFailed(str(error)) from error
+    finally:
+        cluster.close()
+        if network is not None:
+            network.close()
+        record.close()
+    _compare(settings, record)
+    return _judge(settings)
+
+
+def _compare(settings: Settings, record: Record) -> None:
+    print("the same job undisturbed, to compare with (kept for the next drill) ...", flush=True)
+    try:
+        found = undisturbed(settings.flags, is_own_task=settings.last_step is None, cwd=Path.cwd())
+    except ReferenceFailed as error:
+        print(f"elastic-train: warning: nothing to compare with: {error}", flush=True)
+    else:
+        record.reference({name: found.get(name) for name in ("state_sha256", "step", "train_loss", "test_accuracy")})
+
+
+def _judge(settings: Settings) -> bool:
+    history = read_history(settings.run_dir)
+    found = audit_history(history)
+    lines = describe(found, history)
+    print("\n".join(lines[: len(found.checks) + 1]))
+    print(f"seed {settings.seed}; {write_report(settings.run_dir)}")
+    print("\n".join(lines[len(found.checks) + 1 :]), flush=True)
+    return found.passed
+
+
+class Conductor:
+    """Goes through the schedule while the job runs."""
+
+    def __init__(self, settings: Settings, cluster: Cluster, record: Record, timeline: Timeline) -> None:
+        self._settings, self._cluster = settings, cluster
+        self._record, self._timeline = record, timeline
+        self._plan = list(enumerate(settings.plan))
+        self._pending: list[_Pending] = []
+        self._due_since: float | None = None
+        self._zero = 0.0
+        self._pace: float | None = None
+
+    def conduct(self) -> None:
+        """From the first node to the end of the last. Blocks."""
+        self._start()
+        self._zero = time.monotonic()
+        while (self._plan or self._open) and not self._cluster.watch.is_finished and self._cluster.running:
+            self._tick()
+        self._give_up_the_rest()
+        self._release()
+        self._finish()
+
+    @property
+    def _open(self) -> list[_Pending]:
+        return [pending for pending in self._pending if not pending.is_closed]
+
+    def _start(self) -> None:
+        cluster, say = self._cluster, self._timeline.say
+        self._set_pace_by_rate(STEPS_PER_SECOND)
+        cluster.start_endpoint()
+        for place in cluster.places:
+            cluster.start(place)
+        deadline = time.monotonic() + START_LIMIT_SECONDS
+        while not (cluster.is_settled and len(cluster.inside) == len(cluster.places)):
+            self._look()
+            if not cluster.running:
+                raise DrillFailed(f"every node ended before the first step; their logs are in {self._record.path}")
+            if time.monotonic() > deadline:
+                raise DrillFailed(
+                    f"no world of {len(cluster.places)} nodes after {START_LIMIT_SECONDS:.0f} s; "
+                    f"the nodes' logs are in {self._record.path}"
+                )
+        say(f"{len(cluster.places)} nodes train, step {cluster.watch.step}")
+
+    def _tick(self) -> None:
+        self._look()
+        self._adapt_pace()
+        for pending in self._open:
+            self._follow(pending)
+        if self._plan and time.monotonic() - self._zero >= self._plan[0][1].at:
+            self._try_next()
+
+    def _look(self) -> None:
+        time.sleep(TICK_SECONDS)
+        for place in self._cluster.poll():
+            self._timeline.say(f"{place.name} has ended")
+        self._timeline.refresh()
+
+    # --- faults -------------------------------------------------------------------------------------------------------
+
+    def _try_next(self) -> None:
+        number, planned = self._plan[0]
+        fault = FAULTS[planned.fault]()
+        now = time.monotonic()
+        self._due_since = self._due_since or now
+        missing = "an earlier fault is not over" if self._open else fault.not_yet(self._cluster)
+        if missing is None:
+            self._strike(number, planned, fault)
+        elif now - self._due_since > PRECONDITION_LIMIT_SECONDS + fault.limit_seconds(self._harm(number)):
+            self._skip(number, planned, f"in {now - self._due_since:.0f} s it found no moment: {missing}")
+        else:
+            return
+        self._plan.pop(0)
+        self._due_since = None
+
+    def _harm(self, number: int) -> Harm:
+        rng = random.Random(f"{self._settings.seed}/{number}")
+        return Harm(self._cluster, rng, self._settings.peer_timeout)
+
+    def _strike(self, number: int, planned: Planned, fault: Fault) -> None:
+        cluster, harm = self._cluster, self._harm(number)
+        harm.targets = fault.choose(harm)
+        harm.generation = cluster.watch.generation
+        harm.members = tuple(member for place in harm.targets for member in place.members)
+        ranks = [rank for place in harm.targets if (rank := cluster.rank_of(place)) is not None]
+        at_rank = f" (rank {', '.join(map(str, ranks))})" if ranks else ""
+        self._timeline.say(f"{fault.name}: {harm.target}{at_rank}, step {cluster.watch.step}")
+        struck_at, step = time.time(), cluster.watch.step
+        try:
+            evidence = fault.strike(harm)
+        except NotStruck as error:
+            self._skip(number, planned, str(error), harm.target)
+            return
+        self._record.fault(
+            "struck",
+            number,
+            name=fault.name,
+            target=harm.target,
+            step=step,
+            evidence=evidence,
+            limit_seconds=fault.limit_seconds(harm),
+            struck_at=struck_at,
+        )
+        self._pending.append(_Pending(number, planned, fault, harm, struck_at))
+
+    def _skip(self, number: int, planned: Planned, reason: str, target: str = "") -> None:
+        self._timeline.say(f"{planned.fault} did not strike: {reason}")
+        self._record.fault("skipped", number, name=planned.fault, target=target, reason=reason)
+
+    def _follow(self, pending: _Pending) -> None:
+        fault, harm, watch = pending.fault, pending.harm, self._cluster.watch
+        now = time.time()
+        if fault.undo_after is not None and not pending.is_undone:
+            since = pending.recovered_at if fault.size else pending.struck_at
+            if since is not None and now - since >= fault.undo_after:
+                self._undo(pending)
+        if pending.recovered_at is None:
+            if fault.is_over(harm):
+                stepped_at = watch.world.first_step_at if fault.changes_world and watch.world is not None else now
+                pending.recovered_at = stepped_at or now
+                seconds = max(0.0, pending.recovered_at - pending.struck_at)
+                self._record.fault("recovered", pending.number, seconds=seconds)
+                self._timeline.say(f"{fault.name}: next step after {seconds:.2f} s, {self._world_in_words()}")
+            elif now - pending.struck_at > 2 * fault.limit_seconds(harm) + 30:
+                self._fail(pending, f"no step within {now - pending.struck_at:.0f} s")
+        elif (fault.undo_after is None or pending.is_undone) and fault.is_cleared(harm):
+            pending.is_closed = True
+        elif now - pending.recovered_at > END_LIMIT_SECONDS:
+            self._fail(pending, f"{harm.target} was still there {END_LIMIT_SECONDS:.0f} s after it was left out")
+
+    def _undo(self, pending: _Pending) -> None:
+        pending.fault.undo(pending.harm)
+        pending.is_undone = True
+        pending.harm.undone_at_step = self._cluster.watch.step
+        self._record.fault("undone", pending.number)
+        self._timeline.say(f"{pending.fault.name} of {pending.harm.target} is undone")
+
+    def _fail(self, pending: _Pending, reason: str) -> None:
+        self._timeline.say(f"{pending.fault.name}: {reason}")
+        self._record.fault("recovered", pending.number, seconds=None, reason=reason)
+        pending.is_closed = True
+
+    def _world_in_words(self) -> str:
+        world = self._cluster.watch.world
+        assert world is not None
+        return f"{len(world.members)} workers, generation {world.generation}"
+
+    def _give_up_the_rest(self) -> None:
+        ended = "training had ended" if self._cluster.watch.is_finished else "no node was left"
+        for number, planned in self._plan:
+            self._skip(number, planned, f"{ended} before its time")
+        self._plan.clear()
+        for pending in self._open:
+            if pending.recovered_at is None:
+                self._fail(pending, f"{ended} before the next step")
+            if pending.fault.undo_after is not None and not pending.is_undone:
+                self._undo(pending)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Let the job reach its end."""
+        self._timeline.say(f"no more faults; the job goes on to its end, step {self._cluster.watch.step}")
+        deadline = time.monotonic() + END_LIMIT_SECONDS
+        step = self._cluster.watch.step
+        while self._cluster.running:
+            self._look()
+            if self._cluster.watch.step > step:
+                step, deadline = self._cluster.watch.step, time.monotonic() + END_LIMIT_SECONDS
+            if time.monotonic() > deadline:
+                names = ", ".join(place.name for place in self._cluster.running)
+                self._timeline.say(f"{names} did not end within {END_LIMIT_SECONDS:.0f} s after the last step")
+                return
+        self._timeline.say(f"every node has ended, step {self._cluster.watch.step}")
+
+    # --- the pace of the bundled job ----------------------------------------------------------------------------------
+
+    def _adapt_pace(self) -> None:
+        last = self._settings.last_step
+        if last is not None:
+            is_early = self._cluster.watch.step < SLOW_FROM * last
+            self._set_pace_by_rate(STEPS_PER_SECOND if is_early else SLOW_STEPS_PER_SECOND)
+
+    def _release(self) -> None:
+        """To the end without pauses: the faults are through."""
+        self._set_pace(0.0)
+        self._record.add_setting(released=time.time())
+
+    def _set_pace_by_rate(self, steps_per_second: float) -> None:
+        """That rate with all nodes; fewer are slower, as with real work."""
+        workers = self._settings.num_nodes * self._settings.num_workers
+        self._set_pace(workers / (steps_per_second * self._settings.global_batch_size))
+
+    def _set_pace(self, seconds_per_sample: float) -> None:
+        if seconds_per_sample != self._pace:
+            self._pace = seconds_per_sample
+            self._cluster.set_pace(seconds_per_sample)

@@ -1,0 +1,482 @@
+"""The harm that a drill does: small named things, each with what it needs, what it does, and how it is undone.
+
+A fault says when it may strike (`not_yet`), strikes (`strike`, which returns what shows that it really did), and knows
+when the job has got over it (`is_over`). What has to be put right again, it puts right in `undo`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import psutil
+
+from elastic_train.drills.cluster import Cluster, NodeState, Place
+from elastic_train.drills.nodes import is_running
+
+RECOVERY_LIMIT_SECONDS = 15.0
+"""from a death to the next committed step; measured in tenths, but machines are loaded"""
+JOIN_LIMIT_SECONDS = 150.0
+"""a newcomer's Python with torch, and under c10d everybody's again"""
+RESTART_LIMIT_SECONDS = 240.0
+
+
+class NotStruck(Exception):
+    """A fault found that it could not do what it is for; the message says why."""
+
+
+@dataclass
+class Harm:
+    """One fault at work."""
+
+    cluster: Cluster
+    rng: random.Random
+    peer_timeout: float
+    """seconds, the worker's flag"""
+    targets: list[Place] = field(default_factory=list)
+    generation: int = -1
+    """of the world that it struck"""
+    members: tuple[str, ...] = ()
+    """of the targets when it struck"""
+    undone_at_step: int | None = None
+    """committed steps when it was undone; None before"""
+    detail: str = ""
+    """of what was struck, where it is not the targets"""
+
+    @property
+    def target(self) -> str:
+        return self.detail or ", ".join(place.name for place in self.targets)
+
+
+class Fault:
+    """Base of all. `size` says by how much it changes the number of nodes."""
+
+    name: ClassVar[str]
+    says: ClassVar[str]
+    """one line for --list"""
+    size: ClassVar[int] = -1
+    needs_network: ClassVar[bool] = False
+    undo_after: ClassVar[float | None] = None
+    """seconds from the recovery, or for a fault without one from the strike, to `undo`; None: nothing to undo"""
+
+    changes_world: ClassVar[bool] = True
+    """whether a new generation is what it leads to"""
+
+    def limit_seconds(self, harm: Harm) -> float:
+        """From the strike to the next step, at most."""
+        return RECOVERY_LIMIT_SECONDS
+
+    def not_yet(self, cluster: Cluster) -> str | None:
+        """What it waits for; None when it may strike."""
+        if not cluster.is_settled:
+            return "the world is not settled"
+        if len(cluster.inside) < 1 - self.size:
+            return f"only {len(cluster.inside)} healthy nodes are in"
+        return None
+
+    def choose(self, harm: Harm) -> list[Place]:
+        return harm.rng.sample(harm.cluster.inside, max(1, -self.size))
+
+    def strike(self, harm: Harm) -> str:
+        """Do it; returns what shows that it happened. Raises NotStruck."""
+        raise NotImplementedError
+
+    def is_over(self, harm: Harm) -> bool:
+        """Whether a step was committed that this fault stood in the way of: here, in a world without the targets."""
+        world = harm.cluster.watch.world
+        return (
+            world is not None
+            and world.generation > harm.generation
+            and world.first_step_at is not None
+            and not set(world.members) & set(harm.members)
+        )
+
+    def undo(self, harm: Harm) -> None:
+        """Put right what can be."""
+
+    def is_cleared(self, harm: Harm) -> bool:
+        """Whether nothing of it is left, so that the job may be counted as healthy again."""
+        return True
+
+
+class Kill(Fault):
+    name = "kill"
+    says = "SIGKILL to every process of a node"
+
+    def strike(self, harm: Harm) -> str:
+        harm.cluster.kill(harm.targets)
+        return "all of its processes are gone"
+
+
+class KillRankZero(Kill):
+    name = "kill-rank-0"
+    says = "the same to the node that has rank 0"
+
+    def choose(self, harm: Harm) -> list[Place]:
+        return [place for place in harm.cluster.inside if harm.cluster.rank_of(place) == 0]
+
+    def not_yet(self, cluster: Cluster) -> str | None:
+        if (missing := super().not_yet(cluster)) is not None:
+            return missing
+        return None if any(cluster.rank_of(place) == 0 for place in cluster.inside) else "nobody healthy has rank 0"
+
+
+class KillTwo(Kill):
+    name = "kill-two"
+    says = "two nodes at once"
+    size = -2
+
+
+class KillAgain(Kill):
+    name = "kill-again"
+    says = "a node, and another within a fifth of a second, while the others re-form"
+    size = -2
+
+    def strike(self, harm: Harm) -> str:
+        first, second = harm.targets
+        harm.cluster.kill([first])
+        pause = harm.rng.uniform(0.0, 0.2)
+        time.sleep(pause)
+        harm.cluster.kill([second])
+        return f"the second died {pause * 1000:.0f} ms after the first"
+
+
+class KillWorker(Fault):
+    name = "kill-worker"
+    says = "SIGKILL to one worker; its agent ends the node"
+
+    def strike(self, harm: Harm) -> str:
+        worker = harm.rng.choice(_workers(harm.targets[0]))
+        worker.kill()
+        _wait_gone(worker)
+        return f"worker {worker.pid} is gone"
+
+
+class KillAgent(Fault):
+    name = "kill-agent"
+    says = "SIGKILL to the agent alone; its workers die with it"
+
+    def strike(self, harm: Harm) -> str:
+        place = harm.targets[0]
+        agent = place.node.agent() if place.node else None
+        if agent is None:
+            raise NotStruck("its agent had ended")
+        agent.kill()
+        _wait_gone(agent)
+        return f"agent {agent.pid} is gone"
+
+
+class Stop(Fault):
+    name = "stop"
+    says = "SIGTERM to a node's agent, as a scheduler does it"
+
+    def strike(self, harm: Harm) -> str:
+        assert harm.targets[0].node is not None
+        harm.targets[0].node.signal(signal.SIGTERM)
+        return "SIGTERM sent"
+
+
+class Hang(Fault):
+    name = "hang"
+    says = "SIGSTOP to a node's workers; SIGCONT once the others are through, and it leaves"
+    undo_after = 1.0
+
+    def limit_seconds(self, harm: Harm) -> float:
+        return 3 * harm.peer_timeout + RECOVERY_LIMIT_SECONDS
+
+    def strike(self, harm: Harm) -> str:
+        workers = _workers(harm.targets[0])
+        _freeze(workers)
+        harm.targets[0].affliction = NodeState.FROZEN
+        return f"{len(workers)} stopped"
+
+    def undo(self, harm: Harm) -> None:
+        for worker in _workers(harm.targets[0]):
+            worker.send_signal(signal.SIGCONT)
+
+    def is_cleared(self, harm: Harm) -> bool:
+        return not harm.targets[0].is_running
+
+
+class Disturbance(Fault):
+    """Something that passes: the job goes on with everybody, or has got over it, when it is undone."""
+
+    size = 0
+    undo_after = 3.0
+    changes_world = False
+
+    def not_yet(self, cluster: Cluster) -> str | None:
+        return None if cluster.is_settled else "the world is not settled"
+
+    def is_over(self, harm: Harm) -> bool:
+        return harm.undone_at_step is not None and harm.cluster.watch.step > harm.undone_at_step
+
+
+class Pause(Disturbance):
+    name = "pause"
+    says = "SIGSTOP for half a second: shorter than --peer-timeout, so that nobody is expelled"
+    undo_after = 0.5
+
+    def strike(self, harm: Harm) -> str:
+        workers = _workers(harm.targets[0])
+        _freeze(workers)
+        harm.targets[0].affliction = NodeState.FROZEN
+        return f"{len(workers)} stopped"
+
+    def undo(self, harm: Harm) -> None:
+        for worker in _workers(harm.targets[0]):
+            worker.send_signal(signal.SIGCONT)
+        harm.targets[0].affliction = None
+
+
+class Slow(Disturbance):
+    name = "slow"
+    says = "a node's workers run at nice 19, all on one processor, for three seconds"
+
+    def strike(self, harm: Harm) -> str:
+        for worker in _workers(harm.targets[0]):
+            worker.nice(19)
+            worker.cpu_affinity([0])
+        return "nice 19, one processor"
+
+    def undo(self, harm: Harm) -> None:
+        for worker in _workers(harm.targets[0]):
+            with contextlib.suppress(psutil.AccessDenied):
+                worker.nice(0)
+            worker.cpu_affinity([])
+
+
+class Join(Fault):
+    name = "join"
+    says = "a node starts, a new one or one that died"
+    size = 1
+
+    def limit_seconds(self, harm: Harm) -> float:
+        return JOIN_LIMIT_SECONDS
+
+    def not_yet(self, cluster: Cluster) -> str | None:
+        if not cluster.is_settled:
+            return "the world is not settled"
+        return None if cluster.vacant else "every node runs"
+
+    def choose(self, harm: Harm) -> list[Place]:
+        return [harm.rng.choice(harm.cluster.vacant)]
+
+    def strike(self, harm: Harm) -> str:
+        harm.cluster.start(harm.targets[0])
+        return "started"
+
+    def is_over(self, harm: Harm) -> bool:
+        world = harm.cluster.watch.world
+        return (
+            world is not None
+            and world.generation > harm.generation
+            and world.first_step_at is not None
+            and harm.cluster.is_in(harm.targets[0])
+        )
+
+
+class KillAll(Fault):
+    name = "kill-all"
+    says = "every node and the endpoint; all start again and continue from the newest snapshot"
+    size = 0
+    undo_after = None
+
+    def limit_seconds(self, harm: Harm) -> float:
+        return RESTART_LIMIT_SECONDS
+
+    def choose(self, harm: Harm) -> list[Place]:
+        return list(harm.cluster.inside)
+
+    def strike(self, harm: Harm) -> str:
+        cluster = harm.cluster
+        harm.detail = "all nodes"
+        cluster.kill(cluster.running)
+        cluster.kill_endpoint()
+        return self.start_again(harm)
+
+    def start_again(self, harm: Harm) -> str:
+        harm.cluster.start_endpoint()
+        for place in harm.targets:
+            harm.cluster.start(place)
+        return f"{len(harm.targets)} killed and started again"
+
+
+class Damage(KillAll):
+    name = "damage"
+    says = "a bit of the newest snapshot is flipped and everything killed: the one before it is used"
+
+    def not_yet(self, cluster: Cluster) -> str | None:
+        if len(_snapshots(cluster)) < 2:
+            return "there are not two snapshots yet"
+        return super().not_yet(cluster)
+
+    def strike(self, harm: Harm) -> str:
+        cluster = harm.cluster
+        cluster.kill(cluster.running)
+        cluster.kill_endpoint()
+        newest = _snapshots(cluster)[0]
+        state = newest / "state.pt"
+        data = bytearray(state.read_bytes())
+        position = harm.rng.randrange(len(data))
+        data[position] ^= 1
+        state.write_bytes(data)
+        harm.detail = newest.name
+        return f"byte {position}; {self.start_again(harm)}"
+
+
+class KillEndpoint(Fault):
+    name = "kill-endpoint"
+    says = "the host of the c10d endpoint: every node saves and ends; all start again and lose no committed step"
+    size = 0
+
+    def limit_seconds(self, harm: Harm) -> float:
+        return RESTART_LIMIT_SECONDS
+
+    def choose(self, harm: Harm) -> list[Place]:
+        return list(harm.cluster.inside)
+
+    def strike(self, harm: Harm) -> str:
+        cluster = harm.cluster
+        harm.detail = "endpoint"
+        cluster.kill_endpoint()
+        deadline = time.monotonic() + 90.0
+        while cluster.running:
+            if time.monotonic() > deadline:
+                names = ", ".join(place.name for place in cluster.running)
+                raise NotStruck(f"the endpoint is gone, and {names} did not end within 90 s")
+            time.sleep(0.05)
+            cluster.poll()
+        cluster.start_endpoint()
+        for place in harm.targets:
+            cluster.start(place)
+        return "every node ended by itself, and was started again"
+
+
+# --- with a network of its own for every node -------------------------------------------------------------------------
+
+
+class Partition(Fault):
+    name = "partition"
+    says = "a node's cable is pulled; plugged in again once the others are through"
+    needs_network = True
+    undo_after = 1.0
+
+    def limit_seconds(self, harm: Harm) -> float:
+        return 3 * harm.peer_timeout + RECOVERY_LIMIT_SECONDS
+
+    def cut(self, harm: Harm) -> None:
+        assert harm.cluster.network is not None
+        harm.cluster.network.pull_cable(harm.targets[0].index)
+
+    def strike(self, harm: Harm) -> str:
+        place, network = harm.targets[0], harm.cluster.network
+        assert network is not None
+        self.cut(harm)
+        place.affliction = NodeState.CUT_OFF
+        if network.can_reach_hub(place.index, 0.3):
+            raise NotStruck("it still reaches the others")
+        return "it does not reach the bridge"
+
+    def undo(self, harm: Harm) -> None:
+        assert harm.cluster.network is not None
+        harm.cluster.network.heal(harm.targets[0].index)
+
+    def is_cleared(self, harm: Harm) -> bool:
+        return not harm.targets[0].is_running
+
+
+class OneWayDrop(Partition):
+    name = "one-way"
+    says = "what a node sends is dropped, what it hears is not"
+
+    def cut(self, harm: Harm) -> None:
+        assert harm.cluster.network is not None
+        harm.cluster.network.drop_outgoing(harm.targets[0].index)
+
+
+class PowerLoss(Fault):
+    name = "power-loss"
+    says = "a node's port goes down, then all of its processes: silence, no FIN and no RST"
+    needs_network = True
+
+    def limit_seconds(self, harm: Harm) -> float:
+        return 3 * harm.peer_timeout + RECOVERY_LIMIT_SECONDS
+
+    def strike(self, harm: Harm) -> str:
+        place, network = harm.targets[0], harm.cluster.network
+        assert network is not None
+        network.pull_cable(place.index)
+        harm.cluster.kill([place])  # it comes back with its cable when it joins
+        return "port down, processes gone"
+
+
+class PacketLoss(Disturbance):
+    name = "packet-loss"
+    says = "a fifth of the packets to a node is lost for three seconds"
+    needs_network = True
+
+    def strike(self, harm: Harm) -> str:
+        assert harm.cluster.network is not None
+        harm.cluster.network.drop_some(harm.targets[0].index, 0.2)
+        return "20 % of what comes in is dropped"
+
+    def undo(self, harm: Harm) -> None:
+        assert harm.cluster.network is not None
+        harm.cluster.network.heal(harm.targets[0].index)
+
+
+class SlowLink(PacketLoss):
+    name = "slow-link"
+    says = "a node sends at 2 Mbit/s for three seconds"
+
+    def strike(self, harm: Harm) -> str:
+        assert harm.cluster.network is not None
+        harm.cluster.network.slow_down(harm.targets[0].index, "2mbit")
+        return "2 Mbit/s"
+
+
+FAULTS: dict[str, type[Fault]] = {
+    fault.name: fault
+    for fault in (
+        Kill, KillRankZero, KillTwo, KillAgain, KillWorker, KillAgent, Stop, Hang, Pause, Slow, Join, KillAll, Damage,
+        KillEndpoint, Partition, OneWayDrop, PowerLoss, PacketLoss, SlowLink,
+    )
+}  # fmt: skip
+"""name -> class"""
+
+
+def _workers(place: Place) -> list[psutil.Process]:
+    return place.node.workers() if place.node is not None else []
+
+
+def _freeze(workers: list[psutil.Process]) -> None:
+    if not workers:
+        raise NotStruck("it had no worker any more")
+    for worker in workers:
+        worker.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 5.0
+    while any(worker.status() != psutil.STATUS_STOPPED for worker in workers):
+        if time.monotonic() > deadline:
+            raise NotStruck("it did not stop")
+        time.sleep(0.005)
+
+
+def _wait_gone(process: psutil.Process) -> None:
+    deadline = time.monotonic() + 10.0
+    while is_running(process):
+        if time.monotonic() > deadline:
+            raise NotStruck(f"process {process.pid} did not end")
+        time.sleep(0.005)
+
+
+def _snapshots(cluster: Cluster) -> list[Path]:
+    """Newest first."""
+    from elastic_train.snapshot import find_snapshots
+
+    return [info.path for info in find_snapshots(cluster.run_dir / "snapshots", warn=lambda _: None)]

@@ -1,0 +1,215 @@
+"""A run's whole history, read from its directory: the values that the audit and the page are made from.
+
+Unlike status.py, which looks at the ends of the files to answer at once, this reads all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from elastic_train.drills.record import DrillRecord, read_drill, read_json
+from elastic_train.errors import RunDirectoryError
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A committed step as somebody wrote it down."""
+
+    step: int
+    generation: int
+    epoch: int
+    loss: float
+    time: float
+    """Unix seconds"""
+    world_size: int
+    writer: str
+
+
+@dataclass(frozen=True)
+class World:
+    """One generation, by the word of its members."""
+
+    generation: int
+    memberships: tuple[tuple[str, ...], ...]
+    """the different lists of members that were written down for it, by rank; more than one is a broken promise"""
+    cause: str
+    """`start`, `peer_lost`, `join` or `leave`; `start` for every world of new processes"""
+    time: float
+    """when the last member said that it stands"""
+    step: int
+    """committed steps when it began"""
+    lost: frozenset[str]
+    left: frozenset[str]
+    seconds: Mapping[str, float]
+    """by phase, from the lowest rank that wrote"""
+    restores: Mapping[str, tuple[str, int]]
+    """writer -> (source, restored step), for those that had no state"""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return self.memberships[0]
+
+    @property
+    def restored_from(self) -> str | None:
+        """Where a world of new processes has its state from; None for one that re-formed in place."""
+        return next(iter(self.restores.values()))[0] if self.cause == "start" and self.restores else None
+
+
+@dataclass(frozen=True)
+class History:
+    """Everything that a run directory tells."""
+
+    run_dir: Path
+    events: tuple[Line, ...]
+    """by time"""
+    ledger: tuple[Line, ...]
+    torn: tuple[str, ...] = ()
+    """lines that are no JSON object: `file: what`"""
+    result: Line | None = None
+    drill: DrillRecord | None = None
+    names: tuple[str, ...] = field(default=(), repr=False)
+    """every path below the run directory, relative"""
+
+    def of(self, event: str) -> list[Line]:
+        return [line for line in self.events if line["event"] == event]
+
+    @cached_property
+    def config(self) -> Line:
+        """The flags of the newest start."""
+        starts = self.of("start")
+        return dict(starts[-1].get("config") or {}) if starts else {}
+
+    @cached_property
+    def length(self) -> int | None:
+        """Samples of an epoch."""
+        return next(
+            (int(s["task"]["train_length"]) for s in self.of("start") if "train_length" in s.get("task", {})), None
+        )
+
+    @cached_property
+    def batch(self) -> int | None:
+        value = self.config.get("global_batch_size")
+        return int(value) if isinstance(value, int) else None
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """Every `step` event, by time."""
+        return [
+            Step(
+                int(line["step"]),
+                int(line["generation"]),
+                int(line["epoch"]),
+                float(line["loss"]),
+                float(line["time"]),
+                int(line["world_size"]),
+                writer(line),
+            )
+            for line in self.of("step")
+        ]
+
+    @cached_property
+    def kept(self) -> list[Step]:
+        """One per committed step, in order: where it was written twice, that of the largest generation."""
+        newest: dict[int, Step] = {}
+        for step in self.steps:
+            if step.step not in newest or step.generation >= newest[step.step].generation:
+                newest[step.step] = step
+        return [newest[number] for number in sorted(newest)]
+
+    @cached_property
+    def last_step(self) -> int:
+        """The newest committed step."""
+        return max((step.step for step in self.steps), default=0)
+
+    @cached_property
+    def worlds(self) -> list[World]:
+        """By generation."""
+        found: dict[int, list[Line]] = {}
+        for line in self.of("world"):
+            found.setdefault(int(line["generation"]), []).append(line)
+        restores: dict[int, dict[str, tuple[str, int]]] = {}
+        for line in self.of("restore"):
+            own = restores.setdefault(int(line["generation"]), {})
+            own[writer(line)] = (str(line["source"]), int(line["restored_step"]))
+        return [_world(number, lines, restores.get(number, {})) for number, lines in sorted(found.items())]
+
+    @property
+    def is_finished(self) -> bool:
+        return any(line.get("outcome") in ("finished", "already_finished") for line in self.of("done"))
+
+
+def _world(generation: int, lines: list[Line], restores: Mapping[str, tuple[str, int]]) -> World:
+    lines = sorted(lines, key=lambda line: int(line["rank"]))
+    first = lines[0]
+    return World(
+        generation=generation,
+        memberships=tuple(dict.fromkeys(tuple(map(str, line["members"])) for line in lines)),
+        cause=str(first["cause"]),
+        time=max(float(line["time"]) for line in lines),
+        step=max(int(line["step"]) for line in lines),
+        lost=frozenset(member for line in lines for member in line.get("lost_members", ())),
+        left=frozenset(member for line in lines for member in line.get("left_members", ())),
+        seconds={name: float(value) for name, value in dict(first.get("seconds") or {}).items()},
+        restores=restores,
+    )
+
+
+def writer(line: Line) -> str:
+    """The member that wrote an event, as `world` events name it; its local rank stands in the file's name only."""
+    return str(line["writer"])
+
+
+def read_history(run_dir: Path) -> History:
+    """Read every file of a run. Takes a second per some hundred thousand lines.
+
+    Raises:
+        RunDirectoryError: there is no run in it, or it cannot be read.
+    """
+    try:
+        if not (run_dir / "events").is_dir():
+            raise RunDirectoryError(f"{run_dir} holds no run: there is no events/ in it")
+        names = tuple(sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*")))
+        torn: list[str] = []
+        events: list[Line] = []
+        for path in sorted((run_dir / "events").glob("*.jsonl")):
+            member = "/".join(path.stem.rsplit("-", 2))
+            events += [{**line, "writer": member} for line in _read(path, torn) if {"time", "event"} <= line.keys()]
+        ledger = [line for path in sorted((run_dir / "ledger").glob("*.jsonl")) for line in _read(path, torn)]
+    except OSError as error:
+        raise RunDirectoryError(f"{run_dir} cannot be read: {error.strerror}") from error
+    result = read_json(run_dir / "result.json")
+    return History(
+        run_dir=run_dir,
+        events=tuple(sorted(events, key=lambda line: float(line["time"]))),
+        ledger=tuple(ledger),
+        torn=tuple(torn),
+        result=result if isinstance(result, dict) else None,
+        drill=read_drill(run_dir),
+        names=names,
+    )
+
+
+def _read(path: Path, torn: list[str]) -> list[Line]:
+    found = []
+    data = path.read_bytes()
+    for number, raw in enumerate(data.split(b"\n"), start=1):
+        if not raw:
+            continue
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            line = None
+        if isinstance(line, dict):
+            found.append(line)
+        else:
+            torn.append(f"{path.parent.name}/{path.name}: line {number} is torn")
+    if data and not data.endswith(b"\n"):
+        torn.append(f"{path.parent.name}/{path.name}: the last line has no end")
+    return found

@@ -1,0 +1,104 @@
+"""Goodput by cause: where the wall time of a run went, from its step events alone.
+
+Between the first committed step and the last, time is useful while steps follow one another, and lost between the last
+step of one world and the first of the next. The first step of a world is work, too, so that an outage is what its gap
+has beyond an ordinary step. What is left is not explained by any cause and stands as `slow steps`: it is never given
+away to the useful part.
+
+`ratio` compares with the same job undisturbed at the world sizes that were present: every kept step counts with the
+median time of the steps of its world size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from elastic_train.drills.history import History, Step, World
+
+
+@dataclass(frozen=True)
+class Outage:
+    """The steps stood still from one world to the next."""
+
+    generation: int
+    """of the world that ended it"""
+    cause: str
+    """`peer_lost`, `leave`, `join` or `restart`"""
+    time: float
+    """Unix seconds, when the last step before it was committed"""
+    seconds: float
+    """lost: without one ordinary step"""
+
+
+@dataclass(frozen=True)
+class LostTime:
+    """Where the seconds between the first committed step and the last went. All of them sum to `wall`."""
+
+    wall: float
+    useful: float
+    by_cause: dict[str, float]
+    """seconds: the outages' causes, `evaluation`, `slow steps`"""
+    outages: tuple[Outage, ...]
+    step_seconds: dict[int, float]
+    """world size -> median seconds of a step"""
+
+    @property
+    def ratio(self) -> float:
+        """Goodput: 1.0 is the undisturbed job at the world sizes that were present."""
+        return self.useful / self.wall if self.wall > 0 else 0.0
+
+
+def lost_time(history: History) -> LostTime:
+    """All zero where fewer than two steps were committed. Of a drill, up to when it let its job run free."""
+    released = (history.drill.settings.get("released") if history.drill else None) or math.inf
+    kept = [step for step in history.kept if step.time <= released]
+    if len(kept) < 2:
+        return LostTime(0.0, 0.0, {}, (), {})
+    wall = kept[-1].time - kept[0].time
+    pairs = list(itertools.pairwise(kept))
+    ordinary = _step_seconds(pairs)
+    worlds = {world.generation: world for world in history.worlds}
+    outages = tuple(
+        Outage(
+            generation=after.generation,
+            cause=cause_of(worlds.get(after.generation)),
+            time=before.time,
+            seconds=max(0.0, after.time - before.time - ordinary[after.world_size]),
+        )
+        for before, after in pairs
+        if before.generation != after.generation
+    )
+    by_cause: dict[str, float] = defaultdict(float)
+    for outage in outages:
+        by_cause[outage.cause] += outage.seconds
+    evaluation = float(dict((history.result or {}).get("goodput") or {}).get("evaluate", 0.0))
+    rest = wall - sum(by_cause.values())
+    useful = min(rest, sum(ordinary[after.world_size] for _, after in pairs))
+    if evaluation:
+        by_cause["evaluation"] = min(evaluation, rest - useful)
+    by_cause["slow steps"] = wall - useful - sum(by_cause.values())
+    return LostTime(wall, useful, dict(by_cause), outages, ordinary)
+
+
+def _step_seconds(pairs: Sequence[tuple[Step, Step]]) -> dict[int, float]:
+    """World size -> median seconds of a step within a world; one with no such pair has that of all."""
+    by_size: dict[int, list[float]] = defaultdict(list)
+    for before, after in pairs:
+        if before.generation == after.generation:
+            by_size[after.world_size].append(max(0.0, after.time - before.time))
+    overall = median([seconds for found in by_size.values() for seconds in found] or [0.0])
+    return {after.world_size: median(by_size.get(after.world_size) or [overall]) for _, after in pairs}
+
+
+def cause_of(world: World | None) -> str:
+    """Why a world followed another, in one word."""
+    if world is None:
+        return "unknown"
+    if world.cause != "start":
+        return world.cause
+    return "join" if world.restored_from == "handoff" else "restart"

@@ -1,0 +1,168 @@
+"""Network namespaces as nodes: an address, a host name, pids and shared memory of their own.
+
+A node in one of them can lose its network or its power (silence, with no FIN and no RST), and not only its processes.
+All of them hang on one bridge in a namespace of its own, so that nothing touches the machine's network and two drills
+do not meet. Needs root, and `ip` and `unshare`; the filter faults need `iptables`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+SUBNET = "10.77.0"
+HUB_ADDRESS = f"{SUBNET}.1"
+
+# `ip netns exec` leads into the network; unshare gives the rest. --kill-child: the node ends with the first process.
+_ENTER = (
+    'mount --bind "$1" /etc/hosts && hostname "$2" && mount -t tmpfs -o mode=1777 tmpfs /dev/shm'
+    ' && shift 2 && exec "$@"'
+)
+
+
+class NetworkError(Exception):
+    """A command of the network failed; the message has it and what it said."""
+
+
+class Network:
+    """The namespaces of one drill; `close` removes them all."""
+
+    def __init__(self, num_nodes: int) -> None:
+        """Raises NetworkError where this machine does not allow it; nothing is left then."""
+        self._prefix = f"et{os.getpid()}"
+        self._made: list[str] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="elastic-train-drill-"))
+        self.num_nodes = num_nodes
+        try:
+            self._make_hub()
+            for index in range(num_nodes):
+                self._make_node(index)
+        except NetworkError:
+            self.close()
+            raise
+
+    @staticmethod
+    def why_not() -> str | None:
+        """Why this machine has no namespaces for us; None if it has."""
+        if os.geteuid() != 0:
+            return "not root"
+        missing = [name for name in ("ip", "unshare", "mount", "hostname") if shutil.which(name) is None]
+        if missing:
+            return f"no {' and '.join(missing)} here"
+        try:
+            Network(1).close()
+        except NetworkError as error:
+            return str(error)
+        return None
+
+    @property
+    def has_filter(self) -> bool:
+        return shutil.which("iptables") is not None
+
+    def hub_prefix(self) -> list[str]:
+        """Runs a command on the bridge's own address, off all nodes."""
+        return ["ip", "netns", "exec", self._name("hub")]
+
+    def node_prefix(self, index: int) -> list[str]:
+        """Runs a command as node `index`; its first process takes all others along when it is killed."""
+        hosts = str(self._folder / "hosts")
+        unshare = ["unshare", "--uts", "--pid", "--mount", "--ipc", "--fork", "--kill-child", "--mount-proc"]
+        enter = ["sh", "-c", _ENTER, "enter", hosts, self.host_name(index)]
+        return ["ip", "netns", "exec", self._name(index), *unshare, *enter]
+
+    def host_name(self, index: int) -> str:
+        return f"node{index + 1}"
+
+    # --- harm ---------------------------------------------------------------------------------------------------------
+
+    def pull_cable(self, index: int) -> None:
+        _ip("-n", self._name("hub"), "link", "set", f"veth{index}", "down")
+
+    def drop_outgoing(self, index: int) -> None:
+        """What the node sends is lost; it still hears the others."""
+        self._filter(index, "-A", "OUTPUT", "-o", "eth0", "-j", "DROP")
+
+    def drop_some(self, index: int, share: float) -> None:
+        """A share of the packets that come in is lost."""
+        chance = ("-m", "statistic", "--mode", "random", "--probability", str(share))
+        self._filter(index, "-A", "INPUT", "-i", "eth0", *chance, "-j", "DROP")
+
+    def slow_down(self, index: int, rate: str) -> None:
+        """The node sends no faster than `rate`, e.g. `2mbit`."""
+        limit = ("tbf", "rate", rate, "burst", "32k", "latency", "400ms")
+        _run(["ip", "netns", "exec", self._name(index), "tc", "qdisc", "add", "dev", "eth0", "root", *limit])
+
+    def heal(self, index: int) -> None:
+        """Whatever was done to the node's network is undone."""
+        _ip("-n", self._name("hub"), "link", "set", f"veth{index}", "up")
+        if self.has_filter:
+            self._filter(index, "-F")
+        tc = ["ip", "netns", "exec", self._name(index), "tc", "qdisc", "del", "dev", "eth0", "root"]
+        subprocess.run(tc, capture_output=True, check=False)  # an error where there was no limit
+
+    def can_reach_hub(self, index: int, seconds: float = 1.0) -> bool:
+        """Whether the bridge answers a TCP connection attempt of the node, with an RST at least, within `seconds`."""
+        attempt = (
+            "import socket, sys\n"
+            f"s = socket.socket(); s.settimeout({seconds})\n"
+            f"try: s.connect(('{HUB_ADDRESS}', 9))\n"
+            "except ConnectionRefusedError: pass\n"
+            "except OSError: sys.exit(1)\n"
+        )
+        return _quiet(["ip", "netns", "exec", self._name(index), "python3", "-c", attempt]) == 0
+
+    def close(self) -> None:
+        for name in self._made:
+            _quiet(["ip", "netns", "del", name])
+        self._made.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- making it ----------------------------------------------------------------------------------------------------
+
+    def _make_hub(self) -> None:
+        hub = self._name("hub")
+        self._add(hub)
+        _ip("-n", hub, "link", "set", "lo", "up")
+        _ip("-n", hub, "link", "add", "br0", "type", "bridge")
+        _ip("-n", hub, "addr", "add", f"{HUB_ADDRESS}/24", "dev", "br0")
+        _ip("-n", hub, "link", "set", "br0", "up")
+        names = [f"{SUBNET}.{10 + index} {self.host_name(index)}" for index in range(self.num_nodes)]
+        (self._folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
+
+    def _make_node(self, index: int) -> None:
+        hub, name = self._name("hub"), self._name(index)
+        self._add(name)
+        _ip("-n", name, "link", "set", "lo", "up")
+        _ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"veth{index}", "netns", hub)
+        _ip("-n", hub, "link", "set", f"veth{index}", "master", "br0", "up")
+        _ip("-n", name, "addr", "add", f"{SUBNET}.{10 + index}/24", "dev", "eth0")
+        _ip("-n", name, "link", "set", "eth0", "up")
+
+    def _add(self, name: str) -> None:
+        _ip("netns", "add", name)
+        self._made.append(name)
+
+    def _name(self, which: int | str) -> str:
+        return f"{self._prefix}-{which}"
+
+    def _filter(self, index: int, *rule: str) -> None:
+        _run(["ip", "netns", "exec", self._name(index), "iptables", *rule])
+
+
+def _ip(*arguments: str) -> None:
+    _run(["ip", *arguments])
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise NetworkError(f"{' '.join(command)}: {said[0] if said else f'exit code {done.returncode}'}")
+
+
+def _quiet(command: Sequence[str]) -> int:
+    return subprocess.run(command, capture_output=True, check=False).returncode

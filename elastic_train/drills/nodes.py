@@ -1,0 +1,206 @@
+"""Nodes on this machine: each a torchrun process of its own with its workers, ended by pid and never by name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from elastic_train.errors import ElasticTrainError
+from elastic_train.world import host_name
+
+DROPPED_VARIABLES = (
+    "PET_",
+    "TORCHELASTIC_",
+    "ELASTIC_TRAIN",
+    "MASTER_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "CI",
+)
+
+
+class TooSlow(ElasticTrainError):
+    """Something did not come about in time."""
+
+
+class Node:
+    """One agent and its workers, in a session of their own.
+
+    `prefix` is a command that runs the rest of its arguments somewhere else, e.g. in a network namespace. With
+    `is_wrapped` its process stays and has the agent as its child, which it takes along when it is killed.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        cwd: Path,
+        env: Mapping[str, str],
+        *,
+        name: str = "",
+        host: str | None = None,
+        prefix: Sequence[str] = (),
+        is_wrapped: bool = False,
+        terminal: int | None = None,
+    ) -> None:
+        """`terminal` is the file descriptor of one that takes the output in the log's place."""
+        self.name = name or log.stem
+        self.host = host or host_name()
+        """as its workers' events name it"""
+        self.log = log
+        self._is_wrapped = is_wrapped
+        with log.open("wb") as file:
+            out = file if terminal is None else terminal
+            self.process = subprocess.Popen(
+                [*prefix, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                cwd=cwd,
+                env=dict(env),
+                start_new_session=True,
+            )
+        self._seen: dict[int, psutil.Process] = {}
+
+    def agent(self) -> psutil.Process | None:
+        """The torchrun process; None where it has not started yet, or has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.process.pid)
+            if not self._is_wrapped:
+                return process if is_running(process) else None
+            return next(iter(process.children()), None)
+        return None
+
+    def workers(self) -> list[psutil.Process]:
+        """Its worker processes that run, in the order of their start."""
+        agent = self.agent()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in agent.children() if agent is not None else ():
+                self._seen.setdefault(child.pid, child)
+        return [child for child in self._seen.values() if is_running(child)]
+
+    def member_of(self, worker: psutil.Process, names: Sequence[str]) -> str | None:
+        """The one of `names` (`host/local_rank/pid`) that a worker of this node has in the events."""
+        pid = inner_pid(worker.pid)
+        for name in names:
+            host, _, its_pid = name.rsplit("/", 2)
+            if host == self.host and its_pid == str(pid):
+                return name
+        return None
+
+    def signal(self, signum: int) -> None:
+        """To the agent, as a scheduler or a terminal would."""
+        if self._is_wrapped:
+            agent = self.agent()
+            if agent is not None:
+                agent.send_signal(signum)
+        else:
+            self.process.send_signal(signum)
+
+    def kill(self) -> None:
+        """SIGKILL to the agent and every worker: the node is gone when it returns."""
+        kill_at_once([self])
+
+    def wait(self, timeout: float = 120.0) -> int:
+        """Its exit code. Raises TooSlow with the end of its log after `timeout` seconds."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise TooSlow(f"{self.name} still runs after {timeout:.0f} s:\n{self.text()[-4000:]}") from None
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def all_processes(self) -> list[psutil.Process]:
+        """Everything below it that runs, and every worker that ever was seen and runs."""
+        found = {worker.pid: worker for worker in self.workers()}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(self.process.pid)
+            found |= {child.pid: child for child in [parent, *parent.children(recursive=True)]}
+        return [process for process in found.values() if is_running(process)]
+
+    def end(self) -> None:
+        """Whatever still runs is killed, frozen or not; nothing of it is left when it returns."""
+        processes = self.all_processes()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+        self.process.wait(10)
+        psutil.wait_procs(processes, timeout=10)
+
+
+def kill_at_once(nodes: Sequence[Node]) -> None:
+    """SIGKILL to every process of some nodes; none has time to notice the end of another."""
+    processes = [process for node in nodes for process in node.all_processes()]
+    for signum in (signal.SIGSTOP, signal.SIGKILL):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signum)
+    for node in nodes:
+        node.process.wait(10)
+    wait_until(lambda: not any(map(is_running, processes)), "end of the killed processes", 10)
+
+
+def is_running(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def inner_pid(pid: int) -> int:
+    """The pid that a process has in its own pid namespace."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return int(line.split()[-1])
+    return pid
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_listening(port: int, host: str = "localhost") -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((host, port)) == 0
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> Any:
+    """The first true value of `condition`. Raises TooSlow naming `what` after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise TooSlow(f"no {what} within {timeout:.0f} s")
+        time.sleep(0.02)
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what launchers leave there; one thread a worker."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED_VARIABLES)}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def dying_with_parent() -> list[str]:
+    """A prefix with which a process is killed when this one dies, however that happens; empty where there is none."""
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "KILL"] if setpriv else []

@@ -1,0 +1,157 @@
+"""What a drill writes down about itself, in `RUN_DIR/drill/`, for the audit and for people.
+
+    drill.json       the settings: seed, backend, nodes, schedule, flags; when the bundled job was let run free
+    nodes.jsonl      one line per start, stop and sight of a worker of a node
+    faults.jsonl     one line when a fault strikes, when it is undone, and when the job has got over it
+    reference.json   what the same job came to undisturbed
+    leftovers.json   what was still there when every node had ended
+    node1-1.log ...  what each start of each node said; store-1.log
+    pace             see task.py
+
+Every line has `time` (Unix seconds).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_train.events import JsonLines, read_lines
+from elastic_train.run_directory import write_atomic
+
+FOLDER = "drill"
+PACE_FILE = "pace"
+PACE_VARIABLE = "ELASTIC_TRAIN_DRILL_PACE"
+"""tells the workers of the bundled job where that file is: the seconds that a sample takes"""
+
+
+class Record:
+    """Writes the folder of one drill. Not for several threads."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / FOLDER
+        self.path.mkdir(parents=True)
+        self._settings: dict[str, Any] = {}
+        self._nodes = JsonLines(self.path / "nodes.jsonl")
+        self._faults = JsonLines(self.path / "faults.jsonl")
+
+    def add_setting(self, **settings: Any) -> None:
+        """Into drill.json, beside what is there."""
+        self._settings |= settings
+        self._replace("drill.json", self._settings)
+
+    def node(self, what: str, node: str, **fields: Any) -> None:
+        """`what`: `started`, `worker` (with `member`, its name in the events), `ended` (with `code`)."""
+        self._nodes.write({"time": time.time(), "what": what, "node": node, **fields})
+
+    def fault(self, what: str, number: int, **fields: Any) -> None:
+        """`what`: `struck`, `undone`, `recovered`, `skipped`; `number` counts the faults of a drill from 0."""
+        self._faults.write({"time": time.time(), "what": what, "number": number, **fields})
+
+    def reference(self, found: dict[str, Any]) -> None:
+        self._replace("reference.json", found)
+
+    def leftovers(self, found: list[str]) -> None:
+        self._replace("leftovers.json", found)
+
+    def close(self) -> None:
+        self._nodes.close()
+        self._faults.close()
+
+    def _replace(self, name: str, value: Any) -> None:
+        write_atomic(self.path / name, (json.dumps(value, indent=2) + "\n").encode())
+
+
+@dataclass(frozen=True)
+class FaultRecord:
+    """One fault of a drill, from its lines."""
+
+    number: int
+    name: str
+    target: str
+    struck_at: float | None
+    """Unix seconds; None if it never struck"""
+    step: int
+    """committed steps when it struck"""
+    evidence: str
+    """how it was seen that it really fired"""
+    limit_seconds: float
+    recovered_seconds: float | None
+    """from the strike to the next committed step that the fault stood in the way of; None if there was none"""
+    undone_at: float | None
+    reason: str | None
+    """why it did not strike, or why it was not got over"""
+
+
+@dataclass(frozen=True)
+class DrillRecord:
+    """What the folder of a drill says."""
+
+    settings: dict[str, Any]
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+    faults: list[FaultRecord] = field(default_factory=list)
+    reference: dict[str, Any] | None = None
+    leftovers: list[str] | None = None
+
+    @property
+    def node_of(self) -> dict[str, str]:
+        """Member (`host/local_rank/pid`) -> the drill's name of its node."""
+        return {line["member"]: line["node"] for line in self.nodes if line["what"] == "worker"}
+
+
+def read_drill(run_dir: Path) -> DrillRecord | None:
+    """None where the run was no drill."""
+    folder = run_dir / FOLDER
+    settings = read_json(folder / "drill.json")
+    if not isinstance(settings, dict):
+        return None
+    reference, leftovers = read_json(folder / "reference.json"), read_json(folder / "leftovers.json")
+    return DrillRecord(
+        settings=settings,
+        nodes=_lines(folder / "nodes.jsonl"),
+        faults=fault_records(_lines(folder / "faults.jsonl")),
+        reference=reference if isinstance(reference, dict) else None,
+        leftovers=leftovers if isinstance(leftovers, list) else None,
+    )
+
+
+def fault_records(lines: list[dict[str, Any]]) -> list[FaultRecord]:
+    """One per fault, in the order of their numbers."""
+    by_number: dict[int, dict[str, dict[str, Any]]] = {}
+    for line in lines:
+        by_number.setdefault(int(line["number"]), {})[str(line["what"])] = line
+    records = []
+    for number, found in sorted(by_number.items()):
+        struck, skipped = found.get("struck", {}), found.get("skipped", {})
+        recovered, undone = found.get("recovered", {}), found.get("undone", {})
+        any_line = struck or skipped
+        records.append(
+            FaultRecord(
+                number=number,
+                name=str(any_line.get("name")),
+                target=str(any_line.get("target", "")),
+                struck_at=struck.get("struck_at"),
+                step=int(struck.get("step", 0)),
+                evidence=str(struck.get("evidence", "")),
+                limit_seconds=float(struck.get("limit_seconds", 0.0)),
+                recovered_seconds=recovered.get("seconds"),
+                undone_at=undone.get("time"),
+                reason=skipped.get("reason") or recovered.get("reason"),
+            )
+        )
+    return records
+
+
+def read_json(path: Path) -> Any:
+    """None for what is missing or torn."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return read_lines(path) if path.exists() else []

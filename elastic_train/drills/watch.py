@@ -1,0 +1,83 @@
+"""Follows a live run by its event files, reading only what is new."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class SeenWorld:
+    """One generation, as far as its members have written it down."""
+
+    generation: int
+    members: tuple[str, ...]
+    """by rank"""
+    time: float
+    """Unix seconds, of the first who wrote"""
+    first_step_at: float | None = None
+    """when the first step in it was committed"""
+
+
+@dataclass
+class Watch:
+    """What the event files have told so far."""
+
+    run_dir: Path
+    step: int = 0
+    """the newest committed one"""
+    loss: float | None = None
+    world: SeenWorld | None = None
+    """the newest"""
+    last_step_at: float = 0.0
+    names: set[str] = field(default_factory=set)
+    """every member that ever wrote, as `host/local_rank/pid`"""
+    outcomes: dict[str, str] = field(default_factory=dict)
+    """member -> how it ended"""
+    _offsets: dict[Path, int] = field(default_factory=dict)
+
+    def poll(self) -> None:
+        """Read what was written since the last call."""
+        for path in (self.run_dir / "events").glob("*.jsonl"):
+            offset = self._offsets.get(path, 0)
+            try:
+                with path.open("rb") as file:
+                    file.seek(offset)
+                    data = file.read()
+            except FileNotFoundError:  # moved aside
+                continue
+            whole = data.rfind(b"\n") + 1
+            self._offsets[path] = offset + whole
+            member = "/".join(path.stem.rsplit("-", 2))
+            self.names.add(member)
+            for raw in data[:whole].splitlines():
+                self._take(member, raw)
+
+    def _take(self, member: str, raw: bytes) -> None:
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            return
+        event = line.get("event")
+        if event == "step":
+            if line["step"] >= self.step:
+                self.step, self.loss = int(line["step"]), float(line["loss"])
+            self.last_step_at = max(self.last_step_at, float(line["time"]))
+            world = self.world
+            if world is not None and world.generation == line["generation"] and world.first_step_at is None:
+                world.first_step_at = float(line["time"])
+        elif event == "world":
+            if self.world is None or line["generation"] > self.world.generation:
+                self.world = SeenWorld(int(line["generation"]), tuple(line["members"]), float(line["time"]))
+        elif event == "done":
+            self.outcomes[member] = str(line.get("outcome"))
+
+    @property
+    def is_finished(self) -> bool:
+        return not {"finished", "already_finished"}.isdisjoint(self.outcomes.values())
+
+    @property
+    def generation(self) -> int:
+        """-1 before the first world."""
+        return -1 if self.world is None else self.world.generation

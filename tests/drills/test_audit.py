@@ -1,0 +1,463 @@
+"""The audit can fail: for every promise a run in which it is broken, and the check that names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_train.cli import main
+from elastic_train.drills.audit import Audit, Verdict, audit
+from elastic_train.drills.history import read_history
+from elastic_train.drills.lost_time import lost_time
+from elastic_train.errors import RunDirectoryError
+from elastic_train.run_directory import RunDirectory
+from elastic_train.saving import handoff_directory
+from elastic_train.snapshot import SnapshotWriter
+from elastic_train.world import host_name
+from tests.drills.small_run import (
+    LAST_STEP,
+    LENGTH,
+    MEMBERS,
+    START,
+    Line,
+    edit_json,
+    edit_lines,
+    mark_as_drill,
+    write_small_run,
+)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    write_small_run(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def events_of(run_dir: Path, member: str = MEMBERS[0]) -> Path:
+    return run_dir / "events" / f"{member.replace('/', '-')}.jsonl"
+
+
+def ledger_of(run_dir: Path, member: str = MEMBERS[0]) -> Path:
+    return run_dir / "ledger" / f"{member.replace('/', '-')}.jsonl"
+
+
+def verdicts(found: Audit) -> dict[str, Verdict]:
+    return {check.name: check.verdict for check in found.checks}
+
+
+def only_failure(run_dir: Path, name: str) -> str:
+    """The findings of the one check that failed."""
+    found = audit(run_dir)
+    failed = {check.name for check in found.checks if check.verdict is Verdict.FAIL}
+    assert failed == {name}, found.reasons
+    assert not found.passed
+    return "\n".join(found.reasons)
+
+
+def test_a_good_run_passes_every_check(run_dir: Path) -> None:
+    found = audit(run_dir)
+    assert found.passed, found.reasons
+    skipped = {name for name, verdict in verdicts(found).items() if verdict is Verdict.SKIPPED}
+    assert skipped == {"faults"}, "it was no drill"
+
+
+def test_a_good_drill_passes_every_check(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    assert set(verdicts(audit(run_dir)).values()) == {Verdict.PASS}
+
+
+# --- the samples ------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_that_was_never_used(run_dir: Path) -> None:
+    def drop(lines: list[Line]) -> list[Line]:
+        lines[-2]["indices"] = lines[-2]["indices"][1:]
+        return lines
+
+    edit_lines(ledger_of(run_dir), drop)  # step 6, the last of epoch 1
+    assert "epoch 1: sample 8 never used" in only_failure(run_dir, "ledger")
+
+
+def test_a_sample_that_was_used_twice(run_dir: Path) -> None:
+    def repeat(lines: list[Line]) -> list[Line]:
+        lines[0]["indices"][0] = LENGTH - 1
+        return lines
+
+    edit_lines(ledger_of(run_dir), repeat)
+    reasons = only_failure(run_dir, "ledger")
+    assert f"epoch 0: sample {LENGTH - 1} used more than once" in reasons
+    assert "epoch 0: sample 0 never used" in reasons
+
+
+def test_a_rank_without_its_line(run_dir: Path) -> None:
+    edit_lines(ledger_of(run_dir, MEMBERS[1]), lambda lines: lines[:-1])
+    assert f"step {LAST_STEP}, generation 1: 2 samples where 4 belong" in only_failure(run_dir, "ledger")
+
+
+def test_a_torn_line(run_dir: Path) -> None:
+    path = ledger_of(run_dir, MEMBERS[2])
+    path.write_bytes(path.read_bytes() + b'{"epoch": 1, "st')
+    assert "is torn" in only_failure(run_dir, "ledger")
+
+
+def test_lines_of_a_step_that_was_not_committed_do_not_count(run_dir: Path) -> None:
+    """Those of step 4 in generation 0, in which c died, are there; and a step beyond the last."""
+    edit_lines(ledger_of(run_dir), lambda lines: [*lines, {**lines[-1], "step": LAST_STEP + 1}])
+    assert audit(run_dir).passed
+
+
+def test_without_a_ledger_nothing_is_claimed(run_dir: Path) -> None:
+    for path in (run_dir / "ledger").iterdir():
+        path.unlink()
+    found = audit(run_dir)
+    assert found.passed
+    assert verdicts(found)["ledger"] is Verdict.SKIPPED
+
+
+# --- the steps --------------------------------------------------------------------------------------------------------
+
+
+def test_committed_steps_that_decrease(run_dir: Path) -> None:
+    """Generation 1 begins at step 2 and does step 3 again, which a, a member of both, had committed."""
+
+    def decrease(lines: list[Line]) -> list[Line]:
+        for line in lines:
+            if line["event"] == "world" and line["generation"] == 1:
+                line["step"] = 2
+        third = next(line for line in lines if line["event"] == "step" and line["step"] == 3)
+        return [*lines, {**third, "generation": 1, "time": START + 1.85}]
+
+    edit_lines(events_of(run_dir), decrease)
+    edit_lines(events_of(run_dir, MEMBERS[1]), lambda lines: [{**line, "step": min(line["step"], 2)} for line in lines])
+    found = audit(run_dir)
+    assert "steps: generation 1 begins at step 2, but step 3 had been committed" in found.reasons
+
+
+def test_a_step_that_only_the_dead_had_applied_was_not_committed(run_dir: Path) -> None:
+    """c had rank 0 and wrote down step 4 before it died; the others, which had not applied it, do it again."""
+
+    def write_fourth(lines: list[Line]) -> list[Line]:
+        fourth = {**lines[-1], "event": "step", "step": 4, "epoch": 1, "loss": 0.25, "time": START + 1.4}
+        return [*lines, fourth]
+
+    edit_lines(events_of(run_dir, MEMBERS[2]), write_fourth)
+    assert audit(run_dir).passed
+
+
+def test_a_step_that_is_missing(run_dir: Path) -> None:
+    edit_lines(
+        events_of(run_dir), lambda lines: [line for line in lines if (line["event"], line["step"]) != ("step", 2)]
+    )
+    assert "step 2 was never committed" in only_failure(run_dir, "steps")
+
+
+def test_a_step_committed_twice_in_one_generation(run_dir: Path) -> None:
+    edit_lines(events_of(run_dir), lambda lines: [*lines, next(line for line in lines if line["event"] == "step")])
+    assert "generation 0 committed step 1 more than once" in only_failure(run_dir, "steps")
+
+
+def test_a_result_of_another_step(run_dir: Path) -> None:
+    edit_json(run_dir / "result.json", lambda result: {**result, "step": 3})
+    assert f"result.json is of step 3, the events reach {LAST_STEP}" in only_failure(run_dir, "steps")
+
+
+def test_a_restart_from_a_snapshot_may_repeat_steps(run_dir: Path) -> None:
+    """Everything was killed after step 7 had been committed, and the snapshot was of step 3."""
+
+    def restart(lines: list[Line]) -> list[Line]:
+        world = next(line for line in lines if line["event"] == "world")
+        again = {**world, "generation": 2, "time": START + 5, "step": 3, "members": [MEMBERS[0]], "world_size": 1}
+        restore = {**again, "event": "restore", "source": "snapshot", "restored_step": 3}
+        steps = [line for line in lines if line["event"] == "step" and line["generation"] == 1]
+        repeated = [{**line, "generation": 2, "time": line["time"] + 4, "world_size": 1} for line in steps]
+        return [*lines, again, restore, *repeated]
+
+    edit_lines(events_of(run_dir), restart)
+    found = audit(run_dir)
+    assert verdicts(found)["steps"] is Verdict.PASS, found.reasons
+    assert lost_time(read_history(run_dir)).outages[-1].cause == "restart"
+
+
+# --- the generations --------------------------------------------------------------------------------------------------
+
+
+def test_two_groups_of_one_generation(run_dir: Path) -> None:
+    def split(lines: list[Line]) -> list[Line]:
+        for line in lines:
+            if line["event"] == "world" and line["generation"] == 1:
+                line["members"] = [MEMBERS[1]]
+        return lines
+
+    edit_lines(events_of(run_dir, MEMBERS[1]), split)
+    reasons = only_failure(run_dir, "generations")
+    assert "generation 1 has 2 memberships: [a/0/11, b/0/12] and [b/0/12]" in reasons
+
+
+def test_a_step_written_by_somebody_who_was_not_in(run_dir: Path) -> None:
+    def trespass(lines: list[Line]) -> list[Line]:
+        return [*lines, {**lines[-1], "event": "step", "generation": 1, "step": LAST_STEP + 1, "epoch": 2, "loss": 1.0}]
+
+    edit_lines(events_of(run_dir, MEMBERS[2]), trespass)
+    found = audit(run_dir)
+    assert "generations: step 8 of generation 1 was written by c/0/13, which is no member of it" in found.reasons
+
+
+def test_a_stranger_in_a_world_that_re_formed(run_dir: Path) -> None:
+    def invite(lines: list[Line]) -> list[Line]:
+        for line in lines:
+            if line["event"] == "world" and line["generation"] == 1:
+                line["members"] = [*MEMBERS[:2], "d/0/14"]
+        return lines
+
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), invite)
+    found = audit(run_dir)
+    assert any(
+        reason.startswith("generations: generation 1 re-formed in place with d/0/14") for reason in found.reasons
+    )
+
+
+# --- incidents and faults ---------------------------------------------------------------------------------------------
+
+
+def test_an_outage_beyond_its_limit(run_dir: Path) -> None:
+    def delay(lines: list[Line]) -> list[Line]:
+        return [{**line, "time": line["time"] + (40 if line["generation"] == 1 else 0)} for line in lines]
+
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), delay)
+    edit_json(run_dir / "result.json", lambda result: {**result, **_with_wall(result, 50.0)})
+    assert "peer_lost before generation 1: 40.50 s without a step, limit 16 s" in only_failure(run_dir, "incidents")
+
+
+def test_a_fault_that_was_got_over_too_late(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    path = run_dir / "drill" / "faults.jsonl"
+    edit_lines(path, lambda lines: [lines[0], {**lines[1], "seconds": 15.5}])
+    assert "kill of node3): next committed step after 15.50 s, limit 15 s" in only_failure(run_dir, "incidents")
+
+
+def test_committed_steps_that_were_lost(run_dir: Path) -> None:
+    def lose(result: Line) -> Line:
+        result["incidents"][0]["committed_steps_lost"] = 2
+        return result
+
+    edit_json(run_dir / "result.json", lose)
+    assert "peer_lost: 2 committed steps lost" in only_failure(run_dir, "incidents")
+
+
+def test_a_fault_that_did_not_strike(run_dir: Path) -> None:
+    skipped = {"what": "skipped", "number": 0, "time": START, "name": "hang", "reason": "training had ended"}
+    mark_as_drill(run_dir, [skipped])
+    assert "fault 0 (hang) did not strike: training had ended" in only_failure(run_dir, "faults")
+
+
+# --- the time ---------------------------------------------------------------------------------------------------------
+
+
+def test_phases_that_do_not_sum_to_the_wall(run_dir: Path) -> None:
+    def lose(result: Line) -> Line:
+        result["goodput"]["train"] -= 0.2
+        return result
+
+    edit_json(run_dir / "result.json", lose)
+    assert "the phases sum to 2.400 s, the wall is 2.600 s" in only_failure(run_dir, "phases")
+
+
+def test_a_wall_that_forgets_a_part_of_the_run(run_dir: Path) -> None:
+    def delay(lines: list[Line]) -> list[Line]:
+        return [{**line, "time": line["time"] + (10 if line["generation"] == 1 else 0)} for line in lines]
+
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), delay)
+    assert "the wall is 2.6 s, but the events span" in only_failure(run_dir, "phases")
+
+
+def test_lost_time_sums_to_the_wall_and_names_the_cause(run_dir: Path) -> None:
+    lost = lost_time(read_history(run_dir))
+    assert lost.wall == pytest.approx(1.1)
+    assert lost.useful == pytest.approx(0.6)
+    assert lost.by_cause["peer_lost"] == pytest.approx(0.5)
+    assert lost.useful + sum(lost.by_cause.values()) == pytest.approx(lost.wall)
+    assert lost.ratio == pytest.approx(0.6 / 1.1)
+
+
+def _with_wall(result: Line, wall: float) -> Line:
+    phases = {name: value for name, value in result["goodput"].items() if name not in ("wall", "ratio", "down")}
+    phases["down"] = wall - sum(phases.values())
+    return {"wall_seconds": wall, "goodput": {**phases, "wall": wall, "ratio": 0.0}}
+
+
+# --- the state --------------------------------------------------------------------------------------------------------
+
+
+def test_a_bit_of_a_weight_flipped(run_dir: Path) -> None:
+    """The snapshot is whole; its weights are not those that result.json promises."""
+    import torch
+
+    weight = torch.arange(4.0)
+    weight.view(torch.int32)[2] ^= 1
+    shutil.rmtree(snapshot_of(run_dir, LAST_STEP))
+    writer = SnapshotWriter(run_dir / "snapshots", keep=3, host="a", run_uid="uid", task={})
+    position = {"epoch": 2, "samples_done": 4, "generation": 1, "world_size": 2}
+    writer.save({"model": {"weight": weight}}, step=LAST_STEP, **position)
+    assert "the final snapshot has" in only_failure(run_dir, "state")
+
+
+def test_weights_that_are_not_those_of_the_undisturbed_job(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    edit_json(run_dir / "drill" / "reference.json", lambda found: {**found, "state_sha256": "0" * 64})
+    assert "undisturbed 0000000000000000" in only_failure(run_dir, "state")
+
+
+def test_the_loss_decides_in_fast_mode(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    edit_json(run_dir / "drill" / "reference.json", lambda found: {**found, "state_sha256": "0" * 64})
+    edit_json(run_dir / "result.json", lambda result: {**result, "config": {**result["config"], "reduction": "fast"}})
+    assert audit(run_dir).passed
+    edit_json(run_dir / "drill" / "reference.json", lambda found: {**found, "train_loss": 0.9})
+    assert "train_loss 0.5000, undisturbed 0.9000" in only_failure(run_dir, "state")
+
+
+def test_a_torn_snapshot(run_dir: Path) -> None:
+    damage(run_dir, 3)
+    assert "is damaged" in only_failure(run_dir, "snapshots")
+
+
+def test_a_torn_snapshot_that_was_restored(run_dir: Path) -> None:
+    """Damaging it was the drill's own doing; taking it was not."""
+    name = damage(run_dir, 3)
+    mark_as_drill(run_dir)
+    edit_lines(
+        run_dir / "drill" / "faults.jsonl", lambda lines: [{**lines[0], "name": "damage", "target": name}, lines[1]]
+    )
+    assert audit(run_dir).passed
+
+    def restore(lines: list[Line]) -> list[Line]:
+        return [
+            {**line, "source": "snapshot", "restored_step": 3} if line["event"] == "restore" else line for line in lines
+        ]
+
+    edit_lines(events_of(run_dir), restore)
+    assert f"{MEMBERS[0]} restored the snapshot of step 3, which is damaged" in only_failure(run_dir, "snapshots")
+
+
+def snapshot_of(run_dir: Path, step: int) -> Path:
+    return next((run_dir / "snapshots").glob(f"step-{step:012d}-*"))
+
+
+def damage(run_dir: Path, step: int) -> str:
+    """Flip a bit in the snapshot of a step; its name."""
+    path = snapshot_of(run_dir, step)
+    data = bytearray((path / "state.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "state.pt").write_bytes(data)
+    return path.name
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_did_not_reach_its_end(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), lambda lines: [line for line in lines if line["event"] != "done"])
+    assert f"nobody finished; the newest committed step is {LAST_STEP}" in only_failure(run_dir, "end")
+
+
+def test_a_member_of_the_last_world_that_vanished(run_dir: Path) -> None:
+    edit_lines(events_of(run_dir, MEMBERS[1]), lambda lines: lines[:-1])
+    assert f"{MEMBERS[1]} was in the last world and ended without a word" in only_failure(run_dir, "end")
+
+
+def test_a_survivor_whose_torchrun_failed(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    path = run_dir / "drill" / "nodes.jsonl"
+    edit_lines(path, lambda lines: [{**line, "code": 1} if line.get("code") == 0 else line for line in lines])
+    assert "node1 finished, but its torchrun exited with 1" in only_failure(run_dir, "end")
+
+
+def test_an_orphan_process(run_dir: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as orphan:
+        now = time.time()
+
+        def adopt(lines: list[Line]) -> list[Line]:
+            here = {"host": host_name(), "pid": orphan.pid, "time": now}
+            return [{**line, **here} if line["event"] == "start" else line for line in lines]
+
+        edit_lines(events_of(run_dir, MEMBERS[2]), adopt)
+        reasons = "\n".join(audit(run_dir).reasons)
+        assert f"leftovers: process {orphan.pid}, a worker of this run, still runs" in reasons
+        assert orphan.stdin is not None
+        orphan.stdin.close()
+
+
+def test_a_temporary_file(run_dir: Path) -> None:
+    (run_dir / "snapshots" / ".tmp-step-000000000008-gen-0001-a-11").mkdir()
+    assert "is a temporary file" in only_failure(run_dir, "leftovers")
+
+
+def test_a_handoff_that_nobody_took(run_dir: Path) -> None:
+    folder = handoff_directory(RunDirectory(run_dir))
+    folder.mkdir(parents=True)
+    try:
+        assert "is a handoff that nobody will take" in only_failure(run_dir, "leftovers")
+    finally:
+        folder.rmdir()
+        if not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
+
+
+def test_what_the_drill_itself_found_left(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    (run_dir / "drill" / "leftovers.json").write_text(json.dumps(["port 29400 is still open"]))
+    assert "port 29400 is still open" in only_failure(run_dir, "leftovers")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_ends_in_a_verdict(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(run_dir)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "PASS"
+    damage(run_dir, LAST_STEP)
+    assert main(["audit", str(run_dir)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == "FAIL"
+    assert lines[-1].startswith("  snapshots: snapshot ")
+
+
+def test_no_run_is_an_error_and_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        read_history(tmp_path)
+    assert main(["audit", str(tmp_path)]) == 1
+    assert "PASS" not in capsys.readouterr().out
+
+
+def test_it_reads_without_writing(run_dir: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    audit(run_dir)
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+
+
+def test_files_of_others_in_the_directory(run_dir: Path) -> None:
+    (run_dir / "notes.txt").write_text("mine")
+    os.mkfifo(run_dir / "pipe")
+    assert audit(run_dir).passed
+
+
+def test_an_event_of_a_later_version(run_dir: Path) -> None:
+    def add(lines: list[Line]) -> list[Line]:
+        strange: dict[str, Any] = {"time": START + 2, "event": "news", "step": 3, "generation": 1}
+        return [*lines, strange]
+
+    edit_lines(events_of(run_dir), add)
+    assert audit(run_dir).passed
