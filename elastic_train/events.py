@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from elastic_train.world import World
 
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps() would make one for every line
+
+
 class JsonLines:
     """An append-only file of JSON objects, made at the first line; every line is in the kernel before `write` returns.
 
@@ -35,7 +38,7 @@ class JsonLines:
     def write(self, line: dict[str, Any]) -> None:
         if self._is_given_up:
             return
-        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        data = _encode(line).encode() + b"\n"
         try:
             if self._fd is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)

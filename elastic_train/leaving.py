@@ -13,7 +13,6 @@ from elastic_train.finishing import save_result, write_result
 from elastic_train.goodput import Phase
 from elastic_train.loop import Loop
 from elastic_train.membership import Membership
-from elastic_train.process_group import gather_json
 from elastic_train.saving import Saver, remove_handoffs
 from elastic_train.worker import Worker
 from elastic_train.world import World
@@ -33,9 +32,7 @@ class WaysOut:
         """Training is through: the last snapshot, result.json, and no agent left waiting. Every rank calls it."""
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
         state.clock.enter(Phase.FORM)
-        # Together or not at all: a death in an evaluation can leave some with its result and some without.
-        if not all(gather_json(state.evaluated_step == state.step)):
-            self._loop.make_evaluate(world)(state)
+        self._loop.evaluate_if_missed(world)
         if not is_saved and world.is_directory_leader:
             self._saver.save_and_wait(state)
         worker.reach("finish", world)

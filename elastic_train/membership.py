@@ -208,7 +208,7 @@ class Membership:
         Starts the watcher; `me.address` is filled in.
 
         Raises:
-            TaskMismatch: this worker's flags, data or versions are not those of the run; names both values.
+            Refused: this worker's flags, data or versions are not those of the run; names both values.
             FormationFailed: not all came in time.
         """
         watcher = Watcher(self.store.clone(), self.prefix, me, self._peer_timeout, self.sockets.shut, self._errands)

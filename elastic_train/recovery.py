@@ -327,6 +327,7 @@ class Run:
             is_saved = restored is not None and restored.source == "snapshot"
             return self._ways_out.finish(world, outcome, is_saved=is_saved)
         state.clock.enter(Phase.TRAIN)
+        self.loop.evaluate_if_missed(world)
         self._membership.watcher.do(Activity.COMPUTE)
         ended = self.loop.run(world, steps(task.train_set, task.collate, state, world, config, worker.device))
         self._membership.watcher.do(Activity.FORM)

@@ -55,7 +55,7 @@ class Reporter:
     def enter(self, world: World, state: TrainState) -> None:
         """A world stands and `state` is everybody's: from now on its rank 0 reports."""
         self._world = world
-        self._rate.restart(state.step * state.global_batch_size)
+        self._rate.restart()
         if world.rank != 0:
             self._close_display()
             return
@@ -198,7 +198,7 @@ class Rate:
         self._samples = 0
         self._since = time.monotonic()
 
-    def restart(self, _samples: int) -> None:
+    def restart(self) -> None:
         self._samples, self._since, self.per_second = 0, time.monotonic(), 0.0
 
     def add(self, samples: int) -> None:

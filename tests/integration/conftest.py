@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -8,16 +8,27 @@ import pytest
 from tests.etcd_cluster import EtcdCluster, etcd_running
 from tests.integration.cluster import Cluster, running
 
+HAS_FAILED = pytest.StashKey[bool]()
+SHOWN_CHARACTERS = 4000
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[HAS_FAILED] = item.stash.get(HAS_FAILED, False) or report.failed
+    return report
+
 
 @pytest.fixture
-def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
-    """The nodes of a test; under c10d, or as an indirect parameter says, `etcd3`."""
-    if getattr(request, "param", "c10d") == "c10d":
-        with running(tmp_path) as nodes:
-            yield nodes
-    else:
-        with running(tmp_path, request.getfixturevalue("etcd")) as nodes:
-            yield nodes
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Nodes that end with the test, under c10d or, as an indirect parameter says, `etcd3`; where it failed, what each
+    of them last said is shown."""
+    etcd = request.getfixturevalue("etcd") if getattr(request, "param", "c10d") == "etcd3" else None
+    with running(tmp_path, etcd) as nodes:
+        yield nodes
+        if request.node.stash.get(HAS_FAILED, False):
+            for node in nodes.nodes:
+                print(f"--- {node.log.name}, exit code {node.process.poll()}\n{node.text()[-SHOWN_CHARACTERS:]}")
 
 
 @pytest.fixture
@@ -27,10 +38,3 @@ def etcd(tmp_path: Path) -> Iterator[EtcdCluster]:
     path.mkdir()
     with etcd_running(path, 3) as members:
         yield members
-
-
-@pytest.fixture
-def etcd_nodes(tmp_path: Path, etcd: EtcdCluster) -> Iterator[Cluster]:
-    """The nodes of a test that meet in etcd."""
-    with running(tmp_path, etcd) as nodes:
-        yield nodes

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "tutorial.py"
 CONF = "last_call=2,lease=5"
 PATIENCE = 150.0
 """seconds: a restart of all workers takes the start of a Python process with torch on each node"""
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.parametrize("cluster", ["etcd3"], indirect=True)]
 
 
 def start(cluster: Cluster, *, steps: int, count: int = 1, nnodes: str = "1:4", conf: str = CONF) -> list[Node]:
@@ -38,8 +38,7 @@ def wait_for_world(cluster: Cluster, size: int, timeout: float = PATIENCE) -> No
     wait_until(lambda: progress(cluster)[-1:] and progress(cluster)[-1][1] == size, f"world of {size}", timeout)
 
 
-def test_nodes_of_any_script_die_and_join(etcd_nodes: Cluster) -> None:
-    cluster = etcd_nodes
+def test_nodes_of_any_script_die_and_join(cluster: Cluster) -> None:
     assert cluster.etcd is not None
     nodes = start(cluster, steps=1200, count=3)
     wait_for_world(cluster, 3)
@@ -54,9 +53,8 @@ def test_nodes_of_any_script_die_and_join(etcd_nodes: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_dead_node_at_the_end_holds_nobody_up(etcd_nodes: Cluster) -> None:
+def test_a_dead_node_at_the_end_holds_nobody_up(cluster: Cluster) -> None:
     """torchrun's exit barrier waits 300 s for it."""
-    cluster = etcd_nodes
     nodes = start(cluster, steps=60, count=2, nnodes="2:2")
     wait_until(lambda: progress(cluster)[-1:] == [(60, 2)], "last step", PATIENCE)
     nodes[1].process.kill()  # its worker has nothing more to say to the other one
@@ -66,8 +64,7 @@ def test_a_dead_node_at_the_end_holds_nobody_up(etcd_nodes: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_spare_node_steps_in(etcd_nodes: Cluster) -> None:
-    cluster = etcd_nodes
+def test_a_spare_node_steps_in(cluster: Cluster) -> None:
     nodes = start(cluster, steps=600, count=2, nnodes="2:2")
     wait_for_world(cluster, 2)
     nodes += start(cluster, steps=600, nnodes="2:2")

@@ -116,6 +116,35 @@ def test_a_stuck_training_thread_is_expelled(cluster: Cluster) -> None:
     check_run(cluster, STEPS)
 
 
+STUCK_TASK = """
+import os, time
+from elastic_train.tasks import ImageClassification
+
+class Stuck(ImageClassification):
+    num_evaluations = 0
+
+    def evaluate(self, model, batch):
+        Stuck.num_evaluations += 1
+        while os.environ["RANK"] == "1" and Stuck.num_evaluations > 4:
+            print("stuck", flush=True)
+            time.sleep(3600)
+        return super().evaluate(model, batch)
+"""
+
+
+def test_an_evaluation_that_is_stuck_on_one_rank(cluster: Cluster) -> None:
+    """Its heart beats and no step is under way; it is expelled all the same."""
+    (cluster.path / "stuck.py").write_text(STUCK_TASK)
+    cluster.host_store()
+    flags = ("--peer-timeout", "2", "--ledger", "--eval-every", "1", "--max-steps", "230", "--task", "stuck:Stuck")
+    nodes = cluster.start(*flags, nodes=3, nnodes="1:3")
+    stuck = wait_until(lambda: [node for node in nodes if "stuck\n" in node.text()], "stuck evaluation")
+    cluster.finish([node for node in nodes if node not in stuck])
+    check_run(cluster, 230)
+    assert any("kept the others waiting" in (e["reason"] or "") for e in events(cluster.run_dir, "peer_lost"))
+    assert len({e["step"] for e in events(cluster.run_dir, "evaluation")}) == 10, "none is missing"
+
+
 def test_the_host_of_the_endpoint_dies(cluster: Cluster) -> None:
     """Fatal under c10d, but every node saves what it has: a new start loses no committed step."""
     if cluster.etcd is not None:
