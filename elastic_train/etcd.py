@@ -103,7 +103,8 @@ class Connections:
         self._current = random.randrange(len(settings.endpoints))  # not everybody at the same one
         self._is_closed = False
         self.num_requests = 0
-        """attempts made so far, for measurements"""
+        """attempts made so far, and bytes of the messages both ways: for measurements"""
+        self.num_bytes = 0
 
     def client(self) -> tuple[int, Any]:
         """(index of the present endpoint, its client). Blocks ATTEMPT_SECONDS at most, to authenticate.
@@ -314,7 +315,7 @@ class Etcd:
             return retry(attempt)
         except Transient as error:
             where = ",".join(self.connections.settings.endpoints)
-            raise StoreUnreachable(f"etcd at {where} does not answer ({error}, {self.deadline:.0f} s)") from error
+            raise StoreUnreachable(f"etcd at {where} does not answer ({error}; {self.deadline:g} s)") from error
 
     def _attempt(self, method: Callable[[Any], Any], request: Any, give_up_at: float) -> Any:
         import grpc
@@ -324,7 +325,9 @@ class Etcd:
         self.connections.num_requests += 1
         try:
             index, client = self.connections.client()
-            return method(client)(request, timeout, metadata=client.metadata)
+            response = method(client)(request, timeout, metadata=client.metadata)
+            self.connections.num_bytes += request.ByteSize() + response.ByteSize()
+            return response
         except grpc.RpcError as error:
             judged = judge(error)
             if isinstance(judged, TokenRefused) and client is not None:
@@ -397,6 +400,7 @@ class Watch:
             if self._is_cancelled:
                 self._call.cancel()
             for response in self._call:
+                self._connections.num_bytes += response.ByteSize()
                 if response.canceled:
                     if response.compact_revision:
                         raise Compacted("the changes since then are compacted")

@@ -383,7 +383,7 @@ def test_a_wrong_password_is_refused_at_once(secure: tuple[EtcdCluster, Path], t
 
 def test_no_user_where_one_is_needed(secure: tuple[EtcdCluster, Path]) -> None:
     cluster, password = secure
-    with pytest.raises(StoreRefused, match="permission denied|user name is empty"):
+    with pytest.raises(StoreRefused, match=r"permission denied|user name is empty"):
         connect(secure_settings(cluster, password, user=None)).get("/team/x")
 
 
