@@ -40,7 +40,7 @@ ATTEMPT_SECONDS = 2.0
 """of one attempt at one endpoint; then the next endpoint has its turn"""
 CONNECT_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # what one attempt to connect may take; a busy machine needs seconds
     ("grpc.max_reconnect_backoff_ms", 1000),  # the default, 2 minutes, would hide a member that is back
     ("grpc.max_receive_message_length", 64 * 2**20),
 )

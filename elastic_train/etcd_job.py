@@ -18,8 +18,10 @@ from elastic_train.etcd import Entry, Etcd, Transaction
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.etcd_store import Guard, text_of
 from elastic_train.liveness import Probe, probe
-from elastic_train.lobby import Admission
+from elastic_train.lobby import Standing, standing
 
+ROUND = "round-0"
+"""below a job's prefix; where agents restart all workers together there are several (membership.py), here is one"""
 MIN_LEASE_SECONDS = 60.0
 NO_STAMP = b"-" * 12
 """in place of a stamp (etcd_store.py): the token is unique to its writer"""
@@ -106,26 +108,30 @@ def read_job(entry: Entry, settings: EtcdSettings, run_id: str) -> Job:
 
 
 def is_over(etcd: Etcd, job: Job, peer_timeout: float, check: Callable[[], None]) -> bool:
-    """Whether a job has reached its end, or had a world and every member of it is dead.
+    """Whether a job has reached its end, or has a world, or is about to, and every member of it is dead.
 
     Nobody listens any more where a process was killed. A frozen one, or one on a host that is gone, is dead when its
     heart has not been seen to beat for so long.
     """
     if etcd.get(f"{job.prefix}/over") is not None:
         return True
-    entry = etcd.get(f"{job.prefix}/members")
-    if entry is None:
+    prefix = f"{job.prefix}/{ROUND}"
+
+    def look() -> tuple[Standing, dict[str, str]]:
+        texts = {entry.key: text_of(entry) or "" for entry in etcd.below(f"{prefix}/")[0]}
+        return standing(prefix, texts), {key: text for key, text in texts.items() if key.startswith(f"{prefix}/beat/")}
+
+    stood, beats = look()
+    if not stood.everyone:
         return False
-    members = Admission.from_json(text_of(entry) or "").present
-    if all(probe(member.address) is Probe.REFUSED for member in members):
+    if all(probe(member.address) is Probe.REFUSED for member in stood.everyone):
         return True
-    beats = f"{job.prefix}/round-0/beat/"
-    keys = [f"{beats}{member.name}" for member in members]
-    first = [text_of(entry) for entry in etcd.get_many(keys)]
+    hearts = {f"{prefix}/beat/{member.name}" for member in stood.everyone}
     deadline = time.monotonic() + peer_timeout + 1.0
     while time.monotonic() < deadline:
         check()
-        if [text_of(entry) for entry in etcd.get_many(keys)] != first or etcd.get(f"{job.prefix}/members") != entry:
+        stands, beat = look()
+        if stands != stood or any(beat.get(heart) != beats.get(heart) for heart in hearts):
             return False
         time.sleep(0.1)
     return True

@@ -27,8 +27,8 @@ from elastic_train.etcd_job import Job, open_job, take_away
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.etcd_store import EtcdStore, Mirror
 from elastic_train.liveness import Probe, Watcher, probe
-from elastic_train.lobby import Admission, Waiting, is_start_due, newest_key, ready_nodes
-from elastic_train.meeting import Decision, Sight, meet, world_of
+from elastic_train.lobby import Admission, Standing, Waiting, is_start_due, nobody, ready_nodes, standing
+from elastic_train.meeting import Sight, meet, world_of
 from elastic_train.membership import WORD_SECONDS, Change, Membership
 from elastic_train.process_group import FORM_TIMEOUT, GroupStoreServer, address_towards
 from elastic_train.rules import Activity, disagreement, require_agreement
@@ -69,8 +69,6 @@ class EtcdMembership(Membership):
     _observed: tuple[Member, ...] = ()
     """those whose hearts are watched from the lobby"""
     _next_keep = 0.0
-    _published = -1
-    """generation of the world whose members were last made known"""
     _dead: frozenset[str] = frozenset()
     """names of members that are gone, whose hearts' last beats are still to be removed"""
     _swept = -1
@@ -186,27 +184,32 @@ class EtcdMembership(Membership):
             self.watcher.do(Activity.FORM)
             if self.published("over") is not None:
                 raise JobFinished("the job reached its end while this node waited to be taken in")
-            key = self._newest_key()
-            admission = self._admission(key)
-            if admission is None and key == f"{self.prefix}/start":
-                self._consider_start(key)
-            elif admission is None and self._is_world_dead():
-                self._create_admission(key, Admission(self._present_members(), self._ready_members()))
-            names = [member.name for member in admission.everyone] if admission is not None else []
+            stands = self._standing()
+            key, admission = stands.key, stands.admission
+            names = [member.name for member in stands.everyone] if admission is not None else []
             if admission is not None and me.name in names:
                 return Seat(key, names.index(me.name), admission)
+            if admission is not None:
+                if self._are_dead(admission.everyone):
+                    self.store.create(f"{key}/next", nobody(admission.everyone).to_json())
+            elif not stands.members:
+                self._consider_start(key)
+            elif self._are_dead(stands.members):
+                ready = self._ready_members()
+                if me.name in {member.name for member in ready}:
+                    self._create_admission(key, Admission(stands.members, ready))
             now = time.monotonic()
             if now > next_word:
                 next_word = now + 3 * WORD_SECONDS
-                self._say(self._describe_waiting(key))
+                self._say(self._describe_waiting(stands))
             self.store.wait_for_change(0.05)
 
-    def _describe_waiting(self, key: str) -> str:
+    def _describe_waiting(self, stands: Standing) -> str:
         settings = self._settings
-        if key == f"{self.prefix}/start":
+        if not stands.members:
             num_ready = len(ready_nodes(self._waiting_workers(), ()))
             return f"waiting for nodes: {num_ready} of at least {settings.min_nodes} are ready"
-        nodes = len({member.node for member in self._present_members()})
+        nodes = len({member.node for member in stands.members})
         return f"waiting to be taken in: {nodes} of at most {settings.max_nodes} nodes train"
 
     def _take(self, seat: Seat, me: Member) -> World | None:
@@ -242,7 +245,10 @@ class EtcdMembership(Membership):
         return following, change
 
     def _members_to_take_in(self, world: World) -> tuple[Member, ...]:
-        return self._create_admission(self._key, Admission(world.members, ())).new
+        standing = self._create_admission(self._key, Admission(world.members, ()))
+        if [member.name for member in standing.present] != [member.name for member in world.members]:
+            raise LeftOut("those who waited to be taken in took every member of this world for dead")
+        return standing.new
 
     def can_take_in(self, world: World) -> bool:
         self._consider_admission(world, self.store)
@@ -272,18 +278,8 @@ class EtcdMembership(Membership):
 
     # --- what the store shows -----------------------------------------------------------------------------------------
 
-    def _newest_key(self) -> str:
-        ends = self._mirror.below(f"{self.prefix}/")
-        decisions = {
-            key.removesuffix("/next"): Decision.from_json(text).generation
-            for key, text in ends.items()
-            if key.endswith("/next")
-        }
-        return newest_key(self.prefix, decisions)
-
-    def _admission(self, key: str) -> Admission | None:
-        text = self.store.get(f"{key}/admit")
-        return Admission.from_json(text) if text is not None else None
+    def _standing(self) -> Standing:
+        return standing(self.prefix, self._mirror.below(f"{self.prefix}/"))
 
     def _create_admission(self, key: str, admission: Admission) -> Admission:
         return Admission.from_json(self.store.create(f"{key}/admit", admission.to_json()))
@@ -317,15 +313,8 @@ class EtcdMembership(Membership):
         ):
             self._create_admission(key, Admission((), members))
 
-    def _present_members(self) -> tuple[Member, ...]:
-        text = self.published("members")
-        return Admission.from_json(text).present if text is not None else ()
-
-    def _is_world_dead(self) -> bool:
-        """Whether every member of the world that trains is dead, so that those who wait go on without it."""
-        members = self._present_members()
-        if not members:
-            return False
+    def _are_dead(self, members: tuple[Member, ...]) -> bool:
+        """Whether the hearts of all of them stand still, so that those who wait go on without them."""
         if self._observed != members:
             self.watcher.observe(members)
             self._observed = members
@@ -344,9 +333,6 @@ class EtcdMembership(Membership):
         world = self._world
         if world is None or not self.watcher.is_spokesman:
             return
-        if self._published != world.generation:
-            store.put(f"{self.run_prefix}/members", Admission(world.members, ()).to_json())
-            self._published = world.generation
         self._consider_admission(world, store)
         self._forget_dead(store)
         if self._swept < world.generation - 2:

@@ -21,7 +21,15 @@ USER_VARIABLE = "ELASTIC_TRAIN_ETCD_USER"
 PASSWORD_VARIABLE = "ELASTIC_TRAIN_ETCD_PASSWORD"
 PASSWORD_FILE_VARIABLE = "ELASTIC_TRAIN_ETCD_PASSWORD_FILE"
 CONF_KEYS = ("ca", "cert", "key", "user", "password_file", "prefix", "grace", "last_call")
-"""keys of --rdzv-conf that are read here; LAST_CALL also under torchrun's own name, last_call_timeout"""
+"""keys of --rdzv-conf that are read here; last_call also under torchrun's own name, last_call_timeout"""
+OTHER_KEYS = (
+    "membership", "lease", "join_timeout", "read_timeout", "last_call_timeout",
+    # of torchrun's other rendezvous, or set by torchrun itself; without a meaning here
+    "timeout", "rank", "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt",
+    "cas_backoff_max_seconds", "is_host", "store_type",
+)  # fmt: skip
+"""keys that rendezvous.py and etcd_rendezvous.py read"""
+LAST_CALL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class EtcdSettings:
     """file whose first line is the password; without it, the password is in ELASTIC_TRAIN_ETCD_PASSWORD"""
     grace: float = 60.0
     """seconds that etcd may be away while training goes on"""
-    last_call: float = 2.0
+    last_call: float = LAST_CALL_SECONDS
     """seconds that a first world below max_nodes waits for more nodes"""
     min_nodes: int = 1
     max_nodes: int = 1
@@ -91,9 +99,15 @@ class EtcdSettings:
 
     @staticmethod
     def from_torchrun(
-        endpoint: str, conf: Mapping[str, object], environ: Mapping[str, str], *, min_nodes: int, max_nodes: int
+        endpoint: str,
+        conf: Mapping[str, object],
+        environ: Mapping[str, str],
+        *,
+        min_nodes: int,
+        max_nodes: int,
+        last_call: float = LAST_CALL_SECONDS,
     ) -> EtcdSettings:
-        """From `--rdzv-endpoint`, `--rdzv-conf` and the environment.
+        """From `--rdzv-endpoint`, `--rdzv-conf` and the environment; `last_call` where the user does not say.
 
         Raises:
             UsageError: something is missing, cannot be read, or must not stand on a command line.
@@ -103,13 +117,16 @@ class EtcdSettings:
                 "etcd: everybody on this machine can read a password on a command line: give password_file=PATH, or "
                 f"{PASSWORD_VARIABLE} in the environment"
             )
+        unknown = sorted(conf.keys() - {*CONF_KEYS, *OTHER_KEYS})
+        if unknown:
+            raise UsageError(f"etcd: --rdzv-conf knows no {', '.join(unknown)}; it knows {', '.join(CONF_KEYS)}")
         given = {name: str(conf[name]) for name in CONF_KEYS if name in conf}
         if "last_call_timeout" in conf:
             given.setdefault("last_call", str(conf["last_call_timeout"]))
         for name, variable in (("user", USER_VARIABLE), ("password_file", PASSWORD_FILE_VARIABLE)):
             if name not in given and environ.get(variable):
                 given[name] = environ[variable]
-        numbers = {}
+        numbers = {"last_call": last_call}
         for name in ("grace", "last_call"):
             if name in given:
                 try:

@@ -90,7 +90,8 @@ class Watcher:
         cut: closes the sockets of the present process group, from this thread.
         errands: called about once a second, for what else must be looked after; may raise StoreUnreachable.
         store_grace: seconds that the store may be away before the world ends, also one of this member alone; without
-            it `peer_timeout`, and a world of one goes on.
+            it `peer_timeout`, and a world of one goes on. Such a store writes what it is told to several disks and
+            keeps the past for a while: hearts beat more slowly there.
         warn: told once when the store is away, and once when it is back, while training goes on.
     """
 
@@ -111,6 +112,8 @@ class Watcher:
         self._me = me
         self._peer_timeout = peer_timeout
         self._interval = min(0.25, peer_timeout / 8)
+        self._beat_interval = self._interval if store_grace is None else min(1.0, peer_timeout / 8)
+        self._next_beat = monotonic()
         self._cut = cut
         self._errands = errands
         self._has_grace = store_grace is not None
@@ -220,7 +223,7 @@ class Watcher:
 
     @property
     def _is_store_silent(self) -> bool:
-        return self.store_silence > 2 * self._interval + 0.5
+        return self.store_silence > 2 * self._beat_interval + 0.5
 
     @property
     def store_silence(self) -> float:
@@ -232,17 +235,16 @@ class Watcher:
     def turn(self) -> None:
         """What the thread does in each of its rounds."""
         try:
-            self._beat()
+            is_beat_due = self._monotonic() >= self._next_beat
+            if is_beat_due:
+                self._beat()
+                self._next_beat = self._monotonic() + self._beat_interval - self._interval / 2
             self._look()
             if self._monotonic() >= self._next_errand:
                 self._next_errand = self._monotonic() + 1.0
                 self._errands()
-            if self._has_warned:
-                self._has_warned = False
-                self._warn(f"the store answers again, after {self.store_silence:.0f} s")
-            if self._is_store_silent:
-                self.answering_since = self._monotonic()
-            self._last_answer = self._monotonic()
+            if is_beat_due:
+                self._note_answer()
         except StoreUnreachable as error:
             world = self._world
             if world is not None and self._is_store_silent and not self._has_warned:
@@ -259,6 +261,14 @@ class Watcher:
                     raise  # no collective to break off: the training thread meets it at its next step
             with contextlib.suppress(StoreUnreachable):  # a client that once got no answer gives none again
                 self.store = self.store.clone()
+
+    def _note_answer(self) -> None:
+        if self._has_warned:
+            self._has_warned = False
+            self._warn(f"the store answers again, after {self.store_silence:.0f} s")
+        if self._is_store_silent:
+            self.answering_since = self._monotonic()
+        self._last_answer = self._monotonic()
 
     def _run(self) -> None:
         poll = select.poll()

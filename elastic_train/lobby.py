@@ -12,6 +12,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from elastic_train.meeting import Decision
+from elastic_train.rules import next_generation
 from elastic_train.world import Member
 
 
@@ -83,13 +85,44 @@ def is_start_due(num_ready: int, *, min_nodes: int, max_nodes: int, seconds_enou
     return num_ready >= max_nodes or (num_ready >= min_nodes and seconds_enough >= last_call)
 
 
-def newest_key(prefix: str, decisions: Mapping[str, int]) -> str:
-    """The key of the world that stands, or is about to: the end of the chain of decisions.
+@dataclass(frozen=True)
+class Standing:
+    """Where a job stands, by what is written of it."""
+
+    key: str
+    """of the world that stands, or is about to"""
+    members: tuple[Member, ...]
+    """who is in it; nobody before the first one, and where all who should have formed it died"""
+    admission: Admission | None
+    """whom the next one takes in, where that is decided"""
+
+    @property
+    def everyone(self) -> tuple[Member, ...]:
+        """Who may still decide how it goes on."""
+        return self.members if self.admission is None else self.admission.everyone
+
+
+def standing(prefix: str, texts: Mapping[str, str]) -> Standing:
+    """Follow the chain of decisions to its end.
 
     Args:
-        decisions: by the key of each world that has ended, the generation of the one that followed.
+        texts: the values of all keys below `prefix`, by key.
     """
-    key = f"{prefix}/start"
-    while key in decisions:
-        key = f"{prefix}/world-{decisions[key]}"
-    return key
+    key, members = f"{prefix}/start", tuple[Member, ...]()
+    while True:
+        text = texts.get(f"{key}/admit")
+        admission = Admission.from_json(text) if text is not None and f"{key}/next" not in texts else None
+        if f"{key}/next" not in texts:
+            return Standing(key, members, admission)
+        decision = Decision.from_json(texts[f"{key}/next"])
+        following = f"{prefix}/world-{decision.generation}"
+        if f"{following}/next" not in texts and text is not None:  # what is older has been swept up
+            everyone = Admission.from_json(text).everyone
+            members = tuple(everyone[rank] for rank in decision.ranks)
+        key = following
+
+
+def nobody(everyone: Sequence[Member]) -> Decision:
+    """The decision for members who died before they could make one: an empty world, so that others can go on."""
+    generation = next_generation([member.max_generation for member in everyone])
+    return Decision(generation, ranks=(), lost=tuple(range(len(everyone))), left=())

@@ -23,6 +23,7 @@ from elastic_train.errors import (
     RunDirectoryError,
     RunDirectoryInUse,
     Stopped,
+    StoreRefused,
     StoreUnreachable,
     first_line,
 )
@@ -149,7 +150,7 @@ class Run:
         """
         try:
             return self._through_worlds()
-        except (StoreUnreachable, FormationFailed) as error:
+        except (StoreUnreachable, StoreRefused, FormationFailed) as error:
             if self._world is None or not self._has_state:
                 raise
             self._worker.state.rollback()

@@ -22,23 +22,26 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from elastic_train.errors import UsageError
-from elastic_train.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
+from elastic_train.etcd_settings import LAST_CALL_SECONDS, SETTINGS_VARIABLE, EtcdSettings
 from elastic_train.torchrun import MIN_NODES_VARIABLE, NODE_VARIABLE, agent_arguments, launches_elastic_train
 
 MODES = ("workers", "agents")
+TORCHRUNS_LAST_CALL = 30.0
+"""seconds; what users of torchrun's own rendezvous know: in this mode a late node restarts everybody"""
 
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """What `torchrun --rdzv-backend=etcd3` calls. A mistake in its options ends the process with one line."""
     try:
+        mode = choose_mode(parameters.config, agent_arguments(sys.orig_argv), os.environ)
         settings = EtcdSettings.from_torchrun(
             parameters.endpoint,
             parameters.config,
             os.environ,
             min_nodes=parameters.min_nodes,
             max_nodes=parameters.max_nodes,
+            last_call=LAST_CALL_SECONDS if mode == "workers" else TORCHRUNS_LAST_CALL,
         )
-        mode = choose_mode(parameters.config, agent_arguments(sys.orig_argv), os.environ)
     except UsageError as error:
         print(f"elastic_train: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code) from error

@@ -92,6 +92,11 @@ def test_what_an_agent_tells_its_workers_holds_no_password() -> None:
     assert (made.prefix, made.grace, made.last_call, made.max_nodes) == ("/team", 7.5, 3.0, 4)
 
 
+def test_a_misspelt_key_is_named() -> None:
+    with pytest.raises(UsageError, match="knows no graze; it knows ca"):
+        settings({"graze": "5"})
+
+
 @pytest.mark.parametrize("conf", [{"grace": "x"}, {"grace": "0"}, {"prefix": "team"}, {"prefix": "/team/"}])
 def test_values_that_cannot_work(conf: dict[str, object]) -> None:
     with pytest.raises(UsageError):
