@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from elastic_train.lobby import Admission, Waiting, is_start_due, newest_key, ready_nodes
+from elastic_train.lobby import Admission, Waiting, is_start_due, nobody, ready_nodes, standing
+from elastic_train.meeting import Decision
 from elastic_train.world import Member
 
 
@@ -66,7 +69,55 @@ def test_the_first_world_starts_when_all_or_enough_are_there(num_ready: int, sec
     assert is_start_due(num_ready, min_nodes=2, max_nodes=4, seconds_enough=seconds, last_call=2.0) is is_due
 
 
-def test_the_newest_world_is_at_the_end_of_the_chain_of_decisions() -> None:
-    assert newest_key("p", {}) == "p/start"
-    assert newest_key("p", {"p/start": 7}) == "p/world-7"
-    assert newest_key("p", {"p/start": 7, "p/world-7": 8, "p/world-8": 9, "p/world-3": 4}) == "p/world-9"
+def texts_of(admissions: dict[str, Admission], decisions: dict[str, tuple[int, tuple[int, ...]]]) -> dict[str, str]:
+    """What a job has written: who was admitted, and (generation, ranks) that were decided, by world."""
+    texts = {f"p/{key}/admit": admission.to_json() for key, admission in admissions.items()}
+    for key, (generation, ranks) in decisions.items():
+        texts[f"p/{key}/next"] = Decision(generation, ranks, (), ()).to_json()
+    return texts
+
+
+def names(members: tuple[Member, ...]) -> list[str]:
+    return [one.host for one in members]
+
+
+A, B, C = member("a"), member("b"), member("c")
+
+
+def test_before_the_first_world_nobody_is_in() -> None:
+    stands = standing("p", {})
+    assert (stands.key, stands.members, stands.admission, stands.everyone) == ("p/start", (), None, ())
+
+
+def test_those_who_are_about_to_form_the_first_world() -> None:
+    stands = standing("p", texts_of({"start": Admission((), (A, B))}, {}))
+    assert stands.key == "p/start"
+    assert names(stands.everyone) == ["a", "b"]
+
+
+def test_the_members_are_those_on_the_last_list() -> None:
+    first = ({"start": Admission((), (A, B, C))}, {"start": (7, (0, 2))})
+    stands = standing("p", texts_of(*first))
+    assert (stands.key, names(stands.members), stands.admission) == ("p/world-7", ["a", "c"], None)
+
+
+def test_whom_the_present_world_takes_in() -> None:
+    admissions = {"start": Admission((), (A,)), "world-7": Admission((A,), (B, C))}
+    stands = standing("p", texts_of(admissions, {"start": (7, (0,))}))
+    assert (stands.key, names(stands.members), names(stands.everyone)) == ("p/world-7", ["a"], ["a", "b", "c"])
+
+
+def test_old_worlds_may_have_been_swept_up() -> None:
+    admissions = {"world-8": Admission((A, B), (C,))}
+    decisions = {"start": (7, (0, 1)), "world-7": (8, (0, 1)), "world-8": (9, (1, 2))}
+    stands = standing("p", texts_of(admissions, decisions))
+    assert (stands.key, names(stands.members)) == ("p/world-9", ["b", "c"])
+
+
+def test_an_empty_world_takes_the_place_of_one_that_died_before_it_was_decided() -> None:
+    texts = texts_of({"start": Admission((), (A, B))}, {"start": (7, (0, 1))})
+    texts |= texts_of({"world-7": Admission((A, B), (C,))}, {})
+    everyone = tuple(replace(one, max_generation=7) for one in standing("p", texts).everyone)
+    texts["p/world-7/next"] = nobody(everyone).to_json()
+    stands = standing("p", texts)
+    assert (stands.key, stands.members, stands.admission) == ("p/world-8", (), None)
