@@ -390,6 +390,7 @@ class Watch:
         """Yields the changes of one revision or several: (entry, whether it was deleted)."""
         import grpc
 
+        client = None
         try:
             self._index, client = self._connections.client()
             stub = self._connections.etcd3.etcdrpc.WatchStub(client.channel)
@@ -409,7 +410,7 @@ class Watch:
                     yield [(entry_of(event.kv), event.type == self._is_delete) for event in response.events]
         except grpc.RpcError as error:
             judged = judge(error)
-            if isinstance(judged, TokenRefused):
+            if isinstance(judged, TokenRefused) and client is not None:
                 self._connections.drop(self._index, client)
             elif isinstance(judged, Transient):
                 self._connections.rotate(self._index)
@@ -425,9 +426,6 @@ class Watch:
         self._is_cancelled = True
         if self._call is not None:
             self._call.cancel()
-
-    def is_at_present_endpoint(self) -> bool:
-        return self._index == self._connections.present
 
 
 def entry_of(kv: Any) -> Entry:

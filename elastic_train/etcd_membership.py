@@ -30,9 +30,8 @@ from elastic_train.liveness import Probe, Watcher, probe
 from elastic_train.lobby import Admission, Standing, Waiting, is_start_due, nobody, ready_nodes, standing
 from elastic_train.meeting import Sight, meet, world_of
 from elastic_train.membership import WORD_SECONDS, Change, Membership
-from elastic_train.process_group import FORM_TIMEOUT, GroupStoreServer, address_towards
+from elastic_train.process_group import FORM_TIMEOUT, GroupStoreServer, address_towards_any
 from elastic_train.rules import Activity, disagreement, require_agreement
-from elastic_train.torchrun import split_endpoint
 from elastic_train.world import Member, World
 
 SETTLE_SECONDS = 0.5
@@ -110,7 +109,7 @@ class EtcdMembership(Membership):
             self._next_store_word = now
 
     def local_address(self) -> str:
-        return address_towards(*split_endpoint(self._settings.endpoints[0]))
+        return address_towards_any(self._settings.endpoints)
 
     @property
     def is_first_round(self) -> bool:
@@ -238,6 +237,11 @@ class EtcdMembership(Membership):
         if world is None and decision.ranks:
             require_agreement(me.agreement, joined[decision.ranks[0]].agreement, joined[decision.ranks[0]].name)
         return world
+
+    def _check_fatal(self) -> None:
+        super()._check_fatal()
+        if self._world is None and self.published("over") is not None:
+            raise JobFinished("the job reached its end while this node was about to be taken in")
 
     def next_world(self, world: World, *, has_formed: bool) -> tuple[World, Change]:
         following, change = super().next_world(world, has_formed=has_formed)

@@ -38,8 +38,8 @@ from elastic_train.etcd import Connections, Etcd
 from elastic_train.etcd_job import open_job, take_away
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.etcd_store import EtcdStore, Mirror
-from elastic_train.process_group import GroupStoreServer, address_towards
-from elastic_train.torchrun import exit_barrier_keys, split_endpoint
+from elastic_train.process_group import GroupStoreServer, address_towards_any
+from elastic_train.torchrun import exit_barrier_keys
 
 LEASE_SECONDS = 10
 """after which a node that shows no life is gone; --rdzv-conf lease=N"""
@@ -102,7 +102,7 @@ class AgentsHandler(RendezvousHandler):
         prefix = self._prefix = self._job.prefix
         self._mirror = Mirror(etcd, f"{prefix}/")
         self._store = EtcdStore(etcd, lease=self._job.lease, guard=self._job.guard, mirror=self._mirror)
-        self._address = parameters.local_addr or address_towards(*split_endpoint(settings.endpoints[0]))
+        self._address = parameters.local_addr or address_towards_any(settings.endpoints)
         self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
         self._lease = 0
         self._round = -1

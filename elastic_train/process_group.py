@@ -11,7 +11,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
 from elastic_train.errors import FormationFailed, UsageError, first_line
+from elastic_train.torchrun import split_endpoint
 from elastic_train.world import World
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
@@ -214,6 +215,12 @@ def address_towards(host: str, port: int) -> str:
     with suppress(OSError):
         return source_address(socket.AF_INET, ("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737), which is nobody
     return "127.0.0.1"
+
+
+def address_towards_any(endpoints: Sequence[str]) -> str:
+    """The local IP address towards the first of several HOST:PORT that is reached by one that others can use too."""
+    found = [address_towards(*split_endpoint(endpoint)) for endpoint in endpoints]
+    return next((address for address in found if not ipaddress.ip_address(address).is_loopback), found[0])
 
 
 def source_address(family: int, target: Any) -> str:

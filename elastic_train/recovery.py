@@ -75,7 +75,7 @@ def run(config: Config, launch: Launch, stop: StopSignal) -> int:
         return stopped.exit_code
     except JobFinished as finished:
         reporter.events.write("done", outcome="already_finished")
-        reporter.say(f"{finished}; nothing left to do")
+        reporter.speak(f"{finished}; nothing left to do")
         return finished.exit_code
     except BaseException as error:
         reporter.events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
@@ -436,7 +436,7 @@ class Run:
             phases = " ".join(f"{name}={value:.3f}" for name, value in seconds.items())
             reporter.say(
                 f"world generation={world.generation}: {world.world_size} workers go on at step {state.step + 1}; "
-                f"{what}; {phases} (s)"
+                f"{what or 'a newcomer died'}; {phases} (s)"
             )
         reporter.say_for_node(
             f"in world generation={world.generation} as rank {world.rank} of {world.world_size}; "
