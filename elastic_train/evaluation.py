@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from elastic_train.batches import start_loader_process
 from elastic_train.datasets import EpochDataset, as_fetched
-from elastic_train.process_group import broadcast_bytes
+from elastic_train.process_group import GroupSockets, broadcast_bytes, require_unbroken
 from elastic_train.sampler import MicroBatch
 from elastic_train.tasks import Task
 from elastic_train.world import World
@@ -55,6 +55,26 @@ class BlockSampler:
 
 
 @torch.no_grad()
+def share_buffers(model: nn.Module, world: World, sockets: GroupSockets) -> None:
+    """Make rank 0's buffers everybody's, all or none; every rank calls it.
+
+    In fast mode BatchNorm's running statistics differ between ranks; those of rank 0 are what a snapshot holds.
+
+    Raises:
+        FormationFailed: the process group was broken off. RuntimeError: from the communication library.
+    """
+    if world.world_size == 1:
+        return
+    buffers = list(model.buffers())
+    received = [buffer.clone() for buffer in buffers]
+    for buffer in received:
+        dist.broadcast(buffer, 0)
+    require_unbroken(sockets)
+    for buffer, of_rank_0 in zip(buffers, received, strict=True):
+        buffer.copy_(of_rank_0)
+
+
+@torch.no_grad()
 def evaluate(
     model: nn.Module,
     task: Task,
@@ -69,13 +89,7 @@ def evaluate(
     """Every rank calls it; each runs its blocks, and the sums of all blocks are added in block order.
 
     `before_exchange` is called when this rank's blocks are through and it begins to wait for the others.
-
-    In fast mode BatchNorm's running statistics differ between ranks; those of rank 0 are what a snapshot holds, so
-    they are made everybody's first.
     """
-    if world.world_size > 1:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
     sampler = BlockSampler(len(dataset), world)
     loader = DataLoader(
         EpochDataset(dataset, seed=seed, collate=task.collate),

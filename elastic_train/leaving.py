@@ -37,8 +37,9 @@ class WaysOut:
             self._saver.save_and_wait(state)
         worker.reach("finish", world)
         summary = write_result(worker, world, self._job_token, has_trained=outcome == "finished")
-        if world.rank == 0 and world.num_spares:
-            self._membership.announce_finished(json.dumps(summary, indent=2) + "\n")
+        if world.num_spares:
+            with suppress(StoreUnreachable):  # the run is finished all the same
+                self._membership.announce_finished(json.dumps(summary, indent=2) + "\n")
         self._membership.watcher.leave()  # who is through goes now, and is not missed
         if world.is_first_of_node:
             remove_handoffs(worker.directory)
@@ -68,6 +69,8 @@ class WaysOut:
         self._membership.watcher.leave()
         if world.is_directory_leader:
             save_result(worker, result.encode())
+        if world.is_first_of_node:
+            remove_handoffs(worker.directory)
         reporter.events.write("done", outcome="finished")
         reporter.speak(f"the run is finished; this spare was not needed; {worker.directory.result_path}")
         return 0

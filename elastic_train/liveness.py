@@ -339,6 +339,8 @@ class Watcher:
             silence = self.age(member)
             if rank != world.rank and silence > self._peer_timeout:
                 blamed[rank] = f"{member.name} (rank {rank}) was silent for {silence:.1f} s"
+        if world.is_spare:  # it knows nothing of how long a step takes
+            return blamed or None
         patience = self._peer_timeout + 10 * self.slowest_step if self.slowest_step else 6 * self._peer_timeout
         beats = {
             rank: beats_by_name[member.name]

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from elastic_train.datasets import EpochDataset
-from elastic_train.errors import FormationFailed
-from elastic_train.evaluation import evaluate
+from elastic_train.evaluation import evaluate, share_buffers
 from elastic_train.goodput import Phase
 from elastic_train.membership import Membership
 from elastic_train.ordered import OrderedReduction
-from elastic_train.process_group import gather_json
+from elastic_train.process_group import gather_json, require_unbroken
 from elastic_train.reduction import Clipping, FastReduction, Loss, Reduction, Share, StepTotals
 from elastic_train.rules import Activity
 from elastic_train.sampler import MicroBatch
@@ -154,10 +153,14 @@ class Loop:
                 watcher.slowest_step = max(watcher.slowest_step, time.monotonic() - started)
                 watcher.do(Activity.REDUCE)
 
-            watcher.do(Activity.COMPUTE)
+            model = state.averaged.model if state.averaged else state.model
+            slowest_step = watcher.slowest_step
             with state.clock.during(Phase.EVALUATE):
+                watcher.do(Activity.REDUCE)
+                share_buffers(model, world, self._membership.sockets)
+                watcher.do(Activity.COMPUTE)
                 found = evaluate(
-                    state.averaged.model if state.averaged else state.model,
+                    model,
                     worker.task,
                     test_set,
                     world,
@@ -167,6 +170,7 @@ class Loop:
                     before_exchange=begin_to_wait,
                 )
             watcher.do(Activity.COMPUTE)
+            watcher.slowest_step = slowest_step
             state.evaluated_step = state.step
             if found.accuracy is not None:
                 state.last_accuracy = (state.step, found.accuracy)
@@ -190,8 +194,7 @@ class UnbrokenReduction:
     ) -> StepTotals:
         """As `Reduction.run`. Raises: FormationFailed where the group was broken off."""
         totals = self._reduction.run(micro_batches, loss, scale, votes)
-        if self._sockets.is_shut:
-            raise FormationFailed("the process group was broken off within a step")
+        require_unbroken(self._sockets)
         return totals
 
 

@@ -277,6 +277,8 @@ class Membership:
         if is_nobody_known_dead and (watcher.reason is not None or not has_formed):
             me = replace(me, unreachable=unreachable_members(world))
         patience = 3 * self._peer_timeout + 2 * watcher.slowest_step
+        if world.is_spare:  # it knows nothing of how long a step takes, and leaves that to those who do
+            patience *= 10
         joining = self._members_to_take_in(world)
         candidates = (*world.members, *joining)
         watcher.observe(candidates)
@@ -347,13 +349,13 @@ class Membership:
             Stopped: this worker was told to stop.
             StoreUnreachable: the store is gone, and the job with it.
         """
-        while self.store.get(f"{self._key}/broken") is None:
-            finished = self.store.get(f"{self._key}/finished")
-            if finished is not None:
+        while True:
+            is_broken = self.store.get(f"{self._key}/broken") is not None
+            finished = self.store.get(f"{self._key}/finished")  # after it: who finished and went looks lost
+            if finished is not None or is_broken:
                 return finished
             self._stop.check()
             time.sleep(SPARE_POLL_SECONDS)
-        return None
 
     def announce_finished(self, result: str) -> None:
         """Tell the spares of the present world that the run is through, and with what."""
@@ -397,8 +399,12 @@ class Membership:
         first_node, failed_step, _ = json.loads(first)
         verdict = judge_error(False, step, (str(first_node), int(failed_step)), node)
         if verdict is Failure.JOB:
-            self.store.create(f"{self.prefix}/fatal", f"step {step} fails on every member that tries it: {error_text}")
+            self.announce_fatal(f"step {step} fails on every member that tries it: {error_text}")
         return verdict
+
+    def announce_fatal(self, why: str) -> None:
+        """The job cannot go on: whoever meets for another world reads this and ends."""
+        self.store.create(f"{self.prefix}/fatal", why)
 
     def _drive(self, meeting: Any, limit: float) -> tuple[Decision, dict[int, Member]]:
         started = time.monotonic()

@@ -39,7 +39,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
@@ -277,8 +277,23 @@ class Leaf:
 
     grads: list[Tensor | None]
     """by parameter; None where it was not used"""
-    changes: dict[torch.dtype, Tensor]
+    changes: dict[torch.dtype, Tensor] = field(default_factory=dict)
     """of the float buffers, weighted; empty where no sample was"""
+    sparse: set[int] = field(default_factory=set)
+    """the parameters whose gradients autograd gives as sparse tensors"""
+
+    def take(self, index: int, grad: Tensor, seen: set[int]) -> None:
+        """A gradient that autograd has just made for a parameter. `seen`: the storages of this backward pass."""
+        if grad.is_sparse:
+            self.sparse.add(index)
+            left, dense = self.grads[index], grad.to_dense()
+            self.grads[index] = dense if left is None else left.add_(dense)
+            return
+        # Gradients can be views of one tensor (of parameters that were stacked) or one and the same (of a sum): what
+        # is added to one of them must not show in another.
+        storage = grad.untyped_storage().data_ptr()
+        self.grads[index] = grad.clone() if storage in seen else grad
+        seen.add(storage)
 
 
 def _view_like(flat: Tensor, parameter: Tensor) -> Tensor:
@@ -517,7 +532,7 @@ class OrderedReduction:
             counters=torch.zeros(self._buffers.num_counters, dtype=torch.float64, device=self._device),
         )
         stack: list[tuple[Node, Row]] = []
-        leaf = Leaf([None] * len(self._parameters), {})
+        leaf = Leaf([None] * len(self._parameters))
         for micro_batch, batch in micro_batches:
             shard = micro_batch.shard
             if len(micro_batch.indices):
@@ -528,7 +543,7 @@ class OrderedReduction:
             if shard > self._block[0] and are_siblings((shard - 1, shard), node, self._virtual_ranks):
                 node = (shard - 1, shard + 1)
             self._push_leaf(stack, node, leaf)
-            leaf = Leaf([None] * len(self._parameters), {})
+            leaf = Leaf([None] * len(self._parameters))
         result = stack[0][1]
         flags = torch.tensor([*votes, *tally.is_used], dtype=torch.float64).to(self._device)
         message = torch.cat([tally.losses, flags, tally.counters])
@@ -562,10 +577,11 @@ class OrderedReduction:
         tally: _Tally,
     ) -> None:
         """Forward and backward of one virtual rank; its gradient and its buffers' changes are added to `leaf`."""
-        for parameter, grad in zip(self._parameters, leaf.grads, strict=True):
-            parameter.grad = grad
+        for index, (parameter, grad) in enumerate(zip(self._parameters, leaf.grads, strict=True)):
+            # A sparse gradient is added when it is whole: into a dense one autograd would add it entry by entry.
+            parameter.grad = None if index in leaf.sparse else grad
         # A version counter of its own, by which one sees whether, and how often, autograd has added to a gradient.
-        versions = [None if grad is None else grad._version for grad in leaf.grads]
+        versions = [None if parameter.grad is None else parameter.grad._version for parameter in self._parameters]
         count = len(micro_batch.indices)
         weight = count / micro_batch.step_samples
         try:
@@ -580,13 +596,15 @@ class OrderedReduction:
                 "the loss, or leave out --strict and the bits may differ from run to run"
             ) from error
         tally.losses[micro_batch.shard] = mean.detach().double() * count
+        seen: set[int] = set()
         for index, (parameter, version) in enumerate(zip(self._parameters, versions, strict=True)):
             grad, parameter.grad = parameter.grad, None
-            leaf.grads[index] = grad = grad.to_dense() if grad is not None and grad.is_sparse else grad
             if grad is None or grad._version == version:
                 continue
             tally.is_used[index] = True
-            if version is not None and grad._version != version + 1:
+            if version is None:
+                leaf.take(index, grad, seen)
+            elif grad._version != version + 1:
                 # (left + a) + b for a right leaf, but left + (a + b) where the left one is on another rank.
                 raise UsageError(
                     f"--reduction ordered: the gradient of {self._names[index]} was accumulated in several parts in "

@@ -129,6 +129,15 @@ class GroupStoreServer:
         )
 
 
+def require_unbroken(sockets: GroupSockets) -> None:
+    """For after a collective whose result is about to be used: NCCL's, once aborted, end with garbage and no error.
+
+    Raises: FormationFailed where the process group was broken off.
+    """
+    if sockets.is_shut:
+        raise FormationFailed("the process group was broken off")
+
+
 def open_sockets() -> dict[int, str]:
     """The sockets of this process: number -> `socket:[inode]`."""
     found = {}

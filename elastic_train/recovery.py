@@ -25,6 +25,8 @@ from elastic_train.errors import (
     Stopped,
     StoreRefused,
     StoreUnreachable,
+    TrainingDiverged,
+    UsageError,
     first_line,
     show_traceback,
 )
@@ -145,6 +147,7 @@ class Run:
         self.loop = make_loop(worker, membership, self._saver)
         self._ways_out = WaysOut(worker, membership, self._saver, self.loop, self._job_token)
         self._has_state = False
+        self._has_stood_by = False
         self._ended_at = time.monotonic()
         self._world: World | None = None
         self._has_formed = False
@@ -228,6 +231,9 @@ class Run:
     def _judge(self, error: Exception, world: World) -> Failure:
         """Whose error this is."""
         if isinstance(error, ElasticTrainError) and not isinstance(error, FormationFailed):
+            if isinstance(error, TrainingDiverged | UsageError):  # of all who train; a spare must not go on
+                with suppress(StoreUnreachable):
+                    self._membership.announce_fatal(str(error))
             return Failure.JOB
         step = self._worker.state.step + 1
         try:
@@ -278,7 +284,8 @@ class Run:
     def _stand_by(self, world: World) -> int | Interruption:
         """As a spare: wait for the next world, or for the end of the run (the exit code)."""
         worker, membership = self._worker, self._membership
-        self._has_formed = True
+        self._has_formed = self._has_stood_by = True
+        membership.watcher.expect(world, membership.key)  # what was believed of the world before is over
         membership.watcher.enter(world, membership.key)
         worker.reporter.events.enter(world)
         worker.reporter.enter(world, worker.state)
@@ -318,7 +325,7 @@ class Run:
         told = gather_json({"step": state.step if had_state else -1, "logged": worker.reporter.last_logged_step()})
         steps = [entry["step"] for entry in told]
         if max(steps) < 0:
-            restored = self._start.restore(world)
+            restored = self._start.restore(world, has_stood_by=self._has_stood_by)
             self._has_state = True
             return restored
         source = sync_from_freshest(state, world, steps, worker.device, lambda: worker.reach("send", world))

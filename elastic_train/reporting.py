@@ -55,6 +55,7 @@ class Reporter:
     def enter(self, world: World, state: TrainState) -> None:
         """A world stands and `state` is everybody's: from now on its rank 0 reports."""
         self._world = world
+        self._first_step = state.step + 1
         self._rate.restart()
         if world.rank != 0:
             self._close_display()
@@ -63,7 +64,6 @@ class Reporter:
             self._bar = ProgressBar(state.length, state.num_epochs)
         # TensorBoard's import takes a second of processor time: not while a world finds its feet.
         self._last_scalars = time.monotonic() + SCALARS_DELAY_SECONDS
-        self._first_step = state.step + 1
 
     def say(self, message: str) -> None:
         """For the job: only rank 0 prints it."""
@@ -134,7 +134,11 @@ class Reporter:
             return None
         first = self._world.members[0]
         path = self.events.directory / file_name(first.host, first.local_rank, first.pid)
-        return next((int(line["step"]) for line in newest_events(path) if line.get("event") == "step"), None)
+        if not path.exists():
+            return None
+        before = self._first_step - 1  # when its world began, all that was committed had been written down
+        steps = (int(line["step"]) for line in newest_events(path) if line.get("event") == "step")
+        return max(next(steps, before), before)
 
     def write_commit(self, state: TrainState) -> None:
         """The event of the newest committed step: from rank 0, or from who takes over where it died before it could.

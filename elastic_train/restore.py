@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic_train.errors import SnapshotDamaged, SnapshotError, TaskMismatch
+from elastic_train.errors import FormationFailed, SnapshotDamaged, SnapshotError, TaskMismatch
 from elastic_train.process_group import broadcast_bytes, gather_json
 from elastic_train.rules import freshest
 from elastic_train.saving import is_handoff
@@ -44,6 +44,7 @@ def restore(
     task: Mapping[str, Any],
     run_uid: str,
     is_new_run: bool,
+    may_begin: bool,
     device: torch.device,
     warn: Warn,
 ) -> Restored:
@@ -55,8 +56,10 @@ def restore(
         task: what a snapshot must agree with.
         run_uid: the name of the run, where this job has one already; else that of a new run.
         is_new_run: whether a snapshot of any run will do (the job's first world), or only one of `run_uid`.
+        may_begin: whether to begin from scratch where there is none.
 
     Raises:
+        FormationFailed: there is no snapshot, and it may not begin from scratch.
         TaskMismatch: the newest snapshot is of another task, seed, batch size, ...; names both values.
         SnapshotError: it verifies and still cannot be read.
     """
@@ -85,6 +88,8 @@ def restore(
             continue
         _load(state, broadcast_bytes(data, owner), device, source=verdict["source"])
         return Restored(verdict["kind"], state.step, owner)
+    if not may_begin:
+        raise FormationFailed("all workers that had the state are gone, and no snapshot of their run can be seen here")
     state.run_uid = run_uid
     if state.micro_batch_size is None:
         state.micro_batch_size = -(-state.global_batch_size // world.world_size)

@@ -37,14 +37,7 @@ class Start:
         self._is_first_round = membership.is_first_round
         if config.fresh and self._is_first_round:
             self._start_anew()
-        self._last_step_seen = directory.last_step()
-        self._last_logged_step = directory.last_logged_step()
-        self._offers = sorted(
-            find_snapshots(worker.snapshots_dir, warn=worker.reporter.warn) + find_handoffs(directory, worker.reporter),
-            key=lambda offer: offer.age_key,
-            reverse=True,
-        )
-        self._run_uid = membership.published("run_uid") or new_token()
+        self._look()
         worker.reporter.events.write(
             "start", config=as_json(config), versions=versions(), device=str(worker.device), task=worker.task.describe()
         )
@@ -62,6 +55,18 @@ class Start:
                 agreement=worker.agreement(),
             )
         )
+
+    def _look(self) -> None:
+        """What of the run can be seen from here, now."""
+        worker, directory = self._worker, self._worker.directory
+        self._last_step_seen = directory.last_step()
+        self._last_logged_step = directory.last_logged_step()
+        self._offers = sorted(
+            find_snapshots(worker.snapshots_dir, warn=worker.reporter.warn) + find_handoffs(directory, worker.reporter),
+            key=lambda offer: offer.age_key,
+            reverse=True,
+        )
+        self._run_uid = self._membership.published("run_uid") or new_token()
 
     def _start_anew(self) -> None:
         """--fresh: move what is in the run directory aside, once per job; the first worker to come does it."""
@@ -82,20 +87,29 @@ class Start:
             time.sleep(0.01)
         remove_handoffs(directory)  # each node its own
 
-    def restore(self, world: World) -> Restored:
-        """Bring all members of the first world to one state: the newest that any of them can see. Every rank calls it.
+    def restore(self, world: World, *, has_stood_by: bool) -> Restored:
+        """Bring all members of a world in which nobody has a state to one: the newest that any of them can see. Every
+        rank calls it.
+
+        Args:
+            has_stood_by: this worker was a spare of others who trained, and who are all gone.
 
         Raises:
+            FormationFailed: it was, and no snapshot of what they trained can be seen.
             TaskMismatch, SnapshotError: as restore.restore().
         """
         worker, state = self._worker, self._worker.state
+        if has_stood_by:
+            self._look()
+        are_successors = any(gather_json(has_stood_by))
         restored = restore(
             state,
             world,
             self._offers,
             task=worker.must_agree_with_snapshot(),
             run_uid=self._run_uid,
-            is_new_run=self._is_first_round,
+            is_new_run=self._is_first_round and not are_successors,
+            may_begin=not are_successors,
             device=worker.device,
             warn=worker.reporter.warn,
         )

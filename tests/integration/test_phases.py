@@ -52,6 +52,14 @@ def test_another_death_during_the_re_form(cluster: Cluster, point: str) -> None:
     assert all(sum(incident["seconds"].values()) < 3.0 for incident in end["incidents"])
 
 
+def test_a_world_that_commits_nothing_writes_nothing_twice(cluster: Cluster) -> None:
+    """Rank 0 has written its last step; in the next world another member dies before there is a further one."""
+    fault = "kill-node@step:rank=0,step=60,generation=0;kill-node@step:rank=1,generation=1"
+    nodes = start_with_fault(cluster, fault, nodes=4)
+    finish_but(cluster, nodes, 2)
+    check_run(cluster, STEPS)
+
+
 def test_the_source_of_the_state_dies_while_it_sends(cluster: Cluster) -> None:
     """Three train and one is a spare. One dies, the spare steps in, and who is about to send it the state dies too."""
     fault = "kill-node@step:rank=2,step=60,generation=0;kill-node@send:generation=1"

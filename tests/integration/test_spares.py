@@ -55,6 +55,37 @@ def test_a_spare_steps_in_for_a_killed_worker(cluster: Cluster) -> None:
     assert end["state_sha256"] == expected["state_sha256"]
 
 
+def test_a_spare_is_all_that_is_left(cluster: Cluster) -> None:
+    """The only worker is killed: its spare has no state, and goes on from the newest snapshot of that very run."""
+    flags = (*ENDLESS, "--reduction", "ordered", "--virtual-ranks", "1", "--snapshot-every", "10")
+    cluster.host_store()
+    nodes = cluster.start(*flags, "--max-steps", "300", nodes=2, nnodes="1:2")
+    spare = spare_of(cluster, nodes)
+    wait_for_step(cluster.run_dir, 60)
+    [victim] = [node for node in nodes if node is not spare]
+    victim.kill()
+    cluster.finish([spare])
+    end = result(cluster.run_dir)
+    restored = events(cluster.run_dir, "restore")[-1]
+    assert (restored["source"], restored["generation"]) == ("snapshot", 1)
+    assert restored["restored_step"] >= 10
+    assert end["step"] == 300
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=300)
+
+
+def test_a_spare_does_not_begin_anew_what_others_had_trained(cluster: Cluster) -> None:
+    flags = (*ENDLESS, "--reduction", "ordered", "--virtual-ranks", "1", "--snapshot-every", "0")
+    cluster.host_store()
+    nodes = cluster.start(*flags, "--max-steps", "100000", nodes=2, nnodes="1:2")
+    spare = spare_of(cluster, nodes)
+    wait_for_step(cluster.run_dir, 20)
+    [victim] = [node for node in nodes if node is not spare]
+    victim.kill()
+    assert spare.wait(60) == 1
+    assert "all workers that had the state are gone" in spare.text()
+    assert worlds(cluster.run_dir)[-1] == (0, 1)
+
+
 def test_a_spare_comes_and_goes_and_sees_the_end(cluster: Cluster) -> None:
     """In fast mode, two samples per step and four workers on disks of their own: one spare is stopped, one stays."""
     flags = (*ENDLESS, "--global-batch-size", "2")

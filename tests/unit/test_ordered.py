@@ -296,20 +296,75 @@ def run(model: nn.Module, counts: Sequence[int], loss: Any = mean_output, width:
     return reduction.run(share_of(counts, inputs), loss, unscaled, votes=(1, 0))
 
 
-def test_a_sparse_gradient_is_that_of_a_dense_embedding() -> None:
-    """Used by some micro-batches only, by a left leaf, a right one, both and none."""
-    grads = []
-    for is_sparse in (False, True):
-        torch.manual_seed(0)
-        embedding = nn.Embedding(20, 3, sparse=is_sparse)
-        share = share_of([2] * 6, torch.tensor([1, 2, 2, 3, 19, 1, 7, 7, 2, 5, 4, 0]))
-        reduction = OrderedReduction(embedding, world_of_one(), CPU, 6)
-        for _ in range(2):  # the second one finds rows with the first one's garbage
-            reduction.run(share, mean_output, unscaled, ())
-            assert embedding.weight.grad is not None
-            grads.append(embedding.weight.grad.clone())
-    for grad in grads[1:]:
-        assert grad.equal(grads[0])
+class Stacked(nn.Module):
+    """Gradients of parameters that are stacked are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.randn(4) for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ torch.stack(list(self.parts)).T
+
+
+class Fused(nn.Module):
+    """As query, key and value that are used in one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        layers: list[Any] = list(self.parts)
+        weight, bias = torch.cat([part.weight for part in layers]), torch.cat([part.bias for part in layers])
+        return nn.functional.linear(inputs, weight, bias)
+
+
+class Summed(nn.Module):
+    """The gradient of a sum is one and the same tensor for both of its terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * (self.one.view(-1) + self.other.view(-1))
+
+
+class Looked(nn.Module):
+    """A sparse gradient, with an index that occurs more than once, also in both leaves of a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3, sparse=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.table(inputs.mul(7).long().abs() % 5) * inputs.unsqueeze(-1)
+
+
+@pytest.mark.parametrize("make", [Stacked, Fused, Summed, Looked], ids=lambda make: str(make.__name__))
+@pytest.mark.parametrize("num_leaves", [3, 8])
+def test_gradients_that_share_memory_or_are_sparse_are_added_in_the_tree(
+    make: Callable[[], nn.Module], num_leaves: int
+) -> None:
+    """Leaf by leaf, each in tensors of its own, gives the same bits."""
+    torch.manual_seed(0)
+    model = make()
+    inputs = torch.randn(2 * num_leaves, 4)
+    share = share_of([2] * num_leaves, inputs)
+    reduction = OrderedReduction(model, world_of_one(), CPU, num_leaves)
+    for _ in range(2):  # the second one finds rows with the first one's garbage
+        reduction.run(share, mean_output, unscaled, ())
+        found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        leaves = []
+        for micro_batch, batch in share:
+            model.zero_grad(set_to_none=True)
+            (mean_output(model, micro_batch, batch) * (2 / len(inputs))).backward()
+            grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            leaves.append([(grad.to_dense() if grad.is_sparse else grad).clone() for grad in grads])
+        assert len(found) == len(leaves[0])
+        for index, grad in enumerate(found):
+            assert grad.equal(expected_sum([leaf[index] for leaf in leaves])), index
 
 
 def test_gradient_loss_and_votes_are_those_of_the_whole_batch() -> None:
