@@ -22,7 +22,7 @@ from tests.integration.cluster import (
     wait_until,
 )
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "elastic_train" / "examples"
 LENGTH, BATCH = 1024, 64
 
 

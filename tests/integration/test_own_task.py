@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.integration.cluster import PYTHON, Cluster, check_ledger, newest_snapshot, result, wait_until
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "elastic_train" / "examples"
 
 
 def test_a_task_with_flags_survives_a_killed_node(cluster: Cluster) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import elastic_train
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "elastic_train" / "examples"
 
 
 @pytest.mark.parametrize("name", elastic_train.__all__)

@@ -10,7 +10,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def example(name: str) -> str:
-    return (ROOT / "examples" / name).read_text()
+    return (ROOT / "elastic_train" / "examples" / name).read_text()
 
 
 def test_the_task_is_the_one_that_is_tested() -> None:

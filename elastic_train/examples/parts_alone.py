@@ -1,4 +1,4 @@
-"""Sampler, state and snapshots by themselves, in a loop without a launcher: `python examples/parts_alone.py`.
+"""Sampler, state and snapshots by themselves, in a loop without a launcher: run it with python.
 
 Run it again and again, or interrupt it: it goes on where its newest snapshot stands, in the middle of an epoch.
 """
