@@ -88,7 +88,6 @@ class Training:
         self._steps = iter(steps)
         self._share: Share | None = None
         self._is_applied = False
-        self._local_loss = 0.0
         self._lost: Exception | None = None
         self._outcome: Outcome | None = None
         self._saved_step = self.state.step
@@ -164,8 +163,8 @@ class Training:
         """
         self._step_in_hand()
         has_stepped, self._is_applied = self._is_applied, True
-        self._local_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
-        totals = torch.tensor([self._local_loss * self.weight, *self._loop.votes()], dtype=torch.float64)
+        own_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+        totals = torch.tensor([own_loss * self.weight, *self._loop.votes()], dtype=torch.float64)
         try:
             dist.all_reduce(totals)
         except RuntimeError as error:
@@ -174,7 +173,7 @@ class Training:
             # Raised when the next batch is asked for, so that what the function does after a commit is done.
             self._lost = error
             self._sockets.shut()
-            self._commit(StepResult(self._local_loss, (0, 0, 0)))
+            self._commit(StepResult(own_loss, (0, 0, 0)))  # the best that is known of the mean
             return
         mean_loss, told_to_stop, leaving, joining = totals.tolist()
         if has_stepped and not math.isfinite(mean_loss):  # else a GradScaler has skipped the step
@@ -220,7 +219,8 @@ class Training:
             f"a peer was lost between the optimizer's step and the commit of step {self.state.step + 1}: what the loop "
             "does in between (a scheduler's step) may be missing once; move collectives out of there"
         )
-        self._commit(StepResult(self._local_loss, (0, 0, 0)))
+        # Its loss was not told; that of the step before stands in.
+        self._commit(StepResult(self.state.last_loss or 0.0, (0, 0, 0)))
 
     def close(self) -> None:
         """Lets go of everything that belongs to the world."""
@@ -242,7 +242,7 @@ class Training:
         self._between_steps()
         self._watcher.do(Activity.COMPUTE)
         share = next(self._steps)
-        self._share, self._is_applied, self._local_loss = share, False, float("nan")
+        self._share, self._is_applied = share, False
         ((micro_batch, batch),) = share  # one each: shares are not cut where the loop is the user's
         self._observer.before_reduction(share)
         self.state.remember()

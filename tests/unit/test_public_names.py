@@ -40,12 +40,38 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+TYPED = """
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Mine:
+    width: int = 3
+
+
+def more(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    config, mine = elastic_train.parse_flags(Mine)
+    state = elastic_train.run(
+        train, model, optimizer, parity(mine.width), config,
+        extras={
+            "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3),
+            "scaler": torch.amp.GradScaler("cuda"),
+            "averaged": torch.optim.swa_utils.AveragedModel(model),
+        },
+    )
+    epochs: int = state.epoch
+    print(epochs)
+"""
+
+
 @pytest.mark.slow
 def test_a_script_that_uses_them_is_fully_typed(tmp_path: Path) -> None:
     script = tmp_path / "typed.py"  # torch's own Tensor.backward has no types
     script.write_text(
         (EXAMPLES / "elastic_ddp.py").read_text().replace("loss.backward()", "torch.autograd.backward(loss)")
     )
+    script.write_text(script.read_text() + TYPED)
     files = [str(script), str(EXAMPLES / "parity_task.py"), str(EXAMPLES / "parts_alone.py")]
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--follow-imports=silent", *files],
