@@ -11,14 +11,18 @@ import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged
+from elastic_train.loop import UnbrokenReduction
 from elastic_train.process_group import GroupSockets, is_communication_error, open_sockets
+from elastic_train.reduction import StepTotals
 
 # --- which sockets are shut -------------------------------------------------------------------------------------------
 
@@ -439,3 +443,43 @@ def test_the_death_of_a_member_is_a_communication_error(told: list[list[dict[str
     seen = told[0][3]
     assert seen["is_communication"], seen["text"]
     assert seen["seconds"] < 2.0
+
+
+class AbortableGroup:
+    """What is needed of an NCCL group; a real one needs a GPU for every rank."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def test_breaking_off_aborts_nccl_and_is_remembered_until_the_next_group() -> None:
+    sockets, group = GroupSockets(), AbortableGroup()
+    sockets.begin()
+    sockets.complete(group)  # type: ignore[arg-type]
+    assert not sockets.is_shut
+    sockets.shut()
+    assert group.aborted.wait(10)
+    assert sockets.is_shut
+    sockets.forget()
+    assert sockets.is_shut, "whoever was in a collective may look only now"
+    sockets.begin()
+    assert not sockets.is_shut
+
+
+def test_a_step_whose_group_was_broken_off_does_not_count() -> None:
+    sockets = GroupSockets()
+    totals = StepTotals(0.5, (0, 0))
+
+    class Inner:
+        def run(self, *_arguments: Any, **_more: Any) -> StepTotals:
+            return totals
+
+    membership: Any = SimpleNamespace(sockets=sockets)
+    reduction = UnbrokenReduction(Inner(), membership)
+    assert reduction.run([], lambda *_: torch.zeros(()), lambda loss: loss, ()) is totals
+    sockets.shut()
+    with pytest.raises(FormationFailed):
+        reduction.run([], lambda *_: torch.zeros(()), lambda loss: loss, ())
