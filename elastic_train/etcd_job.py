@@ -23,6 +23,8 @@ from elastic_train.lobby import Standing, standing
 ROUND = "round-0"
 """below a job's prefix; where agents restart all workers together there are several (membership.py), here is one"""
 MIN_LEASE_SECONDS = 60.0
+REFUSED_SECONDS = 3.0
+"""without a beat, where nobody listens at any member's address either"""
 NO_STAMP = b"-" * 12
 """in place of a stamp (etcd_store.py): the token is unique to its writer"""
 
@@ -110,8 +112,8 @@ def read_job(entry: Entry, settings: EtcdSettings, run_id: str) -> Job:
 def is_over(etcd: Etcd, job: Job, peer_timeout: float, check: Callable[[], None]) -> bool:
     """Whether a job has reached its end, or has a world, or is about to, and every member of it is dead.
 
-    Nobody listens any more where a process was killed. A frozen one, or one on a host that is gone, is dead when its
-    heart has not been seen to beat for so long.
+    Nobody listens any more where a process was killed, and its heart stands still. A frozen one, or one on a host that
+    is gone, is dead when its heart has not been seen to beat for `peer_timeout`.
     """
     if etcd.get(f"{job.prefix}/over") is not None:
         return True
@@ -124,10 +126,10 @@ def is_over(etcd: Etcd, job: Job, peer_timeout: float, check: Callable[[], None]
     stood, beats = look()
     if not stood.everyone:
         return False
-    if all(probe(member.address) is Probe.REFUSED for member in stood.everyone):
-        return True
+    # Perhaps it is only from here that nobody can be reached: a beating heart says more, and beats once a second.
+    is_refused = all(probe(member.address) is Probe.REFUSED for member in stood.everyone)
     hearts = {f"{prefix}/beat/{member.name}" for member in stood.everyone}
-    deadline = time.monotonic() + peer_timeout + 1.0
+    deadline = time.monotonic() + (REFUSED_SECONDS if is_refused else peer_timeout + 1.0)
     while time.monotonic() < deadline:
         check()
         stands, beat = look()

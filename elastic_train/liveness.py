@@ -27,6 +27,8 @@ from elastic_train.store import KeyValueStore
 from elastic_train.world import Member, World
 
 PROBE_SECONDS = 0.5
+WARN_SECONDS = 5.0
+"""of a store's silence before anybody is told"""
 
 
 class Probe(StrEnum):
@@ -247,7 +249,7 @@ class Watcher:
                 self._note_answer()
         except StoreUnreachable as error:
             world = self._world
-            if world is not None and self._is_store_silent and not self._has_warned:
+            if world is not None and self.store_silence > WARN_SECONDS and not self._has_warned:
                 self._has_warned = True
                 self._warn(
                     f"{error}; training goes on for up to {self._store_grace:.0f} s without it, but nobody can join, "

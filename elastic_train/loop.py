@@ -21,9 +21,14 @@ from elastic_train.rules import Activity
 from elastic_train.sampler import MicroBatch
 from elastic_train.saving import Saver
 from elastic_train.state import TrainState
-from elastic_train.train import Outcome, StepResult, task_loss, train
+from elastic_train.train import NO_VOTES, Outcome, StepResult, Votes, task_loss, train
 from elastic_train.worker import Worker
 from elastic_train.world import World
+
+
+def votes_of(worker: Worker, membership: Membership) -> Votes:
+    """What this rank contributes to the decisions of the step in hand."""
+    return (*worker.stop.votes(membership.is_join_pending), int(membership.is_join_due))
 
 
 class WorldLoop(Protocol):
@@ -31,8 +36,8 @@ class WorldLoop(Protocol):
 
     step_started: float
     """when the step in hand was begun, by the monotonic clock"""
-    last_votes: tuple[int, int, int]
-    """what this rank said in the last step: told to stop, leaving now"""
+    last_votes: Votes
+    """what this rank said in the last step"""
 
     def run(self, world: World, steps: Iterable[Share]) -> Outcome:
         """Train in `world` over the steps that it is given; every rank calls it."""
@@ -51,8 +56,7 @@ class Loop:
         self._membership = membership
         self._saver = saver
         self.step_started = time.monotonic()
-        self.last_votes = (0, 0, 0)
-        """what this rank said in the last step: told to stop, leaving now, members wait to be taken in"""
+        self.last_votes: Votes = NO_VOTES
         self._loss = self._watched(
             task_loss(
                 worker.task,
@@ -86,9 +90,8 @@ class Loop:
             observer,
         )
 
-    def _votes(self) -> tuple[int, int, int]:
-        membership = self._membership
-        self.last_votes = (*self._worker.stop.votes(membership.is_join_pending), int(membership.is_join_due))
+    def _votes(self) -> Votes:
+        self.last_votes = votes_of(self._worker, self._membership)
         return self.last_votes
 
     def _make_reduction(self, world: World) -> Reduction:
@@ -108,9 +111,9 @@ class Loop:
                 nn.DataParallel(model) if config.parallel == "dp" else model,
                 world,
                 worker.device,
-                num_votes=len(self.last_votes),
                 find_unused_parameters=config.find_unused_parameters,
                 static_graph=config.static_graph,
+                num_votes=len(NO_VOTES),
             )
         reduction = UnbrokenReduction(reduction, self._membership)
         if config.clip_grad_norm is not None:  # on the outside: gradients are unscaled once, if the step counts

@@ -32,7 +32,7 @@ from torch.utils.data import Dataset, default_collate
 
 from elastic_train.config import Config, flag, parse
 from elastic_train.errors import ElasticTrainError, FormationFailed, TrainingDiverged, UsageError, tell
-from elastic_train.loop import LoopObserver, stand_in_batch
+from elastic_train.loop import LoopObserver, stand_in_batch, votes_of
 from elastic_train.membership import Membership
 from elastic_train.process_group import is_communication_error
 from elastic_train.recovery import run_worker
@@ -43,7 +43,7 @@ from elastic_train.state import Stateful, TrainState
 from elastic_train.stopping import StopSignal, die_with_parent
 from elastic_train.tasks import Task
 from elastic_train.torchrun import Launch
-from elastic_train.train import Outcome, StepResult, seed_model_draws
+from elastic_train.train import NO_VOTES, Outcome, StepResult, Votes, seed_model_draws
 from elastic_train.worker import Parts, Worker, build
 from elastic_train.world import World
 
@@ -173,7 +173,7 @@ class Training:
             # Raised when the next batch is asked for, so that what the function does after a commit is done.
             self._lost = error
             self._sockets.shut()
-            self._commit(StepResult(own_loss, (0, 0, 0)))  # the best that is known of the mean
+            self._commit(StepResult(own_loss, NO_VOTES))  # the best that is known of the mean
             return
         mean_loss, told_to_stop, leaving, joining = totals.tolist()
         if has_stepped and not math.isfinite(mean_loss):  # else a GradScaler has skipped the step
@@ -184,8 +184,10 @@ class Training:
         self._commit(StepResult(mean_loss, (int(told_to_stop), int(leaving), int(joining))))
         if told_to_stop == self.world.world_size:
             self._outcome = Outcome.STOPPED
-        elif (leaving or joining) and not self.state.is_finished:
-            self._outcome = Outcome.SOME_LEAVE if leaving else Outcome.SOME_JOIN
+        elif leaving:
+            self._outcome = Outcome.SOME_LEAVE
+        elif joining and not self.state.is_finished:
+            self._outcome = Outcome.SOME_JOIN
 
     def say(self, message: str) -> None:
         """A line for the person who watches; only rank 0 prints it."""
@@ -220,7 +222,7 @@ class Training:
             "does in between (a scheduler's step) may be missing once; move collectives out of there"
         )
         # Its loss was not told; that of the step before stands in.
-        self._commit(StepResult(self.state.last_loss or 0.0, (0, 0, 0)))
+        self._commit(StepResult(self.state.last_loss or 0.0, NO_VOTES))
 
     def close(self) -> None:
         """Lets go of everything that belongs to the world."""
@@ -289,7 +291,7 @@ class OwnLoop:
         self.stand_in = stand_in_batch(worker)
         """makes a batch of the first sample, for a rank that has none in a step; its weight is 0"""
         self.step_started = 0.0
-        self.last_votes = (0, 0, 0)
+        self.last_votes: Votes = NO_VOTES
         self._training: Training | None = None
         self._parallel: list[weakref.ref[DistributedDataParallel]] = []
         worker.state.optimizer.register_step_pre_hook(self._require_unbroken)
@@ -332,9 +334,8 @@ class OwnLoop:
     def evaluate_if_missed(self, world: World) -> None:
         """Evaluation is the function's own."""
 
-    def votes(self) -> tuple[int, int, int]:
-        membership = self._membership
-        self.last_votes = (*self._worker.stop.votes(membership.is_join_pending), int(membership.is_join_due))
+    def votes(self) -> Votes:
+        self.last_votes = votes_of(self._worker, self._membership)
         return self.last_votes
 
     def remember_parallel(self, module: DistributedDataParallel) -> None:

@@ -21,13 +21,17 @@ from elastic_train.sampler import MicroBatch
 from elastic_train.state import TrainState
 from elastic_train.tasks import Task
 
+Votes = tuple[int, int, int]
+"""what a rank says in each step, 0 or 1 each: it was told to stop; it leaves now; members wait to be taken in"""
+NO_VOTES: Votes = (0, 0, 0)
+
 
 @dataclass(frozen=True)
 class StepResult:
     loss: float
     """mean over all samples of the step, the same on every rank"""
     votes: tuple[int, ...]
-    """the ranks' votes, summed: (told to stop, leaving now, members wait to be taken in); the same on every rank"""
+    """the ranks' votes, summed; the same on every rank"""
 
 
 class Outcome(StrEnum):
@@ -67,14 +71,13 @@ def train(
     loss: Loss,
     evaluate: Callable[[TrainState], None],
     snapshots: Snapshots,
-    votes: Callable[[], tuple[int, int, int]],
+    votes: Callable[[], Votes],
     world_size: int,
     observer: Observer,
 ) -> Outcome:
     """Advance `state` to the end of training, or to the step at which all ranks agree to stop; every rank calls it.
 
-    `votes` is asked once a step: (whether this rank was told to stop, whether it leaves now, whether members wait to
-    be taken in).
+    `votes` is asked once a step.
 
     Raises:
         TrainingDiverged: as `train_step`.

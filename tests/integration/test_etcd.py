@@ -19,6 +19,7 @@ from tests.integration.cluster import (
     error_line,
     events,
     last_step,
+    newest_snapshot,
     result,
     running,
     wait_for_step,
@@ -27,9 +28,9 @@ from tests.integration.cluster import (
 )
 from tests.integration.test_in_place import BATCH, ENDLESS, LENGTH, check_run, start_world
 
-PATIENCE = 150.0
+PATIENCE = 300.0
 """seconds for the start of a Python process with torch on a busy machine"""
-pytestmark = [pytest.mark.timeout(600), pytest.mark.parametrize("cluster", ["etcd3"], indirect=True)]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.parametrize("cluster", ["etcd3"], indirect=True)]
 
 
 def etcd_of(cluster: Cluster) -> EtcdCluster:
@@ -57,19 +58,33 @@ def pids_that_trained(cluster: Cluster) -> set[int]:
     return {int(event["pid"]) for event in events(cluster.run_dir, "start")}
 
 
+def stop_and_check(cluster: Cluster, nodes: list[Node]) -> None:
+    """Stop all nodes at once; what they trained must be whole, and etcd must be empty."""
+    for node in nodes:
+        node.signal(signal.SIGTERM)
+    cluster.finish(nodes, code=1)
+    done = last_step(cluster.run_dir)
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=done)
+    assert sorted(e["step"] for e in events(cluster.run_dir, "step")) == list(range(1, done + 1)), "none lost or twice"
+    found, _ = newest_snapshot(cluster.run_dir)
+    assert found.step == done
+    assert not etcd_of(cluster).keys(), "nothing is left behind"
+
+
 def test_a_node_joins_and_the_first_one_dies(cluster: Cluster) -> None:
-    nodes = start_world(cluster, 2, steps=1500, nnodes="2:3")
-    nodes += cluster.start(*ENDLESS, "--max-steps", "1500")
+    nodes = start_world(cluster, 2, steps=1_000_000, nnodes="2:3")
+    nodes += cluster.start(*ENDLESS, "--max-steps", "1000000")
     wait_for_world(cluster, 1, 3)
-    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20, PATIENCE)
     nodes[0].kill()
-    cluster.finish(nodes[1:])
-    end = check_run(cluster, 1500)
-    assert [incident["cause"] for incident in end["incidents"]] == ["join", "peer_lost"]
+    wait_for_world(cluster, 2, 2)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20, PATIENCE)
+    stop_and_check(cluster, nodes[1:])
+    causes = {e["generation"]: e["cause"] for e in events(cluster.run_dir, "world") if e["rank"] == 0}
+    assert causes == {0: "start", 1: "join", 2: "peer_lost"}
     assert [e["source"] for e in events(cluster.run_dir, "restore") if e["generation"] == 1] == ["peer"]
     assert len(pids_that_trained(cluster)) == 3, "no process was replaced"
     print("outages:", {generation: round(seconds, 3) for generation, seconds in outages(cluster).items()})
-    assert not etcd_of(cluster).keys(), "nothing is left behind"
 
 
 @pytest.mark.slow
@@ -89,16 +104,12 @@ def test_thirty_joins_and_deaths(cluster: Cluster) -> None:
             kinds[generation + 1] = "join"
         wait_for_world(cluster, generation + 1, len(nodes))
         wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 15, PATIENCE)
-    for node in nodes:
-        node.signal(signal.SIGTERM)
-    cluster.finish(nodes, code=1)
-    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=last_step(cluster.run_dir))
+    stop_and_check(cluster, nodes)
     seconds = outages(cluster)
     for kind in ("join", "death"):
         found = sorted(seconds[generation] for generation, what in kinds.items() if what == kind)
         print(f"{kind}: {len(found)}, median {statistics.median(found):.3f} s, worst {found[-1]:.3f} s")
     assert worlds(cluster.run_dir)[-1][0] == 30, "each change was one re-form"
-    assert not etcd_of(cluster).keys()
 
 
 @pytest.mark.slow
@@ -115,12 +126,8 @@ def test_etcd_members_die_and_come_back(cluster: Cluster) -> None:
         etcd.wait_until_healthy()
         time.sleep(5.0)
         assert last_step(cluster.run_dir) > before, "training goes on"
-    for node in nodes:
-        node.signal(signal.SIGTERM)
-    cluster.finish(nodes, code=1)
+    stop_and_check(cluster, nodes)
     assert len(worlds(cluster.run_dir)) == 1, "no re-form"
-    done = last_step(cluster.run_dir)
-    assert sorted(e["step"] for e in events(cluster.run_dir, "step")) == list(range(1, done + 1))
 
 
 @pytest.mark.slow
@@ -141,9 +148,7 @@ def test_an_outage_of_etcd_within_the_grace(cluster: Cluster) -> None:
     nodes += cluster.start(*ENDLESS, "--max-steps", "1000000", "--peer-timeout", "10", nnodes="1:2")
     nodes.pop(0).kill()
     wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 2 and len(worlds(cluster.run_dir)) > 1, "world", PATIENCE)
-    for node in nodes:
-        node.signal(signal.SIGTERM)
-    cluster.finish(nodes, code=1)
+    stop_and_check(cluster, nodes)
 
 
 @pytest.mark.slow

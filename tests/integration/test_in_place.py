@@ -21,13 +21,13 @@ def start_world(
     """A world of `nodes` nodes that has committed some steps. The store is off the nodes: any of them may die."""
     cluster.host_store()
     started = cluster.start(*ENDLESS, "--max-steps", str(steps), *flags, nodes=nodes, nproc=nproc, nnodes=nnodes)
-    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events", 150)
+    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events", 300)
     wait_until(
         lambda: any(e["world_size"] == nodes * nproc for e in events(cluster.run_dir, "world")),
         f"world of {nodes * nproc}",
-        150,
+        300,
     )
-    wait_for_step(cluster.run_dir, 40)
+    wait_for_step(cluster.run_dir, 40, 300)
     return started
 
 

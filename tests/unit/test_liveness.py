@@ -199,14 +199,23 @@ class FlakyStore(MemoryStore):
 class Group:
     """The watchers of one world, in one process and with one clock; nothing runs but what a test lets run."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, store_grace: float | None = None) -> None:
         self.clock = Clock()
+        self.warnings: list[str] = []
         self.shared = MemoryStore()
         self.stores = [FlakyStore(self.shared) for _ in range(size)]
         self.cuts = [0] * size
         self.watchers = [
             Watcher(
-                self.stores[rank], "job", make_member(rank), PEER_TIMEOUT, self.cutter(rank), lambda: None, self.clock
+                self.stores[rank],
+                "job",
+                make_member(rank),
+                PEER_TIMEOUT,
+                self.cutter(rank),
+                lambda: None,
+                self.clock,
+                store_grace,
+                self.warnings.append,
             )
             for rank in range(size)
         ]
@@ -422,6 +431,41 @@ def test_a_world_of_one_is_never_broken() -> None:
     announce_broken(group.shared, KEY)
     group.stores[0].is_down = False
     group.pass_time(60)
+    assert group.cuts == [0]
+    group.close()
+
+
+def test_a_store_with_a_grace_may_be_away_for_so_long() -> None:
+    group = Group(2, store_grace=30.0)
+    group.enter()
+    group.turn()
+    for store in group.stores:
+        store.is_down = True
+    group.pass_time(29)
+    assert group.cuts == [0, 0]
+    assert len(group.warnings) == 2, "each member says it once"
+    assert "training goes on for up to 30 s" in group.warnings[0]
+    for store in group.stores:
+        store.is_down = False
+    group.pass_time(29)
+    assert group.cuts == [0, 0]
+    assert [text for text in group.warnings if "answers again" in text] == group.warnings[2:]
+    assert all(watcher.answering_since > 29 for watcher in group.watchers), "nobody could come before"
+    for store in group.stores:
+        store.is_down = True
+    group.pass_time(31)
+    assert min(group.cuts) >= 1
+    group.close()
+
+
+def test_a_lone_member_meets_the_end_of_the_grace_at_its_next_step() -> None:
+    """It cannot know whether another start has taken its place."""
+    group = Group(1, store_grace=30.0)
+    group.enter()
+    group.stores[0].is_down = True
+    group.pass_time(29)
+    with pytest.raises(StoreUnreachable):
+        group.pass_time(3)
     assert group.cuts == [0]
     group.close()
 
