@@ -23,7 +23,7 @@ WALL_TOLERANCE = 2.0
 """seconds: two machines' clocks, and the moment between result.json and the last event"""
 LOSS_TOLERANCE = 0.05
 """relative: how far the final loss of a `fast` run may be from the undisturbed one's, plus as much in absolute terms"""
-JOIN_LIMIT_SECONDS = 180.0
+JOIN_LIMIT_SECONDS = 300.0
 """the start of Python processes with torch on a loaded machine"""
 
 
@@ -193,7 +193,7 @@ def check_incidents(history: History) -> Found:
         raise Skip("nothing happened")
     findings = []
     peer_timeout = float(history.config.get("peer_timeout") or 10.0)
-    limits = {"peer_lost": 3 * peer_timeout + 10, "leave": 10.0, "join": JOIN_LIMIT_SECONDS}
+    limits = {"peer_lost": 3 * peer_timeout + 30, "leave": 30.0, "join": JOIN_LIMIT_SECONDS}
     for outage in outages:
         limit = limits.get(outage.cause)
         if limit is not None and outage.seconds > limit:

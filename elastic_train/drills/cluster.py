@@ -28,7 +28,10 @@ from elastic_train.drills.record import PACE_FILE, PACE_VARIABLE, Record
 from elastic_train.drills.watch import Watch
 
 CONSOLE = "import sys; from elastic_train.cli import main; sys.exit(main())"
-ENDPOINT_SECONDS = 60.0
+LOOK_SECONDS = 0.3
+"""between two looks for the workers of the nodes, which go through all processes of the machine"""
+ENDPOINT_SECONDS = 300.0
+"""it imports torch, on a machine that may be busy with anything"""
 
 
 class NodeState(StrEnum):
@@ -88,6 +91,7 @@ class Cluster:
         self._endpoint: Node | None = None
         self._port = free_port()
         self._num_endpoints = 0
+        self._looked_at = 0.0
         self._seen: list[Node] = []
 
     # --- starting -----------------------------------------------------------------------------------------------------
@@ -158,7 +162,9 @@ class Cluster:
     def poll(self) -> list[Place]:
         """Read the events and look after the nodes; returns those that have ended since the last call."""
         self.watch.poll()
-        names = sorted(self.watch.names)
+        is_time_to_look = time.monotonic() - self._looked_at > LOOK_SECONDS
+        if is_time_to_look:
+            self._looked_at = time.monotonic()
         ended = []
         for place in self.places:
             node = place.node
@@ -168,12 +174,17 @@ class Cluster:
                 ended.append(place)
                 self._note_end(place)
                 continue
-            found = {name for worker in node.workers() if (name := node.member_of(worker, names))}
-            for name in sorted(found - set(place.members)):
-                self._record.node("worker", place.name, member=name)
-            place.members = tuple(sorted(found))
+            if is_time_to_look:
+                self._find_workers(place, node)
             place.state = self._state_of(place)
         return ended
+
+    def _find_workers(self, place: Place, node: Node) -> None:
+        names = sorted(self.watch.names)
+        found = {name for worker in node.workers() if (name := node.member_of(worker, names))}
+        for name in sorted(found - set(place.members)):
+            self._record.node("worker", place.name, member=name)
+        place.members = tuple(sorted(found))
 
     def _state_of(self, place: Place) -> NodeState:
         if place.affliction is not None:

@@ -19,11 +19,11 @@ import psutil
 from elastic_train.drills.cluster import Cluster, NodeState, Place
 from elastic_train.drills.nodes import is_running
 
-RECOVERY_LIMIT_SECONDS = 15.0
+RECOVERY_LIMIT_SECONDS = 30.0
 """from a death to the next committed step; measured in tenths, but machines are loaded"""
-JOIN_LIMIT_SECONDS = 150.0
+JOIN_LIMIT_SECONDS = 300.0
 """a newcomer's Python with torch, and under c10d everybody's again"""
-RESTART_LIMIT_SECONDS = 240.0
+RESTART_LIMIT_SECONDS = 600.0
 
 
 class NotStruck(Exception):

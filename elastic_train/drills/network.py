@@ -41,7 +41,7 @@ class Network:
             self._make_hub()
             for index in range(num_nodes):
                 self._make_node(index)
-        except NetworkError:
+        except BaseException:  # a signal too: namespaces outlive their maker
             self.close()
             raise
 

@@ -235,7 +235,7 @@ def test_an_outage_beyond_its_limit(run_dir: Path) -> None:
     for member in MEMBERS[:2]:
         edit_lines(events_of(run_dir, member), delay)
     edit_json(run_dir / "result.json", lambda result: {**result, **_with_wall(result, 50.0)})
-    assert "peer_lost before generation 1: 40.50 s without a step, limit 16 s" in only_failure(run_dir, "incidents")
+    assert "peer_lost before generation 1: 40.50 s without a step, limit 36 s" in only_failure(run_dir, "incidents")
 
 
 def test_a_fault_that_was_got_over_too_late(run_dir: Path) -> None:
