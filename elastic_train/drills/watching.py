@@ -27,18 +27,16 @@ class GoodputSoFar:
         self._text: str | None = None
         self._next = now()
 
-    def read(self) -> str | None:
-        """As text; None before the second step."""
-        if self._now() >= self._next:
+    def read(self, *, is_over: bool = False) -> str | None:
+        """As text; None before the second step. Of a run that is over it is taken anew."""
+        if is_over or self._now() >= self._next:
             started = self._now()
             try:
                 lost = lost_time(read_history(self._run_dir))
             except RunDirectoryError:  # moved aside by a new start
                 return self._text
-            causes = ", ".join(
-                f"{cause} {seconds:.1f} s" for cause, seconds in lost.by_cause.items() if seconds >= 0.05
-            )
-            self._text = f"{lost.ratio:.3f} so far; lost: {causes or 'nothing'}" if lost.wall else None
+            told = [f"{cause} {seconds:.1f} s" for cause, seconds in lost.by_cause.items() if seconds >= 0.05]
+            self._text = f"{lost.ratio:.3f} so far; lost: {', '.join(told) or 'nothing'}" if lost.wall else None
             self._next = self._now() + max(GOODPUT_EVERY_SECONDS, (self._now() - started) / GOODPUT_SHARE)
         return self._text
 
@@ -70,7 +68,7 @@ def watch_status(
 
 def _rows(status: Status, goodput: GoodputSoFar, now: float) -> list[tuple[str, str]]:
     rows = describe(status, now)
-    so_far = goodput.read() if status.goodput_ratio is None else None
+    so_far = goodput.read(is_over=status.state not in LIVE) if status.goodput_ratio is None else None
     return rows if so_far is None else [*rows, ("goodput", so_far)]
 
 

@@ -86,7 +86,7 @@ def test_a_browser_shows_the_numbers_of_the_files(run_dir: Path) -> None:
 def test_it_fits_a_phone_and_follows_light_and_dark(run_dir: Path, tmp_path: Path) -> None:
     assert main(["report", str(run_dir)]) == 0
     page = tmp_path / "probe.html"
-    script = "console.error('probe');document.body.dataset.name='overflow';document.body.title=document.documentElement.scrollWidth>innerWidth"
+    script = "console.error('probe');document.body.title=document.documentElement.scrollWidth>innerWidth"
     text = (run_dir / "report.html").read_text()
     page.write_text(text.replace("</main>", f"</main><script>{script}</script>"))
     done = browse(page, "--window-size=390,900", "--dump-dom")
