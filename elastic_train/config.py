@@ -168,6 +168,11 @@ def check(config: Config) -> None:
         raise UsageError(f"--task {config.task}: write MODULE:NAME, e.g. my_package.my_task:MyTask")
 
 
+def max_world_size(config: Config) -> int:
+    """How many workers a step has work for: one for each virtual rank, in fast mode one for each sample."""
+    return config.virtual_ranks if config.reduction == "ordered" else config.global_batch_size
+
+
 def nearest_multiples(value: int, divisor: int) -> list[int]:
     """The multiples of `divisor` next to `value`, below and above, without zero."""
     below = value // divisor * divisor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +56,19 @@ class BlockSampler:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, task: Task, dataset: Any, world: World, device: torch.device, *, seed: int, num_workers: int
+    model: nn.Module,
+    task: Task,
+    dataset: Any,
+    world: World,
+    device: torch.device,
+    *,
+    seed: int,
+    num_workers: int,
+    before_exchange: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Every rank calls it; each runs its blocks, and the sums of all blocks are added in block order.
+
+    `before_exchange` is called when this rank's blocks are through and it begins to wait for the others.
 
     In fast mode BatchNorm's running statistics differ between ranks; those of rank 0 are what a snapshot holds, so
     they are made everybody's first.
@@ -82,6 +92,7 @@ def evaluate(
             by_block = sums.setdefault(name, torch.zeros(sampler.num_blocks, dtype=torch.float64))
             by_block[micro_batch.shard] = value.double().cpu()
     model.train(was_training)
+    before_exchange()
     names = _agreed_names(sums, world)
     table = torch.stack([sums.get(name, torch.zeros(sampler.num_blocks, dtype=torch.float64)) for name in names])
     if world.world_size > 1:

@@ -6,17 +6,21 @@ whole lines, whatever the moment. There is one file per worker process, so no tw
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
-from elastic_train.world import World
+    from elastic_train.world import World
+
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps() would make one for every line
 
 
 class JsonLines:
@@ -34,7 +38,7 @@ class JsonLines:
     def write(self, line: dict[str, Any]) -> None:
         if self._is_given_up:
             return
-        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        data = _encode(line).encode() + b"\n"
         try:
             if self._fd is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,20 +132,23 @@ def file_name(host: str, local_rank: int, pid: int) -> str:
     return f"{host}-{local_rank}-{pid}.jsonl"
 
 
-def last_value(path: Path, event: str, field: str, tail_bytes: int = 16384) -> Any:
-    """`field` of the last `event` near the end of a file that may still be written; None where there is none."""
+def newest_events(path: Path, tail_bytes: int = 64 * 1024) -> Iterator[dict[str, Any]]:
+    """The events in the tail of a file that may still be written, newest first; none from a line cut off at an end."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - tail_bytes))
-            tail = file.read()
+            # one byte more, so that a line which begins right at the border is seen to begin there
+            start = max(0, file.seek(0, os.SEEK_END) - tail_bytes - 1)
+            file.seek(start)
+            lines = file.read().split(b"\n")
     except OSError:
-        return None
-    for raw in reversed(tail.split(b"\n")):
-        with contextlib.suppress(ValueError):
+        return
+    for raw in reversed(lines[1:] if start else lines):
+        try:
             line = json.loads(raw)
-            if isinstance(line, dict) and line.get("event") == event:
-                return line.get(field)
-    return None
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            yield line
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

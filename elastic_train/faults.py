@@ -9,10 +9,11 @@ separated by `;`, each `ACTION@POINT` with conditions after a colon:
 Actions: `kill` (SIGKILL to this worker), `kill-node` (to its agent too), `freeze` (SIGSTOP), `stop` (SIGTERM to the
 agent), `error` (a RuntimeError, as from the code that is trained), `memory` (a MemoryError), `hang` (the training
 thread never comes back). Points, in the order of a worker's life: `meet` (before it asks to be in a world), `init` (on
-the list, before the process group is made), `sync` (the group stands, before the state is compared), `step` (before a
-step's reduction), `commit` (right after a commit), `finish` (training is through, before result.json), `exit` (after
-the last message to the others). Conditions: `rank`, `generation`, `step` (committed steps so far), `local_rank`,
-`host`; a fault strikes once per process.
+the list, before the process group is made), `sync` (the group stands, before the state is compared), `send` (this
+worker's state is the freshest, and another waits for its bytes), `step` (before a step's reduction), `commit` (right
+after a commit), `finish` (training is through, before result.json), `exit` (after the last message to the others).
+Conditions: `rank`, `generation`, `step` (committed steps so far), `local_rank`, `host`; a fault strikes once per
+process.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from elastic_train.errors import UsageError
 
 VARIABLE = "ELASTIC_TRAIN_FAULT"
 ACTIONS = ("kill", "kill-node", "freeze", "stop", "error", "memory", "hang")
-POINTS = ("meet", "init", "sync", "step", "commit", "finish", "exit")
+POINTS = ("meet", "init", "sync", "send", "step", "commit", "finish", "exit")
 CONDITIONS = ("rank", "generation", "step", "local_rank", "host")
 
 

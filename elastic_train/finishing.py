@@ -33,12 +33,17 @@ def write_result(worker: Worker, world: World, job_token: str, *, has_trained: b
     data = broadcast_bytes(found if world.rank == owner else None, owner)
     if is_leader and (has_trained or existing_result(path, worker.state.step) is None):
         worker.directory.check_owner(job_token, world.generation)
-        try:
-            write_atomic(path, data)
-        except OSError as error:
-            worker.reporter.warn(f"{path} cannot be written: {error.strerror}; the final snapshot has the state")
+        save_result(worker, data)
     dist.barrier()
     return dict(json.loads(data))
+
+
+def save_result(worker: Worker, data: bytes) -> None:
+    path = worker.directory.result_path
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        worker.reporter.warn(f"{path} cannot be written: {error.strerror}; the final snapshot has the state")
 
 
 def existing_result(path: Path, step: int) -> bytes | None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from contextlib import suppress
 
 import torch.distributed as dist
 
 from elastic_train.errors import OwnershipLost, StoreUnreachable
-from elastic_train.finishing import write_result
+from elastic_train.finishing import save_result, write_result
 from elastic_train.goodput import Phase
 from elastic_train.loop import Loop
 from elastic_train.membership import Membership
-from elastic_train.process_group import gather_json
 from elastic_train.saving import Saver, remove_handoffs
 from elastic_train.worker import Worker
 from elastic_train.world import World
@@ -32,13 +32,13 @@ class WaysOut:
         """Training is through: the last snapshot, result.json, and no agent left waiting. Every rank calls it."""
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
         state.clock.enter(Phase.FORM)
-        # Together or not at all: a death in an evaluation can leave some with its result and some without.
-        if not all(gather_json(state.evaluated_step == state.step)):
-            self._loop.make_evaluate(world)(state)
+        self._loop.evaluate_if_missed(world)
         if not is_saved and world.is_directory_leader:
             self._saver.save_and_wait(state)
         worker.reach("finish", world)
         summary = write_result(worker, world, self._job_token, has_trained=outcome == "finished")
+        if world.rank == 0 and world.num_spares:
+            self._membership.announce_finished(json.dumps(summary, indent=2) + "\n")
         self._membership.watcher.leave()  # who is through goes now, and is not missed
         if world.is_first_of_node:
             remove_handoffs(worker.directory)
@@ -60,6 +60,16 @@ class WaysOut:
                 f"finished: {state.step} steps{accuracy}, {summary['wall_seconds']:.1f} s, "
                 f"goodput {summary['goodput']['ratio']:.2f}; {worker.directory.result_path}"
             )
+        return 0
+
+    def finish_as_spare(self, world: World, result: str) -> int:
+        """The others have trained to the end: leave the same result.json, where this node's run directory lacks it."""
+        worker, reporter = self._worker, self._worker.reporter
+        self._membership.watcher.leave()
+        if world.is_directory_leader:
+            save_result(worker, result.encode())
+        reporter.events.write("done", outcome="finished")
+        reporter.speak(f"the run is finished; this spare was not needed; {worker.directory.result_path}")
         return 0
 
     def stop(self, world: World) -> int:
@@ -100,7 +110,8 @@ class WaysOut:
             self._saver.wait()
         worker.reporter.events.write("signal", signal=signal.Signals(worker.stop.signum or signal.SIGTERM).name)
         worker.reporter.events.write("done", outcome="stopped")
-        worker.reporter.speak(f"rank {world.rank} leaves at step {worker.state.step}; the others go on")
+        what = "a spare" if world.is_spare else f"rank {world.rank}"
+        worker.reporter.speak(f"{what} leaves at step {worker.state.step}; the others go on")
         return 128 + (worker.stop.signum or signal.SIGTERM)
 
     def _say_stopped(self, why: str) -> int:

@@ -260,11 +260,13 @@ class Watcher:
         with self._lock:
             members, world, key, is_standing = self._members, self._world, self._world_key, self._is_standing
         beats = self._follow(members)
-        if world is None or world.world_size == 1:
+        if world is None or (world.world_size == 1 and not world.is_spare):
             return
         broken = self.store.get(f"{key}/broken")
         if broken is None:
-            blamed = self._judge(world, beats) if is_standing else self._find_dead(world)
+            # A lone worker has no collective that could be broken off, so nobody goes on until it is proven dead.
+            is_judged = is_standing and world.world_size > 1
+            blamed = self._judge(world, beats) if is_judged else self._find_dead(world)
             if blamed is None:
                 return
             broken = self.store.create(f"{key}/broken", json.dumps(blamed))
@@ -290,7 +292,7 @@ class Watcher:
     def _find_dead(self, world: World) -> dict[int, str] | None:
         dead = {
             rank: f"{member.name} (rank {rank}) died before its first step"
-            for rank, member in enumerate(world.members)
+            for rank, member in enumerate(world.workers)
             if rank != world.rank and probe(member.address) is Probe.REFUSED
         }
         return dead or None
@@ -298,14 +300,14 @@ class Watcher:
     def _judge(self, world: World, beats_by_name: Mapping[str, Beat]) -> dict[int, str] | None:
         """The ranks to blame, with the reason, if this member must break the world; perhaps none of them."""
         blamed: dict[int, str] = {}
-        for rank, member in enumerate(world.members):
+        for rank, member in enumerate(world.workers):
             silence = self.age(member)
             if rank != world.rank and silence > self._peer_timeout:
                 blamed[rank] = f"{member.name} (rank {rank}) was silent for {silence:.1f} s"
         patience = self._peer_timeout + 10 * self.slowest_step if self.slowest_step else 6 * self._peer_timeout
         beats = {
             rank: beats_by_name[member.name]
-            for rank, member in enumerate(world.members)
+            for rank, member in enumerate(world.workers)
             if member.name in beats_by_name
         }
         for rank in stalled(beats, world.generation, patience):

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from elastic_train.datasets import EpochDataset
-from elastic_train.errors import UsageError
 from elastic_train.evaluation import evaluate
 from elastic_train.goodput import Phase
 from elastic_train.membership import Membership
 from elastic_train.ordered import OrderedReduction
+from elastic_train.process_group import gather_json
 from elastic_train.reduction import FastReduction, Loss, Reduction, Share
 from elastic_train.rules import Activity
 from elastic_train.sampler import MicroBatch
@@ -82,11 +82,6 @@ class Loop:
         worker, model = self._worker, self._worker.state.model
         if worker.config.reduction == "fast":
             return FastReduction(model, world, worker.device)
-        if world.world_size > worker.config.virtual_ranks:
-            raise UsageError(
-                f"{world.world_size} workers are more than --virtual-ranks {worker.config.virtual_ranks}: "
-                "an ordered step has no work for them; start fewer, or a new run with more virtual ranks"
-            )
         return OrderedReduction(
             model,
             world,
@@ -106,6 +101,14 @@ class Loop:
 
         return watched
 
+    def evaluate_if_missed(self, world: World) -> None:
+        """The evaluation that the world before did not live to complete; every rank calls it."""
+        state = self._worker.state
+        is_at_a_place = state.is_finished or (state.step > 0 and state.samples_done == 0)
+        # Together or not at all: a death in an evaluation can leave some with its result and some without.
+        if is_at_a_place and not all(gather_json(state.evaluated_step == state.step)):
+            self.make_evaluate(world)(state)
+
     def make_evaluate(self, world: World) -> Callable[[TrainState], None]:
         """The evaluation that the loop calls at the end of every epoch, and of training."""
         worker, config = self._worker, self._worker.config
@@ -114,6 +117,14 @@ class Loop:
         def evaluate_if_due(state: TrainState) -> None:
             if test_set is None or not (state.is_finished or state.epoch % config.eval_every == 0):
                 return
+            watcher, started = self._membership.watcher, time.monotonic()
+
+            def begin_to_wait() -> None:
+                # The others' blocks may take as much longer than these as a step may.
+                watcher.slowest_step = max(watcher.slowest_step, time.monotonic() - started)
+                watcher.do(Activity.REDUCE)
+
+            watcher.do(Activity.COMPUTE)
             with state.clock.during(Phase.EVALUATE):
                 found = evaluate(
                     state.model,
@@ -123,7 +134,9 @@ class Loop:
                     worker.device,
                     seed=config.seed,
                     num_workers=config.num_workers,
+                    before_exchange=begin_to_wait,
                 )
+            watcher.do(Activity.COMPUTE)
             state.evaluated_step = state.step
             if found.accuracy is not None:
                 state.last_accuracy = (state.step, found.accuracy)

@@ -117,11 +117,13 @@ def meet(
     return decided, joined
 
 
-def world_of(decision: Decision, joined: dict[int, Member], rank: int) -> World | None:
+def world_of(
+    decision: Decision, joined: dict[int, Member], rank: int, max_world_size: int | None = None
+) -> World | None:
     """The decided world as old rank `rank` sees it; None where it is not in it."""
     if rank not in decision.ranks:
         return None
     members = tuple(
         replace(joined[other], unreachable=(), max_generation=decision.generation) for other in decision.ranks
     )
-    return World(rank=decision.ranks.index(rank), generation=decision.generation, members=members)
+    return World(decision.ranks.index(rank), decision.generation, members, max_world_size)

@@ -44,6 +44,8 @@ from elastic_train.world import Member, World
 
 POLL_SECONDS = 0.003
 STORE_TIMEOUT = timedelta(seconds=10)
+SPARE_POLL_SECONDS = 0.01
+"""between two looks of a spare; a part of what a recovery takes that waits for it"""
 JOIN_SIGNAL_SECONDS = 5.0
 """how long after a join showed the agents' SIGTERM may take; they look once a second"""
 WORD_SECONDS = 10.0
@@ -69,6 +71,7 @@ class Membership:
     Args:
         formation_timeout: seconds that the first world waits for all of its members, imports included.
         peer_timeout: seconds of silence after which a member is taken for dead.
+        max_world_size: how many members a step has work for; further ones are spares. The same on all members.
         say: tells the person in front of this node what is being waited for.
     """
 
@@ -80,8 +83,10 @@ class Membership:
         formation_timeout: float,
         peer_timeout: float,
         say: Callable[[str], None],
+        max_world_size: int | None = None,
     ) -> None:
         self._launch = launch
+        self._max_world_size = max_world_size
         self._say = say
         self._stop = stop
         self._formation_timeout = formation_timeout
@@ -195,7 +200,7 @@ class Membership:
         Starts the watcher; `me.address` is filled in.
 
         Raises:
-            TaskMismatch: this worker's flags, data or versions are not those of the run; names both values.
+            Refused: this worker's flags, data or versions are not those of the run; names both values.
             FormationFailed: not all came in time.
         """
         watcher = Watcher(self.store.clone(), self.prefix, me, self._peer_timeout, self.sockets.shut, self._errands)
@@ -228,7 +233,7 @@ class Membership:
 
         meeting = meet(self.store, self._key, launch.rank, launch.world_size, me, sight, fits, joined)
         decision, _ = self._drive(meeting, self._formation_timeout + 60)
-        world = world_of(decision, joined, launch.rank)
+        world = world_of(decision, joined, launch.rank, self._max_world_size)
         if world is None:
             reference = self.published("agreement")
             standard = json.loads(reference) if reference is not None else joined[min(joined)].agreement
@@ -269,10 +274,10 @@ class Membership:
         def fits(_first: Member, _other: Member) -> bool:
             return True
 
-        meeting = meet(self.store, self._key, world.rank, world.world_size, me, sight, fits, joined)
+        meeting = meet(self.store, self._key, world.rank, len(world.members), me, sight, fits, joined)
         decision, _ = self._drive(meeting, patience + 60)
         self._check_fatal()  # whoever ended the job said so before it died, and may be among the dead of this decision
-        following = world_of(decision, joined, world.rank)
+        following = world_of(decision, joined, world.rank, self._max_world_size)
         if following is None:
             raise LeftOut(
                 f"the others went on as generation {decision.generation} without this worker"
@@ -287,10 +292,55 @@ class Membership:
             seconds_meet=time.monotonic() - started,
         )
 
+    def wait_for_workers(self, world: World) -> None:
+        """Wait until all who train are about to make the process group, so that making it takes milliseconds.
+
+        Between the agreed list and this point a member may have to wait for a disk. A death here is seen at once; while
+        the group is made it would cost gloo's timeout.
+
+        Raises:
+            FormationFailed: one died, or has not come within the peer timeout.
+        """
+        self.store.put(f"{self._key}/ready/{world.rank}", "")
+        missing = [rank for rank in range(world.world_size) if rank != world.rank]
+        deadline = time.monotonic() + self._peer_timeout
+        while missing:
+            values = self.store.get_many([f"{self._key}/ready/{rank}" for rank in missing])
+            missing = [rank for rank, value in zip(missing, values, strict=True) if value is None]
+            if not missing:
+                return
+            if self.store.get(f"{self._key}/broken") is not None:
+                raise FormationFailed("a member was lost before the process group was made")
+            if time.monotonic() > deadline:
+                ranks = ", ".join(map(str, missing))
+                raise FormationFailed(f"rank {ranks} did not come to the process group in {self._peer_timeout:.0f} s")
+            time.sleep(POLL_SECONDS)
+
     def leave(self, world: World, reason: str) -> None:
         """Tell the others that this worker leaves on purpose, so that nobody waits for it or looks for it."""
         self.store.put(f"{self._key}/left/{world.rank}", reason)
-        announce_broken(self.store, self._key)
+        if not world.is_spare:  # nobody's step needs a spare
+            announce_broken(self.store, self._key)
+
+    def stand_by(self, world: World) -> str | None:
+        """Wait, as a spare of `world`, until it ends. Returns what `announce_finished` was given; None where a member
+        was lost or left and the others meet for the next world.
+
+        Raises:
+            Stopped: this worker was told to stop.
+            StoreUnreachable: the store is gone, and the job with it.
+        """
+        while self.store.get(f"{self._key}/broken") is None:
+            finished = self.store.get(f"{self._key}/finished")
+            if finished is not None:
+                return finished
+            self._stop.check()
+            time.sleep(SPARE_POLL_SECONDS)
+        return None
+
+    def announce_finished(self, result: str) -> None:
+        """Tell the spares of the present world that the run is through, and with what."""
+        self.store.put(f"{self._key}/finished", result)
 
     def group_store(self) -> Store:
         """Where the process group of the present world meets: a prefix that no other generation ever used, on a

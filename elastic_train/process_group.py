@@ -27,8 +27,10 @@ BROADCAST_CHUNK_BYTES = 64 * 2**20
 """gloo moves a broadcast as one buffer; chunks bound the extra memory"""
 
 
-FORM_TIMEOUT = timedelta(seconds=3)
-"""a member that dies between the agreed list and the group costs this much; all others connect in milliseconds"""
+FORM_TIMEOUT = timedelta(seconds=1)
+"""A member that dies within the milliseconds in which the group is made costs this much, five times as much where it
+had published its address: gloo waits for the connection that it would have made for five timeouts, with no socket yet
+that could be shut."""
 GROUP_TIMEOUT = timedelta(minutes=30)
 """the last resort in training; the watcher is there to be faster"""
 
@@ -220,14 +222,19 @@ def interface_address(name: str) -> str | None:
     return socket.inet_ntoa(reply[20:24])
 
 
-def broadcast_bytes(data: bytes | None, source: int) -> bytes:
-    """`data` of rank `source` on every rank; the others pass None. Whole, or an exception."""
+def broadcast_bytes(data: bytes | None, source: int, before_sending: Callable[[], None] | None = None) -> bytes:
+    """`data` of rank `source` on every rank; the others pass None. Whole, or an exception.
+
+    `before_sending` is called on the source when the others know how much is to come, and wait for it.
+    """
     is_source = dist.get_rank() == source
     size = torch.tensor([len(data) if is_source and data is not None else 0], dtype=torch.int64)
     dist.broadcast(size, source)
     total = int(size)
     if total == 0:
         return b""
+    if is_source and before_sending is not None:
+        before_sending()
     buffer = bytearray(data) if is_source and data is not None else bytearray(total)
     whole = torch.frombuffer(buffer, dtype=torch.uint8)
     for start in range(0, total, BROADCAST_CHUNK_BYTES):

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from elastic_train.batches import steps
-from elastic_train.config import Config
+from elastic_train.config import Config, max_world_size
 from elastic_train.errors import (
     ElasticTrainError,
     FormationFailed,
@@ -62,6 +62,7 @@ def run(config: Config, launch: Launch, stop: StopSignal) -> int:
             stop,
             formation_timeout=config.formation_timeout,
             peer_timeout=config.peer_timeout,
+            max_world_size=max_world_size(config),
             say=reporter.speak if launch.local_rank == 0 else reporter.debug,
         )
         return Run(worker, membership).to_the_end()
@@ -165,7 +166,7 @@ class Run:
             self._world, self._has_formed = world, False
             self.loop.step_started = time.monotonic()
             try:
-                outcome = self._go_through(world, change, interruption)
+                outcome = self._stand_by(world) if world.is_spare else self._go_through(world, change, interruption)
                 if outcome is not None:
                     return outcome
                 interruption = Interruption("leave")
@@ -179,7 +180,7 @@ class Run:
             # Out here the error is gone, and with it the last reference to the group: its sockets are closed.
             if failure is not None:
                 self._note_loss()
-            fruitless = 0 if state.step > last_step else fruitless + 1
+            fruitless = 0 if state.step > last_step or world.is_spare else fruitless + 1
             last_step = state.step
             if fruitless > MAX_FRUITLESS_WORLDS + world.world_size:
                 raise FormationFailed(f"{fruitless} worlds in a row committed no step; the last error: {failure}")
@@ -218,17 +219,18 @@ class Run:
         self._saver.enter(world)
         self._claim(world)
         set_threads(world, worker.config)
-        backend = common_backend([member.backend for member in world.members])
+        backend = common_backend([member.backend for member in world.workers])
         init_started = time.monotonic()
         membership.watcher.expect(world, membership.key)
         worker.reach("init", world)
+        membership.wait_for_workers(world)
         with process_group(world, membership.group_store, backend, membership.sockets):
             sync_started = time.monotonic()
             self._has_formed = True
             membership.watcher.enter(world, membership.key)
             worker.reach("sync", world)
             restored = self._synchronise(world)
-            state.generations += 1
+            state.generation, state.generations = world.generation, state.generations + 1
             reporter.events.enter(world)
             reporter.events.step = state.step
             reporter.enter(world, state)
@@ -244,6 +246,24 @@ class Run:
                 return self._train_and_leave(world, restored)
             finally:
                 self._ended_at = time.monotonic()
+
+    def _stand_by(self, world: World) -> int | None:
+        """As a spare: wait for a place in the next world (None), or for the end of the run (the exit code)."""
+        worker, membership = self._worker, self._membership
+        self._has_formed = True
+        membership.watcher.enter(world, membership.key)
+        worker.reporter.events.enter(world)
+        worker.reporter.enter(world, worker.state)
+        worker.reporter.warn(
+            f"this worker is a spare: a step has work for {world.world_size} workers "
+            f"({'--virtual-ranks' if worker.config.reduction == 'ordered' else '--global-batch-size'}); "
+            "it steps in when one of them is lost"
+        )
+        try:
+            result = membership.stand_by(world)
+        except Stopped:
+            return self._ways_out.leave(world)
+        return None if result is None else self._ways_out.finish_as_spare(world, result)
 
     def _claim(self, world: World) -> None:
         """Make the run directory this generation's; a full disk does not end a run that is under way."""
@@ -273,11 +293,12 @@ class Run:
             restored = self._start.restore(world)
             self._has_state = True
             return restored
-        source = sync_from_freshest(state, world, steps, worker.device)
+        source = sync_from_freshest(state, world, steps, worker.device, lambda: worker.reach("send", world))
         self._has_state = True
         if world.rank == source:
             logged = [entry["logged"] for entry in told if entry["logged"] is not None]
-            worker.reporter.log_steps_after(max(logged, default=state.step - 1))
+            if max(logged, default=state.step - 1) == state.step - 1:
+                worker.reporter.write_commit(state)
         return None if had_state else Restored("peer", state.step, source)
 
     def _train_and_leave(self, world: World, restored: Restored | None) -> int | None:
@@ -288,6 +309,7 @@ class Run:
             is_saved = restored is not None and restored.source == "snapshot"
             return self._ways_out.finish(world, outcome, is_saved=is_saved)
         state.clock.enter(Phase.TRAIN)
+        self.loop.evaluate_if_missed(world)
         self._membership.watcher.do(Activity.COMPUTE)
         ended = self.loop.run(world, steps(task.train_set, task.collate, state, world, config, worker.device))
         self._membership.watcher.do(Activity.FORM)
@@ -359,7 +381,7 @@ class Run:
         reporter, state = self._worker.reporter, self._worker.state
         lost = [member.name for member in change.lost]
         left = [member.name for member in change.left]
-        cause = interruption.cause if lost or not left else "leave"
+        cause = "peer_lost" if lost else "leave" if left else interruption.cause
         reporter.events.write(
             "world",
             cause=cause,
@@ -369,10 +391,7 @@ class Run:
             seconds=seconds,
             backend=backend,
         )
-        if restored is not None:
-            reporter.events.write("restore", source=restored.source, restored_step=restored.step)
-            reporter.say(describe_start(self._worker, world, backend, restored))
-        else:
+        if interruption.cause != "start":
             state.incidents.append(
                 {
                     "cause": cause,
@@ -382,6 +401,10 @@ class Run:
                     "seconds": seconds,
                 }
             )
+        if restored is not None:
+            reporter.events.write("restore", source=restored.source, restored_step=restored.step)
+            reporter.say(describe_start(self._worker, world, backend, restored))
+        else:
             what = f"lost {', '.join(lost)}" if lost else f"{', '.join(left)} left"
             phases = " ".join(f"{name}={value:.3f}" for name, value in seconds.items())
             reporter.say(

@@ -8,12 +8,11 @@ import queue
 import sys
 import threading
 import time
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_train.events import EventLog, Ledger, file_name, last_value
+from elastic_train.events import EventLog, Ledger, file_name, newest_events
 from elastic_train.state import TrainState
 from elastic_train.world import World
 
@@ -48,7 +47,6 @@ class Reporter:
         self._last_scalars = 0.0
         self._first_step = 1
         self._last_snapshot_step: int | None = None
-        self._last_steps: deque[dict[str, Any]] = deque(maxlen=8)
 
     @property
     def is_spokesman(self) -> bool:
@@ -57,7 +55,7 @@ class Reporter:
     def enter(self, world: World, state: TrainState) -> None:
         """A world stands and `state` is everybody's: from now on its rank 0 reports."""
         self._world = world
-        self._rate.restart(state.step * state.global_batch_size)
+        self._rate.restart()
         if world.rank != 0:
             self._close_display()
             return
@@ -101,13 +99,9 @@ class Reporter:
     def step(self, state: TrainState, loss: float, *, epoch: int, samples: int) -> None:
         """A step was committed: `samples` is its size, `epoch` the one that it belongs to."""
         self.events.step = state.step
-        if self._world is None:
+        if self._world is None or self._world.rank != 0:
             return
-        record = {"step": state.step, "epoch": epoch, "loss": loss, "samples_done": state.samples_done or state.length}
-        self._last_steps.append(record | {"generation": self._world.generation})
-        if self._world.rank != 0:
-            return
-        self.events.write("step", **record)
+        self.write_commit(state)
         self._rate.add(samples)
         now = time.monotonic()
         if now - self._last_refresh >= REFRESH_SECONDS or state.is_finished:
@@ -140,14 +134,15 @@ class Reporter:
             return None
         first = self._world.members[0]
         path = self.events.directory / file_name(first.host, first.local_rank, first.pid)
-        found = last_value(path, "step", "step")
-        return None if found is None else int(found)
+        return next((int(line["step"]) for line in newest_events(path) if line.get("event") == "step"), None)
 
-    def log_steps_after(self, step: int) -> None:
-        """Write down the last steps that the rank 0 of their moment did not live to write."""
-        for record in self._last_steps:
-            if record["step"] > step:
-                self.events.write("step", **record)
+    def write_commit(self, state: TrainState) -> None:
+        """The event of the newest committed step: from rank 0, or from who takes over where it died before it could.
+
+        No more than one is ever missing: the others cannot complete the next step without rank 0.
+        """
+        if state.last_commit is not None:
+            self.events.write("step", **state.last_commit)
 
     def evaluation(self, state: TrainState, metrics: dict[str, float]) -> None:
         named = {"accuracy" if name == "correct" else name: value for name, value in metrics.items()}
@@ -203,7 +198,7 @@ class Rate:
         self._samples = 0
         self._since = time.monotonic()
 
-    def restart(self, _samples: int) -> None:
+    def restart(self) -> None:
         self._samples, self._since, self.per_second = 0, time.monotonic(), 0.0
 
     def add(self, samples: int) -> None:

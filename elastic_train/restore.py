@@ -7,7 +7,7 @@ the owner too, loads the bytes that were broadcast.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -94,15 +94,19 @@ def restore(
     return Restored("scratch", 0, 0)
 
 
-def sync_from_freshest(state: TrainState, world: World, steps: list[int], device: torch.device) -> int:
+def sync_from_freshest(
+    state: TrainState, world: World, steps: list[int], device: torch.device, before_sending: Callable[[], None]
+) -> int:
     """After a loss survivors can differ by a step: everybody takes over the freshest state. Returns its rank.
 
     Every rank calls it; `steps` are all ranks' committed steps, -1 for one that has no state yet. What is received is
-    loaded only when it is whole: the source may die while it is sending.
+    loaded only when it is whole: the source may die while it is sending. `before_sending` is called on the source when
+    the others wait for the bytes.
     """
     source = freshest(steps)
     if len(set(steps)) > 1:
-        data = broadcast_bytes(serialize_state(state.state_dict()) if world.rank == source else None, source)
+        data = serialize_state(state.state_dict()) if world.rank == source else None
+        data = broadcast_bytes(data, source, before_sending)
         if steps[world.rank] != steps[source]:
             _load(state, data, device, source=f"the state of rank {source}", with_clock=False)
     return source

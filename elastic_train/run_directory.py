@@ -31,16 +31,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryInUse
+from elastic_train.events import newest_events
 
 _CLAIM_LOCK = ".claim.lock"
 _OWNER_RECORD = "owner.json"
 _IDENTITY = ".directory-id"
 _OWNER_LOCK = re.compile(r"\.owner-(?P<token>.+)\.lock")
 _LEFT_CHILD_PATIENCE = timedelta(seconds=6)  # a DataLoader child looks for its parent every 5 s
-_TAIL_BYTES = 64 * 1024
 _FLOCK_MISSING = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 
 # Descriptors that carry an flock of this process; see the module docstring about fork.
@@ -265,6 +264,10 @@ class RunDirectory:
         """The largest committed step in the tail of any event file; None where there is none."""
         return self._largest_in_events("step")
 
+    def last_logged_step(self) -> int | None:
+        """The largest step that has an event of its own, in the tail of any event file; None where there is none."""
+        return self._largest_in_events("step", event="step")
+
     def _check_job(self, owner: _Owner | None, job_token: str, generation: int) -> _Owner:
         if owner is None:
             raise OwnershipLost(
@@ -401,11 +404,11 @@ class RunDirectory:
             else:
                 return sibling
 
-    def _largest_in_events(self, field: str) -> int | None:
+    def _largest_in_events(self, field: str, event: str | None = None) -> int | None:
         largest: int | None = None
         for path in self.events_dir.glob("*.jsonl"):
-            for event in _tail_events(path):
-                value = event.get(field)
+            for line in newest_events(path):
+                value = line.get(field) if event in (None, line.get("event")) else None
                 if isinstance(value, int) and not isinstance(value, bool):
                     largest = value if largest is None else max(largest, value)
         return largest
@@ -413,26 +416,6 @@ class RunDirectory:
 
 def _stops(generation: int) -> str:
     return f"this process (pid {os.getpid()}, generation {generation}) writes nothing more"
-
-
-def _tail_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events in the last 64 KiB of a file; a line cut off at either end is no event."""
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            # one byte more, so that a line which begins right at the border is seen to begin there
-            start = max(0, size - _TAIL_BYTES - 1)
-            file.seek(start)
-            lines = file.read().split(b"\n")
-    except OSError:
-        return
-    for line in lines[1:] if start else lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            yield event
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -38,6 +38,7 @@ class Start:
         if config.fresh and self._is_first_round:
             self._start_anew()
         self._last_step_seen = directory.last_step()
+        self._last_logged_step = directory.last_logged_step()
         self._offers = sorted(
             find_snapshots(worker.snapshots_dir, warn=worker.reporter.warn) + find_handoffs(directory, worker.reporter),
             key=lambda offer: offer.age_key,
@@ -101,7 +102,11 @@ class Start:
         # An attempt that a death broke off may have named the run already; that name holds.
         state.run_uid = self._membership.agreed_once("run_uid", state.run_uid)
         self._membership.agreed_once("agreement", json.dumps(worker.agreement()))
-        note_restart(state, restored, gather_json(self._last_step_seen))
+        seen = gather_json({"step": self._last_step_seen, "logged": self._last_logged_step})
+        note_restart(state, restored, [entry["step"] for entry in seen])
+        logged = max(known([entry["logged"] for entry in seen]), default=None)
+        if world.rank == restored.from_rank and logged == state.step - 1:
+            worker.reporter.write_commit(state)  # the rank 0 that committed it died before it could
         if worker.config.reduction == "ordered":
             self._compare_fingerprints(world)
         return restored
@@ -111,7 +116,7 @@ class Start:
         worker, state = self._worker, self._worker.state
         found = gather_json(determinism.fingerprint(worker.device))
         before = state.fingerprint or found[0]
-        for member, now in zip(world.members, found, strict=True):
+        for member, now in zip(world.workers, found, strict=True):
             differences = determinism.compare(before, now)
             if differences and world.rank == 0:
                 worker.reporter.warn(f"the bits may differ from here on: on {member.name}, {'; '.join(differences)}")
@@ -122,7 +127,7 @@ def note_restart(state: TrainState, restored: Restored, last_steps_seen: list[in
     """A run that is continued by new processes was interrupted: an incident, with the steps that were lost."""
     if restored.source == "scratch" or state.is_finished:
         return
-    seen = max((step for step in last_steps_seen if step is not None), default=0)
+    seen = max(known(last_steps_seen), default=0)
     state.incidents.append(
         {
             "cause": "join" if restored.source == "handoff" else "restart",
@@ -132,6 +137,10 @@ def note_restart(state: TrainState, restored: Restored, last_steps_seen: list[in
             "seconds": {"down": state.clock.totals()[Phase.DOWN]},
         }
     )
+
+
+def known(values: list[int | None]) -> list[int]:
+    return [value for value in values if value is not None]
 
 
 def describe_share(config: Config, world_size: int) -> str:
@@ -155,6 +164,8 @@ def describe_start(worker: Worker, world: World, backend: str, restored: Restore
         else f"from the {restored.source} of step {restored.step}, in epoch {epoch} of {config.epochs}"
     )
     workers = f"{world.world_size} worker{'s' if world.world_size > 1 else ''}"
+    if world.num_spares:
+        workers += f" and {world.num_spares} spare{'s' if world.num_spares > 1 else ''}"
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
     return (
         f"world generation={world.generation}: {workers} on {nodes} ({worker.device.type}, {backend}), "

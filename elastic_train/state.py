@@ -43,12 +43,17 @@ class TrainState:
         self.micro_batch_size: int | None = config.micro_batch_size
         """most samples per forward pass on a rank"""
         self.last_loss: float | None = None
+        self.last_commit: dict[str, Any] | None = None
+        """the `step` event of the newest committed step, which whoever takes this state over writes where rank 0 died
+        before it could"""
         self.last_accuracy: tuple[int, float] | None = None
         """(committed steps, test accuracy) of the newest evaluation"""
         self.evaluated_step = -1
         """committed steps at the newest evaluation"""
         self.incidents: list[dict[str, Any]] = []
         """what interrupted this run, over all of its restarts; the last entries of `result.json`"""
+        self.generation: int | None = None
+        """of the world that it is trained in now"""
         self.generations = 0
         """worlds that this run has had"""
         self.fingerprint: dict[str, Any] = {}
@@ -98,6 +103,13 @@ class TrainState:
         self.samples_done += self.next_step_samples()
         self.step += 1
         self.last_loss = loss
+        self.last_commit = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "loss": loss,
+            "samples_done": self.samples_done,
+            "generation": self.generation,
+        }
         has_ended_epoch = self.samples_done >= self.length
         if has_ended_epoch:
             self.epoch += 1
@@ -122,6 +134,7 @@ class TrainState:
                 "uid": self.run_uid,
                 "micro_batch_size": self.micro_batch_size,
                 "last_loss": self.last_loss,
+                "last_commit": self.last_commit,
                 "last_accuracy": list(self.last_accuracy) if self.last_accuracy else None,
                 "evaluated_step": self.evaluated_step,
                 "incidents": self.incidents,
@@ -149,6 +162,7 @@ class TrainState:
         if self.micro_batch_size is None:
             self.micro_batch_size = run["micro_batch_size"]
         self.last_loss = run["last_loss"]
+        self.last_commit = run.get("last_commit")
         self.last_accuracy = (
             (int(run["last_accuracy"][0]), float(run["last_accuracy"][1])) if run["last_accuracy"] else None
         )

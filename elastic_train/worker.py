@@ -172,5 +172,5 @@ def set_threads(world: World, config: Config) -> None:
     if config.reduction == "ordered":
         torch.set_num_threads(determinism.THREADS_PER_WORKER)
     elif "OMP_NUM_THREADS" not in os.environ:
-        on_this_host = sum(member.host == world.me.host for member in world.members)
+        on_this_host = sum(member.host == world.me.host for member in world.workers)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // on_this_host))

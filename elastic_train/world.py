@@ -66,11 +66,28 @@ class World:
     generation: int
     """how many worlds this run had before this one"""
     members: tuple[Member, ...]
-    """all members, by rank"""
+    """all members, by rank: first those who train, then the spares"""
+    max_world_size: int | None = None
+    """how many members a step has work for, where that is limited"""
 
     @property
     def world_size(self) -> int:
-        return len(self.members)
+        """How many train; they are the process group."""
+        return len(self.members) if self.max_world_size is None else min(len(self.members), self.max_world_size)
+
+    @property
+    def workers(self) -> tuple[Member, ...]:
+        """Those who train, by rank."""
+        return self.members[: self.world_size]
+
+    @property
+    def num_spares(self) -> int:
+        return len(self.members) - self.world_size
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this member stands by until one that trains is lost."""
+        return self.rank >= self.world_size
 
     @property
     def me(self) -> Member:

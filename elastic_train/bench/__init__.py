@@ -11,6 +11,7 @@ from typing import Any
 
 BENCHMARKS = {
     "loop": "elastic_train.bench.loop",
+    "recovery": "elastic_train.bench.recovery",
     "reduction": "elastic_train.bench.reduction",
 }
 """name on the command line -> module"""

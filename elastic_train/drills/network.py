@@ -74,6 +74,9 @@ class Network:
         enter = ["sh", "-c", _ENTER, "enter", hosts, self.host_name(index)]
         return ["ip", "netns", "exec", self._name(index), *unshare, *enter]
 
+    def address(self, index: int) -> str:
+        return f"{SUBNET}.{10 + index}"
+
     def host_name(self, index: int) -> str:
         return f"node{index + 1}"
 
@@ -85,6 +88,11 @@ class Network:
     def drop_outgoing(self, index: int) -> None:
         """What the node sends is lost; it still hears the others."""
         self._filter(index, "-A", "OUTPUT", "-o", "eth0", "-j", "DROP")
+
+    def cut_pair(self, index: int, other: int) -> None:
+        """Two nodes lose each other; both still reach everybody else."""
+        for here, there in ((index, other), (other, index)):
+            self._filter(here, "-A", "INPUT", "-s", self.address(there), "-j", "DROP")
 
     def drop_some(self, index: int, share: float) -> None:
         """A share of the packets that come in is lost."""
@@ -130,7 +138,7 @@ class Network:
         _ip("-n", hub, "link", "add", "br0", "type", "bridge")
         _ip("-n", hub, "addr", "add", f"{HUB_ADDRESS}/24", "dev", "br0")
         _ip("-n", hub, "link", "set", "br0", "up")
-        names = [f"{SUBNET}.{10 + index} {self.host_name(index)}" for index in range(self.num_nodes)]
+        names = [f"{self.address(index)} {self.host_name(index)}" for index in range(self.num_nodes)]
         (self._folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
 
     def _make_node(self, index: int) -> None:
@@ -139,7 +147,7 @@ class Network:
         _ip("-n", name, "link", "set", "lo", "up")
         _ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"veth{index}", "netns", hub)
         _ip("-n", hub, "link", "set", f"veth{index}", "master", "br0", "up")
-        _ip("-n", name, "addr", "add", f"{SUBNET}.{10 + index}/24", "dev", "eth0")
+        _ip("-n", name, "addr", "add", f"{self.address(index)}/24", "dev", "eth0")
         _ip("-n", name, "link", "set", "eth0", "up")
 
     def _add(self, name: str) -> None:

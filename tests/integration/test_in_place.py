@@ -37,11 +37,11 @@ def node_with_rank(cluster: Cluster, nodes: list[Node], rank: int) -> Node:
     return next(node for node in nodes if rank_of(cluster, node) == rank)
 
 
-def check_run(cluster: Cluster, steps: int) -> dict[str, Any]:
+def check_run(cluster: Cluster, steps: int, batch: int = BATCH) -> dict[str, Any]:
     """What must hold of every run: the ledger's law, every committed step once, generations a chain, phases sum up."""
     end = result(cluster.run_dir)
     assert end["step"] == steps
-    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=steps)
+    check_ledger([cluster.run_dir], length=LENGTH, batch=batch, steps=steps)
     assert sorted(e["step"] for e in events(cluster.run_dir, "step")) == list(range(1, steps + 1))
     worlds: dict[int, set[tuple[str, ...]]] = {}
     for event in events(cluster.run_dir, "world"):

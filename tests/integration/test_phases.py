@@ -8,16 +8,19 @@ import time
 import psutil
 import pytest
 
-from tests.integration.cluster import Cluster, Node, events, last_step, result, wait_for_step, wait_until
+from tests.integration.cluster import Cluster, Node, events, last_step, result, wait_for_step, wait_until, worlds
 from tests.integration.test_in_place import ENDLESS, check_run
 
 STEPS = 300
 
 
-def start_with_fault(cluster: Cluster, fault: str, nodes: int = 3, steps: int = STEPS) -> list[Node]:
+def start_with_fault(
+    cluster: Cluster, fault: str, nodes: int = 3, steps: int = STEPS, flags: tuple[str, ...] = ()
+) -> list[Node]:
     """A world whose members all have the fault armed; its conditions say whom it strikes."""
     cluster.host_store()
-    return cluster.start(*ENDLESS, "--max-steps", str(steps), nodes=nodes, env={"ELASTIC_TRAIN_FAULT": fault})
+    flags = (*ENDLESS, "--max-steps", str(steps), *flags)
+    return cluster.start(*flags, nodes=nodes, env={"ELASTIC_TRAIN_FAULT": fault})
 
 
 def finish_but(cluster: Cluster, nodes: list[Node], struck: int) -> list[Node]:
@@ -46,6 +49,18 @@ def test_another_death_during_the_re_form(cluster: Cluster, point: str) -> None:
     finish_but(cluster, nodes, 2)
     end = check_run(cluster, STEPS)
     assert all(sum(incident["seconds"].values()) < 3.0 for incident in end["incidents"])
+
+
+def test_the_source_of_the_state_dies_while_it_sends(cluster: Cluster) -> None:
+    """Three train and one is a spare. One dies, the spare steps in, and who is about to send it the state dies too."""
+    fault = "kill-node@step:rank=2,step=60,generation=0;kill-node@send:generation=1"
+    nodes = start_with_fault(
+        cluster, fault, nodes=4, flags=("--reduction", "ordered", "--virtual-ranks", "3", "--global-batch-size", "63")
+    )
+    finish_but(cluster, nodes, 2)
+    check_run(cluster, STEPS, batch=63)
+    assert [size for _, size in worlds(cluster.run_dir)] == [3, 2], "generation 1 never came to train"
+    assert [e["source"] for e in events(cluster.run_dir, "restore")][-1] == "peer"
 
 
 @pytest.mark.parametrize("point", ["finish", "exit"])
@@ -98,6 +113,35 @@ def test_a_stuck_training_thread_is_expelled(cluster: Cluster) -> None:
     lost = events(cluster.run_dir, "peer_lost")
     assert any("kept the others waiting" in (e["reason"] or "") for e in lost)
     check_run(cluster, STEPS)
+
+
+STUCK_TASK = """
+import os, time
+from elastic_train.tasks import ImageClassification
+
+class Stuck(ImageClassification):
+    num_evaluations = 0
+
+    def evaluate(self, model, batch):
+        Stuck.num_evaluations += 1
+        while os.environ["RANK"] == "1" and Stuck.num_evaluations > 4:
+            print("stuck", flush=True)
+            time.sleep(3600)
+        return super().evaluate(model, batch)
+"""
+
+
+def test_an_evaluation_that_is_stuck_on_one_rank(cluster: Cluster) -> None:
+    """Its heart beats and no step is under way; it is expelled all the same."""
+    (cluster.path / "stuck.py").write_text(STUCK_TASK)
+    cluster.host_store()
+    flags = ("--peer-timeout", "2", "--ledger", "--eval-every", "1", "--max-steps", "230", "--task", "stuck:Stuck")
+    nodes = cluster.start(*flags, nodes=3, nnodes="1:3")
+    stuck = wait_until(lambda: [node for node in nodes if "stuck\n" in node.text()], "stuck evaluation")
+    cluster.finish([node for node in nodes if node not in stuck])
+    check_run(cluster, 230)
+    assert any("kept the others waiting" in (e["reason"] or "") for e in events(cluster.run_dir, "peer_lost"))
+    assert len({e["step"] for e in events(cluster.run_dir, "evaluation")}) == 10, "none is missing"
 
 
 def test_the_host_of_the_endpoint_dies(cluster: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import time
@@ -67,6 +68,24 @@ def test_main_job(cluster: Cluster) -> None:
     assert result(run_dir)["step"] == 3
     assert worlds(run_dir) == [(0, 1)], "a fresh run counts its generations anew"
     assert [(e["source"], e["restored_step"]) for e in events(run_dir, "restore")] == [("scratch", 0)]
+
+
+def test_a_step_that_rank_0_did_not_live_to_write_down(cluster: Cluster) -> None:
+    """It committed step 30 and was killed before its event; a survivor saved the state. The next start writes it."""
+    cluster.finish([cluster.start_alone("--max-steps", "30", "--model", "mlp")])
+    [file] = (cluster.run_dir / "events").iterdir()
+    lines = [line for line in file.read_bytes().splitlines(keepends=True) if b'"event":"step","rank"' in line]
+    assert json.loads(lines[-1])["step"] == 30
+    file.write_bytes(file.read_bytes().replace(lines[-1], b""))
+
+    cluster.finish([cluster.start_alone("--max-steps", "33", "--model", "mlp")])
+    steps = sorted(events(cluster.run_dir, "step"), key=lambda event: event["step"])
+    assert [event["step"] for event in steps] == list(range(1, 34))
+    assert steps[29]["generation"] == 0, "the world that committed it"
+    written, original = steps[29], json.loads(lines[-1])
+    for field in ("epoch", "loss", "samples_done"):
+        assert written[field] == original[field]
+    assert result(cluster.run_dir)["incidents"][0]["committed_steps_lost"] == 0
 
 
 def test_stop_in_mid_epoch_and_continue_with_other_world_sizes(cluster: Cluster) -> None:

@@ -1,0 +1,188 @@
+"""Who comes, and how few may stay: late starters, misfits, a node that crashes at every start, too few nodes."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.integration.cluster import (
+    Cluster,
+    Node,
+    check_ledger,
+    events,
+    last_step,
+    outcomes,
+    result,
+    wait_for_step,
+    wait_until,
+    worlds,
+)
+from tests.integration.test_in_place import BATCH, ENDLESS, LENGTH, check_run, start_world
+
+# Fails on the nodes that its file is told to fail on, after torchrun has started their workers.
+CRASHING_TASK = """
+import os
+from elastic_train.tasks import ImageClassification
+
+class Crashing(ImageClassification):
+    def __init__(self):
+        super().__init__(dataset="digits", model="cnn")
+        if os.environ.get("CRASH"):
+            raise RuntimeError("this node cannot start")
+"""
+
+# Counts what a forward pass is given; more than what fitted in the first world is out of memory.
+BOUNDED_TASK = """
+from elastic_train.tasks import ImageClassification
+
+class Bounded(ImageClassification):
+    def __init__(self):
+        super().__init__(dataset="digits", model="mlp")
+
+    def loss(self, module, batch):
+        if module.training and len(batch[0]) > 16:
+            raise MemoryError(f"{len(batch[0])} samples in one forward pass")
+        return super().loss(module, batch)
+"""
+
+
+def world_of_size(cluster: Cluster, size: int, generation: int = 0, timeout: float = 60.0) -> None:
+    """Wait for one of `generation` or later."""
+    wait_until(
+        lambda: any(g >= generation and s == size for g, s in worlds(cluster.run_dir)), f"world of {size}", timeout
+    )
+
+
+def stop_all(cluster: Cluster, nodes: list[Node]) -> int:
+    """SIGTERM to all; they save and end. The committed steps."""
+    for node in nodes:
+        node.signal(signal.SIGTERM)
+    cluster.finish(nodes, code=1)
+    assert set(outcomes(cluster.run_dir)[-len(nodes) :]) == {"stopped"}
+    return last_step(cluster.run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_four_nodes_started_five_seconds_apart(cluster: Cluster) -> None:
+    cluster.host_store()
+    nodes = []
+    for _ in range(4):
+        nodes += cluster.start(*ENDLESS, "--max-steps", "1000000")
+        time.sleep(5.0)
+    world_of_size(cluster, 4, timeout=120)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+    steps = stop_all(cluster, nodes)
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=steps)
+    assert sorted(e["step"] for e in events(cluster.run_dir, "step")) == list(range(1, steps + 1))
+    assert worlds(cluster.run_dir)[-1][1] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_misfit_joins_and_is_refused(cluster: Cluster) -> None:
+    """With another seed, then with another length of the data: the others lose nothing but the re-forms."""
+    nodes = start_world(cluster, 2, steps=1000000)
+    misfits: list[tuple[tuple[str, ...], str]] = [(("--seed", "5"), "--seed"), (("--dataset", "synthetic"), "data")]
+    for flags, word in misfits:
+        before = worlds(cluster.run_dir)[-1][0]
+        [misfit] = cluster.start(*ENDLESS, "--max-steps", "1000000", *flags)
+        assert misfit.wait(90) == 1
+        assert word in error_line_of(misfit)
+        world_of_size(cluster, 2, before + 1)
+        wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+    steps = stop_all(cluster, nodes)
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=steps)
+    assert sorted(e["step"] for e in events(cluster.run_dir, "step")) == list(range(1, steps + 1))
+
+
+def error_line_of(node: Node) -> str:
+    """The worker's own line; torchrun prints a traceback of its own behind it."""
+    [line] = [line for line in node.text().splitlines() if line.startswith("elastic_train: error")]
+    return line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_node_that_crashes_at_every_start(cluster: Cluster) -> None:
+    (cluster.path / "crashing.py").write_text(CRASHING_TASK)
+    flags = ("--task", "crashing:Crashing")
+    nodes = start_world(cluster, 2, *flags, steps=1000000)
+    for _ in range(2):
+        before = worlds(cluster.run_dir)[-1][0]
+        [crashing] = cluster.start(*ENDLESS, "--max-steps", "1000000", *flags, env={"CRASH": "1"})
+        assert crashing.wait(90) == 1
+        assert "RuntimeError: this node cannot start" in crashing.text()
+        world_of_size(cluster, 2, before + 1)
+        wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+    # It closed the rendezvous; whoever is whole can still come.
+    nodes += cluster.start(*ENDLESS, "--max-steps", "1000000", *flags)
+    world_of_size(cluster, 3)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+    steps = stop_all(cluster, nodes)
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=steps)
+    assert sorted(e["step"] for e in events(cluster.run_dir, "step")) == list(range(1, steps + 1))
+
+
+def test_fewer_nodes_than_min_nodes_wait_for_others(cluster: Cluster) -> None:
+    flags = ("--min-nodes", "2")
+    nodes = start_world(cluster, 2, *flags, steps=600)
+    nodes[1].kill()
+    wait_until(lambda: "waiting 600 s for others to join" in nodes[0].text(), "word of the one that waits")
+    waited_at = last_step(cluster.run_dir)
+    nodes[1] = cluster.start(*ENDLESS, "--max-steps", "600", *flags)[0]
+    cluster.finish(nodes)
+    end = check_run(cluster, 600)
+    alone = [e for e in events(cluster.run_dir, "step") if e["world_size"] == 1]
+    assert alone == [], "not a step below --min-nodes"
+    assert waited_at < 600
+    assert end["generations"] >= 2
+
+
+def test_too_few_nodes_for_too_long_save_and_end(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 2, "--min-nodes", "2", "--wait-timeout", "2", steps=100000)
+    nodes[1].kill()
+    assert nodes[0].wait(60) == 1
+    assert "only 1 of at least 2 nodes after 2 s" in error_line_of(nodes[0])
+    steps = last_step(cluster.run_dir)
+    [again] = [cluster.start_alone(*ENDLESS, "--max-steps", str(steps + 5))]
+    cluster.finish([again])
+    assert result(cluster.run_dir)["incidents"][-1]["committed_steps_lost"] == 0
+    check_run(cluster, steps + 5)
+
+
+def test_four_become_one_and_memory_suffices(cluster: Cluster) -> None:
+    """What a forward pass is given never grows beyond the first world's share: 64 / 4 samples."""
+    (cluster.path / "bounded.py").write_text(BOUNDED_TASK)
+    nodes = start_world(cluster, 4, "--task", "bounded:Bounded", steps=400)
+    for node in nodes[1:]:
+        node.kill()
+    cluster.finish(nodes[:1])
+    check_run(cluster, 400)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_death_while_only_agents_are_alive(cluster: Cluster) -> None:
+    """Inside the window of a c10d join: fatal or not, as the README says; no committed step is lost either way."""
+    nodes = start_world(cluster, 3, steps=1000000)
+    victim = nodes[2]
+    workers = victim.workers()
+    joiner = cluster.start(*ENDLESS, "--max-steps", "1000000")[0]
+    wait_until(lambda: not any(worker.is_running() for worker in workers), "end of the victim's workers", 60)
+    victim.kill()
+    others = [*nodes[:2], joiner]
+    before = last_step(cluster.run_dir)
+
+    def is_over() -> bool:
+        return last_step(cluster.run_dir) > before + 20 or all(node.process.poll() is not None for node in others)
+
+    wait_until(is_over, "end of the others, or their going on", 150)
+    if all(node.process.poll() is not None for node in others):
+        others = cluster.start(*ENDLESS, "--max-steps", "1000000", nodes=2, port=cluster.port)
+        wait_for_step(cluster.run_dir, before + 20)
+    steps = stop_all(cluster, others)
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=steps)
+    assert sorted(e["step"] for e in events(cluster.run_dir, "step")) == list(range(1, steps + 1))

@@ -1,0 +1,148 @@
+"""Nodes in network namespaces, each with an address, a host name, pids and shared memory of its own.
+
+What processes on one machine cannot show: silence without FIN or RST, a direction that is dropped, two nodes that lose
+only each other, names that resolve, handoffs that nobody else sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_train.drills.audit import audit
+from elastic_train.drills.cluster import Cluster, NodeState, Place
+from elastic_train.drills.network import Network
+from elastic_train.drills.nodes import wait_until
+from elastic_train.drills.record import Record
+from tests.integration.cluster import events, outcomes
+
+FLAGS = ("--ledger", "--epochs", "100000", "--eval-every", "100000", "--peer-timeout", "2", "--no-progress")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_namespaces() -> None:
+    missing = Network.why_not()
+    if missing is not None:
+        pytest.skip(f"no network namespaces: {missing}")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Cluster]:
+    """Three nodes that have trained together, the endpoint on the bridge."""
+    network = Network(3)
+    record = Record(tmp_path / "run")
+    cluster = Cluster(tmp_path / "run", record, FLAGS, num_nodes=3, network=network)
+    try:
+        cluster.start_endpoint()
+        for place in cluster.places:
+            cluster.start(place)
+        settle(cluster, 3)
+        yield cluster
+    finally:
+        cluster.close()
+        network.close()
+        record.close()
+
+
+def cut_off(*places: Place) -> None:
+    """Whom `settle` does not wait for."""
+    for place in places:
+        place.affliction = NodeState.CUT_OFF
+
+
+def settle(cluster: Cluster, num_nodes: int) -> None:
+    """Wait until so many nodes train in one world and have committed twenty steps."""
+
+    def is_settled() -> bool:
+        cluster.poll()
+        return len(cluster.inside) == num_nodes and cluster.is_settled
+
+    wait_until(is_settled, f"world of {num_nodes}", 60)
+    enough = cluster.watch.step + 20
+
+    def has_trained() -> bool:
+        cluster.poll()
+        return cluster.watch.step >= enough
+
+    wait_until(has_trained, f"step {enough}", 60)
+
+
+def log_of(cluster: Cluster, place: Place) -> str:
+    return (cluster.run_dir / "drill" / f"{place.name}-{place.num_started}.log").read_text()
+
+
+def ended(cluster: Cluster, place: Place) -> bool:
+    cluster.poll()
+    return not place.is_running
+
+
+def finish(cluster: Cluster) -> None:
+    """Stop everybody politely; what is left must pass the audit, and no committed step may be lost."""
+    for place in cluster.running:
+        assert place.node is not None
+        place.node.signal(15)
+    wait_until(lambda: all(ended(cluster, place) for place in cluster.places), "end of all nodes", 60)
+    found = audit(cluster.run_dir)
+    assert found.passed, "\n".join(found.reasons)
+    assert outcomes(cluster.run_dir)[-1] == "stopped"
+    steps = sorted(event["step"] for event in events(cluster.run_dir, "step"))
+    assert steps == list(range(1, len(steps) + 1)), "every committed step once"
+
+
+def test_a_cable_is_pulled_and_plugged_in_again(job: Cluster) -> None:
+    """The others go on without the silent node; when it hears again it leaves, with one clear line."""
+    assert job.network is not None
+    cut = job.places[1]
+    job.network.pull_cable(cut.index)
+    cut_off(cut)
+    settle(job, 2)
+    job.network.heal(cut.index)
+    wait_until(lambda: ended(job, cut), "end of the node that was cut off", 60)
+    text = log_of(job, cut)
+    assert "elastic_train: error: " in text
+    assert "Traceback" not in text.split("elastic_train: error: ")[0]
+    finish(job)
+
+
+@pytest.mark.slow
+def test_what_a_node_sends_is_dropped(job: Cluster) -> None:
+    assert job.network is not None
+    if not job.network.has_filter:
+        pytest.skip("no iptables")
+    mute = job.places[2]
+    job.network.drop_outgoing(mute.index)
+    cut_off(mute)
+    settle(job, 2)
+    job.network.heal(mute.index)
+    wait_until(lambda: ended(job, mute), "end of the mute node", 60)
+    finish(job)
+
+
+@pytest.mark.slow
+def test_two_nodes_lose_each_other(job: Cluster) -> None:
+    """Both reach the store and the third: one of them is expelled, the rest go on."""
+    assert job.network is not None
+    if not job.network.has_filter:
+        pytest.skip("no iptables")
+    one, other = job.places[0], job.places[2]
+    job.network.cut_pair(one.index, other.index)
+    wait_until(lambda: ended(job, one) or ended(job, other), "end of one of the two", 60)
+    settle(job, 2)
+    finish(job)
+
+
+@pytest.mark.slow
+def test_power_is_lost_and_a_node_comes_back(job: Cluster) -> None:
+    """Silence for ever; then a new process on the same host, which has no handoff of its own."""
+    assert job.network is not None
+    dead = job.places[0]
+    job.network.pull_cable(dead.index)
+    job.kill([dead])
+    settle(job, 2)
+    job.start(dead)
+    settle(job, 3)
+    sources = {event["source"] for event in events(job.run_dir, "restore") if event["generation"] > 0}
+    assert sources <= {"handoff", "peer"}, "not from an old snapshot"
+    finish(job)

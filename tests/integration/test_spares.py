@@ -1,0 +1,83 @@
+"""More workers than a step has work for: the surplus stands by, steps in for the lost, and disturbs nobody."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from tests.integration.cluster import (
+    Cluster,
+    Node,
+    check_ledger,
+    events,
+    last_step,
+    result,
+    running,
+    wait_for_step,
+    wait_until,
+    worlds,
+)
+
+LENGTH, BATCH = 1437, 64
+ENDLESS = ("--epochs", "1000", "--ledger", "--eval-every", "1000", "--peer-timeout", "2")
+TWO_SHARDS = (*ENDLESS, "--reduction", "ordered", "--virtual-ranks", "2")
+
+
+def spare_of(cluster: Cluster, nodes: list[Node]) -> Node:
+    """The node whose worker says that it is a spare."""
+    return wait_until(lambda: next((n for n in nodes if "this worker is a spare" in n.text()), None), "spare")
+
+
+def test_a_spare_steps_in_for_a_killed_worker(cluster: Cluster) -> None:
+    """In ordered mode, with two virtual ranks and three workers: the same bits, in a world as large as before."""
+    cluster.host_store()
+    nodes = cluster.start(*TWO_SHARDS, "--max-steps", "600", nodes=3, nnodes="1:3")
+    spare = spare_of(cluster, nodes)
+    wait_for_step(cluster.run_dir, 40)
+    victim = next(node for node in nodes if node is not spare)
+    victim.kill()
+    cluster.finish([node for node in nodes if node is not victim])
+    end = result(cluster.run_dir)
+    assert worlds(cluster.run_dir) == [(0, 2), (1, 2)]
+    assert [len(e["members"]) for e in events(cluster.run_dir, "world") if e["rank"] == 0] == [3, 2]
+    [pid] = {e["pid"] for e in events(cluster.run_dir, "warning") if "spare" in e["message"]}
+    [restored] = [e for e in events(cluster.run_dir, "restore") if e["pid"] == pid]
+    assert restored["source"] == "peer"
+    assert restored["restored_step"] >= 40
+    assert [incident["committed_steps_lost"] for incident in end["incidents"]] == [0]
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=600)
+
+    path = cluster.path / "undisturbed"
+    path.mkdir()
+    with running(path) as alone:
+        alone.finish([alone.start_alone(*TWO_SHARDS, "--max-steps", "600")])
+        expected = result(alone.run_dir)
+    assert end["state_sha256"] == expected["state_sha256"]
+
+
+def test_a_spare_comes_and_goes_and_sees_the_end(cluster: Cluster) -> None:
+    """In fast mode, two samples per step and four workers on disks of their own: one spare is stopped, one stays."""
+    flags = (*ENDLESS, "--global-batch-size", "2")
+    cluster.host_store()
+    nodes = [
+        cluster.start(*flags, "--max-steps", "700", nnodes="1:4", run_dir=cluster.path / f"run-{number}")[0]
+        for number in range(4)
+    ]
+    wait_until(lambda: sum("this worker is a spare" in node.text() for node in nodes) == 2, "two spares")
+    spares = [node for node in nodes if "this worker is a spare" in node.text()]
+    active = [node for node in nodes if node not in spares]
+    writer = wait_until(lambda: next((d for d in run_dirs(cluster) if last_step(d) > 5), None), "first steps")
+    spares[0].signal(signal.SIGTERM)
+    assert spares[0].wait(60) != 0
+    assert "a spare leaves" in spares[0].text()
+    cluster.finish([*active, spares[1]])
+    assert "this spare was not needed" in spares[1].text()
+    results = [(d / "result.json").read_bytes() for d in run_dirs(cluster) if (d / "result.json").exists()]
+    assert len(results) == 3
+    assert len(set(results)) == 1, "the same bytes on every node that saw the end"
+    assert result(writer)["incidents"] == [], "nobody was disturbed by the spare that left"
+    check_ledger([*run_dirs(cluster)], length=LENGTH, batch=2, steps=700)
+
+
+def run_dirs(cluster: Cluster) -> list[Path]:
+    return [path for path in cluster.path.glob("run-*") if (path / "events").is_dir()]
