@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_train.drills.audit import audit_history, describe
+from elastic_train.drills.catalogue import FAULTS
 from elastic_train.drills.cluster import Cluster
-from elastic_train.drills.faults import FAULTS, Fault, Harm, NotStruck
+from elastic_train.drills.harm import Fault, Harm, NotStruck
 from elastic_train.drills.history import read_history
 from elastic_train.drills.live import Timeline
 from elastic_train.drills.network import Network, NetworkError
@@ -219,9 +220,18 @@ class Conductor:
         elif now - self._due_since > PRECONDITION_LIMIT_SECONDS + fault.limit_seconds(self._harm(number)):
             self._skip(number, planned, f"in {now - self._due_since:.0f} s it found no moment: {missing}")
         else:
+            self._replace_lost(fault)
             return
         self._plan.pop(0)
         self._due_since = None
+
+    def _replace_lost(self, fault: Fault) -> None:
+        """On a machine that is too busy, nodes are expelled that no fault touched: start one where a fault needs it."""
+        cluster = self._cluster
+        if cluster.is_settled and cluster.vacant and not self._open and len(cluster.inside) < 1 - fault.size:
+            place = cluster.vacant[0]
+            self._timeline.say(f"{place.name} starts: {fault.name} needs {1 - fault.size} nodes")
+            cluster.start(place)
 
     def _harm(self, number: int) -> Harm:
         rng = random.Random(f"{self._settings.seed}/{number}")

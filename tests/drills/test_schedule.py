@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from elastic_train.cli import make_parser
+from elastic_train.drills.catalogue import FAULTS
 from elastic_train.drills.command import settings_of
-from elastic_train.drills.faults import FAULTS
 from elastic_train.drills.record import fault_records
 from elastic_train.drills.schedule import DEFAULT_FAULTS, default_plan, fits, random_plan, read_scenario
 from elastic_train.errors import UsageError

@@ -4,107 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
+from elastic_train.drills.nodes import (
+    Node,
+    clean_environment,
+    free_port,
+    is_listening,
+    kill_at_once,
+    wait_until,
+)
 
 if TYPE_CHECKING:
     from elastic_train.snapshot import SnapshotInfo
 
 PYTHON = sys.executable
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
-
-
-def is_listening(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("localhost", port)) == 0
-
-
-def wait_until(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> Any:
-    """The first true value of `condition`; AssertionError naming `what` after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while True:
-        value = condition()
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"no {what} within {timeout:.0f} s"
-        time.sleep(0.02)
-
-
-class Node:
-    """One torchrun process and its workers."""
-
-    def __init__(
-        self, command: Sequence[str], log: Path, cwd: Path, env: dict[str, str], terminal: int | None = None
-    ) -> None:
-        """`terminal` is the file descriptor of one that takes the output in the log's place."""
-        self.log = log
-        with log.open("wb") as file:
-            out = file if terminal is None else terminal
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=cwd, env=env, start_new_session=True
-            )
-        self._seen: dict[int, psutil.Process] = {}
-
-    def workers(self) -> list[psutil.Process]:
-        """Its worker processes, in the order of their start."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children():
-                self._seen[child.pid] = child
-        return [child for child in self._seen.values() if is_running(child)]
-
-    def signal(self, signum: int) -> None:
-        """To the agent, as a scheduler or a terminal would."""
-        self.process.send_signal(signum)
-
-    def kill(self) -> None:
-        """SIGKILL to the agent and every worker: the node is gone when it returns."""
-        kill_at_once([self])
-
-    def wait(self, timeout: float = 120.0) -> int:
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"node still runs after {timeout:.0f} s:\n{self.text()[-4000:]}") from None
-
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def end(self) -> None:
-        workers = self.workers()
-        for process in [self.process, *workers]:
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-        self.process.wait(10)
-        psutil.wait_procs(workers, timeout=10)
-
-
-def kill_at_once(nodes: Sequence[Node]) -> None:
-    """SIGKILL to every process of some nodes; none has time to notice the end of another."""
-    workers = [worker for node in nodes for worker in node.workers()]
-    for signum in (signal.SIGSTOP, signal.SIGKILL):
-        for process in [*workers, *(node.process for node in nodes)]:
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                process.send_signal(signum)
-    for node in nodes:
-        node.process.wait(10)
-    wait_until(lambda: not any(is_running(worker) for worker in workers), "end of the killed workers", 10)
 
 
 class Cluster:
@@ -154,7 +73,7 @@ class Cluster:
 
     def launch(self, command: Sequence[str], env: dict[str, str], terminal: int | None = None) -> Node:
         log = self.path / f"node-{len(self.nodes)}.log"
-        node = Node(command, log, self.path, clean_environment() | env, terminal)
+        node = Node(command, log, self.path, clean_environment() | env, terminal=terminal)
         self.nodes.append(node)
         return node
 
@@ -171,13 +90,6 @@ class Cluster:
     def end(self) -> None:
         for node in self.nodes:
             node.end()
-
-
-def clean_environment() -> dict[str, str]:
-    """This process's environment without what launchers leave there; one thread a worker."""
-    dropped = ("PET_", "TORCHELASTIC_", "ELASTIC_TRAIN", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "CI")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 # --- what a run left behind -------------------------------------------------------------------------------------------
@@ -279,12 +191,6 @@ def check_ledger(run_dirs: Sequence[Path], *, length: int, batch: int, steps: in
         assert max(counter.values()) == 1, f"epoch {epoch}: an index was used twice"
         if (epoch + 1) * -(-length // batch) <= steps:
             assert sorted(counter) == list(range(length)), f"epoch {epoch}: not every index was used"
-
-
-def is_running(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 @contextlib.contextmanager
