@@ -1,3 +1,62 @@
-"""elastic_train: a PyTorch trainer that keeps training while machines come and go."""
+"""elastic_train: a PyTorch trainer that keeps training while machines come and go.
+
+The names below are public; every other one may change. They are imported at their first use, because agents and the
+command line load this package and must not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic_train.config import Config
+    from elastic_train.errors import ElasticTrainError
+    from elastic_train.own_loop import Training, parse_flags, run
+    from elastic_train.sampler import MicroBatch, StepSampler
+    from elastic_train.snapshot_store import SnapshotStore
+    from elastic_train.state import Stateful, TrainState
+    from elastic_train.tasks import Task
+    from elastic_train.world import World
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "config",
+    "ElasticTrainError": "errors",
+    "MicroBatch": "sampler",
+    "SnapshotStore": "snapshot_store",
+    "Stateful": "state",
+    "StepSampler": "sampler",
+    "Task": "tasks",
+    "TrainState": "state",
+    "Training": "own_loop",
+    "World": "world",
+    "parse_flags": "own_loop",
+    "run": "own_loop",
+}
+
+__all__ = [
+    "Config",
+    "ElasticTrainError",
+    "MicroBatch",
+    "SnapshotStore",
+    "Stateful",
+    "StepSampler",
+    "Task",
+    "TrainState",
+    "Training",
+    "World",
+    "parse_flags",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

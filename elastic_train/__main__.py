@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 
-from elastic_train.config import parse
-from elastic_train.errors import ElasticTrainError
+from elastic_train.config import parse, task_of
+from elastic_train.errors import ElasticTrainError, show_traceback, tell
 from elastic_train.stopping import StopSignal, die_with_parent
 
 
@@ -15,7 +14,11 @@ def main() -> int:
     """Run this worker; returns its exit code. Expected errors are one line on stderr, others a traceback."""
     is_debug = "--debug" in sys.argv
     try:
-        config = parse(sys.argv[1:])
+        config = parse(sys.argv[1:], own_flags(sys.argv[1:]))
+        if config.spawn is not None and "RANK" not in os.environ:
+            from elastic_train.spawn import spawn
+
+            return spawn(config.spawn, sys.argv[1:])
         stop = StopSignal()
         stop.install()
         if "RANK" in os.environ:
@@ -26,11 +29,21 @@ def main() -> int:
 
         return run(config, Launch.from_environment(os.environ, config.store_endpoint), stop)
     except ElasticTrainError as error:
-        if is_debug:
-            traceback.print_exc()
-        rank = f" (rank {os.environ['RANK']})" if os.environ.get("RANK", "0") != "0" else ""
-        print(f"elastic_train: error{rank}: {error}", file=sys.stderr, flush=True)
+        tell(error, rank=os.environ.get("RANK", "0"), is_debug=is_debug)
         return error.exit_code
+    except Exception as error:  # a bug, ours or that of the user's task
+        show_traceback(error, is_debug=is_debug)
+        return 1
+
+
+def own_flags(arguments: list[str]) -> type | None:
+    """The dataclass of flags that the task of `--task` brings along; the task is imported for it."""
+    spec = task_of(arguments)
+    if spec is None:
+        return None
+    from elastic_train.tasks import flags_class, load_task  # imports torch, which a --help without a task need not
+
+    return flags_class(load_task(spec))
 
 
 if __name__ == "__main__":

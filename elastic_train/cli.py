@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from elastic_train.errors import ElasticTrainError, SnapshotDamaged, SnapshotError, UsageError
 
@@ -97,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     report.add_argument("--open", action="store_true", help="show it in a browser")
 
-    snapshot = commands.add_parser("snapshot", help="list, verify and hash snapshots", allow_abbrev=False)
+    snapshot = commands.add_parser("snapshot", help="list, verify, hash and export snapshots", allow_abbrev=False)
     actions = snapshot.add_subparsers(title="actions", metavar="ACTION", required=True)
     listing = _add(actions, "list", list_snapshots, "the snapshots of a run, newest first")
     listing.add_argument("path", metavar="RUN_DIR|SNAPSHOTS_DIR", type=Path)
@@ -107,6 +107,14 @@ def make_parser() -> argparse.ArgumentParser:
     hashing.add_argument(
         "path", metavar="PATH", type=Path, help="a snapshot; of a folder of snapshots or a run, the newest whole one"
     )
+
+    export = _add(actions, "export", export_snapshot, "a snapshot's weights as a file for other programs")
+    export.add_argument(
+        "path", metavar="PATH", type=Path, help="a snapshot; of a folder of snapshots or a run, the newest whole one"
+    )
+    export.add_argument("--format", choices=("pt", "safetensors"), default="pt", help="default: pt, for torch.load")
+    export.add_argument("--output", metavar="FILE", type=Path, help="default: weights.FORMAT here")
+    export.add_argument("--averaged", action="store_true", help="the averaged weights of --ema-decay")
 
     store = _add(commands, "store", serve_store, "host the rendezvous store at the endpoint, off the training nodes")
     store.add_argument("--port", type=int, default=29400, help="what --rdzv-endpoint names (default: 29400)")
@@ -194,7 +202,7 @@ def serve_store(arguments: argparse.Namespace) -> int:
 
 
 def list_snapshots(arguments: argparse.Namespace) -> int:
-    from elastic_train.snapshot import find_snapshots
+    from elastic_train.snapshot import find_snapshots, snapshots_in
     from elastic_train.status import duration, human_bytes
 
     directory = snapshots_in(arguments.path)
@@ -215,7 +223,7 @@ def list_snapshots(arguments: argparse.Namespace) -> int:
 
 def verify_snapshots(arguments: argparse.Namespace) -> int:
     """Prints a line per snapshot; 1 if one is damaged or there is none."""
-    from elastic_train.snapshot import find_snapshots, read_info, verify
+    from elastic_train.snapshot import find_snapshots, is_snapshot, read_info, snapshots_in, verify
 
     damaged = []
     if is_snapshot(arguments.path):
@@ -241,24 +249,29 @@ def verify_snapshots(arguments: argparse.Namespace) -> int:
 
 
 def hash_snapshot(arguments: argparse.Namespace) -> int:
-    from elastic_train.snapshot import deserialize_state, newest_whole, read_info, read_state_bytes
-
-    if is_snapshot(arguments.path):
-        info = read_info(arguments.path)
-        data = read_state_bytes(info)
-    else:
-        directory = snapshots_in(arguments.path)
-        found = newest_whole(directory, warn=_warn)
-        if found is None:
-            raise SnapshotError(f"no whole snapshot in {directory}")
-        info, data = found
-    state = deserialize_state(data, source=f"snapshot {info.path}")
-    if not isinstance(state.get("model"), dict):
-        raise SnapshotError(f"snapshot {info.path} holds no model")
     from elastic_train.state import state_sha256
 
-    print(state_sha256(state["model"]))
+    print(state_sha256(_read_state(arguments.path)["model"]))
     return 0
+
+
+def export_snapshot(arguments: argparse.Namespace) -> int:
+    from elastic_train.weights import export_weights
+
+    state = _read_state(arguments.path)
+    weights = state["extras"].get("ema") if arguments.averaged else state["model"]
+    if weights is None:
+        raise SnapshotError(f"{arguments.path} holds no averaged weights; --ema-decay keeps them")
+    output = arguments.output or Path(f"weights.{arguments.format}")
+    export_weights(weights, output, arguments.format)
+    print(f"{len(weights)} tensors of step {state['position']['step']}: {output}")
+    return 0
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    from elastic_train.weights import read_state
+
+    return read_state(path, warn=_warn)
 
 
 def run_benchmark(arguments: argparse.Namespace) -> int:
@@ -278,22 +291,6 @@ def run_benchmark(arguments: argparse.Namespace) -> int:
             raise ElasticTrainError(f"{arguments.json} cannot be written: {error.strerror}") from error
     table.show(report)
     return 0
-
-
-def is_snapshot(path: Path) -> bool:
-    """Whether a path is one snapshot, perhaps a damaged one."""
-    return (path / "manifest.json").exists() or (path / "state.pt").exists()
-
-
-def snapshots_in(path: Path) -> Path:
-    """The folder of snapshots that a path names: itself, or that of a run directory.
-
-    Raises:
-        SnapshotError: there is no such folder.
-    """
-    if not path.is_dir():
-        raise SnapshotError(f"{path} is no directory; give a run directory or its snapshots/")
-    return path / "snapshots" if (path / "snapshots").is_dir() else path
 
 
 def _warn(message: str) -> None:

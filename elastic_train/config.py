@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from elastic_train.errors import UsageError
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
 DOWNLOADABLE = ("mnist", "fashion-mnist", "cifar10")
+PLAIN_TYPES = (str, int, float, bool, type(None), list)
 
 
 def switch() -> bool:
@@ -38,6 +39,9 @@ class Config:
     """cnn, mlp, or any torchvision classification model, e.g. resnet18"""
     task: str | None = None
     """MODULE:NAME of your own Task, instead of --dataset and --model"""
+
+    init_from: Path | None = None
+    """start a new run from these weights: a snapshot, a run, or a file of torch.save or safetensors"""
 
     epochs: int = 30
     """passes over the training set"""
@@ -66,10 +70,26 @@ class Config:
     """default: what suits the task"""
     schedule: Literal["auto", "constant", "cosine"] = "auto"
     """learning rate by committed step; auto: what suits the task"""
+    clip_grad_norm: float | None = None
+    """largest norm of the gradient of a step, over the whole batch; default: no limit"""
+    ema_decay: float | None = None
+    """keep averaged weights too, each step weighing 1 - this; they are what is evaluated"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 by autocast; fp16 with a GradScaler that is part of the state"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one"""
+    channels_last: bool = switch()
+    """keep convolutions' weights in the memory format that tensor cores like"""
+    compile: bool = switch()
+    """torch.compile the model; the first step of a process takes long"""
+    parallel: Literal["ddp", "dp"] = "ddp"
+    """dp: all GPUs from one process by nn.DataParallel, without torchrun; slower than ddp"""
+    spawn: int | None = None
+    """start this many workers on this machine, without torchrun"""
+    find_unused_parameters: bool = switch()
+    """DDP's: some parameters get no gradient in some steps"""
+    static_graph: bool = switch()
+    """DDP's: the same parameters are used in the same way in every step"""
     seed: int = 0
     """seeds the weights, the order of samples, augmentation and dropout"""
 
@@ -91,6 +111,8 @@ class Config:
     """seconds to wait for --min-nodes before saving and giving up"""
     store_endpoint: str | None = None
     """HOST:PORT of the rendezvous, where it cannot be found out from torchrun's own flags"""
+    local_rank: int | None = None
+    """given by torch.distributed.launch; what counts is LOCAL_RANK in the environment"""
     formation_timeout: float = 300.0
     """seconds to wait for all members when a world forms, the imports of the slowest included"""
     ledger: bool = switch()
@@ -100,9 +122,12 @@ class Config:
     debug: bool = switch()
     """tracebacks of expected errors, and verbose logs"""
 
+    own_flags: Any = dataclasses.field(default=None, metadata={"cmd": False})
+    """the values of the task's own flags, a dataclass; None where it has none"""
 
-def parse(arguments: Sequence[str]) -> Config:
-    """The checked configuration.
+
+def parse(arguments: Sequence[str], own_flags: type | None = None) -> Config:
+    """The checked configuration; `own_flags` is a dataclass whose fields are flags too.
 
     Raises:
         UsageError: an unknown flag or a bad value. `--help` prints and raises SystemExit(0).
@@ -121,9 +146,32 @@ def parse(arguments: Sequence[str]) -> Config:
         add_option_string_dash_variants=DashVariant.DASH,
     )
     parser.add_arguments(Config, dest="config")
-    config: Config = parser.parse_args(list(arguments)).config
+    if own_flags is not None:
+        check_own_flags(own_flags)
+        parser.add_arguments(own_flags, dest="own_flags")
+    parsed = parser.parse_args(list(arguments))
+    config: Config = dataclasses.replace(parsed.config, own_flags=getattr(parsed, "own_flags", None))
     check(config)
     return config
+
+
+def task_of(arguments: Sequence[str]) -> str | None:
+    """The value of `--task`, which may have flags of its own, so that it has to be known before the others."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--task")
+    try:
+        task: str | None = finder.parse_known_args(list(arguments))[0].task
+    except argparse.ArgumentError:  # the whole parser words it
+        return None
+    return task
+
+
+def check_own_flags(own_flags: type) -> None:
+    """Raises: UsageError where a field is named like one of our flags."""
+    ours = {entry.name for entry in dataclasses.fields(Config)}
+    for entry in dataclasses.fields(own_flags):
+        if entry.name in ours:
+            raise UsageError(f"{own_flags.__name__}.{entry.name}: {flag(entry.name)} exists already; rename the field")
 
 
 def check(config: Config) -> None:
@@ -134,14 +182,14 @@ def check(config: Config) -> None:
     """
     at_least = {
         "epochs": 1, "max_steps": 1, "global_batch_size": 1, "virtual_ranks": 1, "micro_batch_size": 1,
-        "eval_every": 1, "min_nodes": 1, "keep_snapshots": 1, "snapshot_every": 0, "num_workers": 0, "seed": 0,
-        "momentum": 0.0, "weight_decay": 0.0,
+        "eval_every": 1, "min_nodes": 1, "spawn": 1, "keep_snapshots": 1, "snapshot_every": 0, "num_workers": 0,
+        "seed": 0, "momentum": 0.0, "weight_decay": 0.0,
     }  # fmt: skip
     for name, least in at_least.items():
         value = getattr(config, name)
         if value is not None and not value >= least:
             raise UsageError(f"{flag(name)} {value}: must be at least {least}")
-    for name in ("lr", "formation_timeout", "peer_timeout", "wait_timeout"):
+    for name in ("lr", "clip_grad_norm", "formation_timeout", "peer_timeout", "wait_timeout"):
         value = getattr(config, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UsageError(f"{flag(name)} {value}: must be a positive number")
@@ -153,6 +201,13 @@ def check(config: Config) -> None:
             f"--virtual-ranks {config.virtual_ranks} does not divide --global-batch-size "
             f"{config.global_batch_size}: take a batch of {' or '.join(map(str, near))}"
         )
+    if config.ema_decay is not None and not 0 < config.ema_decay < 1:
+        raise UsageError(f"--ema-decay {config.ema_decay}: must be between 0 and 1, such as 0.999")
+    for name in ("find_unused_parameters", "static_graph"):
+        if getattr(config, name) and (config.reduction == "ordered" or config.parallel == "dp"):
+            raise UsageError(f"{flag(name)} is for DDP: --reduction fast and --parallel ddp")
+    if config.parallel == "dp" and (config.reduction == "ordered" or config.spawn is not None):
+        raise UsageError("--parallel dp is one process that reduces by itself: without --spawn and --reduction ordered")
     if config.strict and config.reduction != "ordered":
         raise UsageError("--strict belongs to --reduction ordered; fast promises no bits")
     if config.micro_batch_size is not None and config.micro_batch_size > config.global_batch_size:
@@ -184,8 +239,12 @@ def flag(field_name: str) -> str:
 
 
 def as_json(config: Config) -> dict[str, Any]:
-    """The configuration for result.json and snapshots: plain values only."""
-    return {
-        name: os.fspath(value) if isinstance(value, Path) else value
-        for name, value in dataclasses.asdict(config).items()
-    }
+    """The configuration for result.json and snapshots: plain values only, those of own flags beside ours."""
+    values = {**vars(config), **own_values(config)}
+    del values["own_flags"]
+    return {name: value if isinstance(value, PLAIN_TYPES) else str(value) for name, value in values.items()}
+
+
+def own_values(config: Config) -> dict[str, Any]:
+    """The task's own flags and their values, by field name."""
+    return {} if config.own_flags is None else dict(vars(config.own_flags))

@@ -22,6 +22,11 @@ Anything else that reaches the end of the process is a bug, ours or the task's, 
 from __future__ import annotations
 
 import signal
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
 
 
 class ElasticTrainError(Exception):
@@ -95,3 +100,27 @@ class Stopped(ElasticTrainError):
 def first_line(error: BaseException) -> str:
     """An error of a library, fit for one line."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def tell(error: ElasticTrainError, *, rank: str, is_debug: bool) -> None:
+    """The last line of a worker that gives up, on stderr; with `is_debug` the traceback before it."""
+    if is_debug:
+        show_traceback(error, is_debug=True)
+    where = f" (rank {rank})" if rank != "0" else ""
+    print(f"elastic_train: error{where}: {error}", file=sys.stderr, flush=True)
+
+
+def show_traceback(error: BaseException, *, is_debug: bool) -> None:
+    """On stderr, beginning with the user's own code where it is there; with `is_debug` whole."""
+    theirs = None if is_debug else first_frame_of_user(error)
+    traceback.print_exception(type(error), error, theirs or error.__traceback__)
+
+
+def first_frame_of_user(error: BaseException) -> TracebackType | None:
+    """Where an error's traceback enters code that is neither ours nor installed; None where it never does."""
+    paths = sysconfig.get_paths()
+    not_theirs = ("<", str(Path(__file__).parent), *(paths[name] for name in ("stdlib", "purelib", "platlib")))
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(not_theirs):
+        frame = frame.tb_next
+    return frame

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from elastic_train.errors import OwnershipLost, StoreUnreachable
 from elastic_train.finishing import save_result, write_result
 from elastic_train.goodput import Phase
-from elastic_train.loop import Loop
+from elastic_train.loop import WorldLoop
 from elastic_train.membership import Membership
 from elastic_train.saving import Saver, remove_handoffs
 from elastic_train.worker import Worker
@@ -21,7 +21,7 @@ from elastic_train.world import World
 class WaysOut:
     """What a worker does before it ends, so that the state is safe and nobody waits for it."""
 
-    def __init__(self, worker: Worker, membership: Membership, saver: Saver, loop: Loop, job_token: str) -> None:
+    def __init__(self, worker: Worker, membership: Membership, saver: Saver, loop: WorldLoop, job_token: str) -> None:
         self._worker = worker
         self._membership = membership
         self._saver = saver

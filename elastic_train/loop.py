@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
 from elastic_train.datasets import EpochDataset
+from elastic_train.errors import FormationFailed
 from elastic_train.evaluation import evaluate
 from elastic_train.goodput import Phase
 from elastic_train.membership import Membership
 from elastic_train.ordered import OrderedReduction
 from elastic_train.process_group import gather_json
-from elastic_train.reduction import FastReduction, Loss, Reduction, Share
+from elastic_train.reduction import Clipping, FastReduction, Loss, Reduction, Share, StepTotals
 from elastic_train.rules import Activity
 from elastic_train.sampler import MicroBatch
 from elastic_train.saving import Saver
@@ -26,17 +27,32 @@ from elastic_train.worker import Worker
 from elastic_train.world import World
 
 
+class WorldLoop(Protocol):
+    """What trains in one world after the other."""
+
+    step_started: float
+    """when the step in hand was begun, by the monotonic clock"""
+    last_votes: tuple[int, int]
+    """what this rank said in the last step: told to stop, leaving now"""
+
+    def run(self, world: World, steps: Iterable[Share]) -> Outcome:
+        """Train in `world` over the steps that it is given; every rank calls it."""
+        ...
+
+    def evaluate_if_missed(self, world: World) -> None:
+        """Make up for an evaluation that a death has interrupted; every rank calls it."""
+        ...
+
+
 class Loop:
-    """Runs train.train() in one world after the other."""
+    """Runs train.train() in one world after the other: a `WorldLoop`."""
 
     def __init__(self, worker: Worker, membership: Membership, saver: Saver) -> None:
         self._worker = worker
         self._membership = membership
         self._saver = saver
         self.step_started = time.monotonic()
-        """when the step in hand was begun, by the monotonic clock"""
         self.last_votes = (0, 0)
-        """what this rank said in the last step: told to stop, leaving now"""
         self._loss = self._watched(
             task_loss(
                 worker.task,
@@ -48,11 +64,7 @@ class Loop:
         )
 
     def run(self, world: World, steps: Iterable[Share]) -> Outcome:
-        """Train in `world` over the steps that it is given; every rank calls it.
-
-        Raises:
-            What train.train() does.
-        """
+        """As `WorldLoop.run`. Raises: what train.train() does."""
         return self.over(world)(steps)
 
     def over(self, world: World) -> Callable[[Iterable[Share]], Outcome]:
@@ -79,24 +91,39 @@ class Loop:
         return self.last_votes
 
     def _make_reduction(self, world: World) -> Reduction:
-        worker, model = self._worker, self._worker.state.model
-        if worker.config.reduction == "fast":
-            return FastReduction(model, world, worker.device)
-        return OrderedReduction(
-            model,
-            world,
-            worker.device,
-            worker.config.virtual_ranks,
-            before_exchange=lambda: self._membership.watcher.do(Activity.REDUCE),
-        )
+        worker, state = self._worker, self._worker.state
+        config, model = worker.config, state.model
+        reduction: Reduction
+        if config.reduction == "ordered":
+            reduction = OrderedReduction(
+                model,
+                world,
+                worker.device,
+                config.virtual_ranks,
+                before_exchange=lambda: self._membership.watcher.do(Activity.REDUCE),
+            )
+        else:
+            reduction = FastReduction(
+                nn.DataParallel(model) if config.parallel == "dp" else model,
+                world,
+                worker.device,
+                find_unused_parameters=config.find_unused_parameters,
+                static_graph=config.static_graph,
+            )
+        reduction = UnbrokenReduction(reduction, self._membership)
+        if config.clip_grad_norm is not None:  # on the outside: gradients are unscaled once, if the step counts
+            reduction = Clipping(reduction, state.optimizer, state.scaler, config.clip_grad_norm)
+        return reduction
 
     def _watched(self, loss: Loss) -> Loss:
         """The same loss, telling the watcher where a collective may begin to wait for others."""
 
         def watched(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> torch.Tensor:
             # The step's data is there; from its first forward pass on, in which DDP may broadcast BatchNorm's buffers,
-            # this rank may be waiting for others.
-            self._membership.watcher.do(Activity.REDUCE)
+            # this rank may be waiting for others. Or it compiles, which takes as long as it takes.
+            watcher = self._membership.watcher
+            is_compiling = self._worker.config.compile and watcher.slowest_step == 0.0
+            watcher.do(Activity.FORM if is_compiling else Activity.REDUCE)
             return loss(module, micro_batch, batch)
 
         return watched
@@ -127,7 +154,7 @@ class Loop:
             watcher.do(Activity.COMPUTE)
             with state.clock.during(Phase.EVALUATE):
                 found = evaluate(
-                    state.model,
+                    state.averaged.model if state.averaged else state.model,
                     worker.task,
                     test_set,
                     world,
@@ -145,10 +172,30 @@ class Loop:
         return evaluate_if_due
 
 
+class UnbrokenReduction:
+    """A reduction whose result counts only if the process group was not broken off meanwhile.
+
+    gloo raises of itself then; NCCL's collectives, once aborted, end with garbage and no error.
+    """
+
+    def __init__(self, reduction: Reduction, membership: Membership) -> None:
+        self._reduction = reduction
+        self._sockets = membership.sockets
+
+    def run(
+        self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
+    ) -> StepTotals:
+        """As `Reduction.run`. Raises: FormationFailed where the group was broken off."""
+        totals = self._reduction.run(micro_batches, loss, scale, votes)
+        if self._sockets.is_shut:
+            raise FormationFailed("the process group was broken off within a step")
+        return totals
+
+
 class LoopObserver:
     """Tells the ledger, the reporter and the watcher what the loop does."""
 
-    def __init__(self, loop: Loop, worker: Worker, membership: Membership, world: World) -> None:
+    def __init__(self, loop: WorldLoop, worker: Worker, membership: Membership, world: World) -> None:
         self._loop, self._worker, self._world = loop, worker, world
         self._watcher = membership.watcher
         self._reporter = worker.reporter

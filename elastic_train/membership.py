@@ -108,7 +108,7 @@ class Membership:
 
     def _connect(self) -> tuple[TorchStore, str]:
         launch = self._launch
-        if launch.agent_pid is None:
+        if launch.endpoint is None and launch.world_size == 1 and launch.agent_pid is None:
             return TorchStore(HashStore(), STORE_TIMEOUT), "0"
         if launch.endpoint is not None:
             host, port = split_endpoint(launch.endpoint)

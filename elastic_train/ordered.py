@@ -14,10 +14,11 @@ all-reduce. Only copies go through the communication library; every addition is 
     subtrees added locally      [01]           [23] 4           5 [67]
     completed by slices         (([01] + [23]) + ((4 + 5) + [67]))
 
-How gradients get into place: a row is a flat vector of all gradients, filled with -0.0, the neutral element of IEEE
-addition (x + -0.0 is x for every x, which +0.0 does not do for -0.0). Autograd accumulates a leaf into `.grad`s that
-are views of a row; the right one of two neighbouring leaves goes straight onto the left one's row. So no gradient is
-copied, a parameter that a leaf does not use needs nothing, and the sum is already where the optimizer reads it.
+How gradients get into place: a row is a flat vector of all gradients. The first leaf of a pair gives the tensors that
+autograd has made for it, the second one is accumulated into those, and their sum is added to the row that waits for it,
+or begins one. So a pair costs three passes over a gradient where a row per leaf would cost six, and the sum is already
+where the optimizer reads it. What a parameter gets from nobody is -0.0, the neutral element of IEEE addition (x + -0.0
+is x for every x, which +0.0 does not do for -0.0).
 A row too is all that is sent: DDP's reducer is not used. A communication hook of DDP would overlap the exchange with
 the last backward pass, but on CPUs the two compete for the same cores, and DDP rebuilds its buckets after the first
 step, which would change who sends what.
@@ -48,6 +49,7 @@ from torch import Tensor, nn
 
 from elastic_train.determinism import name_nondeterministic_operator
 from elastic_train.errors import UsageError
+from elastic_train.process_group import GROUP_TIMEOUT
 from elastic_train.reduction import Batch, Loss, Share, StepTotals
 from elastic_train.sampler import MicroBatch, split
 from elastic_train.world import World
@@ -116,8 +118,11 @@ def default_transport(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tu
     operations = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in receives]
     operations += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in sends]
     if operations:
+        # A message of gloo waits for as long as its group was given at the start, whatever set_timeout() says later:
+        # a second here (FORM_TIMEOUT), and a slower rank is no lost one. With a limit NCCL would block the processor.
+        limit = () if operations[0].tensor.is_cuda else (GROUP_TIMEOUT,)
         for work in dist.batch_isend_irecv(operations):
-            work.wait()
+            work.wait(*limit)
 
 
 class TreeExchange:
@@ -234,22 +239,50 @@ class Row:
             *starts, total = accumulate((math.ceil(size / unit) * unit for size in sizes), initial=0)
             flat = torch.full((total,), -0.0, dtype=dtype, device=device)
             for index, start in zip(members, starts, strict=False):
-                # `.data`: a version counter of its own, by which one sees whether autograd has added to it.
-                grads[index] = _view_like(flat[start:], parameters[index]).data
+                grads[index] = _view_like(flat[start:], parameters[index])
             self.flats.append(flat)
             if dtype in changes:
                 self.changes[dtype] = flat[starts[-1] : starts[-1] + changes[dtype]]
         self.grads = [grads[index] for index in range(len(parameters))]
         """views, one per parameter"""
 
-    def clear(self) -> None:
-        for flat in self.flats:
-            flat.fill_(-0.0)
+    def begin(self, leaf: Leaf) -> Row:
+        """`leaf` takes the place of whatever was here."""
+        used = [(view, grad) for view, grad in zip(self.grads, leaf.grads, strict=True) if grad is not None]
+        if used:
+            torch._foreach_copy_([view for view, _ in used], [grad for _, grad in used])
+        for view, grad in zip(self.grads, leaf.grads, strict=True):
+            if grad is None:
+                view.fill_(-0.0)
+        for dtype, view in self.changes.items():
+            if dtype in leaf.changes:
+                view.copy_(leaf.changes[dtype])
+            else:
+                view.fill_(-0.0)
+        return self
+
+    def add_leaf(self, leaf: Leaf) -> Row:
+        used = [(view, grad) for view, grad in zip(self.grads, leaf.grads, strict=True) if grad is not None]
+        if used:
+            torch._foreach_add_([view for view, _ in used], [grad for _, grad in used])
+        for dtype, change in leaf.changes.items():
+            self.changes[dtype].add_(change)
+        return self
 
     def add(self, other: Row) -> Row:
         for flat, right in zip(self.flats, other.flats, strict=True):
             flat.add_(right)
         return self
+
+
+@dataclass
+class Leaf:
+    """The gradient of one virtual rank, or of two neighbours, in the tensors that autograd has made."""
+
+    grads: list[Tensor | None]
+    """by parameter; None where it was not used"""
+    changes: dict[torch.dtype, Tensor]
+    """of the float buffers, weighted; empty where no sample was"""
 
 
 def _view_like(flat: Tensor, parameter: Tensor) -> Tensor:
@@ -390,7 +423,9 @@ class _Place:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises: UsageError where the model has layers that compute across ranks."""
+    """Raises: UsageError where the model has layers that compute across ranks, or is spread over devices."""
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        raise UsageError("--reduction ordered: the model is spread over several devices; use --reduction fast")
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise UsageError(
@@ -417,8 +452,8 @@ class OrderedReduction:
     Built alike on every rank of a world, whose models must be equal; nothing is broadcast here. Every rank's share of
     a step is its block of virtual ranks, empty micro-batches included, as `StepSampler` gives it.
 
-    Memory (`memory_bytes`): at most log2(V) + 1 gradients beyond the one in `.grad`, for up to 97 virtual ranks and
-    all powers of two, and what is received of a chunk.
+    Memory: at most log2(V) + 1 gradients beyond the one in `.grad`, for up to 97 virtual ranks and all powers of two,
+    and what is received of a chunk. One of them is there only within a step, the leaf that autograd is making.
     """
 
     def __init__(
@@ -486,20 +521,18 @@ class OrderedReduction:
             counters=torch.zeros(self._buffers.num_counters, dtype=torch.float64, device=self._device),
         )
         stack: list[tuple[Node, Row]] = []
+        leaf = Leaf([None] * len(self._parameters), {})
         for micro_batch, batch in micro_batches:
-            leaf = (micro_batch.shard, micro_batch.shard + 1)
-            adds_to_left = (
-                bool(stack)
-                and stack[-1][0] == (leaf[0] - 1, leaf[0])
-                and are_siblings(stack[-1][0], leaf, self._virtual_ranks)
-            )
-            row = stack[-1][1] if adds_to_left else self._take_row()
+            shard = micro_batch.shard
             if len(micro_batch.indices):
-                self._add_leaf(row, micro_batch, batch, loss, scale, tally)
-            if adds_to_left:
-                stack.pop()
-                leaf = (leaf[0] - 1, leaf[1])
-            push(stack, leaf, row, self._virtual_ranks, self._add_rows)
+                self._add_leaf(leaf, micro_batch, batch, loss, scale, tally)
+            node, following = (shard, shard + 1), (shard + 1, shard + 2)
+            if are_siblings(node, following, self._virtual_ranks) and shard + 1 < self._block[1]:
+                continue  # the next one is added to this
+            if shard > self._block[0] and are_siblings((shard - 1, shard), node, self._virtual_ranks):
+                node = (shard - 1, shard + 1)
+            self._push_leaf(stack, node, leaf)
+            leaf = Leaf([None] * len(self._parameters), {})
         result = stack[0][1]
         flags = torch.tensor([*votes, *tally.is_used], dtype=torch.float64).to(self._device)
         message = torch.cat([tally.losses, flags, tally.counters])
@@ -516,19 +549,27 @@ class OrderedReduction:
         self._buffers.move(result.changes, list(entries))
         return totals
 
+    def _push_leaf(self, stack: list[tuple[Node, Row]], node: Node, leaf: Leaf) -> None:
+        if stack and are_siblings(stack[-1][0], node, self._virtual_ranks):
+            (start, _), row = stack.pop()
+            push(stack, (start, node[1]), row.add_leaf(leaf), self._virtual_ranks, self._add_rows)
+        else:
+            push(stack, node, self._take_row().begin(leaf), self._virtual_ranks, self._add_rows)
+
     def _add_leaf(
         self,
-        row: Row,
+        leaf: Leaf,
         micro_batch: MicroBatch,
         batch: Batch,
         loss: Loss,
         scale: Callable[..., Tensor],
         tally: _Tally,
     ) -> None:
-        """Forward and backward of one virtual rank; its gradient and its buffers' changes are added to `row`."""
-        for parameter, grad in zip(self._parameters, row.grads, strict=True):
+        """Forward and backward of one virtual rank; its gradient and its buffers' changes are added to `leaf`."""
+        for parameter, grad in zip(self._parameters, leaf.grads, strict=True):
             parameter.grad = grad
-        versions = [grad._version for grad in row.grads]
+        # A version counter of its own, by which one sees whether, and how often, autograd has added to a gradient.
+        versions = [None if grad is None else grad._version for grad in leaf.grads]
         count = len(micro_batch.indices)
         weight = count / micro_batch.step_samples
         try:
@@ -543,18 +584,22 @@ class OrderedReduction:
                 "the loss, or leave out --strict and the bits may differ from run to run"
             ) from error
         tally.losses[micro_batch.shard] = mean.detach().double() * count
-        for index, (grad, version) in enumerate(zip(row.grads, versions, strict=True)):
-            if grad._version == version + 1:
-                tally.is_used[index] = True
-            elif grad._version != version:
+        for index, (parameter, version) in enumerate(zip(self._parameters, versions, strict=True)):
+            grad, parameter.grad = parameter.grad, None
+            leaf.grads[index] = grad = grad.to_dense() if grad is not None and grad.is_sparse else grad
+            if grad is None or grad._version == version:
+                continue
+            tally.is_used[index] = True
+            if version is not None and grad._version != version + 1:
                 # (left + a) + b for a right leaf, but left + (a + b) where the left one is on another rank.
                 raise UsageError(
                     f"--reduction ordered: the gradient of {self._names[index]} was accumulated in several parts in "
                     "one backward pass, as checkpointing with use_reentrant=True does; take use_reentrant=False"
                 )
         for dtype, change in self._buffers.changes().items():
-            # Two operations: a fused multiply-add would round once less onto a left leaf than onto an empty row.
-            row.changes[dtype].add_(change.mul_(weight))
+            # Two operations: a fused multiply-add would round once less onto a left leaf than onto none.
+            weighted = change.mul_(weight)
+            leaf.changes[dtype] = leaf.changes[dtype].add_(weighted) if dtype in leaf.changes else weighted
         if micro_batch.shard == self._virtual_ranks - 1 and self._buffers.num_counters:
             tally.counters = self._buffers.counter_changes()
         self._buffers.restore()
@@ -594,9 +639,7 @@ class OrderedReduction:
 
     def _take_row(self) -> Row:
         if self._free:
-            row = self._free.pop()
-            row.clear()
-            return row
+            return self._free.pop()
         self._rows.append(Row(self._parameters, self._buffers.sizes, self._device))
         return self._rows[-1]
 

@@ -42,33 +42,44 @@ class GroupSockets:
     on the store client that the group was made with, a blocked `init_process_group`. The sockets are those that
     appeared while the group was made; a number is only touched while it still names the same socket. Listening ones
     are left alone: gloo aborts the process when its `accept` fails.
+
+    NCCL has an abort, after which what was under way ends with garbage and no error: whoever uses the result of a
+    collective asks `is_shut` first.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._before: dict[int, str] | None = None
         self._sockets: dict[int, str] = {}
+        self._nccl: dist.ProcessGroup | None = None
+        self.is_shut = False
+        """whether the present group was broken off"""
         # A forked DataLoader process holds copies, and would hide this process's death from its peers.
         os.register_at_fork(after_in_child=self._close_all)
 
     def begin(self) -> None:
         """What is opened from now on belongs to the group that is being made."""
         with self._lock:
-            self._before = open_sockets()
+            self._before, self.is_shut = open_sockets(), False
 
-    def complete(self) -> None:
-        """The group stands; what is opened from now on does not belong to it."""
+    def complete(self, nccl: dist.ProcessGroup | None = None) -> None:
+        """The group stands; what is opened from now on does not belong to it. `nccl` is it, if NCCL is in it."""
         with self._lock:
-            self._sockets, self._before = self._present(), None
+            self._sockets, self._before, self._nccl = self._present(), None, nccl
 
     def forget(self) -> None:
         """The group is gone."""
         with self._lock:
-            self._sockets, self._before = {}, None
+            self._sockets, self._before, self._nccl = {}, None, None
 
     def shut(self) -> None:
         """Break off every connection. Called from any thread; does not block."""
         with self._lock:
+            self.is_shut = True
+            if self._nccl is not None:
+                # On a thread of its own: it may wait until every rank aborts (NVIDIA/nccl#1013).
+                threading.Thread(target=self._nccl.abort, name="abort", daemon=True).start()
+                self._nccl = None
             for fd, name in self._present().items():
                 with suppress(OSError):
                     # The number may be given to another file between look and use, a copy may not.
@@ -118,6 +129,11 @@ def process_group(world: World, make_store: Callable[[], Store], backend: str, s
     # would keep the first group's sockets open for ever; imported before it exists, they bind None.
     import torch._dynamo  # noqa: F401
 
+    has_nccl = "nccl" in backend
+    if has_nccl and os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":
+        # 1 is what torchrun's agent sets: NCCL's watchdog would kill this process when a peer is lost. 0 leaves the
+        # abort to us, as torch's `_abort_process_group` asks for.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     excepthook = sys.excepthook  # init_process_group wraps it each time and never puts it back
     sockets.begin()
     try:
@@ -125,7 +141,7 @@ def process_group(world: World, make_store: Callable[[], Store], backend: str, s
             dist.init_process_group(
                 backend, store=make_store(), rank=world.rank, world_size=world.world_size, timeout=FORM_TIMEOUT
             )
-            sockets.complete()
+            sockets.complete(dist.group.WORLD if has_nccl else None)
             dist.barrier()  # until here a member that died after the list was made costs FORM_TIMEOUT only
             set_group_timeout(GROUP_TIMEOUT)
         except RuntimeError as error:

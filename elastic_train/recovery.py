@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -24,10 +24,11 @@ from elastic_train.errors import (
     Stopped,
     StoreUnreachable,
     first_line,
+    show_traceback,
 )
 from elastic_train.goodput import Phase
 from elastic_train.leaving import WaysOut
-from elastic_train.loop import Loop
+from elastic_train.loop import Loop, WorldLoop
 from elastic_train.membership import Change, Membership, new_token
 from elastic_train.process_group import (
     gather_json,
@@ -48,13 +49,21 @@ MAX_FRUITLESS_WORLDS = 10
 """worlds in a row in which no step was committed, beyond one for each member"""
 
 
+MakeLoop = Callable[[Worker, Membership, Saver], WorldLoop]
+
+
 def run(config: Config, launch: Launch, stop: StopSignal) -> int:
-    """Train to the end, or until told to stop. Returns the exit code of the worker.
+    """Train what the flags say to the end, or until told to stop. Returns the exit code of the worker.
 
     Raises:
         ElasticTrainError: what training cannot get past, one line each. Whatever the user's task raises.
     """
-    worker = build(config, launch, stop)
+    return run_worker(build(config, launch, stop), Loop)
+
+
+def run_worker(worker: Worker, make_loop: MakeLoop) -> int:
+    """The same for a worker that is built, with the loop of one's choice."""
+    config, launch, stop = worker.config, worker.launch, worker.stop
     reporter, membership = worker.reporter, None
     try:
         membership = Membership(
@@ -65,7 +74,7 @@ def run(config: Config, launch: Launch, stop: StopSignal) -> int:
             max_world_size=max_world_size(config),
             say=reporter.speak if launch.local_rank == 0 else reporter.debug,
         )
-        return Run(worker, membership).to_the_end()
+        return Run(worker, membership, make_loop).to_the_end()
     except Stopped as stopped:
         reporter.events.write("done", outcome="stopped")
         reporter.say(f"{stopped} before the workers had formed a world: nothing was trained or lost")
@@ -93,7 +102,7 @@ def is_own(error: BaseException) -> bool:
 def show_error(error: BaseException, is_debug: bool) -> None:
     """One line for what is expected, the traceback for everything else."""
     if is_debug or not isinstance(error, ElasticTrainError):
-        traceback.print_exception(error)
+        show_traceback(error, is_debug=is_debug)
     else:
         print(f"elastic_train: error: {error}", file=sys.stderr, flush=True)
 
@@ -111,13 +120,13 @@ class Interruption:
 class Run:
     """One worker's way through the worlds of a run."""
 
-    def __init__(self, worker: Worker, membership: Membership) -> None:
+    def __init__(self, worker: Worker, membership: Membership, make_loop: MakeLoop) -> None:
         self._worker = worker
         self._membership = membership
         self._job_token = membership.agreed_once("job_token", new_token())
         self._saver = Saver(worker, self._job_token)
         self._start = Start(worker, membership, self._job_token)
-        self.loop = Loop(worker, membership, self._saver)
+        self.loop = make_loop(worker, membership, self._saver)
         self._ways_out = WaysOut(worker, membership, self._saver, self.loop, self._job_token)
         self._has_state = False
         self._ended_at = time.monotonic()

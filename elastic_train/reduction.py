@@ -8,12 +8,13 @@ step costs no message of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,22 +66,28 @@ class FastReduction:
 
     Loss and votes are the gradient of one more parameter, which DDP puts into its first bucket: a message of their own
     costs as much as the whole gradient of a small model. Being the first root of the backward pass, they are on their
-    way before any other gradient. In float32, so the loss travels as this rank's part of the mean, not of the sum.
+    way before any other gradient. In float32, so the loss travels as this rank's part of the mean, not of the sum. With
+    options of DDP that make it look into the graph, where that parameter is not, they have a message of their own.
 
     Args:
         num_votes: as many as `run` is given.
+        options: DDP's own, such as `find_unused_parameters`.
     """
 
-    def __init__(self, model: nn.Module, world: World, device: torch.device, num_votes: int = 2) -> None:
+    def __init__(
+        self, model: nn.Module, world: World, device: torch.device, num_votes: int = 2, **options: Any
+    ) -> None:
         self._world_size = world.world_size
         self._device = device
         self._module: nn.Module = model
         self._totals = nn.Parameter(torch.zeros(1 + num_votes, device=device))
+        self._rides_along = not any(options.values())
         if world.world_size > 1:
             ddp = DistributedDataParallel(
-                _Carrier(model, self._totals),
-                device_ids=[device] if device.type == "cuda" else None,
+                _Carrier(model, self._totals) if self._rides_along else model,
+                device_ids=ddp_device_ids(parameter.device for parameter in model.parameters()),
                 gradient_as_bucket_view=True,  # spares a copy of every gradient
+                **options,
             )
             # DDP has taken note of all parameters and buffers. From here on its module is the model itself, as a loss
             # that looks at `module.module` expects.
@@ -97,14 +104,17 @@ class FastReduction:
                 weight = len(micro_batch.indices) * self._world_size / micro_batch.step_samples
                 totals[0].add_(mean.detach(), alpha=weight)
                 scaled = scale(mean if weight == 1.0 else mean * weight)
-                if self._world_size > 1 and micro_batch.is_last:
+                if self._world_size > 1 and micro_batch.is_last and self._rides_along:
                     self._totals.grad = None
                     torch.autograd.backward([scaled, self._totals], [None, totals])
                 else:
                     scaled.backward()  # type: ignore[no-untyped-call]
-        if self._world_size > 1:
+        if self._world_size > 1 and self._rides_along:
             assert self._totals.grad is not None, "the last micro-batch has set it"
             totals = self._totals.grad
+        elif self._world_size > 1:
+            dist.all_reduce(totals)
+            totals /= self._world_size
         # The only place where a step waits for the device. DDP's mean over the ranks leaves votes not quite integers.
         mean_loss, *all_votes = totals.tolist()
         return StepTotals(mean_loss, tuple(round(vote) for vote in all_votes))
@@ -122,6 +132,43 @@ class FastReduction:
         if isinstance(self._module, DistributedDataParallel) and not micro_batch.is_last:
             return self._module.no_sync()
         return nullcontext()
+
+
+def ddp_device_ids(devices: Iterable[torch.device]) -> list[torch.device] | None:
+    """DDP's `device_ids` for a model with parameters on these devices: None on the CPU, and where it is spread out."""
+    distinct = set(devices)
+    return list(distinct) if len(distinct) == 1 and all(device.type == "cuda" for device in distinct) else None
+
+
+class Clipping:
+    """Another reduction, with the norm of its gradient limited: that of the mean over the whole step, on every rank.
+
+    Args:
+        max_norm: in units of the loss, whatever the scaler has made of it.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        max_norm: float,
+    ) -> None:
+        self._reduction = reduction
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._max_norm = max_norm
+
+    def run(
+        self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
+    ) -> StepTotals:
+        """As `Reduction.run`."""
+        totals = self._reduction.run(micro_batches, loss, scale, votes)
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizer)
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, self._max_norm)
+        return totals
 
 
 class _Carrier(nn.Module):

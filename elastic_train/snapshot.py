@@ -26,7 +26,7 @@ import re
 import shutil
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,8 +200,8 @@ class _HostBuffers:
             return value
         if kind is list or kind is tuple:
             return kind(self._copy(item, f"{where}[{i}]") for i, item in enumerate(value))
-        if kind is dict or kind is OrderedDict:
-            copied = kind()
+        if kind in (dict, OrderedDict, Counter):  # torch's MultiStepLR counts its milestones
+            copied: dict[Any, Any] = kind()
             for key, item in value.items():
                 if type(key) not in _PLAIN_TYPES:
                     raise self._refused(key, f"a key of {where}")
@@ -433,6 +433,22 @@ def newest_whole(
         except SnapshotDamaged as error:
             warn(f"skipped: {error}")
     return None
+
+
+def is_snapshot(path: Path) -> bool:
+    """Whether a path is one snapshot, perhaps a damaged one."""
+    return (path / MANIFEST_FILE).exists() or (path / STATE_FILE).exists()
+
+
+def snapshots_in(path: Path) -> Path:
+    """The folder of snapshots that a path names: itself, or that of a run directory.
+
+    Raises:
+        SnapshotError: there is no such folder.
+    """
+    if not path.is_dir():
+        raise SnapshotError(f"{path} is no directory; give a run directory or its snapshots/")
+    return path / "snapshots" if (path / "snapshots").is_dir() else path
 
 
 # --- writing ----------------------------------------------------------------------------------------------------

@@ -4,43 +4,70 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from elastic_train.config import Config
+from elastic_train.averaging import AveragedWeights
 from elastic_train.goodput import PhaseClock
 from elastic_train.sampler import steps_per_epoch
 
 
+class Stateful(Protocol):
+    """Anything else that belongs to the state: a learning rate scheduler, a scaler, averaged weights."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values only."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
 class TrainState:
-    """Model, optimizer, scaler and position of one run.
+    """Model, optimizer, scaler and position of one run; usable by itself.
 
     The position is `samples_done` samples into `epoch`, after `step` committed steps. Nothing else about the past
     matters: samples, learning rate and randomness are functions of it. There is no RNG state on purpose.
+
+    Args:
+        model: any module, not wrapped in DDP; loaded in place.
+        optimizer: of its parameters.
+        scaler: for fp16, where the loop steps through it.
+        length: samples of the training set.
+        global_batch_size: samples of a whole step, over all ranks.
+        epochs, max_steps: where training ends, whichever comes first.
+        schedule: `constant` or `cosine` learning rate by committed step, or a function of (committed steps, last step)
+            that gives its share of the peak; None leaves learning rates alone, and a snapshot's are taken over with it.
+        micro_batch_size: most samples per forward pass on a rank; None for what a rank has in the first world.
+        extras: what else is saved and restored, by name.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler | None,
+        scaler: torch.amp.GradScaler | None = None,
         *,
-        schedule: str,
         length: int,
-        config: Config,
+        global_batch_size: int,
+        epochs: int,
+        max_steps: int | None = None,
+        schedule: str | Callable[[int, int], float] | None = None,
+        micro_batch_size: int | None = None,
+        extras: Mapping[str, Stateful] | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.scaler = scaler
+        self.extras: dict[str, Stateful] = dict(extras or {})
         self.epoch = 0
         self.step = 0
         self.samples_done = 0
         self.run_uid = ""
         """names this run from its first step on; a snapshot of another run is never continued by mistake"""
-        self.micro_batch_size: int | None = config.micro_batch_size
+        self.micro_batch_size = micro_batch_size
         """most samples per forward pass on a rank"""
         self.last_loss: float | None = None
         self.last_commit: dict[str, Any] | None = None
@@ -60,9 +87,9 @@ class TrainState:
         """what the bits of an ordered run depend on, as it was where its newest steps were trained"""
         self.clock = PhaseClock()
         self.length = length
-        self.global_batch_size = config.global_batch_size
-        self.num_epochs = config.epochs
-        self.last_step = total_steps(length, config)
+        self.global_batch_size = global_batch_size
+        self.num_epochs = epochs
+        self.last_step = total_steps(length, global_batch_size, epochs, max_steps)
         self._remembered: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self._is_step_open = False
         self._schedule = schedule
@@ -72,6 +99,12 @@ class TrainState:
     @property
     def is_finished(self) -> bool:
         return self.step >= self.last_step
+
+    @property
+    def averaged(self) -> AveragedWeights | None:
+        """The moving average of the weights, where there is one among the extras."""
+        found = self.extras.get("ema")
+        return found if isinstance(found, AveragedWeights) else None
 
     def next_step_samples(self) -> int:
         """Samples of the step in hand: the global batch, fewer in the last step of an epoch."""
@@ -103,6 +136,8 @@ class TrainState:
         self.samples_done += self.next_step_samples()
         self.step += 1
         self.last_loss = loss
+        if self.averaged is not None:
+            self.averaged.update(self.model)
         self.last_commit = {
             "step": self.step,
             "epoch": self.epoch,
@@ -118,7 +153,12 @@ class TrainState:
         return has_ended_epoch
 
     def _apply_schedule(self) -> None:
-        factor = learning_rate_factor(self._schedule, self.step, self.last_step)
+        if self._schedule is None:
+            return
+        if isinstance(self._schedule, str):
+            factor = learning_rate_factor(self._schedule, self.step, self.last_step)
+        else:
+            factor = self._schedule(self.step, self.last_step)
         for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
 
@@ -127,8 +167,13 @@ class TrainState:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "schedule": {"name": self._schedule, "base_lrs": self._base_lrs, "last_step": self.last_step},
+            "schedule": {
+                "name": self._schedule if isinstance(self._schedule, str) else None,
+                "base_lrs": self._base_lrs,
+                "last_step": self.last_step,
+            },
             "scaler": self.scaler.state_dict() if self.scaler else None,
+            "extras": {name: extra.state_dict() for name, extra in self.extras.items()},
             "position": {"epoch": self.epoch, "step": self.step, "samples_done": self.samples_done},
             "run": {
                 "uid": self.run_uid,
@@ -147,12 +192,22 @@ class TrainState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, but for the clock, which the caller decides about.
 
-        Hyper-parameters (learning rate, momentum, ...) stay those of this process's flags.
+        Hyper-parameters (learning rate, momentum, ...) stay those of this process's flags, where there is a schedule.
+
+        Raises:
+            KeyError, TypeError, ValueError, RuntimeError: it is of another model, optimizer or extras.
         """
+        extras = state.get("extras", {})
+        if extras.keys() != self.extras.keys():
+            raise KeyError(f"it holds extras {sorted(extras)}, this process has {sorted(self.extras)}")
         self._is_step_open = False
         self.model.load_state_dict(state["model"])
-        ours = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": ours})
+        loaded = state["optimizer"]
+        if self._schedule is not None:
+            loaded = {"state": loaded["state"], "param_groups": self.optimizer.state_dict()["param_groups"]}
+        self.optimizer.load_state_dict(loaded)
+        for name, extra in self.extras.items():
+            extra.load_state_dict(extras[name])
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         position, run = state["position"], state["run"]
@@ -173,10 +228,10 @@ class TrainState:
         self._apply_schedule()
 
 
-def total_steps(length: int, config: Config) -> int:
+def total_steps(length: int, global_batch_size: int, epochs: int, max_steps: int | None) -> int:
     """Committed steps after which training is finished."""
-    steps = config.epochs * steps_per_epoch(length, config.global_batch_size)
-    return steps if config.max_steps is None else min(steps, config.max_steps)
+    steps = epochs * steps_per_epoch(length, global_batch_size)
+    return steps if max_steps is None else min(steps, max_steps)
 
 
 def learning_rate_factor(schedule: str, step: int, last_step: int) -> float:

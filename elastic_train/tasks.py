@@ -17,14 +17,16 @@ class Parity(Task):
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict
+from typing import Any, TypedDict, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -53,11 +55,13 @@ class Task:
     """A model, its data and its loss. The trainer knows nothing else about what it trains.
 
     Only `build_model` and `train_dataset` must be written; the rest fits the classification of `(inputs, labels)`.
-    The trainer makes one instance per worker, without arguments. Every worker must come to the same data and the
-    same model: take random numbers from torch in `build_model`, which is called with torch seeded, and nowhere else.
+    The trainer makes one instance per worker. A constructor may take one argument, annotated with a dataclass: its
+    fields become flags of the command line, with their docstrings as help; all members must give the same, but for
+    values of type Path, which are each node's own. Every worker must come to the same data and the same model: take
+    random numbers from torch in `build_model`, which is called with torch seeded, and nowhere else.
     """
 
-    name: ClassVar[str] = "Task"
+    name: str = "Task"
     """Set to the class's name where it does not set its own."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -137,6 +141,16 @@ class Task:
     def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """What the optimizer is built from, always in the same order. The default is all that needs a gradient."""
         return [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """An optimizer of the task's own; None, the default, builds the one of `--optimizer`. `model` is on its
+        device."""
+        return None
+
+    def schedule(self) -> Callable[[int, int], float] | None:
+        """A learning rate schedule of the task's own: from (committed steps, steps of the whole training) to the share
+        of what the optimizer's groups were given. None, the default, is `--schedule`."""
+        return None
 
     def defaults(self, optimizer: str | None = None) -> OptimizerDefaults:
         """For the flags that the user left out; `optimizer` is the one asked for, if any."""
@@ -258,6 +272,42 @@ def load_task(spec: str) -> type[Task]:
         raise UsageError(f"--task {spec}: {class_name} is not a subclass of elastic_train.tasks.Task")
     task_class: type[Task] = found
     return task_class
+
+
+def flags_class(task_class: type[Task]) -> type | None:
+    """The dataclass that a task's constructor takes, whose fields are flags; None where it takes nothing.
+
+    Raises:
+        UsageError: it takes something that no flag can give.
+    """
+    wanted = _constructor_arguments(task_class)
+    return next(iter(wanted.values()), None)
+
+
+def make_own_task(task_class: type[Task], own_flags: Any) -> Task:
+    """The user's task with the values of its flags. Raises: as `flags_class`; whatever its constructor raises."""
+    return task_class(**dict.fromkeys(_constructor_arguments(task_class), own_flags))
+
+
+def _constructor_arguments(task_class: type[Task]) -> dict[str, type]:
+    signature = inspect.signature(task_class)
+    hints = get_type_hints(task_class.__init__)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    wanted = {
+        name: hints.get(name)
+        for name, parameter in signature.parameters.items()
+        if parameter.kind not in variadic
+        and (parameter.default is inspect.Parameter.empty or dataclasses.is_dataclass(hints.get(name)))
+    }
+    if len(wanted) > 1 or not all(
+        isinstance(hint, type) and dataclasses.is_dataclass(hint) for hint in wanted.values()
+    ):
+        arguments = ", ".join(signature.parameters)
+        raise UsageError(
+            f"--task: {task_class.__name__}({arguments}) cannot be made from flags: its constructor may take one "
+            "argument, annotated with a dataclass"
+        )
+    return {name: hint for name, hint in wanted.items() if hint is not None}
 
 
 def _is_task_class(value: Any) -> bool:

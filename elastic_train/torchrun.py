@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_train.slurm import torchrun_variables
+
 DEFAULT_PORT = 29400
 LAST_CALL_SECONDS = 2
 """how long a world below --nnodes' maximum waits for more nodes, where the user does not say"""
@@ -129,19 +131,33 @@ def agent_arguments(command: Sequence[str]) -> list[str] | None:
 def launches_elastic_train(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
     """Whether the program that torchrun is told to start is ours.
 
-    It is when it is the module `elastic_train` or one below it, a Python file whose source imports it, or when
-    ELASTIC_TRAIN=1 is set.
+    It is when it is the module `elastic_train` or one below it, a Python file or module whose own source imports it, or
+    when ELASTIC_TRAIN=1 is set.
     """
     if environ.get("ELASTIC_TRAIN") == "1":
         return True
     command = read_command(arguments)
     program = command.program or ""
     if "module" in command.options or environ.get("PET_MODULE", "0") == "1":
-        return re.fullmatch(r"elastic_train(\..+)?", program) is not None
-    if not program.endswith(".py") or not Path(program).is_file():
+        return re.fullmatch(r"elastic_train(\..+)?", program) is not None or _imports_us(_module_file(program))
+    return program.endswith(".py") and _imports_us(Path(program))
+
+
+def _imports_us(file: Path | None) -> bool:
+    if file is None or not file.is_file():
         return False
-    source = Path(program).read_text(encoding="utf-8", errors="replace")
-    return re.search(r"^\s*(import|from)\s+elastic_train\b", source, re.MULTILINE) is not None
+    source = file.read_text(encoding="utf-8", errors="replace")
+    return re.search(r"^\s*(from\s+|import\s+([\w. ]+,\s*)*)elastic_train\b", source, re.MULTILINE) is not None
+
+
+def _module_file(name: str) -> Path | None:
+    """The file of a module that `python -m` would run, where it lies in the current directory or on PYTHONPATH."""
+    for folder in (os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        path = Path(folder, *name.split("."))
+        for file in (path.with_suffix(".py"), path / "__main__.py"):
+            if folder and file.is_file():
+                return file
+    return None
 
 
 @dataclass(frozen=True)
@@ -238,12 +254,13 @@ class Launch:
 
     @staticmethod
     def from_environment(environ: Mapping[str, str], store_endpoint: str | None) -> Launch:
-        """Read torchrun's variables. Without them (no RANK): a world of one."""
+        """Read torchrun's variables, or those of srun. Without them (no RANK): a world of one."""
+        agent_pid = os.getppid() if "TORCHELASTIC_RUN_ID" in environ else None  # not srun, nor another launcher
+        environ = {**environ, **torchrun_variables(environ)}
         if "RANK" not in environ or "WORLD_SIZE" not in environ:
             return Launch()
         endpoint = normalize_endpoint(store_endpoint) if store_endpoint else environ.get(ENDPOINT_VARIABLE)
-        agent_pid = os.getppid()
-        if endpoint is None:
+        if endpoint is None and agent_pid is not None:
             endpoint = endpoint_of_agent(agent_pid, environ)
         return Launch(
             rank=int(environ["RANK"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 
 from elastic_train import determinism
-from elastic_train.config import Config, as_json, flag
+from elastic_train.averaging import AveragedWeights
+from elastic_train.config import Config, as_json, flag, own_values
 from elastic_train.datasets import download
+from elastic_train.errors import UsageError
 from elastic_train.events import EventLog, Ledger
 from elastic_train.faults import VARIABLE as FAULT_VARIABLE
 from elastic_train.faults import FaultSeam
@@ -22,13 +25,15 @@ from elastic_train.reporting import Reporter
 from elastic_train.run_directory import RunDirectory
 from elastic_train.state import TrainState, build_optimizer
 from elastic_train.stopping import StopSignal
-from elastic_train.tasks import Task, build_task, load_task
+from elastic_train.tasks import Task, build_task, load_task, make_own_task
 from elastic_train.torchrun import Launch
+from elastic_train.weights import initialise
 from elastic_train.world import World, host_name
 
 LOCAL_FLAGS = frozenset(
     {"data_dir", "download", "num_workers", "run_dir", "snapshot_dir", "fresh", "device", "store_endpoint",
-     "formation_timeout", "peer_timeout", "min_nodes", "wait_timeout", "ledger", "no_progress", "debug"}
+     "formation_timeout", "peer_timeout", "min_nodes", "wait_timeout", "ledger", "no_progress", "debug", "init_from",
+     "local_rank", "spawn"}
 )  # fmt: skip
 """flags that members need not agree on"""
 
@@ -65,7 +70,8 @@ class Worker:
 
     def agreement(self) -> dict[str, Any]:
         """What must be equal on all members of a world."""
-        flags = {flag(name): value for name, value in as_json(self.config).items() if name not in LOCAL_FLAGS}
+        local = LOCAL_FLAGS | {name for name, value in own_values(self.config).items() if isinstance(value, Path)}
+        flags = {flag(name): value for name, value in as_json(self.config).items() if name not in local}
         return {
             **flags,
             **self.task.describe(),
@@ -85,14 +91,28 @@ class Worker:
         }
 
 
-def build(config: Config, launch: Launch, stop: StopSignal) -> Worker:
-    """Everything that needs no other member. Blocks for a download, if --download asks for one.
+@dataclass(frozen=True)
+class Parts:
+    """What is trained, and where, for who has made it already."""
+
+    task: Task
+    state: TrainState
+    device: torch.device
+
+
+def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None = None) -> Worker:
+    """Everything that needs no other member; `parts` where the flags do not say what is trained. Blocks for a download,
+    if --download asks for one.
 
     Raises:
         UsageError, DatasetMissing, RunDirectoryError: one line each. Whatever the user's own task raises.
     """
+    if config.parallel == "dp" and launch.world_size > 1:
+        raise UsageError(
+            f"--parallel dp is one process for all GPUs, and this is one of {launch.world_size}: leave one out"
+        )
     faults = FaultSeam(os.environ.get(FAULT_VARIABLE, ""), launch.agent_pid)
-    device = choose_device(config.device, launch.local_rank)
+    device = choose_device(config.device, launch.local_rank) if parts is None else parts.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     directory = RunDirectory(config.run_dir or Path("runs") / default_run_name(launch.run_id))
@@ -115,10 +135,15 @@ def build(config: Config, launch: Launch, stop: StopSignal) -> Worker:
     try:
         if config.reduction == "ordered":
             determinism.switch_on(strict=config.strict, warn=reporter.warn)
-        task = make_task(config)
-        state = make_state(config, task, device)
+        task = make_task(config) if parts is None else parts.task
+        state = make_state(config, task, device) if parts is None else parts.state
         if config.reduction == "ordered":
             check_model(state.model)
+        if config.parallel == "dp":
+            reporter.warn(
+                "--parallel dp copies the model to every GPU in each step and computes the loss on one: "
+                "torchrun --standalone --nproc-per-node GPUS, or --spawn GPUS, is faster"
+            )
         task.describe()  # reads the test set too: a fault in it should show now
     except BaseException as error:
         events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
@@ -129,7 +154,7 @@ def build(config: Config, launch: Launch, stop: StopSignal) -> Worker:
 def make_task(config: Config) -> Task:
     """The task of the flags. Raises: UsageError, DatasetMissing, or whatever the user's own task raises."""
     if config.task is not None:
-        return load_task(config.task)()
+        return make_own_task(load_task(config.task), config.own_flags)
     if config.download:
         download(config.dataset, config.data_dir)
     return build_task(config.dataset, config.model, config.data_dir, config.seed)
@@ -138,23 +163,46 @@ def make_task(config: Config) -> Task:
 def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
     """A freshly initialised state, equal on all members by its seed."""
     torch.manual_seed(config.seed)
-    model = task.build_model().to(device)
+    model = task.build_model()
+    if config.init_from is not None:
+        initialise(model, config.init_from, warn=warnings.warn)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    if len({parameter.device for parameter in model.parameters()}) < 2:  # else the task has spread it out
+        model = model.to(device)
     defaults = task.defaults(None if config.optimizer == "auto" else config.optimizer)
-    optimizer = build_optimizer(
+    own = task.build_optimizer(model)
+    if own is not None:
+        require_no_optimizer_flags(config, task)
+    optimizer = own or build_optimizer(
         task.parameter_groups(model),
         name=defaults["optimizer"] if config.optimizer == "auto" else config.optimizer,
         lr=defaults["lr"] if config.lr is None else config.lr,
         momentum=defaults["momentum"] if config.momentum is None else config.momentum,
         weight_decay=defaults["weight_decay"] if config.weight_decay is None else config.weight_decay,
     )
-    return TrainState(
+    state = TrainState(
         model,
         optimizer,
         torch.amp.GradScaler(device.type) if config.precision == "fp16" else None,
-        schedule=defaults["schedule"] if config.schedule == "auto" else config.schedule,
+        schedule=task.schedule() or (defaults["schedule"] if config.schedule == "auto" else config.schedule),
         length=len(task.train_set),  # type: ignore[arg-type]  # a map-style data set, as Task promises
-        config=config,
+        global_batch_size=config.global_batch_size,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+        micro_batch_size=config.micro_batch_size,
+        extras={} if config.ema_decay is None else {"ema": AveragedWeights(model, config.ema_decay)},
     )
+    if config.compile:
+        model.compile()  # in place: no `_orig_mod.` in any name; after the averaged copy was made
+    return state
+
+
+def require_no_optimizer_flags(config: Config, task: Task) -> None:
+    """Raises: UsageError where a flag would change an optimizer that the task builds itself."""
+    for name in ("optimizer", "lr", "momentum", "weight_decay"):
+        if getattr(config, name) not in (None, "auto"):
+            raise UsageError(f"{flag(name)}: {task.name} builds its own optimizer; give it a flag of its own")
 
 
 def default_run_name(run_id: str) -> str:

@@ -27,7 +27,7 @@ from datetime import timedelta
 from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -133,7 +133,7 @@ def run(quick: bool) -> dict[str, Any]:
 class SmallSynthetic(ImageClassification):
     """A few made-up images of 32 x 32, held in memory like real ones."""
 
-    name: ClassVar[str] = "small-synthetic"
+    name = "small-synthetic"
 
     def __init__(self) -> None:
         super().__init__(dataset="synthetic", model="resnet18")

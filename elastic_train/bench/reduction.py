@@ -148,13 +148,13 @@ def measure(case: Case, world: World, seconds: float) -> list[Row]:
                 found["exchange"].append(ordered.reduction.exchange_seconds - before)
     label = f"{case.model} batch {case.batch} V={VIRTUAL_RANKS} W={world.world_size}"
     grad_bytes = sum(parameter.nbytes for parameter in ordered.model.parameters())
-    held = ordered.reduction.memory_bytes / grad_bytes
+    held = 1 + ordered.reduction.memory_bytes / grad_bytes  # within a step, the leaf that autograd makes
     bound = math.log2(VIRTUAL_RANKS) + 2  # that in `.grad` included
     rows = [
         row(f"{label}: DDP, same micro-batches", found["ordered"], found["accumulated"]),
         row(f"{label}: DDP, one batch a rank", found["ordered"], found["whole"]),
         row(f"{label}: exchange, all-reduce", found["exchange"], found["all-reduce"]),
-        Row(f"{label}: memory held, bound", held, bound, "gradients", bound / held, 0.0),
+        Row(f"{label}: memory at the peak, bound", held, bound, "gradients", bound / held, 0.0),
     ]
     if world.rank == 0:
         share = statistics.median(found["exchange"]) / statistics.median(found["ordered"])

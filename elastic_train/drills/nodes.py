@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -29,6 +30,9 @@ DROPPED_VARIABLES = (
     "GROUP_",
     "CI",
 )
+
+PORTS = (15000, 32000)
+"""ip(7): ip_local_port_range begins at 32768"""
 
 
 class TooSlow(ElasticTrainError):
@@ -177,10 +181,15 @@ def inner_pid(pid: int) -> int:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this machine that nobody listens at now.
+
+    From below the range that outgoing connections are given ports from: one of those could take it before it is used.
+    """
+    while True:
+        port = random.randrange(*PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
 
 
 def is_listening(port: int, host: str = "localhost") -> bool:

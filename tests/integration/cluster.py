@@ -15,12 +15,15 @@ from elastic_train.drills.nodes import (
     clean_environment,
     free_port,
     is_listening,
+    is_running,
     kill_at_once,
     wait_until,
 )
 
 if TYPE_CHECKING:
     from elastic_train.snapshot import SnapshotInfo
+
+__all__ = ["Cluster", "Node", "free_port", "is_listening", "is_running", "kill_at_once", "running", "wait_until"]
 
 PYTHON = sys.executable
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
@@ -50,13 +53,15 @@ class Cluster:
         max_restarts: int = 0,
         terminal: int | None = None,
         port: int | None = None,
+        program: Sequence[str] = ("-m", "elastic_train"),
     ) -> list[Node]:
-        """Start nodes with `-m elastic_train`; returns at once. Another `port` makes them a job of their own."""
+        """Start nodes with `-m elastic_train`, or a `program` that takes its flags; returns at once. Another `port`
+        makes them a job of their own."""
         command = [
             *TORCHRUN, "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port or self.port}", f"--nnodes={nnodes}",
             f"--nproc-per-node={nproc}", *([f"--rdzv-conf={conf}"] if conf else []),
             *([f"--max-restarts={max_restarts}"] if max_restarts else []),
-            "-m", "elastic_train", "--run-dir", str(run_dir or self.run_dir), *flags,
+            *program, "--run-dir", str(run_dir or self.run_dir), *flags,
         ]  # fmt: skip
         return [self.launch(command, env or {}, terminal) for _ in range(nodes)]
 

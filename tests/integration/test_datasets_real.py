@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_train.drills.nodes import is_running
 from tests.integration.cluster import (
     Cluster,
     check_ledger,
     events,
+    is_running,
     last_step,
     result,
     wait_for_step,

@@ -107,7 +107,10 @@ def make_state(scenario: Scenario, config: Config, task: Task) -> TrainState:
         torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=3) if scenario.precision == "fp16" else None,
         schedule="cosine",
         length=scenario.length,
-        config=config,
+        global_batch_size=config.global_batch_size,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+        micro_batch_size=config.micro_batch_size,
     )
 
 

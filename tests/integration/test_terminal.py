@@ -69,7 +69,7 @@ def test_one_bar_on_the_terminal_of_rank_0(cluster: Cluster, screens: list[Scree
         [node] = cluster.start(*flags, nnodes="2:4", run_dir=cluster.path / host, env=env, terminal=screen.slave)
         nodes.append(node)
         agent = psutil.Process(node.process.pid)
-        wait_until(lambda screen=screen: "meeting at" in screen.text, "announcement", 20)
+        wait_until(lambda screen=screen: "meeting at" in screen.text, "announcement")
         took = time.monotonic() - started_at
         busy = agent.cpu_times()
         # On a machine that is busy with other things the seconds of this process count.
@@ -89,7 +89,7 @@ def test_one_bar_on_the_terminal_of_rank_0(cluster: Cluster, screens: list[Scree
     assert len(drawn) >= 2, speaker.text[-3000:]
     assert drawn[-1][2] == "200"
     assert {shown[3] for shown in drawn} == {"2"}
-    assert re.search(r"snapshot step \d+0\b", speaker.text)
+    assert re.search(r"snapshot step \d+", speaker.text)
     assert "test accuracy" in speaker.text
     assert "loss" not in other.text
     assert not bar.search(other.text)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.config import DATASETS, Config, as_json, flag, nearest_multiples, parse
+from elastic_train.config import DATASETS, Config, as_json, flag, nearest_multiples, parse, task_of
 from elastic_train.datasets import DATASETS as IMPLEMENTED_DATASETS
 from elastic_train.errors import UsageError
 
@@ -42,6 +42,13 @@ BAD = [
     ("--download --dataset imagefolder", "that is for mnist, fashion-mnist, cifar10"),
     ("--optimizer adamw --momentum 0.9", "adamw has none"),
     ("--task module.Name", "write MODULE:NAME"),
+    ("--spawn 0", "--spawn 0: must be at least 1"),
+    ("--spawn 2 --parallel dp", "--parallel dp is one process"),
+    ("--reduction ordered --parallel dp", "--parallel dp is one process"),
+    ("--reduction ordered --find-unused-parameters", "--find-unused-parameters is for DDP"),
+    ("--parallel dp --static-graph", "--static-graph is for DDP"),
+    ("--clip-grad-norm 0", "--clip-grad-norm 0.0: must be a positive number"),
+    ("--ema-decay 1", "--ema-decay 1.0: must be between 0 and 1"),
     ("--bogus", "unrecognized arguments: --bogus"),
     ("stray", "unrecognized arguments: stray"),
     ("--epoch 3", "unrecognized arguments: --epoch"),
@@ -90,6 +97,40 @@ def test_values_and_their_types() -> None:
     assert as_json(config)["run_dir"] == "r"
 
 
+@dataclasses.dataclass
+class OwnFlags:
+    width: int = 3
+    """of the hidden layer"""
+    where: Path = Path("here")
+
+
+def test_a_dataclass_of_the_users_becomes_flags() -> None:
+    config = parse(["--width", "5", "--epochs", "2"], OwnFlags)
+    assert config.own_flags == OwnFlags(width=5)
+    assert as_json(config) == as_json(Config(epochs=2)) | {"width": 5, "where": "here"}
+    with pytest.raises(UsageError, match="invalid int value: 'wide'"):
+        parse(["--width", "wide"], OwnFlags)
+    with pytest.raises(UsageError, match="unrecognized arguments: --width"):
+        parse(["--width", "5"])
+
+
+def test_a_flag_of_the_users_must_not_have_the_name_of_one_of_ours() -> None:
+    @dataclasses.dataclass
+    class Clashing:
+        seed: int = 1
+
+    with pytest.raises(UsageError, match=r"Clashing\.seed: --seed exists already; rename the field"):
+        parse([], Clashing)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "task"),
+    [("", None), ("--task a:B --width 3", "a:B"), ("--epochs 3 --task=a:B", "a:B"), ("--task", None)],
+)
+def test_the_task_is_known_before_its_flags_are(arguments: str, task: str | None) -> None:
+    assert task_of(arguments.split()) == task
+
+
 def test_no_flags_are_the_defaults() -> None:
     assert parse([]) == Config()
 
@@ -123,7 +164,7 @@ def test_help_names_every_flag_with_what_it_means_and_its_default() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     words = " ".join(done.stdout.split())
     for entry in dataclasses.fields(Config):
-        assert f" {flag(entry.name)} " in words, entry.name
+        assert (f" {flag(entry.name)} " in words) == (entry.name != "own_flags"), entry.name
     assert "--no-fresh" not in words
     assert "optimizer steps" in words
     for text in ("(default: 64)", "(default: digits)", "(default: 300.0)"):

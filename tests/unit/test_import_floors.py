@@ -76,6 +76,7 @@ def test_nothing_but_the_entry_points_and_benchmarks_imports_recovery() -> None:
     assert {name for name in above if not name.startswith("elastic_train.bench.")} <= {
         "elastic_train.__main__",
         "elastic_train.cli",
+        "elastic_train.own_loop",
     }
 
 

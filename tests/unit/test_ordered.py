@@ -111,12 +111,15 @@ def test_tree_sum_of_numbers(values: list[float]) -> None:
 def rows_held(num_leaves: int, rank: int, world_size: int) -> int:
     """Rows at the peak of a step, by the rules of `OrderedReduction`."""
     stack: list[tuple[tuple[int, int], None]] = []
-    peak = 0
-    for leaf in range(*split(num_leaves, rank, world_size)):
-        node = (leaf, leaf + 1)
-        adds_to_left = bool(stack) and stack[-1][0] == (leaf - 1, leaf) and are_siblings(stack[-1][0], node, num_leaves)
+    start, stop = split(num_leaves, rank, world_size)
+    peak, leaf = 0, start
+    while leaf < stop:
+        is_pair = leaf + 1 < stop and are_siblings((leaf, leaf + 1), (leaf + 1, leaf + 2), num_leaves)
+        node = (leaf, leaf + 1 + is_pair)
+        adds_to_left = bool(stack) and are_siblings(stack[-1][0], node, num_leaves)
         peak = max(peak, len(stack) + (not adds_to_left))
         push(stack, node, None, num_leaves, lambda left, right: None)
+        leaf = node[1]
     return peak
 
 
@@ -124,7 +127,8 @@ def rows_held(num_leaves: int, rank: int, world_size: int) -> int:
 def test_memory_is_bounded_by_the_depth_of_the_tree(num_leaves: int) -> None:
     for world_size in range(1, num_leaves + 1):
         held = max(rows_held(num_leaves, rank, world_size) for rank in range(world_size))
-        assert held - 1 <= math.log2(num_leaves) + 1, world_size
+        # One is what the optimizer reads; the leaf in hand, in autograd's own tensors, is one more.
+        assert held - 1 + 1 <= math.log2(num_leaves) + 1, world_size
 
 
 @pytest.mark.parametrize("num_leaves", [1, 2, 3, 5, 8, 12, 13, 21, 37, 64])
@@ -290,6 +294,22 @@ def run(model: nn.Module, counts: Sequence[int], loss: Any = mean_output, width:
     inputs = torch.randn(sum(counts), width, generator=torch.Generator().manual_seed(3))
     reduction = OrderedReduction(model, world_of_one(), CPU, len(counts))
     return reduction.run(share_of(counts, inputs), loss, unscaled, votes=(1, 0))
+
+
+def test_a_sparse_gradient_is_that_of_a_dense_embedding() -> None:
+    """Used by some micro-batches only, by a left leaf, a right one, both and none."""
+    grads = []
+    for is_sparse in (False, True):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(20, 3, sparse=is_sparse)
+        share = share_of([2] * 6, torch.tensor([1, 2, 2, 3, 19, 1, 7, 7, 2, 5, 4, 0]))
+        reduction = OrderedReduction(embedding, world_of_one(), CPU, 6)
+        for _ in range(2):  # the second one finds rows with the first one's garbage
+            reduction.run(share, mean_output, unscaled, ())
+            assert embedding.weight.grad is not None
+            grads.append(embedding.weight.grad.clone())
+    for grad in grads[1:]:
+        assert grad.equal(grads[0])
 
 
 def test_gradient_loss_and_votes_are_those_of_the_whole_batch() -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from elastic_train.reduction import FastReduction, Share
+from elastic_train.reduction import Clipping, FastReduction, Reduction, Share, ddp_device_ids
 from elastic_train.sampler import MicroBatch
 from elastic_train.world import Member, World
 
@@ -39,6 +39,10 @@ class Case:
     """of a GradScaler, if there is one"""
     spoiled: int | None = None
     """a sample of every step that is NaN"""
+    max_norm: float | None = None
+    """of the gradient, if it is clipped"""
+    option: str | None = None
+    """a switch of DDP that is on"""
 
     @property
     def step_samples(self) -> int:
@@ -49,6 +53,7 @@ ALONE = {
     "one pass": Case([[7]]),
     "accumulation": Case([[3, 1, 4]]),
     "scaler": Case([[3, 4]], scale=1024.0),
+    "clipped": Case([[3, 4]], max_norm=0.1),
 }
 TOGETHER = {
     "even": Case([[2], [2], [2]]),
@@ -56,6 +61,10 @@ TOGETHER = {
     "no samples": Case([[3], [0], [4]]),
     "accumulation": Case([[2, 1, 2], [3], [1, 1]]),
     "scaler": Case([[2, 1], [3], [1]], scale=1024.0),
+    "clipped": Case([[2, 1], [3], [1]], max_norm=0.1),
+    "clipped after unscaling": Case([[2], [3], [1]], scale=1024.0, max_norm=0.1),
+    "find_unused_parameters": Case([[2, 1], [3], [0]], option="find_unused_parameters"),
+    "static_graph": Case([[2], [3], [1]], option="static_graph"),
 }
 SPOILED = Case([[2], [2], [2]], spoiled=3)
 
@@ -132,7 +141,10 @@ def run_case(case: Case, rank: int) -> Outcome:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=case.scale, enabled=True) if case.scale else None
-    reduction = FastReduction(model, make_world(rank, len(case.sizes)), CPU)
+    options = {case.option: True} if case.option else {}
+    reduction: Reduction = FastReduction(model, make_world(rank, len(case.sizes)), CPU, **options)
+    if case.max_norm is not None:
+        reduction = Clipping(reduction, optimizer, scaler, case.max_norm)
     outcome = Outcome()
 
     def loss(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> Tensor:
@@ -145,7 +157,7 @@ def run_case(case: Case, rank: int) -> Outcome:
         totals = reduction.run(make_share(case, step, rank), loss, scale, VOTES[rank])
         outcome.losses.append(totals.loss)
         outcome.votes.append(totals.votes)
-        if scaler:
+        if scaler and case.max_norm is None:
             scaler.unscale_(optimizer)
         outcome.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         if scaler:
@@ -167,6 +179,8 @@ def run_plainly(case: Case) -> Outcome:
         optimizer.zero_grad(set_to_none=True)
         loss = F.cross_entropy(model(inputs), labels)
         loss.backward()
+        if case.max_norm is not None:
+            assert nn.utils.clip_grad_norm_(model.parameters(), case.max_norm) > case.max_norm
         outcome.losses.append(float(loss.detach()))
         outcome.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
@@ -235,3 +249,10 @@ def test_every_rank_sees_the_nan_of_one_and_all_votes(together: list[dict[str, O
 
 def test_a_snapshot_shows_nothing_of_it(together: list[dict[str, Outcome]]) -> None:
     assert together[0]["even"].parameters.keys() == dict(make_model().named_parameters()).keys()
+
+
+def test_a_model_on_several_devices_is_left_where_it_is() -> None:
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert ddp_device_ids([first, first]) == [first]
+    assert ddp_device_ids([first, second]) is None
+    assert ddp_device_ids([CPU, CPU]) is None

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.config import Config
 from elastic_train.snapshot import deserialize_state, serialize_state
 from elastic_train.state import TrainState, build_optimizer, learning_rate_factor, state_sha256, total_steps
 
@@ -29,8 +28,8 @@ def make_state(
     optimizer = build_optimizer(
         [{"params": list(model.parameters())}], name="sgd", lr=lr, momentum=0.9, weight_decay=0.0
     )
-    config = Config(**{"epochs": 3, "global_batch_size": BATCH, **flags})
-    return TrainState(model, optimizer, None, schedule=schedule, length=length, config=config)
+    plan = {"epochs": 3, "global_batch_size": BATCH, **flags}
+    return TrainState(model, optimizer, None, schedule=schedule, length=length, **plan)
 
 
 def step(state: TrainState, seed: int) -> None:
@@ -74,7 +73,7 @@ class TestPosition:
         [({"epochs": 2}, 46), ({"epochs": 2, "max_steps": 30}, 30), ({"epochs": 2, "max_steps": 100}, 46)],
     )
     def test_training_ends_at_epochs_or_steps_whichever_comes_first(self, flags: dict[str, Any], steps: int) -> None:
-        assert total_steps(LENGTH, Config(**flags)) == steps
+        assert total_steps(LENGTH, BATCH, flags["epochs"], flags.get("max_steps")) == steps
 
 
 class TestSchedule:
@@ -100,7 +99,7 @@ class TestSchedule:
         ]
         optimizer = build_optimizer(groups, name="adamw", lr=0.1, momentum=0.0, weight_decay=0.0)
         state = TrainState(
-            nn.Sequential(*layers), optimizer, None, schedule="cosine", length=10, config=Config(epochs=2)
+            nn.Sequential(*layers), optimizer, schedule="cosine", length=10, global_batch_size=10, epochs=2
         )
         state.commit(0.0)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.25])
@@ -165,6 +164,32 @@ class TestRoundTrip:
         state.scaler.update(32.0)
         other.load_state_dict(deserialize_state(serialize_state(state.state_dict())))
         assert other.scaler.get_scale() == 32.0
+
+    def test_without_a_schedule_learning_rates_and_schedulers_are_the_users_own(self) -> None:
+        def make() -> tuple[TrainState, torch.optim.lr_scheduler.LRScheduler]:
+            model = nn.Linear(4, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.1)
+            state = TrainState(
+                model, optimizer, length=LENGTH, global_batch_size=BATCH, epochs=1, extras={"scheduler": scheduler}
+            )
+            return state, scheduler
+
+        state, scheduler = make()
+        for seed in range(3):
+            step(state, seed)
+            scheduler.step()
+        other, other_scheduler = make()
+        other.load_state_dict(deserialize_state(serialize_state(state.state_dict())))
+        assert learning_rate(other) == learning_rate(state) == pytest.approx(0.1)
+        for each in (scheduler, other_scheduler):
+            each.step()
+        assert learning_rate(other) == learning_rate(state) == pytest.approx(0.01)
+
+    def test_other_extras_are_refused(self) -> None:
+        saved = make_state().state_dict()
+        with pytest.raises(KeyError, match=r"holds extras \[\], this process has \['ema'\]"):
+            make_state(extras={"ema": nn.Linear(1, 1)}).load_state_dict(saved)
 
     def test_another_model_is_refused(self) -> None:
         saved = make_state().state_dict()

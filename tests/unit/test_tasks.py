@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from elastic_train import tasks
+from elastic_train.config import Config
 from elastic_train.errors import DatasetMissing, UsageError
-from elastic_train.tasks import ImageClassification, Task, build_task, load_task
+from elastic_train.tasks import ImageClassification, Task, build_task, flags_class, load_task, make_own_task
+from elastic_train.worker import require_no_optimizer_flags
 
 
 class Line(Task):
@@ -97,6 +100,42 @@ class TestDefaults:
 
 class _Plain(Task):
     pass
+
+
+@dataclass
+class _Flags:
+    width: int = 3
+
+
+class _Flagged(Task):
+    def __init__(self, flags: _Flags, unused: int = 0) -> None:
+        self.flags = flags
+
+
+class _Refused(Task):
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+
+class TestOwnFlags:
+    def test_a_dataclass_in_the_constructor(self) -> None:
+        assert flags_class(_Flagged) is _Flags
+        task = make_own_task(_Flagged, _Flags(width=7))
+        assert isinstance(task, _Flagged)
+        assert task.flags.width == 7
+
+    def test_none(self) -> None:
+        assert flags_class(_Plain) is None
+        assert isinstance(make_own_task(_Plain, None), _Plain)
+
+    def test_what_no_flag_can_give(self) -> None:
+        with pytest.raises(UsageError, match=r"_Refused\(width\) cannot be made from flags"):
+            flags_class(_Refused)
+
+    def test_an_optimizer_of_ones_own_takes_no_flags_of_ours(self) -> None:
+        require_no_optimizer_flags(Config(schedule="constant"), _Plain())
+        with pytest.raises(UsageError, match="--lr: _Plain builds its own optimizer"):
+            require_no_optimizer_flags(Config(lr=0.1), _Plain())
 
 
 class TestImageClassification:

@@ -120,6 +120,23 @@ def test_agent_arguments(command: list[str], arguments: list[str] | None) -> Non
     assert agent_arguments(command) == arguments
 
 
+def test_a_module_or_script_of_the_users_launches_us_where_it_imports_us(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "deep").mkdir(parents=True)
+    (tmp_path / "mine" / "train.py").write_text("import os, elastic_train\n")
+    (tmp_path / "mine" / "deep" / "__main__.py").write_text("from elastic_train import run\n")
+    (tmp_path / "mine" / "plain.py").write_text("import torch, elastic_trainer\n")
+    for command in ("-m mine.train", "mine/train.py", "-m mine.deep"):
+        assert launches_elastic_train(shlex.split(command), {}), command
+    for command in ("-m mine.plain", "-m mine.absent", "mine/plain.py", "-m mine"):
+        assert not launches_elastic_train(shlex.split(command), {}), command
+    monkeypatch.chdir("/")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert launches_elastic_train(["-m", "mine.train"], {})
+
+
 def test_what_launches_our_program(tmp_path: Path) -> None:
     def launches(command: str, **environ: str) -> bool:
         return launches_elastic_train(shlex.split(command), environ)

@@ -1,0 +1,461 @@
+"""A training loop of one's own, made elastic: `run` enters a training function anew for every world.
+
+    def train(training: elastic_train.Training) -> None:
+        ddp = training.parallel()
+        for epoch in training.epochs():
+            for inputs, labels in training.batches():
+                ...
+                training.commit(loss)
+
+    elastic_train.run(train, model, optimizer, dataset)
+
+Everything around the loop is what `-m elastic_train` has: membership, recovery, snapshots, events, the ways out.
+"""
+
+# Without postponed annotations: DDP compares those of a communication hook with its own types.
+
+import math
+import os
+import signal
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from functools import partial
+from typing import Any, NoReturn, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, default_collate
+
+from elastic_train.config import Config, flag, parse
+from elastic_train.errors import ElasticTrainError, FormationFailed, TrainingDiverged, UsageError, tell
+from elastic_train.loop import LoopObserver, stand_in_batch
+from elastic_train.membership import Membership
+from elastic_train.process_group import is_communication_error
+from elastic_train.recovery import run_worker
+from elastic_train.reduction import Share
+from elastic_train.rules import Activity
+from elastic_train.saving import Saver
+from elastic_train.state import Stateful, TrainState
+from elastic_train.stopping import StopSignal, die_with_parent
+from elastic_train.tasks import Task
+from elastic_train.torchrun import Launch
+from elastic_train.train import Outcome, StepResult, seed_model_draws
+from elastic_train.worker import Parts, Worker, build
+from elastic_train.world import World
+
+NOT_FOR_OWN_LOOPS = (
+    "dataset", "data_dir", "download", "model", "task", "optimizer", "lr", "momentum", "weight_decay", "schedule",
+    "precision", "device", "reduction", "virtual_ranks", "strict", "micro_batch_size", "eval_every",
+    "init_from", "clip_grad_norm", "ema_decay", "channels_last", "parallel", "spawn", "find_unused_parameters",
+    "static_graph", "compile",
+)  # fmt: skip
+"""flags that say what the bundled loop trains and how; a training function of one's own decides that itself"""
+
+
+class _WorldEnds(BaseException):
+    """Unwinds a training function in which all ranks have agreed to stop; no Exception, which it might catch."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
+
+
+class Training:
+    """What a training function is given: one world, and the run's state in it.
+
+    All of its methods but `say` are for every rank alike, in the thread that trains. A lost peer shows as an exception
+    inside a step, or when the next batch is asked for; `run` then enters the function again, in the next world. So the
+    function keeps nothing of a world (its DDP module, collectives in flight) anywhere but in its local variables, and
+    lets exceptions pass that it does not know.
+    """
+
+    def __init__(self, loop: "OwnLoop", worker: Worker, membership: Membership, world: World, steps: Iterable[Share]):
+        self.world = world
+        """rank, world_size, local_rank, generation, members; `rank` is another one in every world"""
+        self.state: TrainState = worker.state
+        """model, optimizer, and the position: `epoch` (from 0), `step` (committed), `samples_done` in this epoch"""
+        self.device: torch.device = worker.device
+        """where the model's first parameter is"""
+        self._loop = loop
+        self._worker = worker
+        self._watcher = membership.watcher
+        self._sockets = membership.sockets
+        self._observer = LoopObserver(loop, worker, membership, world)
+        self._steps = iter(steps)
+        self._share: Share | None = None
+        self._is_applied = False
+        self._local_loss = 0.0
+        self._lost: Exception | None = None
+        self._outcome: Outcome | None = None
+        self._saved_step = self.state.step
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that `run` was given, not wrapped."""
+        return self.state.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that `run` was given."""
+        return self.state.optimizer
+
+    @property
+    def weight(self) -> float:
+        """This rank's share of the samples of the step in hand, 0 to 1; 0 where it has none and gets a stand-in."""
+        micro_batch = self._step_in_hand()[0][0]
+        return len(micro_batch.indices) / micro_batch.step_samples
+
+    def parallel(self, module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
+        """`module`, or the model, in torch's DDP; `options` are DDP's. Blocks until every rank has called it.
+
+        Gradients are averaged by samples, not by ranks: what the optimizer sees is the mean over the step's samples,
+        also where shares differ in size. The loss of a rank is the mean over its own batch, as usual. `model` itself
+        is for evaluation.
+        """
+        ddp = DistributedDataParallel(self.model if module is None else module, **options)
+        ddp.register_comm_hook(self, _average_by_samples)
+        ddp.register_forward_pre_hook(self._enter_reduction)
+        self._loop.remember_parallel(ddp)
+        return ddp
+
+    def epochs(self) -> Iterator[int]:
+        """The epochs that are left, from 0; a world that begins within an epoch begins with that epoch.
+
+        What the function does after an epoch's last batch is done once, unless a peer is lost in that very code.
+        """
+        while not self.state.is_finished:
+            self._between_steps()
+            yield self.state.epoch
+
+    def batches(self) -> Iterator[Any]:
+        """This rank's batches, one per step, from the run's position to the end of the epoch, on the CPU (pinned where
+        the model is on CUDA).
+
+        A step takes the next `global_batch_size` samples of the epoch's order, fewer at its end, and splits them over
+        the ranks; the sizes of the shares differ by 1 at most. Torch's random numbers are seeded for each step by
+        (seed, step, share), so that dropout does not depend on what happened before. Each batch must be committed
+        before the next one is asked for.
+
+        Raises:
+            UsageError: the step before was not committed.
+        """
+        state = self.state
+        epoch = state.epoch
+        while state.epoch == epoch and not state.is_finished:
+            yield self._next_batch()
+            self.require_committed()
+
+    def commit(self, loss: torch.Tensor | float) -> None:
+        """The step is done: the optimizer (scheduler, scaler) has stepped. Blocks until every rank has committed.
+
+        Whatever happens from here on, its samples count as trained. Collectives of the function's own belong before
+        the optimizer's step or after the commit.
+
+        Args:
+            loss: mean over this rank's batch, a scalar; the mean over the step's samples is logged.
+
+        Raises:
+            UsageError: there is no step in hand.
+            TrainingDiverged: the loss is NaN or infinite and the optimizer has stepped; on every rank alike.
+        """
+        self._step_in_hand()
+        has_stepped, self._is_applied = self._is_applied, True
+        self._local_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+        totals = torch.tensor([self._local_loss * self.weight, *self._loop.votes()], dtype=torch.float64)
+        try:
+            dist.all_reduce(totals)
+        except RuntimeError as error:
+            if not is_communication_error(error):
+                raise
+            # Raised when the next batch is asked for, so that what the function does after a commit is done.
+            self._lost = error
+            self._sockets.shut()
+            self._commit(StepResult(self._local_loss, (0, 0)))
+            return
+        mean_loss, told_to_stop, leaving = totals.tolist()
+        if has_stepped and not math.isfinite(mean_loss):  # else a GradScaler has skipped the step
+            raise TrainingDiverged(
+                f"the loss of step {self.state.step + 1} (epoch {self.state.epoch + 1}) is {mean_loss}; the last good "
+                "snapshot is kept"
+            )
+        self._commit(StepResult(mean_loss, (int(told_to_stop), int(leaving))))
+        if told_to_stop == self.world.world_size:
+            self._outcome = Outcome.STOPPED
+        elif leaving:
+            self._outcome = Outcome.SOME_LEAVE
+
+    def say(self, message: str) -> None:
+        """A line for the person who watches; only rank 0 prints it."""
+        self._worker.reporter.say(message)
+
+    # --- for OwnLoop --------------------------------------------------------------------------------------------------
+
+    def require_committed(self) -> None:
+        """Raises: UsageError where a step is in hand."""
+        if self._share is not None:
+            raise UsageError(
+                f"step {self.state.step + 1} ended without training.commit(loss): call it after the optimizer's step"
+            )
+
+    def end_if_over(self) -> None:
+        """Raises what ended the world while the function was not looking."""
+        if self._lost is not None:
+            raise self._lost
+        if self._outcome is not None:
+            raise _WorldEnds(self._outcome)
+
+    def note_applied(self) -> None:
+        """The optimizer has stepped."""
+        self._is_applied = True
+
+    def commit_what_is_applied(self) -> None:
+        """A peer was lost. Where the weights are those after the step in hand, the step is done."""
+        if self._share is None or not self._is_applied:
+            return
+        self._worker.reporter.warn(
+            f"a peer was lost between the optimizer's step and the commit of step {self.state.step + 1}: what the loop "
+            "does in between (a scheduler's step) may be missing once; move collectives out of there"
+        )
+        self._commit(StepResult(self._local_loss, (0, 0)))
+
+    def close(self) -> None:
+        """Lets go of everything that belongs to the world."""
+        self._steps = iter(())
+        self._share = self._lost = None
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def _between_steps(self) -> None:
+        self.end_if_over()
+        state, saver = self.state, self._loop.saver
+        if self._saved_step != state.step:
+            self._saved_step = state.step
+            if saver.is_due(state):
+                saver.save(state)
+
+    def _next_batch(self) -> Any:
+        self.require_committed()
+        self._between_steps()
+        self._watcher.do(Activity.COMPUTE)
+        share = next(self._steps)
+        self._share, self._is_applied, self._local_loss = share, False, float("nan")
+        ((micro_batch, batch),) = share  # one each: shares are not cut where the loop is the user's
+        self._observer.before_reduction(share)
+        self.state.remember()
+        seed_model_draws(self._worker.config.seed, micro_batch.step, micro_batch.shard, self.device)
+        return self._loop.stand_in() if batch is None else batch
+
+    def _step_in_hand(self) -> Share:
+        if self._share is None:
+            raise UsageError("there is no step in hand: training.batches() begins one, and commit() ends it")
+        return self._share
+
+    def _commit(self, result: StepResult) -> None:
+        share = self._step_in_hand()
+        self._share = None
+        self.state.commit(result.loss)
+        self._observer.after_commit(self.state, result, share)
+        self._watcher.do(Activity.FORM)  # what is done between steps, by one rank perhaps, is nobody's to judge
+
+    def _enter_reduction(self, _module: nn.Module, _arguments: Any) -> None:
+        if self._share is not None:
+            self._watcher.do(Activity.REDUCE)  # from the first forward pass on it may be waiting for its peers
+
+
+def _average_by_samples(training: Training, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's communication hook: the sum over ranks of each one's mean times its share of the step's samples."""
+    gradients = bucket.buffer().mul_(training.weight)
+    reduced = dist.all_reduce(gradients, async_op=True)
+    assert reduced is not None, "asynchronous"
+    future: torch.futures.Future[torch.Tensor] = reduced.get_future().then(lambda done: done.value()[0])
+    return future
+
+
+TrainingFunction = Callable[[Training], None]
+
+
+class OwnLoop:
+    """Enters a training function in one world after the other: a `WorldLoop`."""
+
+    def __init__(self, train: TrainingFunction, worker: Worker, membership: Membership, saver: Saver) -> None:
+        self._train = train
+        self._worker = worker
+        self._membership = membership
+        self.saver = saver
+        self.stand_in = stand_in_batch(worker)
+        """makes a batch of the first sample, for a rank that has none in a step; its weight is 0"""
+        self.step_started = 0.0
+        self.last_votes = (0, 0)
+        self._training: Training | None = None
+        self._parallel: list[weakref.ref[DistributedDataParallel]] = []
+        worker.state.optimizer.register_step_pre_hook(self._require_unbroken)
+        worker.state.optimizer.register_step_post_hook(self._note_step)
+
+    def run(self, world: World, steps: Iterable[Share]) -> Outcome:
+        """As `WorldLoop.run`. Raises: what the training function does."""
+        worker, state = self._worker, self._worker.state
+        if any(module() is not None for module in self._parallel):
+            worker.reporter.warn(
+                "the training function keeps the DDP module of an earlier world, and with it that world's memory: "
+                "make it with training.parallel() in the function and keep it in a local variable"
+            )
+        self._parallel.clear()
+        state.model.train()
+        self._training = training = Training(self, worker, self._membership, world, steps)
+        self._membership.watcher.do(Activity.FORM)
+        try:
+            self._train(training)
+            training.require_committed()
+            training.end_if_over()
+        except _WorldEnds as end:
+            return end.outcome
+        except Exception as error:
+            # Peers are to notice at once, whatever the function, or its debugger, still holds of the group.
+            self._membership.sockets.shut()
+            if is_communication_error(error):
+                training.commit_what_is_applied()
+            raise
+        finally:
+            training.close()
+            self._training = None
+        if not state.is_finished:
+            worker.reporter.warn(
+                f"the training function returned at step {state.step} of {state.last_step}: that is the end then"
+            )
+            state.last_step = state.step
+        return Outcome.FINISHED
+
+    def evaluate_if_missed(self, world: World) -> None:
+        """Evaluation is the function's own."""
+
+    def votes(self) -> tuple[int, int]:
+        self.last_votes = self._worker.stop.votes(self._membership.is_join_pending)
+        return self.last_votes
+
+    def remember_parallel(self, module: DistributedDataParallel) -> None:
+        self._parallel.append(weakref.ref(module))
+
+    def _require_unbroken(self, *_arguments: Any) -> None:
+        """NCCL's collectives, once aborted, end with garbage and no error: it must not reach the weights."""
+        if self._training is not None and self._membership.sockets.is_shut:
+            raise FormationFailed("the process group was broken off within a step")
+
+    def _note_step(self, *_arguments: Any) -> None:
+        if self._training is not None:
+            self._training.note_applied()
+
+
+class OwnTask(Task):
+    """What the parts around the loop need to know of a training that is not theirs."""
+
+    def __init__(self, name: str, model: nn.Module, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self.name = name
+        self._model = model
+        self._dataset = dataset
+        self.collate = collate
+
+    def build_model(self) -> nn.Module:
+        return self._model
+
+    def train_dataset(self) -> Dataset[Any]:
+        return self._dataset
+
+
+F = TypeVar("F")
+
+
+@overload
+def parse_flags() -> Config: ...
+@overload
+def parse_flags(own_flags: type[F]) -> tuple[Config, F]: ...
+def parse_flags(own_flags: type[F] | None = None) -> Config | tuple[Config, F]:
+    """The flags of `-m elastic_train` that concern a run of one's own, from this script's command line; with
+    `own_flags`, a dataclass whose fields become flags too, the pair of both.
+
+    A bad flag ends the process with one line and exit code 2; `--help` lists all.
+    """
+    try:
+        config = parse(sys.argv[1:], own_flags)
+        _check_config(config)
+    except UsageError as error:
+        _exit(error, is_debug=False)
+    return config if own_flags is None else (config, config.own_flags)
+
+
+def run(
+    train: TrainingFunction,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: Dataset[Any],
+    config: Config | None = None,
+    *,
+    collate: Callable[[list[Any]], Any] = default_collate,
+    extras: Mapping[str, Stateful] | None = None,
+) -> TrainState:
+    """Run a training function to the end of training, through as many worlds as it takes. Call it once per process,
+    from the main thread; every worker does, with equal arguments. Blocks until training is over.
+
+    Args:
+        train: called with a `Training` in every world; returns at the end of training, or earlier to end it there.
+        model: not wrapped in DDP, where it shall be trained; every worker starts with rank 0's weights, or a snapshot.
+        optimizer: of the model's parameters.
+        dataset: map-style, the same on every worker. Its `__getitem__` may draw from torch, random and numpy, which
+            are seeded by (seed, epoch, index).
+        config: what `-m elastic_train` takes as flags, see `parse_flags`; `Config(epochs=3, ledger=True)`.
+        collate: a list of items to a batch.
+        extras: what else belongs to the state (schedulers, a GradScaler, averaged weights), by name.
+
+    Returns:
+        The state at the end, equal on every rank.
+
+    Raises:
+        SystemExit: training is not finished: stopped by a signal with the state saved (143, 130), or an error that
+            training cannot get past (1, 2), which was told in one line. What the training function raises.
+    """
+    config = config or Config()
+    stop = StopSignal()
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    stop.install()
+    if "RANK" in os.environ:
+        die_with_parent()
+    try:
+        _check_config(config)
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        task = OwnTask(getattr(train, "__name__", type(train).__name__), model, dataset, collate)
+        state = TrainState(
+            model,
+            optimizer,
+            length=len(dataset),  # type: ignore[arg-type]  # map-style, as documented
+            global_batch_size=config.global_batch_size,
+            epochs=config.epochs,
+            max_steps=config.max_steps,
+            micro_batch_size=config.global_batch_size,  # a share is one batch, however many ranks are left
+            extras=extras,
+        )
+        launch = Launch.from_environment(os.environ, config.store_endpoint)
+        worker = build(config, launch, stop, Parts(task, state, device))
+        code = run_worker(worker, partial(OwnLoop, train))
+    except ElasticTrainError as error:
+        _exit(error, is_debug=config.debug)
+    if code != 0:
+        sys.exit(code)
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    return state
+
+
+def _check_config(config: Config) -> None:
+    for entry in fields(Config):
+        if entry.name in NOT_FOR_OWN_LOOPS and getattr(config, entry.name) != entry.default:
+            raise UsageError(
+                f"{flag(entry.name)} is for the bundled loop: a training function of your own decides that itself"
+            )
+
+
+def _exit(error: ElasticTrainError, *, is_debug: bool) -> NoReturn:
+    tell(error, rank=os.environ.get("RANK", "0"), is_debug=is_debug)
+    sys.exit(error.exit_code)

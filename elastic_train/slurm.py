@@ -1,0 +1,42 @@
+"""Workers that SLURM's srun starts, one task each, without torchrun: its variables as those that torchrun would set."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+FIRST_PORT, NUM_PORTS = 29500, 10000
+
+
+def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """RANK, WORLD_SIZE, ... of an srun task; none where this is no task of several, or RANK is set already.
+
+    The store is hosted by rank 0, on the first host of the step, at a port that follows from the job's id; MASTER_ADDR
+    and MASTER_PORT override either.
+    """
+    size = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
+    if "RANK" in environ or "SLURM_PROCID" not in environ or size == "1":
+        return {}
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE", "1")
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+    job = environ.get("SLURM_JOB_ID", "0")
+    found = {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": re.match(r"\d*", per_node)[0] or "1",  # type: ignore[index]  # matches always; 2(x3)
+        "GROUP_RANK": environ.get("SLURM_NODEID", "0"),
+        "GROUP_WORLD_SIZE": environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES", "1"),
+        "TORCHELASTIC_RUN_ID": f"slurm-{job}",
+        "TORCHELASTIC_RESTART_COUNT": environ.get("SLURM_RESTART_COUNT", "0"),
+        "MASTER_ADDR": first_host(hosts) or "localhost",
+        "MASTER_PORT": str(FIRST_PORT + int(job) % NUM_PORTS if job.isdigit() else FIRST_PORT),
+    }
+    return {name: environ.get(name, value) for name, value in found.items()}
+
+
+def first_host(hosts: str) -> str:
+    """The first of SLURM's host list: `n[03-07,9],m1` begins with n03."""
+    match = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\]([^,\[]*))?", hosts)
+    assert match is not None, "matches the empty string"
+    return "".join(part or "" for part in match.groups())

@@ -1,0 +1,45 @@
+"""Several workers on one machine without torchrun: `python -m elastic_train --spawn 4 ...`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+
+def spawn(num_workers: int, arguments: Sequence[str]) -> int:
+    """Run workers with these flags and wait for all of them; returns the exit code of the whole.
+
+    This process hosts their store, so any of them may die; the others go on. 0 where one reached the end of training,
+    else the first worker's code that is not 0. SIGTERM and SIGINT are passed on to all of them.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = os.environ | {
+        "WORLD_SIZE": str(num_workers),
+        "LOCAL_WORLD_SIZE": str(num_workers),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    workers: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(signum: int, _frame: FrameType | None) -> None:
+        for worker in workers:
+            worker.send_signal(signum)  # nothing where it has ended
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, pass_on)
+    command = [sys.executable, "-m", "elastic_train", *arguments]
+    for rank in range(num_workers):
+        # In a session of its own: a terminal's Ctrl-C would reach it twice, which means to end at once.
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        workers.append(subprocess.Popen(command, env=environ | own, start_new_session=True))
+    codes = [worker.wait() for worker in workers]
+    if 0 in codes:
+        return 0
+    return next(code if code > 0 else 128 - code for code in codes)

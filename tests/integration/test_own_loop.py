@@ -1,0 +1,157 @@
+"""A plain DDP script made elastic: its own loop survives a killed node and takes in a new one, every sample once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.cluster import (
+    PYTHON,
+    Cluster,
+    Node,
+    check_ledger,
+    error_line,
+    events,
+    free_port,
+    newest_snapshot,
+    outcomes,
+    result,
+    wait_for_step,
+    wait_until,
+)
+
+EXAMPLES = Path(__file__).parents[2] / "elastic_train" / "examples"
+LENGTH, BATCH = 1024, 64
+
+
+def wait_for_world(cluster: Cluster, size: int) -> None:
+    wait_until(
+        lambda: any(e["world_size"] == size for e in events(cluster.run_dir, "world")), f"world of {size} workers"
+    )
+
+
+def test_a_node_is_killed_and_another_one_joins(cluster: Cluster) -> None:
+    cluster.host_store()
+    flags = ("--epochs", "70", "--ledger", "--peer-timeout", "2")
+    program = (str(EXAMPLES / "elastic_ddp.py"),)
+    nodes = cluster.start(*flags, nodes=3, program=program)
+    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events")
+    wait_for_world(cluster, 3)
+    wait_for_step(cluster.run_dir, 40)
+    nodes[2].kill()
+    wait_for_world(cluster, 2)
+    cluster.start(*flags, program=program)
+    cluster.finish([nodes[0], nodes[1], cluster.nodes[-1]])
+    end = result(cluster.run_dir)
+    steps = 70 * LENGTH // BATCH
+    assert end["step"] == steps
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=steps)
+    assert sorted(e["step"] for e in events(cluster.run_dir, "step")) == list(range(1, steps + 1))
+    assert [incident["cause"] for incident in end["incidents"]] == ["peer_lost", "join"]
+    assert all(incident["committed_steps_lost"] == 0 for incident in end["incidents"])
+    assert outcomes(cluster.run_dir).count("finished") == 3
+
+
+# --- the edges of a step, with workers that the test starts itself ----------------------------------------------------
+
+SCRIPT = """
+import os, signal
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+import elastic_train
+
+numbers = torch.linspace(-1, 1, 98).unsqueeze(1)
+model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+torch.manual_seed(0)
+for parameter in model.parameters():
+    torch.nn.init.normal_(parameter)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+
+
+def train(training):
+    ddp = training.parallel()
+    for epoch in training.epochs():
+        for inputs, targets in training.batches():
+            optimizer.zero_grad()
+            loss = F.mse_loss(ddp(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            BEFORE_COMMIT
+            training.commit(loss)
+        scheduler.step()
+
+
+state = elastic_train.run(
+    train, model, optimizer, TensorDataset(numbers, numbers.square()), elastic_train.parse_flags(),
+    extras={"scheduler": scheduler},
+)
+print("back at step", state.step)
+"""
+
+
+def start_script(cluster: Cluster, world_size: int, before_commit: str = "", *flags: str) -> list[Node]:
+    """Workers with RANK and its companions alone, as torch.multiprocessing.spawn's users set them."""
+    script = cluster.path / "script.py"
+    script.write_text(SCRIPT.replace("BEFORE_COMMIT", before_commit or "pass"))
+    run_dir = cluster.path / f"run-{world_size}"
+    command = [PYTHON, str(script), "--run-dir", str(run_dir), "--epochs", "5", "--global-batch-size", "16", "--ledger"]
+    where = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    ranks = [{} if world_size == 1 else where | {"RANK": str(rank)} for rank in range(world_size)]
+    return [cluster.launch([*command, *flags], env) for env in ranks]
+
+
+def test_uneven_shares_do_not_bend_the_mean(cluster: Cluster) -> None:
+    """16 samples on 3 ranks, and 2 at the end of an epoch, where one has nothing to do."""
+    weights = {}
+    for world_size in (1, 3):
+        cluster.finish(start_script(cluster, world_size))
+        _, state = newest_snapshot(cluster.path / f"run-{world_size}")
+        weights[world_size] = torch.cat([value.flatten() for value in state["model"].values()])
+        check_ledger([cluster.path / f"run-{world_size}"], length=98, batch=16, steps=35)
+    assert torch.allclose(weights[1], weights[3], atol=1e-5)
+
+
+def test_a_peer_dies_between_the_optimizers_step_and_the_commit(cluster: Cluster) -> None:
+    """The survivors have the step: it counts, and what the loop does at the end of the epoch is done."""
+    fault = "if training.state.step == 13 and training.world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)"
+    nodes = start_script(cluster, 3, fault, "--peer-timeout", "2")
+    cluster.finish([nodes[0], nodes[2]])
+    assert "back at step 35" in nodes[0].text()
+    run_dir = cluster.path / "run-3"
+    check_ledger([run_dir], length=98, batch=16, steps=35)
+    assert [incident["cause"] for incident in result(run_dir)["incidents"]] == ["peer_lost"]
+    _, state = newest_snapshot(run_dir)
+    assert state["extras"]["scheduler"]["last_epoch"] == 5
+    assert state["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.1 * 0.9**5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before_commit", "flags", "code", "message"),
+    [
+        ("continue", (), 2, "step 1 ended without training.commit(loss)"),
+        ("training.commit(loss)", (), 2, "there is no step in hand"),
+        ("loss = loss * float('nan')", (), 1, "the loss of step 1 (epoch 1) is nan"),
+        ("", ("--lr", "0.1"), 2, "--lr is for the bundled loop"),
+    ],
+)
+def test_mistakes_end_in_one_line(
+    cluster: Cluster, before_commit: str, flags: tuple[str, ...], code: int, message: str
+) -> None:
+    (node,) = start_script(cluster, 1, before_commit, *flags)
+    cluster.finish([node], code=code)
+    assert message in error_line(node)
+
+
+@pytest.mark.slow
+def test_a_function_that_returns_early_ends_the_training(cluster: Cluster) -> None:
+    (node,) = start_script(
+        cluster, 1, "training.commit(loss)\n            if training.state.step == 9: return\n            continue"
+    )
+    cluster.finish([node])
+    assert result(cluster.path / "run-1")["step"] == 9
+    assert "returned at step 9 of 35" in node.text()

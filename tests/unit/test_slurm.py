@@ -1,0 +1,49 @@
+"""srun's variables, read as torchrun's."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_train.slurm import first_host, torchrun_variables
+from elastic_train.torchrun import Launch
+
+TASK = {
+    "SLURM_JOB_ID": "1234567", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_NODEID": "2",
+    "SLURM_NNODES": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x4)", "SLURM_STEP_NODELIST": "gpu[03-06],big1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("", ""), ("a", "a"), ("a,b", "a"), ("n[03-06]", "n03"), ("n[7,9]-ib,m", "n7-ib"), ("r1n[1-2]", "r1n1")],
+)
+def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+def test_a_task_of_several() -> None:
+    assert Launch.from_environment(TASK, None) == Launch(
+        rank=5,
+        world_size=8,
+        local_rank=1,
+        local_world_size=2,
+        node_rank=2,
+        num_nodes=4,
+        run_id="slurm-1234567",
+        master=("gpu03", 29500 + 4567),
+    )
+
+
+def test_three_variables_are_enough() -> None:
+    launch = Launch.from_environment({"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}, None)
+    assert (launch.rank, launch.world_size, launch.local_rank, launch.master) == (1, 2, 1, ("localhost", 29500))
+
+
+def test_what_is_set_wins() -> None:
+    launch = Launch.from_environment(TASK | {"MASTER_ADDR": "head", "MASTER_PORT": "1"}, None)
+    assert launch.master == ("head", 1)
+
+
+@pytest.mark.parametrize("environ", [{}, TASK | {"SLURM_NTASKS": "1"}, TASK | {"RANK": "0", "WORLD_SIZE": "2"}])
+def test_where_srun_started_no_task_of_several(environ: dict[str, str]) -> None:
+    assert torchrun_variables(environ) == {}

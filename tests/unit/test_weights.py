@@ -1,0 +1,101 @@
+"""Weights to and from other programs."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load as load_safetensors
+from torch import nn
+
+from elastic_train.averaging import AveragedWeights
+from elastic_train.errors import SnapshotError, UsageError
+from elastic_train.weights import SAFETENSORS_TYPES, export_weights, initialise, read_safetensors, read_weights
+
+WEIGHTS = {
+    **{str(dtype): torch.tensor([[0, 1, 2], [3, 4, 5]]).to(dtype) for dtype in SAFETENSORS_TYPES},
+    "scalar": torch.tensor(7),
+    "empty": torch.empty(0, 3),
+    "not contiguous": torch.arange(6.0).reshape(2, 3).T,
+}
+
+
+def warn(message: str) -> None:
+    raise AssertionError(message)
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        first[name].dtype == second[name].dtype and torch.equal(first[name], second[name]) for name in first
+    )
+
+
+def test_safetensors_reads_what_we_write_and_so_do_we(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    export_weights(WEIGHTS, path, "safetensors")
+    assert equal(load_safetensors(path.read_bytes()), WEIGHTS)
+    assert equal(read_weights(path, warn=warn), WEIGHTS)
+
+
+def test_torch_reads_what_we_write(tmp_path: Path) -> None:
+    export_weights(WEIGHTS, tmp_path / "w.pt", "pt")
+    assert equal(torch.load(tmp_path / "w.pt", weights_only=True), WEIGHTS)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 9, 200, -1])
+def test_a_torn_file_is_refused(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "w.safetensors"
+    export_weights(WEIGHTS, path, "safetensors")
+    with pytest.raises(SnapshotError, match="no safetensors file"):
+        read_safetensors(path.read_bytes()[:keep], "torn")
+
+
+def test_an_unknown_type_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError, match="complex64, the type of z"):
+        export_weights({"z": torch.ones(1, dtype=torch.complex64)}, tmp_path / "w", "safetensors")
+    header = b'{"x":{"dtype":"F4","shape":[1],"data_offsets":[0,1]}}'
+    with pytest.raises(SnapshotError, match="F4"):
+        read_safetensors(struct.pack("<Q", len(header)) + header + b"0", "odd")
+
+
+@pytest.mark.parametrize("container", [None, "model", "state_dict"])
+def test_prefixes_and_containers_of_training_scripts(tmp_path: Path, container: str | None) -> None:
+    source, target = nn.Linear(2, 1), nn.Linear(2, 1)
+    named = {f"module.{name}": value for name, value in source.state_dict().items()}
+    torch.save(named if container is None else {container: named, "epoch": 3}, tmp_path / "w.pt")
+    initialise(target, tmp_path / "w.pt", warn=warn)
+    assert equal(target.state_dict(), source.state_dict())
+
+
+def test_every_misfit_is_named(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2, 2), "extra": torch.ones(1)}, tmp_path / "w.pt")
+    with pytest.raises(UsageError) as caught:
+        initialise(nn.Linear(2, 1), tmp_path / "w.pt", warn=warn)
+    for part in ("bias is missing", "extra is not in the model", "weight has shape (2, 2), the model (1, 2)"):
+        assert part in str(caught.value)
+
+
+def test_no_code_of_a_file_is_run(tmp_path: Path) -> None:
+    torch.save({"weight": print}, tmp_path / "w.pt")
+    with pytest.raises(SnapshotError, match="nothing of it was run"):
+        read_weights(tmp_path / "w.pt", warn=warn)
+
+
+def test_the_average_follows_the_weights() -> None:
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1))
+    nn.init.constant_(model[0].weight, 0.0)
+    averaged = AveragedWeights(model, decay=0.75)
+    expected = 0.0
+    for value in (1.0, 2.0, -3.0):
+        nn.init.constant_(model[0].weight, value)
+        model(torch.randn(4, 1))
+        averaged.update(model)
+        expected = 0.75 * expected + 0.25 * value
+    state = averaged.state_dict()
+    assert float(state["0.weight"]) == pytest.approx(expected)
+    assert torch.equal(state["1.running_mean"], model.state_dict()["1.running_mean"])
+    other = AveragedWeights(nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1)), decay=0.75)
+    other.load_state_dict(state)
+    assert equal(other.state_dict(), state)
