@@ -10,10 +10,12 @@ ElasticTrainError            ends a worker with one line; `exit_code` says with 
 │   ├── RunDirectoryInUse    another live job owns it
 │   └── OwnershipLost        a newer generation, or another job, has taken it over from this process
 ├── StoreUnreachable         the rendezvous store does not answer
+├── StoreRefused             the rendezvous store refuses this user, this key or this write
 ├── FormationFailed          no process group could be formed
 ├── TrainingDiverged         the loss is NaN or infinite
 ├── LeftOut                  the others go on without this worker
 │   └── Refused              its flags, data or versions are not those of the run
+├── JobFinished              the job reached its end while this worker waited to be taken in (exit code 0)
 └── Stopped                  a signal ended this worker while it waited for others (exit code 143 or 130)
 
 Anything else that reaches the end of the process is a bug, ours or the task's, and shows its traceback.
@@ -73,6 +75,10 @@ class StoreUnreachable(ElasticTrainError):
     """The rendezvous store does not answer."""
 
 
+class StoreRefused(ElasticTrainError):
+    """The rendezvous store refuses this user, this key, or this write; trying again would not help."""
+
+
 class FormationFailed(ElasticTrainError):
     """No process group could be formed."""
 
@@ -87,6 +93,12 @@ class LeftOut(ElasticTrainError):
 
 class Refused(LeftOut):
     """This worker may not train with the others: its flags, data or versions are not those of the run."""
+
+
+class JobFinished(ElasticTrainError):
+    """The job reached its end while this worker waited to be taken in: there is nothing left to do."""
+
+    exit_code = 0
 
 
 class Stopped(ElasticTrainError):

@@ -90,6 +90,12 @@ class PhaseClock:
         down = max(0.0, self._process_started_at - float(state["saved_at"]))
         self._inherited[Phase.DOWN] = self._inherited.get(Phase.DOWN, 0.0) + down
 
+    def take_over(self, state: dict[str, Any]) -> None:
+        """A run that never stopped is joined: its totals stand, and what this process did before is no part of it."""
+        self.enter(self._phase)
+        self._inherited = {phase: float(seconds) for phase, seconds in state["totals"].items()}
+        self._totals = dict.fromkeys(self._totals, 0.0)
+
 
 def goodput(totals: dict[str, float]) -> dict[str, float]:
     """Seconds by phase, their sum `wall` and `ratio`, the share of it spent in steps that were kept."""

@@ -89,6 +89,10 @@ class Watcher:
         peer_timeout: seconds after which a silent member is taken for dead.
         cut: closes the sockets of the present process group, from this thread.
         errands: called about once a second, for what else must be looked after; may raise StoreUnreachable.
+        store_grace: seconds that the store may be away before the world ends, also one of this member alone; without
+            it `peer_timeout`, and a world of one goes on. Such a store writes what it is told to several disks and
+            keeps the past for a while: hearts beat more slowly there.
+        warn: told once when the store is away, and once when it is back, while training goes on.
     """
 
     def __init__(
@@ -100,14 +104,22 @@ class Watcher:
         cut: Callable[[], None],
         errands: Callable[[], None],
         monotonic: Callable[[], float] = time.monotonic,
+        store_grace: float | None = None,
+        warn: Callable[[str], None] = lambda _message: None,
     ) -> None:
         self.store = store
         self._prefix = prefix
         self._me = me
         self._peer_timeout = peer_timeout
         self._interval = min(0.25, peer_timeout / 8)
+        self._beat_interval = self._interval if store_grace is None else min(1.0, peer_timeout / 8)
+        self._next_beat = monotonic()
         self._cut = cut
         self._errands = errands
+        self._has_grace = store_grace is not None
+        self._store_grace = peer_timeout if store_grace is None else store_grace
+        self._warn = warn
+        self._has_warned = False
         self._monotonic = monotonic
         self.listener = Listener(me.address[0])
         self.step = 0
@@ -118,6 +130,8 @@ class Watcher:
         self._is_standing = False
         self._seen: dict[str, tuple[str, float]] = {}
         self._last_answer = monotonic()
+        self.answering_since = monotonic()
+        """since when the store has answered without a pause that anybody would notice"""
         self._next_errand = monotonic()
         self.verdicts: dict[int, str] = {}
         """ranks of the present world that are out, whatever their listener says, and why"""
@@ -209,7 +223,7 @@ class Watcher:
 
     @property
     def _is_store_silent(self) -> bool:
-        return self.store_silence > 2 * self._interval + 0.5
+        return self.store_silence > 2 * self._beat_interval + 0.5
 
     @property
     def store_silence(self) -> float:
@@ -221,19 +235,40 @@ class Watcher:
     def turn(self) -> None:
         """What the thread does in each of its rounds."""
         try:
-            self._beat()
+            is_beat_due = self._monotonic() >= self._next_beat
+            if is_beat_due:
+                self._beat()
+                self._next_beat = self._monotonic() + self._beat_interval - self._interval / 2
             self._look()
             if self._monotonic() >= self._next_errand:
                 self._next_errand = self._monotonic() + 1.0
                 self._errands()
-            self._last_answer = self._monotonic()
+            if is_beat_due:
+                self._note_answer()
         except StoreUnreachable as error:
             world = self._world
-            if world is not None and world.world_size > 1 and self.store_silence > self._peer_timeout:
-                self.reason = str(error)
-                self._break_off(world, {})
+            if world is not None and self._is_store_silent and not self._has_warned:
+                self._has_warned = True
+                self._warn(
+                    f"{error}; training goes on for up to {self._store_grace:.0f} s without it, but nobody can join, "
+                    "and a lost member cannot be replaced"
+                )
+            if world is not None and self.store_silence > self._store_grace:
+                if world.world_size > 1:
+                    self.reason = str(error)
+                    self._break_off(world, {})
+                elif self._has_grace:
+                    raise  # no collective to break off: the training thread meets it at its next step
             with contextlib.suppress(StoreUnreachable):  # a client that once got no answer gives none again
                 self.store = self.store.clone()
+
+    def _note_answer(self) -> None:
+        if self._has_warned:
+            self._has_warned = False
+            self._warn(f"the store answers again, after {self.store_silence:.0f} s")
+        if self._is_store_silent:
+            self.answering_since = self._monotonic()
+        self._last_answer = self._monotonic()
 
     def _run(self) -> None:
         poll = select.poll()

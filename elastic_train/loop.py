@@ -32,7 +32,7 @@ class WorldLoop(Protocol):
 
     step_started: float
     """when the step in hand was begun, by the monotonic clock"""
-    last_votes: tuple[int, int]
+    last_votes: tuple[int, int, int]
     """what this rank said in the last step: told to stop, leaving now"""
 
     def run(self, world: World, steps: Iterable[Share]) -> Outcome:
@@ -52,7 +52,8 @@ class Loop:
         self._membership = membership
         self._saver = saver
         self.step_started = time.monotonic()
-        self.last_votes = (0, 0)
+        self.last_votes = (0, 0, 0)
+        """what this rank said in the last step: told to stop, leaving now, members wait to be taken in"""
         self._loss = self._watched(
             task_loss(
                 worker.task,
@@ -86,8 +87,9 @@ class Loop:
             observer,
         )
 
-    def _votes(self) -> tuple[int, int]:
-        self.last_votes = self._worker.stop.votes(self._membership.is_join_pending)
+    def _votes(self) -> tuple[int, int, int]:
+        membership = self._membership
+        self.last_votes = (*self._worker.stop.votes(membership.is_join_pending), int(membership.is_join_due))
         return self.last_votes
 
     def _make_reduction(self, world: World) -> Reduction:
@@ -107,6 +109,7 @@ class Loop:
                 nn.DataParallel(model) if config.parallel == "dp" else model,
                 world,
                 worker.device,
+                num_votes=len(self.last_votes),
                 find_unused_parameters=config.find_unused_parameters,
                 static_graph=config.static_graph,
             )

@@ -1,13 +1,15 @@
 """One worker's part in the membership of its job: it connects, meets the others, watches them, and leaves.
 
-The store is the TCPStore at torchrun's rendezvous endpoint, never MASTER_ADDR's, which dies with the node of rank 0
-and can be stale after a change of membership. Where there is no such endpoint (static rendezvous, `--standalone`, no
-torchrun), MASTER_ADDR's or a store inside the process serves.
+Under c10d, and wherever torchrun's agents say who takes part; etcd_membership.py is the form for etcd. The store is the
+TCPStore at torchrun's rendezvous endpoint, never MASTER_ADDR's, which dies with the node of rank 0 and can be stale
+after a change of membership. Where there is no such endpoint (static rendezvous, `--standalone`, no torchrun),
+MASTER_ADDR's or a store inside the process serves.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import signal
@@ -29,7 +31,7 @@ from elastic_train.meeting import Decision, Sight, meet, world_of
 from elastic_train.process_group import GroupSockets, address_towards
 from elastic_train.rules import Failure, disagreement, judge_error, require_agreement
 from elastic_train.stopping import StopSignal
-from elastic_train.store import TorchStore
+from elastic_train.store import KeyValueStore, TorchStore
 from elastic_train.torchrun import (
     AgentsState,
     Launch,
@@ -60,6 +62,8 @@ class Change:
 
     lost: tuple[Member, ...] = ()
     left: tuple[Member, ...] = ()
+    joined: tuple[Member, ...] = ()
+    """taken in without a restart"""
     reason: str | None = None
     """why the world ended, where a watcher ended it"""
     seconds_meet: float = 0.0
@@ -73,6 +77,7 @@ class Membership:
         peer_timeout: seconds of silence after which a member is taken for dead.
         max_world_size: how many members a step has work for; further ones are spares. The same on all members.
         say: tells the person in front of this node what is being waited for.
+        warn: tells, and notes in the run's events, what is not as it should be.
     """
 
     def __init__(
@@ -83,18 +88,20 @@ class Membership:
         formation_timeout: float,
         peer_timeout: float,
         say: Callable[[str], None],
+        warn: Callable[[str], None],
         max_world_size: int | None = None,
     ) -> None:
         self._launch = launch
         self._max_world_size = max_world_size
         self._say = say
+        self._warn = warn
         self._stop = stop
         self._formation_timeout = formation_timeout
         self._peer_timeout = peer_timeout
         self.sockets = GroupSockets()
-        self.store, self.round = self._connect()
         self.run_prefix = f"elastic_train/{launch.run_id}"
         """prefix of the keys that outlive a round: those of the job"""
+        self.store, self.round = self._connect()
         self.prefix = f"{self.run_prefix}/round-{self.round}"
         self._key = f"{self.prefix}/start"
         """prefix of the keys of the present world, or of the first meeting"""
@@ -106,7 +113,8 @@ class Membership:
 
     # --- the store ----------------------------------------------------------------------------------------------------
 
-    def _connect(self) -> tuple[TorchStore, str]:
+    def _connect(self) -> tuple[KeyValueStore, str]:
+        """The store for the training thread, and the torchrun round that this worker is of."""
         launch = self._launch
         if launch.endpoint is None and launch.world_size == 1 and launch.agent_pid is None:
             return TorchStore(HashStore(), STORE_TIMEOUT), "0"
@@ -204,9 +212,7 @@ class Membership:
             FormationFailed: not all came in time.
         """
         watcher = Watcher(self.store.clone(), self.prefix, me, self._peer_timeout, self.sockets.shut, self._errands)
-        me = replace(me, address=watcher.listener.address)
-        self._watcher = watcher
-        watcher.start()
+        me = self._start_watcher(watcher, me)
         reference = self.published("agreement")
         agreement = json.loads(reference) if reference is not None else None
         joined: dict[int, Member] = {}
@@ -242,6 +248,12 @@ class Membership:
         self._enter(world)
         return world
 
+    def _start_watcher(self, watcher: Watcher, me: Member) -> Member:
+        me = replace(me, address=watcher.listener.address)
+        self._watcher = watcher
+        watcher.start()
+        return me
+
     def next_world(self, world: World, *, has_formed: bool) -> tuple[World, Change]:
         """Meet the survivors of `world`, whose process group is gone. Blocks until each old member has come or is out.
 
@@ -265,16 +277,20 @@ class Membership:
         if is_nobody_known_dead and (watcher.reason is not None or not has_formed):
             me = replace(me, unreachable=unreachable_members(world))
         patience = 3 * self._peer_timeout + 2 * watcher.slowest_step
+        joining = self._members_to_take_in(world)
+        candidates = (*world.members, *joining)
+        watcher.observe(candidates)
         joined: dict[int, Member] = {}
 
         def sight(rank: int) -> Sight:
-            has_run_out = rank not in joined and time.monotonic() - started > patience
-            return watcher.sight(world.members[rank], rank, has_run_out)
+            # While the store was away, nobody could join.
+            has_run_out = rank not in joined and time.monotonic() - max(started, watcher.answering_since) > patience
+            return watcher.sight(candidates[rank], rank, has_run_out)
 
-        def fits(_first: Member, _other: Member) -> bool:
-            return True
+        def fits(first: Member, other: Member) -> bool:
+            return not joining or disagreement(first.agreement, other.agreement) is None
 
-        meeting = meet(self.store, self._key, world.rank, len(world.members), me, sight, fits, joined)
+        meeting = meet(self.store, self._key, world.rank, len(candidates), me, sight, fits, joined)
         decision, _ = self._drive(meeting, patience + 60)
         self._check_fatal()  # whoever ended the job said so before it died, and may be among the dead of this decision
         following = world_of(decision, joined, world.rank, self._max_world_size)
@@ -286,7 +302,8 @@ class Membership:
         self._note_dead_agents(world, following, decision)
         self._enter(following)
         return following, Change(
-            lost=tuple(world.members[rank] for rank in decision.lost),
+            lost=tuple(world.members[rank] for rank in decision.lost if rank < len(world.members)),
+            joined=tuple(candidates[rank] for rank in decision.ranks if rank >= len(world.members)),
             left=tuple(world.members[rank] for rank in decision.left),
             reason=watcher.reason or "; ".join(watcher.verdicts.values()) or None,
             seconds_meet=time.monotonic() - started,
@@ -342,10 +359,25 @@ class Membership:
         """Tell the spares of the present world that the run is through, and with what."""
         self.store.put(f"{self._key}/finished", result)
 
+    def _members_to_take_in(self, _world: World) -> tuple[Member, ...]:
+        """Who is to be in the next world besides the members of this one; the same for all of them."""
+        return ()
+
+    @property
+    def is_join_due(self) -> bool:
+        """Whether members are to be taken in at the next step boundary; never where torchrun's agents do it."""
+        return False
+
+    def can_take_in(self, _world: World) -> bool:
+        """Whether `next_world` would find members that are ready to join, with no restart; for a world that waits."""
+        return False
+
     def group_store(self) -> Store:
         """Where the process group of the present world meets: a prefix that no other generation ever used, on a
         connection of its own, so that it can be broken off."""
-        return PrefixStore(f"{self._key}/group", self.store.clone().raw)
+        store = self.store.clone()
+        assert isinstance(store, TorchStore)
+        return PrefixStore(f"{self._key}/group", store.raw)
 
     @property
     def watcher(self) -> Watcher:
@@ -385,7 +417,8 @@ class Membership:
             if now > next_word:
                 next_word = now + WORD_SECONDS
                 ranks = ", ".join(map(str, waiting_for))
-                self._say(f"waiting for rank {ranks}, {now - started:.0f} s so far, {limit:.0f} s at most")
+                at_most = f", {limit:.0f} s at most" if limit < math.inf else ""
+                self._say(f"waiting for rank {ranks}, {now - started:.0f} s so far{at_most}")
             if now > deadline:
                 raise FormationFailed(
                     f"no new world after {limit:.0f} s: rank {', '.join(map(str, waiting_for))} neither came nor died"
@@ -400,7 +433,11 @@ class Membership:
     def _enter(self, world: World) -> None:
         self.watcher.observe(world.members)
         self._world = world
-        self._key = f"{self.prefix}/world-{world.generation}"
+        self._key = self._key_of(world)
+
+    def _key_of(self, world: World) -> str:
+        """Prefix of the keys by which `world` ends."""
+        return f"{self.prefix}/world-{world.generation}"
 
     @property
     def is_among_others(self) -> bool:
@@ -445,6 +482,8 @@ class Membership:
         """Agents all of whose workers are proven dead (nobody listens there any more) are dead, or about to end."""
         alive = {member.node for member in following.members}
         for rank in decision.lost:
+            if rank >= len(world.members):
+                continue
             member = world.members[rank]
             if member.node not in alive and probe(member.address) is Probe.REFUSED:
                 self._dead_agents |= {member.node}

@@ -174,19 +174,19 @@ class Training:
             # Raised when the next batch is asked for, so that what the function does after a commit is done.
             self._lost = error
             self._sockets.shut()
-            self._commit(StepResult(self._local_loss, (0, 0)))
+            self._commit(StepResult(self._local_loss, (0, 0, 0)))
             return
-        mean_loss, told_to_stop, leaving = totals.tolist()
+        mean_loss, told_to_stop, leaving, joining = totals.tolist()
         if has_stepped and not math.isfinite(mean_loss):  # else a GradScaler has skipped the step
             raise TrainingDiverged(
                 f"the loss of step {self.state.step + 1} (epoch {self.state.epoch + 1}) is {mean_loss}; the last good "
                 "snapshot is kept"
             )
-        self._commit(StepResult(mean_loss, (int(told_to_stop), int(leaving))))
+        self._commit(StepResult(mean_loss, (int(told_to_stop), int(leaving), int(joining))))
         if told_to_stop == self.world.world_size:
             self._outcome = Outcome.STOPPED
-        elif leaving:
-            self._outcome = Outcome.SOME_LEAVE
+        elif (leaving or joining) and not self.state.is_finished:
+            self._outcome = Outcome.SOME_LEAVE if leaving else Outcome.SOME_JOIN
 
     def say(self, message: str) -> None:
         """A line for the person who watches; only rank 0 prints it."""
@@ -220,7 +220,7 @@ class Training:
             f"a peer was lost between the optimizer's step and the commit of step {self.state.step + 1}: what the loop "
             "does in between (a scheduler's step) may be missing once; move collectives out of there"
         )
-        self._commit(StepResult(self._local_loss, (0, 0)))
+        self._commit(StepResult(self._local_loss, (0, 0, 0)))
 
     def close(self) -> None:
         """Lets go of everything that belongs to the world."""
@@ -289,7 +289,7 @@ class OwnLoop:
         self.stand_in = stand_in_batch(worker)
         """makes a batch of the first sample, for a rank that has none in a step; its weight is 0"""
         self.step_started = 0.0
-        self.last_votes = (0, 0)
+        self.last_votes = (0, 0, 0)
         self._training: Training | None = None
         self._parallel: list[weakref.ref[DistributedDataParallel]] = []
         worker.state.optimizer.register_step_pre_hook(self._require_unbroken)
@@ -332,8 +332,9 @@ class OwnLoop:
     def evaluate_if_missed(self, world: World) -> None:
         """Evaluation is the function's own."""
 
-    def votes(self) -> tuple[int, int]:
-        self.last_votes = self._worker.stop.votes(self._membership.is_join_pending)
+    def votes(self) -> tuple[int, int, int]:
+        membership = self._membership
+        self.last_votes = (*self._worker.stop.votes(membership.is_join_pending), int(membership.is_join_due))
         return self.last_votes
 
     def remember_parallel(self, module: DistributedDataParallel) -> None:

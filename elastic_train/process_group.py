@@ -11,16 +11,17 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import Store, TCPStore
 
 from elastic_train.errors import FormationFailed, UsageError, first_line
+from elastic_train.torchrun import split_endpoint
 from elastic_train.world import World
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
@@ -101,6 +102,31 @@ class GroupSockets:
             with suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{fd}") == name:
                     os.close(fd)
+
+
+class GroupStoreServer:
+    """A TCPStore that this process serves, on one address and a free port, for process groups of which it is rank 0.
+
+    Where the members of a job meet is another store (etcd); a group's own exchange of addresses needs many small
+    messages, and nobody any more when its rank 0 has died.
+    """
+
+    def __init__(self, host: str) -> None:
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.address: tuple[str, int] = (host, int(listener.getsockname()[1]))
+        name = os.readlink(f"/proc/self/fd/{listener.fileno()}")
+        fd = listener.detach()
+
+        def close_in_child() -> None:
+            # A forked DataLoader process would accept connections in the place of a dead parent.
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{fd}") == name:
+                    os.close(fd)
+
+        os.register_at_fork(after_in_child=close_in_child)
+        self.store = TCPStore(
+            *self.address, is_master=True, wait_for_workers=False, timeout=FORM_TIMEOUT, master_listen_fd=fd
+        )
 
 
 def open_sockets() -> dict[int, str]:
@@ -205,6 +231,12 @@ def address_towards(host: str, port: int) -> str:
     with suppress(OSError):
         return source_address(socket.AF_INET, ("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737), which is nobody
     return "127.0.0.1"
+
+
+def address_towards_any(endpoints: Sequence[str]) -> str:
+    """The local IP address towards the first of several HOST:PORT that is reached by one that others can use too."""
+    found = [address_towards(*split_endpoint(endpoint)) for endpoint in endpoints]
+    return next((address for address in found if not ipaddress.ip_address(address).is_loopback), found[0])
 
 
 def source_address(family: int, target: Any) -> str:

@@ -10,18 +10,20 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_train.batches import steps
 from elastic_train.config import Config, max_world_size
 from elastic_train.errors import (
     ElasticTrainError,
     FormationFailed,
+    JobFinished,
     LeftOut,
     OwnershipLost,
     RunDirectoryError,
     RunDirectoryInUse,
     Stopped,
+    StoreRefused,
     StoreUnreachable,
     first_line,
     show_traceback,
@@ -66,19 +68,24 @@ def run_worker(worker: Worker, make_loop: MakeLoop) -> int:
     config, launch, stop = worker.config, worker.launch, worker.stop
     reporter, membership = worker.reporter, None
     try:
-        membership = Membership(
+        membership = membership_of(launch)(
             launch,
             stop,
             formation_timeout=config.formation_timeout,
             peer_timeout=config.peer_timeout,
             max_world_size=max_world_size(config),
             say=reporter.speak if launch.local_rank == 0 else reporter.debug,
+            warn=reporter.warn,
         )
         return Run(worker, membership, make_loop).to_the_end()
     except Stopped as stopped:
         reporter.events.write("done", outcome="stopped")
         reporter.say(f"{stopped} before the workers had formed a world: nothing was trained or lost")
         return stopped.exit_code
+    except JobFinished as finished:
+        reporter.events.write("done", outcome="already_finished")
+        reporter.speak(f"{finished}; nothing left to do")
+        return finished.exit_code
     except BaseException as error:
         reporter.events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
         if membership is not None and membership.is_among_others and is_own(error):
@@ -92,6 +99,15 @@ def run_worker(worker: Worker, make_loop: MakeLoop) -> int:
             membership.close()
         reporter.close()
         worker.directory.release()
+
+
+def membership_of(launch: Launch) -> type[Membership]:
+    """The form of membership for the store that the workers of this job meet at."""
+    if launch.etcd is None:
+        return Membership
+    from elastic_train.etcd_membership import EtcdMembership  # and with it gRPC
+
+    return EtcdMembership
 
 
 def is_own(error: BaseException) -> bool:
@@ -112,7 +128,7 @@ class Interruption:
     """Why the world before this one ended, and what it took until the next meeting."""
 
     cause: str
-    """`start`, `peer_lost` or `leave`"""
+    """`start`, `peer_lost`, `leave` or `join`"""
     detect_seconds: float = 0.0
     abort_seconds: float = 0.0
 
@@ -143,7 +159,7 @@ class Run:
         """
         try:
             return self._through_worlds()
-        except (StoreUnreachable, FormationFailed) as error:
+        except (StoreUnreachable, StoreRefused, FormationFailed) as error:
             if self._world is None or not self._has_state:
                 raise
             self._worker.state.rollback()
@@ -169,16 +185,19 @@ class Run:
             if world.num_nodes < self._min_nodes and not state.is_finished:
                 try:
                     self._wait_for_nodes(world)
+                    world, later = membership.next_world(world, has_formed=True)
                 except Stopped:
                     return self._stop_between_worlds(world)
+                change = replace(later, lost=change.lost + later.lost, left=change.left + later.left)
+                continue
             failure: str | None = None
             self._world, self._has_formed = world, False
             self.loop.step_started = time.monotonic()
             try:
                 outcome = self._stand_by(world) if world.is_spare else self._go_through(world, change, interruption)
-                if outcome is not None:
+                if isinstance(outcome, int):
                     return outcome
-                interruption = Interruption("leave")
+                interruption = outcome
             except Exception as error:  # of any kind: the code that is trained raises what it likes
                 if self._judge(error, world) is not Failure.PEER:
                     raise
@@ -221,8 +240,8 @@ class Run:
 
     # --- one world ----------------------------------------------------------------------------------------------------
 
-    def _go_through(self, world: World, change: Change, interruption: Interruption) -> int | None:
-        """Form the world's process group and train in it; the exit code, or None if others left and it goes on."""
+    def _go_through(self, world: World, change: Change, interruption: Interruption) -> int | Interruption:
+        """Form the world's process group and train in it; the exit code, or why it goes on with others."""
         worker, membership, state = self._worker, self._membership, self._worker.state
         reporter = worker.reporter
         self._saver.enter(world)
@@ -256,8 +275,8 @@ class Run:
             finally:
                 self._ended_at = time.monotonic()
 
-    def _stand_by(self, world: World) -> int | None:
-        """As a spare: wait for a place in the next world (None), or for the end of the run (the exit code)."""
+    def _stand_by(self, world: World) -> int | Interruption:
+        """As a spare: wait for the next world, or for the end of the run (the exit code)."""
         worker, membership = self._worker, self._membership
         self._has_formed = True
         membership.watcher.enter(world, membership.key)
@@ -272,7 +291,7 @@ class Run:
             result = membership.stand_by(world)
         except Stopped:
             return self._ways_out.leave(world)
-        return None if result is None else self._ways_out.finish_as_spare(world, result)
+        return Interruption("leave") if result is None else self._ways_out.finish_as_spare(world, result)
 
     def _claim(self, world: World) -> None:
         """Make the run directory this generation's; a full disk does not end a run that is under way."""
@@ -310,7 +329,7 @@ class Run:
                 worker.reporter.write_commit(state)
         return None if had_state else Restored("peer", state.step, source)
 
-    def _train_and_leave(self, world: World, restored: Restored | None) -> int | None:
+    def _train_and_leave(self, world: World, restored: Restored | None) -> int | Interruption:
         worker, state = self._worker, self._worker.state
         config, task = worker.config, worker.task
         if state.is_finished:
@@ -326,10 +345,12 @@ class Run:
             return self._ways_out.finish(world, "finished", is_saved=False)
         if ended is Outcome.STOPPED:
             return self._ways_out.stop(world)
+        state.clock.enter(Phase.FORM)
+        if ended is Outcome.SOME_JOIN:
+            return Interruption("join")
         if self.loop.last_votes[0]:  # what this worker said in that very step, not what it was told since
             return self._ways_out.leave(world)
-        state.clock.enter(Phase.FORM)
-        return None
+        return Interruption("leave")
 
     # --- between worlds -----------------------------------------------------------------------------------------------
 
@@ -338,10 +359,10 @@ class Run:
         return self._worker.config.min_nodes or self._worker.launch.min_nodes
 
     def _wait_for_nodes(self, world: World) -> None:
-        """Fewer nodes than --min-nodes: wait, without training, for the agents to bring new ones.
+        """Fewer nodes than --min-nodes: wait, without training, until some are ready to be taken in.
 
         Raises:
-            Stopped: they come, and this worker is restarted with them; or it was told to stop.
+            Stopped: the agents bring them, and restart this worker for that; or it was told to stop.
             FormationFailed: none came in time.
         """
         worker = self._worker
@@ -352,6 +373,8 @@ class Run:
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             worker.stop.check()
+            if self._membership.can_take_in(world):
+                return
             time.sleep(0.05)
         raise FormationFailed(
             f"only {world.num_nodes} of at least {self._min_nodes} nodes after {limit:.0f} s "
@@ -390,6 +413,7 @@ class Run:
         reporter, state = self._worker.reporter, self._worker.state
         lost = [member.name for member in change.lost]
         left = [member.name for member in change.left]
+        joined = [member.name for member in change.joined]
         cause = "peer_lost" if lost else "leave" if left else interruption.cause
         reporter.events.write(
             "world",
@@ -397,28 +421,31 @@ class Run:
             members=[member.name for member in world.members],
             lost_members=lost,
             left_members=left,
+            joined_members=joined,
             seconds=seconds,
             backend=backend,
         )
-        if interruption.cause != "start":
+        if restored is not None:
+            reporter.events.write("restore", source=restored.source, restored_step=restored.step)
+            reporter.say(describe_start(self._worker, world, backend, restored))
+        has_joined = interruption.cause == "start" and restored is not None and restored.source == "peer"
+        if interruption.cause != "start" or has_joined:
             state.incidents.append(
                 {
-                    "cause": cause,
+                    "cause": "join" if has_joined else cause,
                     "time": time.time(),
                     "lost_members": lost or left,
                     "committed_steps_lost": 0,
                     "seconds": seconds,
                 }
             )
-        if restored is not None:
-            reporter.events.write("restore", source=restored.source, restored_step=restored.step)
-            reporter.say(describe_start(self._worker, world, backend, restored))
-        else:
-            what = f"lost {', '.join(lost)}" if lost else f"{', '.join(left)} left"
+        if restored is None:
+            said = ((f"lost {', '.join(lost)}", lost), (f"{', '.join(left)} left", left))
+            what = "; ".join(text for text, names in (*said, (f"took in {', '.join(joined)}", joined)) if names)
             phases = " ".join(f"{name}={value:.3f}" for name, value in seconds.items())
             reporter.say(
                 f"world generation={world.generation}: {world.world_size} workers go on at step {state.step + 1}; "
-                f"{what}; {phases} (s)"
+                f"{what or 'a newcomer died'}; {phases} (s)"
             )
         reporter.say_for_node(
             f"in world generation={world.generation} as rank {world.rank} of {world.world_size}; "

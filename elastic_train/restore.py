@@ -108,7 +108,9 @@ def sync_from_freshest(
         data = serialize_state(state.state_dict()) if world.rank == source else None
         data = broadcast_bytes(data, source, before_sending)
         if steps[world.rank] != steps[source]:
-            _load(state, data, device, source=f"the state of rank {source}", with_clock=False)
+            loaded = _load(state, data, device, source=f"the state of rank {source}", with_clock=False)
+            if steps[world.rank] < 0:
+                state.clock.take_over(loaded["run"]["clock"])
     return source
 
 
@@ -128,7 +130,10 @@ def require_same_task(offer: SnapshotInfo, task: Mapping[str, Any]) -> None:
             )
 
 
-def _load(state: TrainState, data: bytes, device: torch.device, *, source: str, with_clock: bool = True) -> None:
+def _load(
+    state: TrainState, data: bytes, device: torch.device, *, source: str, with_clock: bool = True
+) -> dict[str, Any]:
+    """Load what was broadcast, and return it."""
     loaded = deserialize_state(data, map_location=device, source=source)
     try:
         state.load_state_dict(loaded)
@@ -137,3 +142,4 @@ def _load(state: TrainState, data: bytes, device: torch.device, *, source: str, 
         raise SnapshotError(f"{source} does not fit this version of the model: {what}") from error
     if with_clock:
         state.clock.load_state_dict(loaded["run"]["clock"])
+    return loaded

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_train.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
 from elastic_train.slurm import torchrun_variables
 
 DEFAULT_PORT = 29400
@@ -40,6 +41,7 @@ NAME_LOOKUP_OPTIONS = "timeout:1 attempts:1"
 one thread that serves everybody, and a name server that does not answer must not hold a world up for its usual 5 s"""
 ENDPOINT_VARIABLE = "ELASTIC_TRAIN_RDZV_ENDPOINT"
 MIN_NODES_VARIABLE = "ELASTIC_TRAIN_MIN_NODES"
+NODE_VARIABLE = "ELASTIC_TRAIN_NODE"
 
 # torchrun's own options, of torch 2.11 to 2.15, to tell its arguments from the program's.
 SWITCHES = ("standalone", "module", "no-python", "run-path", "virtual-local-rank", "help")
@@ -71,7 +73,18 @@ def prepare_agent() -> Any:
 
 
 def refuse_as_backend(_parameters: Any) -> Any:
-    raise RuntimeError("elastic_train is no rendezvous backend; use --rdzv-backend=c10d")
+    raise RuntimeError("elastic_train is no rendezvous backend; use --rdzv-backend=c10d or etcd3")
+
+
+def etcd3_backend() -> Any:
+    """Entry point `etcd3` of `torchrun.handlers`: what makes the handler of `--rdzv-backend=etcd3`."""
+
+    def create(parameters: Any) -> Any:
+        from elastic_train.rendezvous import create_handler  # heavy, and only for those who asked for it
+
+        return create_handler(parameters)
+
+    return create
 
 
 @dataclass(frozen=True)
@@ -251,6 +264,10 @@ class Launch:
     """MASTER_ADDR and MASTER_PORT, the meeting point where there is no c10d endpoint"""
     is_agent_store: bool = False
     """whether an agent serves the store at `master`; else rank 0 has to"""
+    etcd: EtcdSettings | None = None
+    """the cluster where workers of all nodes meet; rank, world_size and num_nodes are then those of this node alone"""
+    node_id: str = ""
+    """what the workers of this node have in common and no other node has; set with `etcd`"""
 
     @staticmethod
     def from_environment(environ: Mapping[str, str], store_endpoint: str | None) -> Launch:
@@ -260,7 +277,8 @@ class Launch:
         if "RANK" not in environ or "WORLD_SIZE" not in environ:
             return Launch()
         endpoint = normalize_endpoint(store_endpoint) if store_endpoint else environ.get(ENDPOINT_VARIABLE)
-        if endpoint is None and agent_pid is not None:
+        etcd = environ.get(SETTINGS_VARIABLE)
+        if endpoint is None and etcd is None and agent_pid is not None:
             endpoint = endpoint_of_agent(agent_pid, environ)
         return Launch(
             rank=int(environ["RANK"]),
@@ -276,6 +294,8 @@ class Launch:
             endpoint=endpoint,
             master=(environ.get("MASTER_ADDR", "localhost"), int(environ.get("MASTER_PORT", "0"))),
             is_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            etcd=EtcdSettings.from_json(etcd) if etcd and endpoint is None else None,
+            node_id=environ.get(NODE_VARIABLE, ""),
         )
 
 

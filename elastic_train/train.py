@@ -27,7 +27,7 @@ class StepResult:
     loss: float
     """mean over all samples of the step, the same on every rank"""
     votes: tuple[int, ...]
-    """the ranks' votes, summed: (told to stop, leaving now); the same on every rank"""
+    """the ranks' votes, summed: (told to stop, leaving now, members wait to be taken in); the same on every rank"""
 
 
 class Outcome(StrEnum):
@@ -38,6 +38,8 @@ class Outcome(StrEnum):
     """every rank was told to stop"""
     SOME_LEAVE = "some_leave"
     """some ranks were told to stop and leave; the others go on without them"""
+    SOME_JOIN = "some_join"
+    """members are ready to be taken in; all ranks go on with them"""
 
 
 class Observer(Protocol):
@@ -65,13 +67,14 @@ def train(
     loss: Loss,
     evaluate: Callable[[TrainState], None],
     snapshots: Snapshots,
-    votes: Callable[[], tuple[int, int]],
+    votes: Callable[[], tuple[int, int, int]],
     world_size: int,
     observer: Observer,
 ) -> Outcome:
     """Advance `state` to the end of training, or to the step at which all ranks agree to stop; every rank calls it.
 
-    `votes` is asked once a step: (whether this rank was told to stop, whether it leaves now).
+    `votes` is asked once a step: (whether this rank was told to stop, whether it leaves now, whether members wait to
+    be taken in).
 
     Raises:
         TrainingDiverged: as `train_step`.
@@ -86,16 +89,16 @@ def train(
             evaluate(state)
         if snapshots.is_due(state):
             snapshots.save(state)
-        told_to_stop, leaving = result.votes
-        if told_to_stop == world_size:
+        told_to_stop, leaving, joining = result.votes
+        if told_to_stop == world_size or state.is_finished:
             break
-        if leaving:
-            return Outcome.FINISHED if state.is_finished else Outcome.SOME_LEAVE
+        if leaving or joining:
+            return Outcome.SOME_LEAVE if leaving else Outcome.SOME_JOIN
     return Outcome.FINISHED if state.is_finished else Outcome.STOPPED
 
 
 def train_step(
-    state: TrainState, micro_batches: Share, reduction: Reduction, loss: Loss, votes: tuple[int, int]
+    state: TrainState, micro_batches: Share, reduction: Reduction, loss: Loss, votes: tuple[int, ...]
 ) -> StepResult:
     """One optimizer step over the global batch; `state` is not committed yet.
 

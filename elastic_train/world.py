@@ -37,6 +37,8 @@ class Member:
     """what must be equal for all members: task, flags, versions"""
     unreachable: tuple[int, ...] = ()
     """ranks of the last world whose listener it could not reach, where it had reason to look"""
+    group_store: tuple[str, int] | None = None
+    """(IP, port) of a TCPStore of its own, at which a world meets whose rank 0 it is; None under c10d"""
 
     @property
     def name(self) -> str:
@@ -53,8 +55,11 @@ class Member:
     @staticmethod
     def from_json(text: str) -> Member:
         fields = json.loads(text)
-        host, port = fields.pop("address")
-        return Member(address=(host, int(port)), unreachable=tuple(fields.pop("unreachable")), **fields)
+        for name in ("address", "group_store"):
+            if fields[name] is not None:
+                host, port = fields[name]
+                fields[name] = (host, int(port))
+        return Member(unreachable=tuple(fields.pop("unreachable")), **fields)
 
 
 @dataclass(frozen=True)

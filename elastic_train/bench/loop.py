@@ -169,7 +169,12 @@ class OurLoop:
         )
         self._scratch = scratch
         self._membership = Membership(
-            self._launch, StopSignal(), formation_timeout=120.0, peer_timeout=PEER_TIMEOUT.total_seconds(), say=print
+            self._launch,
+            StopSignal(),
+            formation_timeout=120.0,
+            peer_timeout=PEER_TIMEOUT.total_seconds(),
+            say=print,
+            warn=print,
         )
         address = self._membership.local_address()
         use_interface_of(address)

@@ -18,7 +18,10 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from elastic_train.errors import StoreUnreachable
+from elastic_train.etcd import Connections, Etcd
+from elastic_train.etcd_store import EtcdStore, Mirror
 from elastic_train.store import KeyValueStore, MemoryStore, TorchStore
+from tests.etcd_cluster import etcd_running
 
 TIMEOUT = timedelta(seconds=2.5)
 PATIENT_TIMEOUT = timedelta(seconds=30)
@@ -46,13 +49,29 @@ def tcp_server() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
 
 
-@pytest.fixture(params=["memory", "hash", "tcp"])
-def store(request: pytest.FixtureRequest) -> KeyValueStore:
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    with etcd_running(tmp_path_factory.mktemp("etcd")) as cluster:
+        connections = Connections(cluster.settings())
+        yield Etcd(connections, deadline=PATIENT_TIMEOUT.total_seconds(), attempt_seconds=10)
+        connections.close()
+
+
+@pytest.fixture(params=["memory", "hash", "tcp", "etcd", "mirrored-etcd"])
+def store(request: pytest.FixtureRequest) -> Iterator[KeyValueStore]:
     if request.param == "memory":
-        return MemoryStore()
-    if request.param == "hash":
-        return TorchStore(HashStore(), TIMEOUT)
-    return tcp_client(request.getfixturevalue("tcp_server").port, PATIENT_TIMEOUT)
+        yield MemoryStore()
+    elif request.param == "hash":
+        yield TorchStore(HashStore(), TIMEOUT)
+    elif request.param == "tcp":
+        yield tcp_client(request.getfixturevalue("tcp_server").port, PATIENT_TIMEOUT)
+    elif request.param == "etcd":
+        yield EtcdStore(request.getfixturevalue("etcd"))
+    else:
+        etcd = request.getfixturevalue("etcd")
+        mirror = Mirror(etcd, request.getfixturevalue("key"))
+        yield EtcdStore(etcd, mirror=mirror)
+        mirror.close()
 
 
 @pytest.fixture

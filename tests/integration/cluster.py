@@ -22,6 +22,7 @@ from elastic_train.drills.nodes import (
 
 if TYPE_CHECKING:
     from elastic_train.snapshot import SnapshotInfo
+    from tests.etcd_cluster import EtcdCluster
 
 __all__ = ["Cluster", "Node", "free_port", "is_listening", "is_running", "kill_at_once", "running", "wait_until"]
 
@@ -32,8 +33,10 @@ TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
 class Cluster:
     """The nodes of one test: same endpoint, same flags, one working directory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, etcd: EtcdCluster | None = None) -> None:
         self.path = path
+        self.etcd = etcd
+        """where the nodes meet; None: at a TCPStore, under c10d"""
         self.port = free_port()
         self.nodes: list[Node] = []
 
@@ -45,7 +48,7 @@ class Cluster:
         self,
         *flags: str,
         nodes: int = 1,
-        nnodes: str = "1:4",
+        nnodes: str | None = None,
         nproc: int = 1,
         run_dir: Path | None = None,
         env: dict[str, str] | None = None,
@@ -56,9 +59,19 @@ class Cluster:
         program: Sequence[str] = ("-m", "elastic_train"),
     ) -> list[Node]:
         """Start nodes with `-m elastic_train`, or a `program` that takes its flags; returns at once. Another `port`
-        makes them a job of their own."""
+        makes them a job of their own.
+
+        By default 1:4 nodes; in etcd, where nodes are there when their workers are ready, exactly those that are
+        started together make the first world, however slowly they start.
+        """
+        if nnodes is None:
+            nnodes = "1:4" if self.etcd is None or nodes == 1 else f"1:{nodes}"
+        if self.etcd is not None and nodes > 1 and conf is None:
+            conf = "last_call=60" if nnodes.startswith("1:") else "last_call=2"
+        endpoint = f"localhost:{port or self.port}" if self.etcd is None else self.etcd.endpoint
         command = [
-            *TORCHRUN, "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port or self.port}", f"--nnodes={nnodes}",
+            *TORCHRUN, f"--rdzv-backend={'etcd3' if self.etcd else 'c10d'}", f"--rdzv-endpoint={endpoint}",
+            f"--nnodes={nnodes}",
             f"--nproc-per-node={nproc}", *([f"--rdzv-conf={conf}"] if conf else []),
             *([f"--max-restarts={max_restarts}"] if max_restarts else []),
             *program, "--run-dir", str(run_dir or self.run_dir), *flags,
@@ -71,7 +84,9 @@ class Cluster:
         return self.launch(command, env or {})
 
     def host_store(self) -> None:
-        """Serve the endpoint's store from a process of its own, so that any node may die."""
+        """Serve the endpoint's store from a process of its own, so that any node may die; etcd is one already."""
+        if self.etcd is not None:
+            return
         console = "import sys; from elastic_train.cli import main; sys.exit(main())"
         self.launch([sys.executable, "-c", console, "store", "--port", str(self.port)], {})
         wait_until(lambda: is_listening(self.port), "store")
@@ -199,8 +214,8 @@ def check_ledger(run_dirs: Sequence[Path], *, length: int, batch: int, steps: in
 
 
 @contextlib.contextmanager
-def running(path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(path)
+def running(path: Path, etcd: EtcdCluster | None = None) -> Iterator[Cluster]:
+    cluster = Cluster(path, etcd)
     try:
         yield cluster
     finally:

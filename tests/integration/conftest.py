@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.etcd_cluster import EtcdCluster, etcd_running
 from tests.integration.cluster import Cluster, running
 
 HAS_FAILED = pytest.StashKey[bool]()
@@ -20,9 +21,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture
 def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Nodes that end with the test; where it failed, what each of them last said is shown."""
-    with running(tmp_path) as nodes:
+    """Nodes that end with the test, under c10d or, as an indirect parameter says, `etcd3`; where it failed, what each
+    of them last said is shown."""
+    etcd = request.getfixturevalue("etcd") if getattr(request, "param", "c10d") == "etcd3" else None
+    with running(tmp_path, etcd) as nodes:
         yield nodes
         if request.node.stash.get(HAS_FAILED, False):
             for node in nodes.nodes:
                 print(f"--- {node.log.name}, exit code {node.process.poll()}\n{node.text()[-SHOWN_CHARACTERS:]}")
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdCluster]:
+    """Three real etcd members."""
+    path = tmp_path / "etcd"
+    path.mkdir()
+    with etcd_running(path, 3) as members:
+        yield members

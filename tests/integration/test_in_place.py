@@ -10,18 +10,22 @@ import pytest
 
 from tests.integration.cluster import Cluster, Node, check_ledger, events, last_step, result, wait_for_step, wait_until
 
+pytestmark = pytest.mark.parametrize("cluster", ["c10d", pytest.param("etcd3", marks=pytest.mark.slow)], indirect=True)
 LENGTH, BATCH = 1437, 64
 ENDLESS = ("--epochs", "1000", "--ledger", "--eval-every", "1000", "--peer-timeout", "2")
 
 
-def start_world(cluster: Cluster, nodes: int, *flags: str, nproc: int = 1, steps: int = 600) -> list[Node]:
+def start_world(
+    cluster: Cluster, nodes: int, *flags: str, nproc: int = 1, steps: int = 600, nnodes: str | None = None
+) -> list[Node]:
     """A world of `nodes` nodes that has committed some steps. The store is off the nodes: any of them may die."""
     cluster.host_store()
-    started = cluster.start(*ENDLESS, "--max-steps", str(steps), *flags, nodes=nodes, nproc=nproc)
-    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events")
+    started = cluster.start(*ENDLESS, "--max-steps", str(steps), *flags, nodes=nodes, nproc=nproc, nnodes=nnodes)
+    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events", 150)
     wait_until(
         lambda: any(e["world_size"] == nodes * nproc for e in events(cluster.run_dir, "world")),
         f"world of {nodes * nproc}",
+        150,
     )
     wait_for_step(cluster.run_dir, 40)
     return started
@@ -137,14 +141,14 @@ def test_a_node_told_to_stop_leaves_without_an_error(cluster: Cluster) -> None:
 
 
 def test_a_node_joins_and_no_step_is_lost(cluster: Cluster) -> None:
-    nodes = start_world(cluster, 2, steps=2000)
+    nodes = start_world(cluster, 2, steps=2000, nnodes="2:3" if cluster.etcd else None)
     nodes += cluster.start(*ENDLESS, "--max-steps", "2000")
     wait_until(lambda: any(e["world_size"] == 3 for e in events(cluster.run_dir, "world")), "world of 3", 40)
     cluster.finish(nodes)
     end = check_run(cluster, 2000)
     assert [incident["cause"] for incident in end["incidents"]] == ["join"]
     restored = [e for e in events(cluster.run_dir, "restore") if e["generation"] == 1]
-    assert {e["source"] for e in restored} == {"handoff"}
+    assert {e["source"] for e in restored} == {"peer" if cluster.etcd else "handoff"}
 
 
 def test_a_killed_node_comes_back(cluster: Cluster) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.integration.cluster import Cluster, Node, events, last_step, result, wait_for_step, wait_until, worlds
 from tests.integration.test_in_place import ENDLESS, check_run
 
+pytestmark = pytest.mark.parametrize("cluster", ["c10d", pytest.param("etcd3", marks=pytest.mark.slow)], indirect=True)
 STEPS = 300
 
 
@@ -146,6 +147,8 @@ def test_an_evaluation_that_is_stuck_on_one_rank(cluster: Cluster) -> None:
 
 def test_the_host_of_the_endpoint_dies(cluster: Cluster) -> None:
     """Fatal under c10d, but every node saves what it has: a new start loses no committed step."""
+    if cluster.etcd is not None:
+        pytest.skip("no node is special under etcd")
     flags = (*ENDLESS, "--max-steps", "2000", "--snapshot-every", "0")
     nodes = cluster.start(*flags, nodes=1, nnodes="3")
     wait_until(lambda: hosts_endpoint(cluster, nodes[0]), "endpoint")

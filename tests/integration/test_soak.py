@@ -93,6 +93,7 @@ class Soak:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
+@pytest.mark.parametrize("cluster", ["c10d", "etcd3"], indirect=True)
 @pytest.mark.parametrize(("seed", "nproc", "max_nodes", "loaders"), [(1, 1, 4, 0), (2, 2, 3, 1)])
 def test_twenty_changes_leave_the_bits_of_the_undisturbed_run(
     cluster: Cluster, seed: int, nproc: int, max_nodes: int, loaders: int

@@ -1,0 +1,149 @@
+"""One job in etcd, from its first worker to its last: its key, its lease, and how it is taken over when all are dead.
+
+`<prefix>/<run id>/job` names the job that has the run id now: a token, below which all its keys are, and the lease
+that they are put under. Every worker keeps the lease alive; when the last one is gone it runs out and leaves nothing.
+Nothing is written unless the key is still the one that its writer knows (the guard of etcd_store.py).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic_train.errors import LeftOut, StoreUnreachable
+from elastic_train.etcd import Entry, Etcd, Transaction
+from elastic_train.etcd_settings import EtcdSettings
+from elastic_train.etcd_store import Guard, text_of
+from elastic_train.liveness import Probe, probe
+from elastic_train.lobby import Standing, standing
+
+ROUND = "round-0"
+"""below a job's prefix; where agents restart all workers together there are several (membership.py), here is one"""
+MIN_LEASE_SECONDS = 60.0
+NO_STAMP = b"-" * 12
+"""in place of a stamp (etcd_store.py): the token is unique to its writer"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that this worker is of."""
+
+    prefix: str
+    """begins all its keys"""
+    lease: int
+    lease_seconds: float
+    guard: Guard
+
+    def keep(self, etcd: Etcd) -> None:
+        """Start the lease's time anew.
+
+        Raises:
+            LeftOut: it has run out, and everything of the job with it.
+        """
+        if not etcd.refresh(self.lease):
+            raise LeftOut("this worker's job is over, or was taken over: its lease in etcd has run out")
+
+
+def job_key(settings: EtcdSettings, run_id: str) -> str:
+    return f"{settings.prefix}/{run_id}/job"
+
+
+def open_job(
+    etcd: Etcd,
+    settings: EtcdSettings,
+    run_id: str,
+    *,
+    peer_timeout: float,
+    check: Callable[[], None],
+    say: Callable[[str], None],
+) -> Job:
+    """The living job of a run id, or a new one. Blocks about `peer_timeout` where dead members cannot be told at once.
+
+    Args:
+        check: called now and then; raises to give up.
+
+    Raises:
+        StoreUnreachable, StoreRefused: as every call.
+    """
+    key = job_key(settings, run_id)
+    lease_seconds = max(MIN_LEASE_SECONDS, 2 * settings.grace)
+    deadline = time.monotonic() + 4 * peer_timeout + 60
+    while time.monotonic() < deadline:
+        check()
+        entry = etcd.get(key)
+        if entry is None:
+            token, lease = secrets.token_hex(6), etcd.grant(lease_seconds)
+            value = NO_STAMP + json.dumps([token, lease, lease_seconds]).encode()
+            etcd.transact(
+                Transaction([etcd.is_at(key, 0)], [etcd.put_request(key, value, lease)], [])
+            )  # ours or another's: the next look tells
+            entry = etcd.get(key)
+            if entry is None or entry.value != value:
+                etcd.revoke(lease)
+                continue
+        job = read_job(entry, settings, run_id)
+        if is_over(etcd, job, peer_timeout, check):
+            say(f"every worker of an earlier start of run id {run_id!r} is gone: a new start begins")
+            take_away(etcd, job)
+            continue
+        try:
+            job.keep(etcd)
+        except LeftOut:  # it ran out at this very moment
+            continue
+        return job
+    raise StoreUnreachable(f"no job can be opened under {key} in etcd: others come and go faster than it can be read")
+
+
+def read_job(entry: Entry, settings: EtcdSettings, run_id: str) -> Job:
+    token, lease, lease_seconds = json.loads(text_of(entry) or "")
+    return Job(
+        prefix=f"{settings.prefix}/{run_id}/{token}",
+        lease=int(lease),
+        lease_seconds=float(lease_seconds),
+        guard=Guard(entry.key, entry.create_revision),
+    )
+
+
+def is_over(etcd: Etcd, job: Job, peer_timeout: float, check: Callable[[], None]) -> bool:
+    """Whether a job has reached its end, or has a world, or is about to, and every member of it is dead.
+
+    Nobody listens any more where a process was killed. A frozen one, or one on a host that is gone, is dead when its
+    heart has not been seen to beat for so long.
+    """
+    if etcd.get(f"{job.prefix}/over") is not None:
+        return True
+    prefix = f"{job.prefix}/{ROUND}"
+
+    def look() -> tuple[Standing, dict[str, str]]:
+        texts = {entry.key: text_of(entry) or "" for entry in etcd.below(f"{prefix}/")[0]}
+        return standing(prefix, texts), {key: text for key, text in texts.items() if key.startswith(f"{prefix}/beat/")}
+
+    stood, beats = look()
+    if not stood.everyone:
+        return False
+    if all(probe(member.address) is Probe.REFUSED for member in stood.everyone):
+        return True
+    hearts = {f"{prefix}/beat/{member.name}" for member in stood.everyone}
+    deadline = time.monotonic() + peer_timeout + 1.0
+    while time.monotonic() < deadline:
+        check()
+        stands, beat = look()
+        if stands != stood or any(beat.get(heart) != beats.get(heart) for heart in hearts):
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def take_away(etcd: Etcd, job: Job) -> None:
+    """Remove a job and all its keys, if it still is the one; whoever wakes up in it can write nothing any more."""
+    guard = job.guard
+    etcd.transact(
+        Transaction(
+            [etcd.is_created_at(guard.key, guard.create_revision)],
+            [etcd.delete_request(guard.key), etcd.delete_request(f"{job.prefix}/", is_prefix=True)],
+        )
+    )
+    etcd.revoke(job.lease)

@@ -1,0 +1,427 @@
+"""The etcd client's faults, one by one, against real etcd members: none of them reaches its callers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
+from elastic_train.etcd import Connections, Etcd, LeaseLost, Transaction
+from elastic_train.etcd_job import open_job, take_away
+from elastic_train.etcd_settings import EtcdSettings
+from elastic_train.etcd_store import EtcdStore, Guard, Mirror
+from tests.etcd_cluster import EtcdCluster, Tls, etcd_running
+
+PATIENCE = 60.0
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """Three members; a test that hurts one heals it again."""
+    with etcd_running(tmp_path_factory.mktemp("trio"), 3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def etcd(trio: EtcdCluster) -> Iterator[Etcd]:
+    trio.wait_until_healthy()
+    connections = Connections(trio.settings())
+    yield Etcd(connections, deadline=PATIENCE)
+    connections.close()
+
+
+def connect(settings: EtcdSettings, deadline: float = PATIENCE) -> Etcd:
+    return Etcd(Connections(settings), deadline=deadline)
+
+
+def at_endpoint_of(etcd: Etcd, cluster: EtcdCluster, index: int) -> None:
+    """Make a member the one that the next call goes to, as soon as it answers."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        while etcd.connections.present != index:
+            etcd.connections.rotate(etcd.connections.present)
+        etcd.get("somewhere")
+        if etcd.connections.present == index:
+            return
+        assert time.monotonic() < deadline, cluster.endpoint
+        time.sleep(0.1)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "earlier", ["", "from google.protobuf import timestamp_pb2; "], ids=["alone", "protobuf first"]
+)
+def test_the_client_loads_under_the_protobuf_that_is_there(earlier: str) -> None:
+    """Its generated code does not: TypeError, unless protobuf is switched to its slow form before its first import."""
+    code = f"{earlier}from elastic_train.etcd import import_etcd3; print(import_etcd3().etcdrpc.Compare.EQUAL)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "0", done.stderr
+
+
+def test_what_every_agent_and_worker_imports_does_not_import_the_client() -> None:
+    code = (
+        "import sys, elastic_train.torchrun, elastic_train.membership; elastic_train.torchrun.etcd3_backend(); "
+        "print([name for name in ('grpc', 'google.protobuf', 'etcd3', 'tenacity') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+# --- members that die, freeze, and come back --------------------------------------------------------------------------
+
+
+def test_a_dead_member_costs_one_try(trio: EtcdCluster, etcd: Etcd) -> None:
+    store = EtcdStore(etcd)
+    store.put("fail/over", "before")
+    victim = trio.members[1]
+    at_endpoint_of(etcd, trio, 1)
+    victim.kill()
+    try:
+        assert store.get("fail/over") == "before"
+        store.put("fail/over", "after")
+        assert etcd.connections.present != 1
+    finally:
+        victim.start()
+    trio.wait_until_healthy()
+    at_endpoint_of(etcd, trio, 1)
+    assert store.get("fail/over") == "after", "a member that is back is used again"
+
+
+def test_a_frozen_member_does_not_block(trio: EtcdCluster, etcd: Etcd) -> None:
+    impatient = EtcdStore(etcd).with_patience(PATIENCE, 1.0, lambda _why: None)
+    at_endpoint_of(etcd, trio, 2)
+    with trio.members[2].frozen():
+        started = time.monotonic()
+        impatient.put("frozen", "yes")
+        assert time.monotonic() - started < PATIENCE / 2
+    assert impatient.get("frozen") == "yes"
+
+
+def test_the_leader_dies(trio: EtcdCluster, etcd: Etcd) -> None:
+    store, leader = EtcdStore(etcd), trio.leader()
+    leader.kill()
+    try:
+        assert store.add("while/electing", 1) == 1
+    finally:
+        leader.start()
+        trio.wait_until_healthy()
+    assert store.add("while/electing", 1) == 2, "applied once"
+
+
+def test_nobody_answers(trio: EtcdCluster) -> None:
+    settings = EtcdSettings(("127.0.0.1:1",))
+    words: list[str] = []
+    etcd = Etcd(Connections(settings), deadline=1.5, before_retry=words.append)
+    started = time.monotonic()
+    with pytest.raises(StoreUnreachable, match="does not answer") as caught:
+        etcd.get("key")
+    assert 1.0 < time.monotonic() - started < 20
+    assert "\n" not in str(caught.value)
+    assert words, "somebody could have said stop"
+
+
+def test_a_wait_can_be_given_up() -> None:
+    def give_up(_why: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Etcd(Connections(EtcdSettings(("127.0.0.1:1",))), deadline=60, before_retry=give_up).get("key")
+
+
+def test_a_mirror_goes_on_at_another_member(trio: EtcdCluster, etcd: Etcd) -> None:
+    """The client's own watch would be lost with its member, and its thread would spin."""
+    at_endpoint_of(etcd, trio, 0)
+    mirror = Mirror(etcd, "mirrored/")
+    store, direct = EtcdStore(etcd, mirror=mirror), EtcdStore(etcd)
+    store.put("mirrored/a", "1")
+    assert store.get("mirrored/a") == "1"
+    trio.members[0].kill()
+    try:
+        direct.put("mirrored/a", "2")
+        deadline = time.monotonic() + PATIENCE
+        while store.get("mirrored/a") != "2":
+            assert time.monotonic() < deadline
+            mirror.wait_for_change(0.1)
+        store.put("mirrored/b", "3")
+        assert store.get_many(["mirrored/a", "mirrored/b"]) == ["2", "3"]
+    finally:
+        trio.members[0].start()
+        mirror.close()
+
+
+def test_a_mirror_at_a_frozen_member_is_never_believed(trio: EtcdCluster, etcd: Etcd) -> None:
+    at_endpoint_of(etcd, trio, 0)
+    mirror = Mirror(etcd, "believed/")
+    store = EtcdStore(etcd, mirror=mirror).with_patience(PATIENCE, 1.0, lambda _why: None)
+    store.put("believed/a", "1")
+    with trio.members[0].frozen():
+        store.put("believed/a", "2")
+        assert store.get("believed/a") == "2", "what this process has written, it reads"
+    mirror.close()
+
+
+def test_a_mirror_forgets_what_is_deleted_or_has_run_out(trio: EtcdCluster, etcd: Etcd) -> None:
+    mirror = Mirror(etcd, "gone/")
+    store, lease = EtcdStore(etcd, mirror=mirror), etcd.grant(60)
+    store.put("gone/a", "1")
+    store.under(lease).put("gone/b", "2")
+    assert store.get_many(["gone/a", "gone/b"]) == ["1", "2"]
+    etcd.revoke(lease)
+    etcd.delete("gone/a")
+    deadline = time.monotonic() + PATIENCE
+    while mirror.below("gone/"):
+        assert time.monotonic() < deadline
+        mirror.wait_for_change(0.1)
+    mirror.close()
+
+
+def test_a_mirror_survives_compaction(trio: EtcdCluster, etcd: Etcd) -> None:
+    mirror = Mirror(etcd, "compacted/")
+    store = EtcdStore(etcd, mirror=mirror)
+    for turn in range(5):
+        store.put("compacted/a", str(turn))
+    revision = etcd.below("compacted/")[1]
+    trio.ctl("compact", str(revision))
+    mirror.reconnect()
+    store.put("compacted/a", "last")
+    assert store.get("compacted/a") == "last"
+    mirror.close()
+
+
+# --- writes without an answer -----------------------------------------------------------------------------------------
+
+
+class Deaf:
+    """Lets a write through and loses its answer, as a member does that dies after it has committed."""
+
+    def __init__(self, etcd: Etcd, monkeypatch: pytest.MonkeyPatch, between: list[object]) -> None:
+        real = etcd._attempt
+        self.num_lost = 0
+
+        def attempt(method: object, request: object, give_up_at: float) -> object:
+            answer = real(method, request, give_up_at)  # type: ignore[arg-type]
+            if type(request).__name__ == "TxnRequest" and self.num_lost == 0:
+                self.num_lost += 1
+                for act in between:
+                    act()  # type: ignore[operator]
+                from elastic_train.etcd import Transient
+
+                raise Transient("the answer was lost")
+            return answer
+
+        monkeypatch.setattr(etcd, "_attempt", attempt)
+
+
+def test_a_write_without_an_answer_is_recognised(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = EtcdStore(etcd)
+    store.put("lost/counter", "5")
+    deaf = Deaf(etcd, monkeypatch, [])
+    assert store.add("lost/counter", 1) == 6
+    assert deaf.num_lost == 1
+    assert store.get("lost/counter") == "6"
+
+
+def test_it_is_recognised_also_when_others_have_written_since(
+    trio: EtcdCluster, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = EtcdStore(etcd), EtcdStore(connect(trio.settings()))
+    store.put("lost/since", "5")
+    Deaf(etcd, monkeypatch, [lambda: other.add("lost/since", 10), lambda: other.add("lost/since", 10)])
+    assert store.add("lost/since", 1) == 6
+    assert store.get("lost/since") == "26"
+
+
+def test_creating_and_swapping_without_an_answer(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = EtcdStore(etcd)
+    with monkeypatch.context() as patch:
+        Deaf(etcd, patch, [])
+        assert store.create("lost/created", "mine") == "mine"
+    with monkeypatch.context() as patch:
+        Deaf(etcd, patch, [])
+        assert store.swap("lost/created", "mine", "swapped")
+    assert store.get("lost/created") == "swapped"
+
+
+# --- leases, guards, jobs ---------------------------------------------------------------------------------------------
+
+
+def test_a_lost_lease_is_no_silence(etcd: Etcd) -> None:
+    lease = etcd.grant(60)
+    assert etcd.refresh(lease)
+    etcd.revoke(lease)
+    etcd.revoke(lease)
+    assert not etcd.refresh(lease)
+    with pytest.raises(LeaseLost):
+        etcd.transact(Transaction((), [etcd.put_request("leased", b"x", lease)]))
+    with pytest.raises(LeftOut, match="lease"):
+        EtcdStore(etcd, lease=lease).put("leased", "x")
+
+
+def test_nothing_is_written_behind_a_guard_that_is_gone(etcd: Etcd) -> None:
+    EtcdStore(etcd).put("guard", "stands")
+    entry = etcd.get("guard")
+    assert entry is not None
+    store = EtcdStore(etcd, guard=Guard("guard", entry.create_revision))
+    store.put("guarded", "1")
+    etcd.delete("guard")
+    EtcdStore(etcd).put("guard", "another's")
+    for write in (
+        lambda: store.put("guarded", "2"),
+        lambda: store.create("fresh", "2"),
+        lambda: store.swap("guarded", "1", "2"),
+        lambda: store.add("counter", 1),
+    ):
+        with pytest.raises(LeftOut, match="taken over"):
+            write()
+    assert store.get("guarded") == "1"
+
+
+def open_it(etcd: Etcd, trio: EtcdCluster, run_id: str, say: list[str] | None = None, peer_timeout: float = 1.0):  # type: ignore[no-untyped-def]
+    told: list[str] = [] if say is None else say
+    return open_job(etcd, trio.settings(), run_id, peer_timeout=peer_timeout, check=lambda: None, say=told.append)
+
+
+def test_all_workers_open_the_same_job(trio: EtcdCluster, etcd: Etcd) -> None:
+    jobs: list[object] = []
+    threads = [threading.Thread(target=lambda: jobs.append(open_it(etcd, trio, "one"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(jobs) == 8
+    assert len(set(jobs)) == 1
+    take_away(etcd, jobs[0])  # type: ignore[arg-type]
+
+
+def test_a_run_id_can_be_used_again(trio: EtcdCluster, etcd: Etcd) -> None:
+    first = open_it(etcd, trio, "again")
+    store = EtcdStore(etcd, lease=first.lease, guard=first.guard)
+    store.put(f"{first.prefix}/over", "finished")
+    said: list[str] = []
+    second = open_it(etcd, trio, "again", said)
+    assert second.prefix != first.prefix
+    assert said
+    assert not etcd.below(f"{first.prefix}/")[0]
+    with pytest.raises(LeftOut):
+        store.put(f"{first.prefix}/late", "x")
+    take_away(etcd, second)
+    assert not etcd.below("/elastic_train/again/")[0], "nothing is left"
+
+
+# --- TLS, users -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EtcdCluster, Path]]:
+    """One member that wants client certificates, and a user fenced in below /team."""
+    path = tmp_path_factory.mktemp("secure")
+    with etcd_running(path, 1, Tls.make(path, needs_client_cert=True)) as cluster:
+        password = path / "password"
+        password.write_text("hunter2\n")
+        password.chmod(0o600)
+        cluster.ctl("user", "add", "root:rootpw")
+        cluster.ctl("user", "grant-role", "root", "root")
+        cluster.ctl("role", "add", "team")
+        cluster.ctl("role", "grant-permission", "team", "--prefix=true", "readwrite", "/team/")
+        cluster.ctl("user", "add", "trainer:hunter2")
+        cluster.ctl("user", "grant-role", "trainer", "team")
+        cluster.ctl("auth", "enable")
+        yield cluster, password
+
+
+def secure_settings(cluster: EtcdCluster, password: Path, **changes: object) -> EtcdSettings:
+    assert cluster.tls is not None
+    fields: dict[str, object] = {
+        "ca": str(cluster.tls.ca),
+        "cert": str(cluster.tls.client_cert),
+        "key": str(cluster.tls.client_key),
+        "user": "trainer",
+        "password_file": str(password),
+        "prefix": "/team/a",
+    }
+    return cluster.settings(**fields | changes)
+
+
+def test_mutual_tls_with_a_user_and_a_prefix(secure: tuple[EtcdCluster, Path]) -> None:
+    cluster, password = secure
+    settings = secure_settings(cluster, password)
+    etcd = connect(settings)
+    job = open_job(etcd, settings, "run", peer_timeout=1, check=lambda: None, say=print)
+    mirror = Mirror(etcd, f"{job.prefix}/")
+    store = EtcdStore(etcd, lease=job.lease, guard=job.guard, mirror=mirror)
+    store.put(f"{job.prefix}/key", "value")
+    assert store.get(f"{job.prefix}/key") == "value"
+    mirror.close()
+    take_away(etcd, job)
+
+
+def test_another_teams_prefix_is_refused(secure: tuple[EtcdCluster, Path]) -> None:
+    etcd = connect(secure_settings(*secure))
+    with pytest.raises(StoreRefused, match=r"permission denied.*prefix="):
+        EtcdStore(etcd).put("/other/key", "value")
+
+
+def test_a_wrong_password_is_refused_at_once(secure: tuple[EtcdCluster, Path], tmp_path: Path) -> None:
+    cluster, _ = secure
+    wrong = tmp_path / "wrong"
+    wrong.write_text("guess")
+    started = time.monotonic()
+    with pytest.raises(StoreRefused, match="invalid user ID or password") as caught:
+        connect(secure_settings(cluster, wrong)).get("/team/x")
+    assert time.monotonic() - started < PATIENCE / 2
+    assert "guess" not in str(caught.value)
+
+
+def test_no_user_where_one_is_needed(secure: tuple[EtcdCluster, Path]) -> None:
+    cluster, password = secure
+    with pytest.raises(StoreRefused, match=r"permission denied|user name is empty"):
+        connect(secure_settings(cluster, password, user=None)).get("/team/x")
+
+
+def test_an_expired_token_is_fetched_anew(secure: tuple[EtcdCluster, Path]) -> None:
+    """Tokens live for 3 s here; the client itself fetches one in its life."""
+    etcd = connect(secure_settings(*secure))
+    EtcdStore(etcd).put("/team/token", "1")
+    client = etcd.connections.client()[1]
+    deadline = time.monotonic() + PATIENCE
+    time.sleep(4.0)  # the token's own time: nothing but time makes it expire
+    while etcd.connections.client()[1] is client:
+        EtcdStore(etcd).put("/team/token", "2")
+        assert time.monotonic() < deadline
+        time.sleep(4.0)
+    assert EtcdStore(etcd).get("/team/token") == "2"
+
+
+def test_without_a_client_certificate_there_is_no_connection(secure: tuple[EtcdCluster, Path]) -> None:
+    cluster, password = secure
+    with pytest.raises(StoreUnreachable):
+        connect(secure_settings(cluster, password, cert=None, key=None), deadline=3).get("/team/x")
+
+
+def test_a_stranger_authority_is_not_trusted(secure: tuple[EtcdCluster, Path], tmp_path: Path) -> None:
+    cluster, password = secure
+    stranger = Tls.make(tmp_path)
+    with pytest.raises(StoreUnreachable):
+        connect(secure_settings(cluster, password, ca=str(stranger.ca)), deadline=3).get("/team/x")
+
+
+def test_a_user_without_tls(tmp_path: Path) -> None:
+    """grpc refuses to send call credentials over plaintext; the token travels as metadata."""
+    with etcd_running(tmp_path) as cluster:
+        cluster.ctl("user", "add", "root:rootpw")
+        cluster.ctl("user", "grant-role", "root", "root")
+        cluster.ctl("auth", "enable")
+        password = tmp_path / "password"
+        password.write_text("rootpw")
+        store = EtcdStore(connect(cluster.settings(user="root", password_file=str(password))))
+        store.put("key", "value")
+        assert store.get("key") == "value"

@@ -1,0 +1,277 @@
+"""`--rdzv-backend=etcd3 -m elastic_train`: any node may die, a join restarts nobody, members of etcd may die too."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.etcd_cluster import EtcdCluster, Tls, etcd_running
+from tests.integration.cluster import (
+    Cluster,
+    Node,
+    check_ledger,
+    error_line,
+    events,
+    last_step,
+    result,
+    running,
+    wait_for_step,
+    wait_until,
+    worlds,
+)
+from tests.integration.test_in_place import BATCH, ENDLESS, LENGTH, check_run, start_world
+
+PATIENCE = 150.0
+"""seconds for the start of a Python process with torch on a busy machine"""
+pytestmark = [pytest.mark.timeout(600), pytest.mark.parametrize("cluster", ["etcd3"], indirect=True)]
+
+
+def etcd_of(cluster: Cluster) -> EtcdCluster:
+    assert cluster.etcd is not None
+    return cluster.etcd
+
+
+def wait_for_world(cluster: Cluster, generation: int, size: int) -> None:
+    wait_until(lambda: (generation, size) in worlds(cluster.run_dir), f"world {generation} of {size}", PATIENCE)
+
+
+def outages(cluster: Cluster) -> dict[int, float]:
+    """By generation, the seconds between the last step of the world before and the first of this one."""
+    steps = events(cluster.run_dir, "step")
+    found = {}
+    for generation, _ in worlds(cluster.run_dir)[1:]:
+        before = [e["time"] for e in steps if e["generation"] < generation]
+        after = [e["time"] for e in steps if e["generation"] == generation]
+        if before and after:
+            found[generation] = min(after) - max(before)
+    return found
+
+
+def pids_that_trained(cluster: Cluster) -> set[int]:
+    return {int(event["pid"]) for event in events(cluster.run_dir, "start")}
+
+
+def test_a_node_joins_and_the_first_one_dies(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 2, steps=1500, nnodes="2:3")
+    nodes += cluster.start(*ENDLESS, "--max-steps", "1500")
+    wait_for_world(cluster, 1, 3)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+    nodes[0].kill()
+    cluster.finish(nodes[1:])
+    end = check_run(cluster, 1500)
+    assert [incident["cause"] for incident in end["incidents"]] == ["join", "peer_lost"]
+    assert [e["source"] for e in events(cluster.run_dir, "restore") if e["generation"] == 1] == ["peer"]
+    assert len(pids_that_trained(cluster)) == 3, "no process was replaced"
+    print("outages:", {generation: round(seconds, 3) for generation, seconds in outages(cluster).items()})
+    assert not etcd_of(cluster).keys(), "nothing is left behind"
+
+
+@pytest.mark.slow
+def test_thirty_joins_and_deaths(cluster: Cluster) -> None:
+    """Joins and kills take turns, drawn by a seed; every one is taken in place."""
+    chance = random.Random(5)
+    steps = ("--max-steps", "1000000", "--eval-every", "1000000")
+    nodes = start_world(cluster, 3, *steps, nnodes="3:4")
+    kinds: dict[int, str] = {}
+    for _ in range(30):
+        generation = worlds(cluster.run_dir)[-1][0]
+        if len(nodes) == 4 or (len(nodes) > 2 and chance.random() < 0.5):
+            nodes.pop(chance.randrange(len(nodes))).kill()
+            kinds[generation + 1] = "death"
+        else:
+            nodes += cluster.start(*ENDLESS, *steps)
+            kinds[generation + 1] = "join"
+        wait_for_world(cluster, generation + 1, len(nodes))
+        wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 15, PATIENCE)
+    for node in nodes:
+        node.signal(signal.SIGTERM)
+    cluster.finish(nodes, code=1)
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=last_step(cluster.run_dir))
+    seconds = outages(cluster)
+    for kind in ("join", "death"):
+        found = sorted(seconds[generation] for generation, what in kinds.items() if what == kind)
+        print(f"{kind}: {len(found)}, median {statistics.median(found):.3f} s, worst {found[-1]:.3f} s")
+    assert worlds(cluster.run_dir)[-1][0] == 30, "each change was one re-form"
+    assert not etcd_of(cluster).keys()
+
+
+@pytest.mark.slow
+def test_etcd_members_die_and_come_back(cluster: Cluster) -> None:
+    """One every 10 s, started again 5 s later, for two minutes; the leader among them."""
+    etcd = etcd_of(cluster)
+    nodes = start_world(cluster, 3, "--max-steps", "1000000", "--peer-timeout", "10")
+    for turn in range(12):
+        victim = etcd.leader() if turn % 3 == 0 else etcd.members[turn % 3]
+        victim.kill()
+        before = last_step(cluster.run_dir)
+        time.sleep(5.0)  # the schedule that the promise names
+        victim.start()
+        etcd.wait_until_healthy()
+        time.sleep(5.0)
+        assert last_step(cluster.run_dir) > before, "training goes on"
+    for node in nodes:
+        node.signal(signal.SIGTERM)
+    cluster.finish(nodes, code=1)
+    assert len(worlds(cluster.run_dir)) == 1, "no re-form"
+    done = last_step(cluster.run_dir)
+    assert sorted(e["step"] for e in events(cluster.run_dir, "step")) == list(range(1, done + 1))
+
+
+@pytest.mark.slow
+def test_an_outage_of_etcd_within_the_grace(cluster: Cluster) -> None:
+    etcd = etcd_of(cluster)
+    nodes = start_world(cluster, 2, "--max-steps", "1000000", "--peer-timeout", "10")
+    for member in etcd.members:
+        member.kill()
+    wait_until(lambda: events(cluster.run_dir, "warning"), "warning", PATIENCE)
+    before = last_step(cluster.run_dir)
+    wait_for_step(cluster.run_dir, before + 20, PATIENCE)
+    for member in etcd.members:
+        member.start()
+    etcd.wait_until_healthy()
+    wait_until(
+        lambda: any("answers again" in e["message"] for e in events(cluster.run_dir, "warning")), "word of it", PATIENCE
+    )
+    nodes += cluster.start(*ENDLESS, "--max-steps", "1000000", "--peer-timeout", "10", nnodes="1:2")
+    nodes.pop(0).kill()
+    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 2 and len(worlds(cluster.run_dir)) > 1, "world", PATIENCE)
+    for node in nodes:
+        node.signal(signal.SIGTERM)
+    cluster.finish(nodes, code=1)
+
+
+@pytest.mark.slow
+def test_an_outage_of_etcd_beyond_the_grace(cluster: Cluster) -> None:
+    etcd = etcd_of(cluster)
+    flags = (*ENDLESS, "--snapshot-every", "0")
+    nodes = cluster.start(*flags, "--max-steps", "1000000", nodes=2, nnodes="2:2", conf="last_call=60,grace=4")
+    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events", PATIENCE)
+    wait_for_step(cluster.run_dir, 40, PATIENCE)
+    for member in etcd.members:
+        member.kill()
+    for node in nodes:
+        assert node.wait(PATIENCE) != 0
+        assert "etcd" in node.text()
+        assert "is saved, start all nodes again to continue" in node.text()
+    for member in etcd.members:
+        member.start()
+    etcd.wait_until_healthy()
+    before = last_step(cluster.run_dir)
+    again = cluster.start(*flags, "--max-steps", str(before + 30), nodes=2)
+    cluster.finish(again)
+    end = check_run(cluster, before + 30)
+    assert end["incidents"][-1]["committed_steps_lost"] == 0
+
+
+@pytest.mark.slow
+def test_everything_is_killed_and_started_again_at_once(cluster: Cluster) -> None:
+    """With other flags, too: a dead job does not hold its successor up, nor to its word."""
+    start_world(cluster, 2, "--max-steps", "1000000")
+    cluster.kill()
+    before = last_step(cluster.run_dir)
+    nodes = cluster.start(*ENDLESS, "--max-steps", str(before + 100), nodes=2)
+    cluster.finish(nodes)
+    assert result(cluster.run_dir)["step"] == before + 100
+    assert any("earlier start" in node.text() for node in nodes)
+    assert not etcd_of(cluster).keys()
+
+
+@pytest.mark.slow
+def test_a_misfit_is_refused_and_the_others_lose_nothing(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 2, "--max-steps", "600", nnodes="2:3")
+    misfit = cluster.start(*ENDLESS, "--max-steps", "600", "--global-batch-size", "32")[0]
+    assert misfit.wait(PATIENCE) != 0
+    assert "--global-batch-size is 32 here and 64 on the run" in misfit.text()
+    cluster.finish(nodes)
+    assert len(worlds(cluster.run_dir)) == 1, "not even a re-form"
+    check_run(cluster, 600)
+
+
+@pytest.mark.slow
+def test_too_few_nodes_wait_for_one_that_joins_in_place(cluster: Cluster) -> None:
+    nodes = cluster.start(*ENDLESS, "--max-steps", "600", nodes=2, nnodes="2:2")
+    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events", PATIENCE)
+    wait_for_step(cluster.run_dir, 40, PATIENCE)
+    nodes.pop(0).kill()
+    wait_until(lambda: "waiting" in nodes[0].text(), "word of it", PATIENCE)
+    nodes += cluster.start(*ENDLESS, "--max-steps", "600", nnodes="2:2")
+    cluster.finish(nodes)
+    check_run(cluster, 600)
+    assert len(pids_that_trained(cluster)) == 3
+
+
+@pytest.mark.slow
+def test_a_node_beyond_the_maximum_steps_in_for_a_dead_one(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 2, "--max-steps", "1500")
+    nodes += cluster.start(*ENDLESS, "--max-steps", "1500", nnodes="1:2")
+    wait_until(lambda: "waiting to be taken in: 2 of at most 2 nodes train" in nodes[2].text(), "word", PATIENCE)
+    nodes[0].kill()
+    cluster.finish(nodes[1:])
+    check_run(cluster, 1500)
+    assert worlds(cluster.run_dir)[-1][1] == 2
+
+
+@pytest.mark.slow
+def test_a_node_that_waited_in_vain_ends_well(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 2, "--max-steps", "900")
+    nodes += cluster.start(*ENDLESS, "--max-steps", "900", nnodes="1:2")
+    cluster.finish(nodes)
+    assert "nothing left to do" in nodes[2].text()
+    assert not etcd_of(cluster).keys()
+
+
+@pytest.mark.slow
+def test_the_only_worker_freezes_and_another_start_takes_its_place(cluster: Cluster) -> None:
+    """It must not train on when it wakes up: nobody's closed socket would tell it."""
+    first = cluster.start(*ENDLESS, "--max-steps", "1000000", nnodes="1:1")[0]
+    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events", PATIENCE)
+    wait_for_step(cluster.run_dir, 40, PATIENCE)
+    frozen = first.workers()[0]
+    frozen.send_signal(signal.SIGSTOP)
+    other = cluster.path / "other"
+    second = cluster.start(*ENDLESS, "--max-steps", "300", run_dir=other, nnodes="1:1")[0]
+    wait_until(lambda: (other / "events").is_dir() and last_step(other) > 5, "training", PATIENCE)
+    before = last_step(cluster.run_dir)
+    frozen.send_signal(signal.SIGCONT)
+    assert first.wait(PATIENCE) != 0
+    assert "job is over, or was taken over" in error_line(first)
+    assert last_step(cluster.run_dir) <= before + 200
+    cluster.finish([second])
+
+
+@pytest.mark.slow
+def test_a_job_behind_tls_and_a_password(cluster: Cluster, tmp_path: Path) -> None:
+    """Mutual TLS, a user whose role allows one prefix, and a password that no process list shows."""
+    path = tmp_path / "secure"
+    path.mkdir()
+    tls = Tls.make(path, needs_client_cert=True)
+    with etcd_running(path, 3, tls) as etcd, running(path, etcd) as nodes_of:
+        password = path / "password"
+        password.write_text("hunter2\n")
+        etcd.ctl("user", "add", "root:rootpw")
+        etcd.ctl("user", "grant-role", "root", "root")
+        etcd.ctl("role", "add", "team")
+        etcd.ctl("role", "grant-permission", "team", "--prefix=true", "readwrite", "/team/")
+        etcd.ctl("user", "add", "trainer:hunter2")
+        etcd.ctl("user", "grant-role", "trainer", "team")
+        etcd.ctl("auth", "enable")
+        conf = (
+            f"ca={tls.ca},cert={tls.client_cert},key={tls.client_key},user=trainer,password_file={password},"
+            "prefix=/team/jobs,last_call=60"
+        )
+        nodes = nodes_of.start(*ENDLESS, "--max-steps", "900", nodes=2, nnodes="1:2", conf=conf)
+        wait_until(lambda: (nodes_of.run_dir / "events").is_dir(), "events", PATIENCE)
+        wait_for_step(nodes_of.run_dir, 40, PATIENCE)
+        nodes[0].kill()
+        nodes_of.finish(nodes[1:])
+        assert result(nodes_of.run_dir)["step"] == 900
+        wrong: Node = nodes_of.start(*ENDLESS, conf=conf.replace("/team/jobs", "/other"))[0]
+        assert wrong.wait(PATIENCE) != 0
+        assert "permission denied" in error_line(wrong)
+        assert "hunter2" not in json.dumps([node.text() for node in nodes_of.nodes])

@@ -1,0 +1,74 @@
+"""`--rdzv-backend=etcd3` for a script that is not ours: nodes die and join, torchrun's agents restart the workers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cluster import TORCHRUN, Cluster, Node, wait_until
+
+SCRIPT = Path(__file__).parent / "scripts" / "tutorial.py"
+CONF = "last_call=2,lease=5"
+PATIENCE = 150.0
+"""seconds: a restart of all workers takes the start of a Python process with torch on each node"""
+pytestmark = [pytest.mark.timeout(600), pytest.mark.parametrize("cluster", ["etcd3"], indirect=True)]
+
+
+def start(cluster: Cluster, *, steps: int, count: int = 1, nnodes: str = "1:4", conf: str = CONF) -> list[Node]:
+    assert cluster.etcd is not None
+    command = [
+        *TORCHRUN, "--rdzv-backend=etcd3", f"--rdzv-endpoint={cluster.etcd.endpoint}", "--rdzv-id=tutorial",
+        f"--nnodes={nnodes}", f"--rdzv-conf={conf}", "--max-restarts=10", str(SCRIPT),
+        str(cluster.path / "snapshot.pt"), str(cluster.path / "log.txt"), str(steps),
+    ]  # fmt: skip
+    return [cluster.launch(command, {}) for _ in range(count)]
+
+
+def progress(cluster: Cluster) -> list[tuple[int, int]]:
+    """(step, world size) of every step, in the order in which they were done."""
+    path = cluster.path / "log.txt"
+    if not path.exists():
+        return []
+    return [(int(step), int(size)) for step, size in (line.split() for line in path.read_text().splitlines())]
+
+
+def wait_for_world(cluster: Cluster, size: int, timeout: float = PATIENCE) -> None:
+    wait_until(lambda: progress(cluster)[-1:] and progress(cluster)[-1][1] == size, f"world of {size}", timeout)
+
+
+def test_nodes_of_any_script_die_and_join(cluster: Cluster) -> None:
+    assert cluster.etcd is not None
+    nodes = start(cluster, steps=1200, count=3)
+    wait_for_world(cluster, 3)
+    nodes[0].kill()
+    wait_for_world(cluster, 2)
+    nodes += start(cluster, steps=1200)
+    wait_for_world(cluster, 3)
+    cluster.finish(nodes[1:])
+    done = progress(cluster)
+    assert done[-1][0] == 1200
+    assert not cluster.etcd.keys(), "the last one took everything away"
+
+
+@pytest.mark.slow
+def test_a_dead_node_at_the_end_holds_nobody_up(cluster: Cluster) -> None:
+    """torchrun's exit barrier waits 300 s for it."""
+    nodes = start(cluster, steps=60, count=2, nnodes="2:2")
+    wait_until(lambda: progress(cluster)[-1:] == [(60, 2)], "last step", PATIENCE)
+    nodes[1].process.kill()  # its worker has nothing more to say to the other one
+    ended = time.monotonic()
+    assert nodes[0].wait(60) == 0
+    assert time.monotonic() - ended < 30
+
+
+@pytest.mark.slow
+def test_a_spare_node_steps_in(cluster: Cluster) -> None:
+    nodes = start(cluster, steps=600, count=2, nnodes="2:2")
+    wait_for_world(cluster, 2)
+    nodes += start(cluster, steps=600, nnodes="2:2")
+    nodes[0].kill()
+    before = progress(cluster)[-1][0]
+    wait_until(lambda: progress(cluster)[-1][0] > before + 20, "steps with the spare", PATIENCE)
+    cluster.finish(nodes[1:])

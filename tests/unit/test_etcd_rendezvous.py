@@ -1,0 +1,77 @@
+"""When a round of agents is due, who is in it, and what ends it; which of the two modes a program gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_train.errors import UsageError
+from elastic_train.etcd_rendezvous import next_round, num_waiting
+from elastic_train.rendezvous import choose_mode
+
+
+def decide(
+    current: str, alive: str, waiting: str, *, low: int = 1, high: int = 4, seconds: float = 99.0
+) -> list[str] | None:
+    """The next round; every letter is a node."""
+    return next_round(
+        list(current), set(alive), list(waiting), min_nodes=low, max_nodes=high, seconds_enough=seconds, last_call=2.0
+    )
+
+
+def test_the_first_round_waits_for_its_last_call_or_for_all() -> None:
+    assert decide("", "abc", "abc", seconds=1.0) is None
+    assert decide("", "abc", "abc", seconds=2.0) == ["a", "b", "c"]
+    assert decide("", "abcd", "dcba", seconds=0.0) == ["d", "c", "b", "a"]
+
+
+def test_too_few_wait_on() -> None:
+    assert decide("", "a", "a", low=2) is None
+    assert decide("abc", "a", "a", low=2) is None
+
+
+def test_a_newcomer_waits_until_all_who_live_have_stopped() -> None:
+    assert decide("ab", "abc", "c") is None
+    assert decide("ab", "abc", "ca") is None
+    assert decide("ab", "abc", "cba") == ["a", "b", "c"]
+
+
+def test_the_dead_are_not_waited_for() -> None:
+    assert decide("abc", "bc", "cb") == ["b", "c"]
+
+
+def test_who_was_in_stays_in_and_keeps_the_order() -> None:
+    assert decide("ba", "abcd", "dcab", high=3) == ["b", "a", "d"]
+
+
+@pytest.mark.parametrize(
+    ("alive", "waiting", "expected"),
+    [
+        ("abc", "", 0),
+        ("ab", "", 1),
+        ("abcd", "d", 1),
+        ("abc", "b", 1),
+        ("abc", "a", 0),
+        ("abcdef", "def", 1),
+    ],
+    ids=["quiet", "one is gone", "a newcomer", "one restarts", "only this one", "no more than there is room for"],
+)
+def test_what_ends_a_round(alive: str, waiting: str, expected: int) -> None:
+    assert num_waiting("a", list("abc"), set(alive), set(waiting), 4) == expected
+
+
+def test_nobody_restarts_for_a_spare() -> None:
+    assert num_waiting("a", list("abcd"), set("abcde"), {"e"}, 4) == 0
+
+
+def test_the_mode_follows_the_program() -> None:
+    ours = ["--nnodes=1:4", "-m", "elastic_train", "--epochs", "3"]
+    assert choose_mode({}, ours, {}) == "workers"
+    assert choose_mode({}, ["--nnodes=1:4", "-m", "somebody.train"], {}) == "agents"
+    assert choose_mode({}, ["-m", "somebody.train"], {"ELASTIC_TRAIN": "1"}) == "workers"
+    assert choose_mode({}, None, {}) == "agents"
+
+
+def test_the_user_chooses_the_mode() -> None:
+    assert choose_mode({"membership": "agents"}, ["-m", "elastic_train"], {}) == "agents"
+    with pytest.raises(UsageError, match="membership=none"):
+        choose_mode({"membership": "none"}, None, {})

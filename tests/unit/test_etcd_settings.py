@@ -1,0 +1,103 @@
+"""What torchrun's options and the environment say about an etcd cluster; mistakes are named at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_train.errors import UsageError
+from elastic_train.etcd_settings import EtcdSettings, parse_endpoints
+
+
+def settings(
+    conf: dict[str, object] | None = None, environ: dict[str, str] | None = None, endpoint: str = "h:1"
+) -> EtcdSettings:
+    return EtcdSettings.from_torchrun(endpoint, conf or {}, environ or {}, min_nodes=1, max_nodes=4)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, object]:
+    made = {}
+    for name in ("ca", "cert", "key", "password_file"):
+        path = tmp_path / name
+        path.write_text("secret\n")
+        made[name] = str(path)
+    return made  # type: ignore[return-value]
+
+
+def test_endpoints() -> None:
+    assert parse_endpoints("h1:2379, h2,[::1]:80") == (("h1:2379", "h2:2379", "[::1]:80"), set())
+    assert parse_endpoints("https://h1:1,http://h2") == (("h1:1", "h2:2379"), {"https", "http"})
+
+
+@pytest.mark.parametrize("text", ["a:b", "a:1:2", "ftp://a", "::1", "a/b"])
+def test_what_is_no_endpoint_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is not HOST:PORT"):
+        parse_endpoints(text)
+
+
+def test_no_endpoint() -> None:
+    with pytest.raises(UsageError, match="--rdzv-endpoint"):
+        settings(endpoint="")
+
+
+def test_a_certificate_without_an_authority_would_be_plaintext(files: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="need ca="):
+        settings({"cert": files["cert"], "key": files["key"]})
+
+
+def test_a_certificate_without_its_key(files: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="needs both"):
+        settings({"ca": files["ca"], "cert": files["cert"]})
+
+
+def test_schemes_must_agree_with_the_certificates(files: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="need ca="):
+        settings(endpoint="https://h:1")
+    with pytest.raises(UsageError, match="http://"):
+        settings({"ca": files["ca"]}, endpoint="http://h:1")
+
+
+def test_files_must_be_readable() -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        settings({"ca": "/no/such/file"})
+
+
+def test_a_password_never_stands_on_a_command_line() -> None:
+    with pytest.raises(UsageError, match="command line") as caught:
+        settings({"user": "u", "password": "hunter2"})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_user_needs_a_password() -> None:
+    with pytest.raises(UsageError, match="needs a password"):
+        settings({"user": "u"})
+
+
+def test_passwords_come_from_a_file_or_the_environment(files: dict[str, object]) -> None:
+    environ = {"ELASTIC_TRAIN_ETCD_USER": "u", "ELASTIC_TRAIN_ETCD_PASSWORD": "from env"}
+    assert settings({}, environ).password(environ) == "from env"
+    by_file = settings({"user": "u", "password_file": files["password_file"]}, {})
+    assert by_file.password({}) == "secret"
+    named = {"ELASTIC_TRAIN_ETCD_USER": "u", "ELASTIC_TRAIN_ETCD_PASSWORD_FILE": str(files["password_file"])}
+    assert settings({}, named).password({}) == "secret"
+
+
+def test_what_an_agent_tells_its_workers_holds_no_password() -> None:
+    environ = {"ELASTIC_TRAIN_ETCD_USER": "u", "ELASTIC_TRAIN_ETCD_PASSWORD": "hunter2"}
+    made = settings({"prefix": "/team", "grace": "7.5", "last_call_timeout": "3"}, environ)
+    assert "hunter2" not in made.to_json()
+    assert EtcdSettings.from_json(made.to_json()) == made
+    assert (made.prefix, made.grace, made.last_call, made.max_nodes) == ("/team", 7.5, 3.0, 4)
+
+
+def test_a_misspelt_key_is_named() -> None:
+    with pytest.raises(UsageError, match="knows no graze; it knows ca"):
+        settings({"graze": "5"})
+
+
+@pytest.mark.parametrize("conf", [{"grace": "x"}, {"grace": "0"}, {"prefix": "team"}, {"prefix": "/team/"}])
+def test_values_that_cannot_work(conf: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        settings(conf)
