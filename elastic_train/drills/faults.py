@@ -147,14 +147,14 @@ class Slow(Disturbance):
     def strike(self, harm: Harm) -> str:
         for worker in _workers(harm.targets[0]):
             worker.nice(19)
-            worker.cpu_affinity([0])
+            worker.cpu_affinity(psutil.Process().cpu_affinity()[:1])
         return "nice 19, one processor"
 
     def undo(self, harm: Harm) -> None:
         for worker in _workers(harm.targets[0]):
             with contextlib.suppress(psutil.AccessDenied):
-                worker.nice(0)
-            worker.cpu_affinity([])
+                worker.nice(psutil.Process().nice())  # as the drill itself, from which it had it
+            worker.cpu_affinity(psutil.Process().cpu_affinity())
 
 
 class Join(Fault):
