@@ -32,6 +32,8 @@ LOOK_SECONDS = 0.3
 """between two looks for the workers of the nodes, which go through all processes of the machine"""
 ENDPOINT_SECONDS = 300.0
 """it imports torch, on a machine that may be busy with anything"""
+ENDING_SECONDS = 60.0
+"""for processes that have been told to end, or whose node has; tenths of a second, where the machine is not starved"""
 
 
 class NodeState(StrEnum):
@@ -254,18 +256,18 @@ class Cluster:
         if self._endpoint is not None:
             self._endpoint.signal(signal.SIGTERM)
             with contextlib.suppress(TooSlow):
-                self._endpoint.wait(20)
+                self._endpoint.wait(ENDING_SECONDS)
             self._endpoint = None
 
-    def leftovers(self, patience: float = 5.0) -> list[str]:
-        """What runs or listens of all that was started, after some seconds in which it may still be ending."""
-        deadline = time.monotonic() + patience
+    def leftovers(self) -> list[str]:
+        """What runs or listens of all that was started, once it had ENDING_SECONDS to end."""
+        deadline = time.monotonic() + ENDING_SECONDS
         while True:
-            processes = [process for node in self._seen for process in node.all_processes()]
+            processes = [(node.name, process) for node in self._seen for process in node.all_processes()]
             if not processes or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        found = [f"process {process.pid} of the drill still runs" for process in processes]
+        found = [f"process {process.pid} of {name} still runs" for name, process in processes]
         if self.network is None and is_listening(self._port):
             found.append(f"port {self._port} is still open")
         return found
