@@ -31,10 +31,10 @@ def scenario(path: Path, *faults: str, every: float = 2.0) -> str:
     return str(file)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_short_drill(tmp_path: Path) -> None:
     plan = scenario(tmp_path, "kill-rank-0", "pause")
-    done = drill(tmp_path, "--seed", "5", "--nodes", "2", "--nodes-as", "processes", "--scenario", plan, timeout=280)
+    done = drill(tmp_path, "--seed", "5", "--nodes", "2", "--nodes-as", "processes", "--scenario", plan, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "PASS"
     assert "seed 5" in done.stdout
