@@ -68,6 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
         commands, "status", show_status, "where a run stands, from its files alone; also of one that is alive"
     )
     status.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    status.add_argument("--watch", action="store_true", help="again and again, until the run has ended or Ctrl-C")
 
     drill = _add(
         commands, "drill", run_drill, "a real job on this machine, harm done to it by a seeded schedule, and an audit"
@@ -140,6 +141,11 @@ def _add(
 
 
 def show_status(arguments: argparse.Namespace) -> int:
+    if arguments.watch:
+        from elastic_train.drills.watching import watch_status
+
+        watch_status(arguments.run_dir, sys.stdout)
+        return 0
     from elastic_train.status import read_status, show
 
     now = time.time()

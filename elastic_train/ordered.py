@@ -49,6 +49,7 @@ from torch import Tensor, nn
 
 from elastic_train.determinism import name_nondeterministic_operator
 from elastic_train.errors import UsageError
+from elastic_train.process_group import GROUP_TIMEOUT
 from elastic_train.reduction import Batch, Loss, Share, StepTotals
 from elastic_train.sampler import MicroBatch, split
 from elastic_train.world import World
@@ -117,8 +118,11 @@ def default_transport(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tu
     operations = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in receives]
     operations += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in sends]
     if operations:
+        # A message of gloo waits for as long as its group was given at the start, whatever set_timeout() says later:
+        # a second here (FORM_TIMEOUT), and a slower rank is no lost one. With a limit NCCL would block the processor.
+        limit = () if operations[0].tensor.is_cuda else (GROUP_TIMEOUT,)
         for work in dist.batch_isend_irecv(operations):
-            work.wait()
+            work.wait(*limit)
 
 
 class TreeExchange:

@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic_train.errors import RunDirectoryError, SnapshotError
 from elastic_train.snapshot import SnapshotInfo, find_snapshots
 from elastic_train.world import host_name
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 HEAD_BYTES = 64 * 1024
 TAIL_BYTES = 256 * 1024
@@ -526,6 +529,12 @@ def show(status: Status, now: float, file: TextIO) -> None:
         print("\n".join(_plain(rows)), file=file)
         return
     from rich.console import Console
+
+    Console(file=file).print(as_table(status, rows))
+
+
+def as_table(status: Status, rows: Iterable[tuple[str, str]]) -> Table:
+    """The rows of `describe` for a terminal, with a bar below the step."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -537,7 +546,7 @@ def show(status: Status, now: float, file: TextIO) -> None:
         grid.add_row(name, Text(text, style=_COLOURS[status.state] if name == "state" else ""))
         if name == "step" and status.step is not None and status.last_step:
             grid.add_row("", ProgressBar(total=status.last_step, completed=status.step, width=40))
-    Console(file=file).print(grid)
+    return grid
 
 
 def _plain(rows: Iterable[tuple[str, str]]) -> list[str]:

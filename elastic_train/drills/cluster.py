@@ -28,7 +28,12 @@ from elastic_train.drills.record import PACE_FILE, PACE_VARIABLE, Record
 from elastic_train.drills.watch import Watch
 
 CONSOLE = "import sys; from elastic_train.cli import main; sys.exit(main())"
-ENDPOINT_SECONDS = 60.0
+LOOK_SECONDS = 0.3
+"""between two looks for the workers of the nodes, which go through all processes of the machine"""
+ENDPOINT_SECONDS = 300.0
+"""it imports torch, on a machine that may be busy with anything"""
+ENDING_SECONDS = 60.0
+"""for processes that have been told to end, or whose node has; tenths of a second, where the machine is not starved"""
 
 
 class NodeState(StrEnum):
@@ -88,6 +93,7 @@ class Cluster:
         self._endpoint: Node | None = None
         self._port = free_port()
         self._num_endpoints = 0
+        self._looked_at = 0.0
         self._seen: list[Node] = []
 
     # --- starting -----------------------------------------------------------------------------------------------------
@@ -158,7 +164,9 @@ class Cluster:
     def poll(self) -> list[Place]:
         """Read the events and look after the nodes; returns those that have ended since the last call."""
         self.watch.poll()
-        names = sorted(self.watch.names)
+        is_time_to_look = time.monotonic() - self._looked_at > LOOK_SECONDS
+        if is_time_to_look:
+            self._looked_at = time.monotonic()
         ended = []
         for place in self.places:
             node = place.node
@@ -168,12 +176,17 @@ class Cluster:
                 ended.append(place)
                 self._note_end(place)
                 continue
-            found = {name for worker in node.workers() if (name := node.member_of(worker, names))}
-            for name in sorted(found - set(place.members)):
-                self._record.node("worker", place.name, member=name)
-            place.members = tuple(sorted(found))
+            if is_time_to_look:
+                self._find_workers(place, node)
             place.state = self._state_of(place)
         return ended
+
+    def _find_workers(self, place: Place, node: Node) -> None:
+        names = sorted(self.watch.names)
+        found = {name for worker in node.workers() if (name := node.member_of(worker, names))}
+        for name in sorted(found - set(place.members)):
+            self._record.node("worker", place.name, member=name)
+        place.members = tuple(sorted(found))
 
     def _state_of(self, place: Place) -> NodeState:
         if place.affliction is not None:
@@ -243,18 +256,18 @@ class Cluster:
         if self._endpoint is not None:
             self._endpoint.signal(signal.SIGTERM)
             with contextlib.suppress(TooSlow):
-                self._endpoint.wait(20)
+                self._endpoint.wait(ENDING_SECONDS)
             self._endpoint = None
 
-    def leftovers(self, patience: float = 5.0) -> list[str]:
-        """What runs or listens of all that was started, after some seconds in which it may still be ending."""
-        deadline = time.monotonic() + patience
+    def leftovers(self) -> list[str]:
+        """What runs or listens of all that was started, once it had ENDING_SECONDS to end."""
+        deadline = time.monotonic() + ENDING_SECONDS
         while True:
-            processes = [process for node in self._seen for process in node.all_processes()]
+            processes = [(node.name, process) for node in self._seen for process in node.all_processes()]
             if not processes or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        found = [f"process {process.pid} of the drill still runs" for process in processes]
+        found = [f"process {process.pid} of {name} still runs" for name, process in processes]
         if self.network is None and is_listening(self._port):
             found.append(f"port {self._port} is still open")
         return found

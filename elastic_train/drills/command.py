@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_train.config import Config, parse
+from elastic_train.drills.catalogue import FAULTS
 from elastic_train.drills.drill import STEPS_PER_SECOND, Settings
-from elastic_train.drills.faults import FAULTS
 from elastic_train.drills.network import Network
 from elastic_train.drills.schedule import DEFAULT_FAULTS, Planned, default_plan, random_plan, read_scenario
 from elastic_train.errors import UsageError
@@ -102,7 +102,7 @@ def default_flags(last_step: int | None) -> list[str]:
     """The worker's, before the user's own, which win."""
     bundled = ["--task", BUNDLED_TASK, "--epochs", "1000000", "--max-steps", str(last_step)] if last_step else []
     return [
-        *bundled, "--reduction", "ordered", "--ledger", "--no-progress", "--peer-timeout", "2",
+        *bundled, "--reduction", "ordered", "--ledger", "--no-progress", "--peer-timeout", "5",
         "--snapshot-every", "100", "--eval-every", "1000000",
     ]  # fmt: skip
 

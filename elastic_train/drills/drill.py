@@ -5,25 +5,27 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_train.drills.audit import audit_history, describe
+from elastic_train.drills.catalogue import FAULTS
 from elastic_train.drills.cluster import Cluster
-from elastic_train.drills.faults import FAULTS, Fault, Harm, NotStruck
+from elastic_train.drills.harm import Fault, Harm, NotStruck
 from elastic_train.drills.history import read_history
 from elastic_train.drills.live import Timeline
 from elastic_train.drills.network import Network, NetworkError
-from elastic_train.drills.record import Record
+from elastic_train.drills.record import Record, write_reference
 from elastic_train.drills.reference import ReferenceFailed, undisturbed
 from elastic_train.drills.report import write_report
 from elastic_train.drills.schedule import Planned
 from elastic_train.errors import ElasticTrainError
 
 TICK_SECONDS = 0.03
-START_LIMIT_SECONDS = 180.0
-PRECONDITION_LIMIT_SECONDS = 180.0
-END_LIMIT_SECONDS = 300.0
+START_LIMIT_SECONDS = 600.0
+PRECONDITION_LIMIT_SECONDS = 300.0
+END_LIMIT_SECONDS = 600.0
 STEPS_PER_SECOND = 20.0
 """of the bundled job, while faults are still to come"""
 SLOW_STEPS_PER_SECOND = 2.0
@@ -77,8 +79,23 @@ def run_drill(settings: Settings) -> bool:
     Raises:
         DrillFailed: the job did not even start, or this machine lacks something.
     """
-    record = Record(settings.run_dir)
-    network = Network(settings.num_nodes) if settings.wants_network else None
+    with ExitStack() as ends:
+        record = Record(settings.run_dir)
+        ends.callback(record.close)
+        network = None
+        try:
+            if settings.wants_network:
+                network = Network(settings.num_nodes)
+                ends.callback(network.close)
+            _conduct(settings, record, network, ends)
+        except NetworkError as error:
+            raise DrillFailed(str(error)) from error
+    _compare(settings)
+    return _judge(settings)
+
+
+def _conduct(settings: Settings, record: Record, network: Network | None, ends: ExitStack) -> None:
+    """The job, from its first process to its last; `ends` ends what an error leaves running."""
     kind = "network namespaces" if network else "processes"
     record.add_setting(
         seed=settings.seed,
@@ -99,35 +116,27 @@ def run_drill(settings: Settings) -> bool:
         num_workers=settings.num_workers,
         network=network,
     )
-    seconds = settings.plan[-1].at + 30 if settings.plan else 30
-    try:
-        with Timeline(cluster, last_step=settings.last_step, seconds=seconds) as timeline:
-            timeline.say(
-                f"drill with seed {settings.seed}: {settings.num_nodes} nodes as {kind}, backend c10d; "
-                f"{', '.join(planned.fault for planned in settings.plan)}"
-            )
-            Conductor(settings, cluster, record, timeline).conduct()
-            cluster.stop_endpoint()
-            record.leftovers(cluster.leftovers())
-    except NetworkError as error:
-        raise DrillFailed(str(error)) from error
-    finally:
-        cluster.close()
-        if network is not None:
-            network.close()
-        record.close()
-    _compare(settings, record)
-    return _judge(settings)
+    ends.callback(cluster.close)
+    seconds = settings.plan[-1].at + 30
+    with Timeline(cluster, last_step=settings.last_step, seconds=seconds) as timeline:
+        timeline.say(
+            f"drill with seed {settings.seed}: {settings.num_nodes} nodes as {kind}, backend c10d; "
+            f"{', '.join(planned.fault for planned in settings.plan)}"
+        )
+        Conductor(settings, cluster, record, timeline).conduct()
+        cluster.stop_endpoint()
+        record.leftovers(cluster.leftovers())
 
 
-def _compare(settings: Settings, record: Record) -> None:
+def _compare(settings: Settings) -> None:
     print("the same job undisturbed, to compare with (kept for the next drill) ...", flush=True)
     try:
         found = undisturbed(settings.flags, is_own_task=settings.last_step is None, cwd=Path.cwd())
     except ReferenceFailed as error:
         print(f"elastic-train: warning: nothing to compare with: {error}", flush=True)
     else:
-        record.reference({name: found.get(name) for name in ("state_sha256", "step", "train_loss", "test_accuracy")})
+        wanted = ("state_sha256", "step", "train_loss", "test_accuracy")
+        write_reference(settings.run_dir, {name: found.get(name) for name in wanted})
 
 
 def _judge(settings: Settings) -> bool:
@@ -211,9 +220,18 @@ class Conductor:
         elif now - self._due_since > PRECONDITION_LIMIT_SECONDS + fault.limit_seconds(self._harm(number)):
             self._skip(number, planned, f"in {now - self._due_since:.0f} s it found no moment: {missing}")
         else:
+            self._replace_lost(fault)
             return
         self._plan.pop(0)
         self._due_since = None
+
+    def _replace_lost(self, fault: Fault) -> None:
+        """On a machine that is too busy, nodes are expelled that no fault touched: start one where a fault needs it."""
+        cluster = self._cluster
+        if cluster.is_settled and cluster.vacant and not self._open and len(cluster.inside) < 1 - fault.size:
+            place = cluster.vacant[0]
+            self._timeline.say(f"{place.name} starts: {fault.name} needs {1 - fault.size} nodes")
+            cluster.start(place)
 
     def _harm(self, number: int) -> Harm:
         rng = random.Random(f"{self._settings.seed}/{number}")

@@ -1,107 +1,26 @@
-"""The harm that a drill does: small named things, each with what it needs, what it does, and how it is undone.
-
-A fault says when it may strike (`not_yet`), strikes (`strike`, which returns what shows that it really did), and knows
-when the job has got over it (`is_over`). What has to be put right again, it puts right in `undo`.
-"""
+"""The harm that needs nothing but processes: nodes die, hang, leave, join, and all start again."""
 
 from __future__ import annotations
 
 import contextlib
-import random
 import signal
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 import psutil
 
 from elastic_train.drills.cluster import Cluster, NodeState, Place
+from elastic_train.drills.harm import (
+    JOIN_LIMIT_SECONDS,
+    RECOVERY_LIMIT_SECONDS,
+    RESTART_LIMIT_SECONDS,
+    Disturbance,
+    Fault,
+    Harm,
+    NotStruck,
+    has_stepped_anew,
+)
 from elastic_train.drills.nodes import is_running
-
-RECOVERY_LIMIT_SECONDS = 15.0
-"""from a death to the next committed step; measured in tenths, but machines are loaded"""
-JOIN_LIMIT_SECONDS = 150.0
-"""a newcomer's Python with torch, and under c10d everybody's again"""
-RESTART_LIMIT_SECONDS = 240.0
-
-
-class NotStruck(Exception):
-    """A fault found that it could not do what it is for; the message says why."""
-
-
-@dataclass
-class Harm:
-    """One fault at work."""
-
-    cluster: Cluster
-    rng: random.Random
-    peer_timeout: float
-    """seconds, the worker's flag"""
-    targets: list[Place] = field(default_factory=list)
-    generation: int = -1
-    """of the world that it struck"""
-    members: tuple[str, ...] = ()
-    """of the targets when it struck"""
-    undone_at_step: int | None = None
-    """committed steps when it was undone; None before"""
-    detail: str = ""
-    """of what was struck, where it is not the targets"""
-
-    @property
-    def target(self) -> str:
-        return self.detail or ", ".join(place.name for place in self.targets)
-
-
-class Fault:
-    """Base of all. `size` says by how much it changes the number of nodes."""
-
-    name: ClassVar[str]
-    says: ClassVar[str]
-    """one line for --list"""
-    size: ClassVar[int] = -1
-    needs_network: ClassVar[bool] = False
-    undo_after: ClassVar[float | None] = None
-    """seconds from the recovery, or for a fault without one from the strike, to `undo`; None: nothing to undo"""
-
-    changes_world: ClassVar[bool] = True
-    """whether a new generation is what it leads to"""
-
-    def limit_seconds(self, harm: Harm) -> float:
-        """From the strike to the next step, at most."""
-        return RECOVERY_LIMIT_SECONDS
-
-    def not_yet(self, cluster: Cluster) -> str | None:
-        """What it waits for; None when it may strike."""
-        if not cluster.is_settled:
-            return "the world is not settled"
-        if len(cluster.inside) < 1 - self.size:
-            return f"only {len(cluster.inside)} healthy nodes are in"
-        return None
-
-    def choose(self, harm: Harm) -> list[Place]:
-        return harm.rng.sample(harm.cluster.inside, max(1, -self.size))
-
-    def strike(self, harm: Harm) -> str:
-        """Do it; returns what shows that it happened. Raises NotStruck."""
-        raise NotImplementedError
-
-    def is_over(self, harm: Harm) -> bool:
-        """Whether a step was committed that this fault stood in the way of: here, in a world without the targets."""
-        world = harm.cluster.watch.world
-        return (
-            world is not None
-            and world.generation > harm.generation
-            and world.first_step_at is not None
-            and not set(world.members) & set(harm.members)
-        )
-
-    def undo(self, harm: Harm) -> None:
-        """Put right what can be."""
-
-    def is_cleared(self, harm: Harm) -> bool:
-        """Whether nothing of it is left, so that the job may be counted as healthy again."""
-        return True
 
 
 class Kill(Fault):
@@ -196,25 +115,12 @@ class Hang(Fault):
         return f"{len(workers)} stopped"
 
     def undo(self, harm: Harm) -> None:
+        harm.targets[0].affliction = NodeState.OUT
         for worker in _workers(harm.targets[0]):
             worker.send_signal(signal.SIGCONT)
 
     def is_cleared(self, harm: Harm) -> bool:
         return not harm.targets[0].is_running
-
-
-class Disturbance(Fault):
-    """Something that passes: the job goes on with everybody, or has got over it, when it is undone."""
-
-    size = 0
-    undo_after = 3.0
-    changes_world = False
-
-    def not_yet(self, cluster: Cluster) -> str | None:
-        return None if cluster.is_settled else "the world is not settled"
-
-    def is_over(self, harm: Harm) -> bool:
-        return harm.undone_at_step is not None and harm.cluster.watch.step > harm.undone_at_step
 
 
 class Pause(Disturbance):
@@ -241,14 +147,14 @@ class Slow(Disturbance):
     def strike(self, harm: Harm) -> str:
         for worker in _workers(harm.targets[0]):
             worker.nice(19)
-            worker.cpu_affinity([0])
+            worker.cpu_affinity(psutil.Process().cpu_affinity()[:1])
         return "nice 19, one processor"
 
     def undo(self, harm: Harm) -> None:
         for worker in _workers(harm.targets[0]):
             with contextlib.suppress(psutil.AccessDenied):
-                worker.nice(0)
-            worker.cpu_affinity([])
+                worker.nice(psutil.Process().nice())  # as the drill itself, from which it had it
+            worker.cpu_affinity(psutil.Process().cpu_affinity())
 
 
 class Join(Fault):
@@ -272,13 +178,7 @@ class Join(Fault):
         return "started"
 
     def is_over(self, harm: Harm) -> bool:
-        world = harm.cluster.watch.world
-        return (
-            world is not None
-            and world.generation > harm.generation
-            and world.first_step_at is not None
-            and harm.cluster.is_in(harm.targets[0])
-        )
+        return has_stepped_anew(harm) and harm.cluster.is_in(harm.targets[0])
 
 
 class KillAll(Fault):
@@ -301,10 +201,11 @@ class KillAll(Fault):
         return self.start_again(harm)
 
     def start_again(self, harm: Harm) -> str:
-        harm.cluster.start_endpoint()
-        for place in harm.targets:
-            harm.cluster.start(place)
+        _start_all_again(harm)
         return f"{len(harm.targets)} killed and started again"
+
+    def is_over(self, harm: Harm) -> bool:
+        return has_stepped_anew(harm)
 
 
 class Damage(KillAll):
@@ -352,103 +253,18 @@ class KillEndpoint(Fault):
                 raise NotStruck(f"the endpoint is gone, and {names} did not end within 90 s")
             time.sleep(0.05)
             cluster.poll()
-        cluster.start_endpoint()
-        for place in harm.targets:
-            cluster.start(place)
+        _start_all_again(harm)
         return "every node ended by itself, and was started again"
 
-
-# --- with a network of its own for every node -------------------------------------------------------------------------
-
-
-class Partition(Fault):
-    name = "partition"
-    says = "a node's cable is pulled; plugged in again once the others are through"
-    needs_network = True
-    undo_after = 1.0
-
-    def limit_seconds(self, harm: Harm) -> float:
-        return 3 * harm.peer_timeout + RECOVERY_LIMIT_SECONDS
-
-    def cut(self, harm: Harm) -> None:
-        assert harm.cluster.network is not None
-        harm.cluster.network.pull_cable(harm.targets[0].index)
-
-    def strike(self, harm: Harm) -> str:
-        place, network = harm.targets[0], harm.cluster.network
-        assert network is not None
-        self.cut(harm)
-        place.affliction = NodeState.CUT_OFF
-        if network.can_reach_hub(place.index, 0.3):
-            raise NotStruck("it still reaches the others")
-        return "it does not reach the bridge"
-
-    def undo(self, harm: Harm) -> None:
-        assert harm.cluster.network is not None
-        harm.cluster.network.heal(harm.targets[0].index)
-
-    def is_cleared(self, harm: Harm) -> bool:
-        return not harm.targets[0].is_running
+    def is_over(self, harm: Harm) -> bool:
+        return has_stepped_anew(harm)
 
 
-class OneWayDrop(Partition):
-    name = "one-way"
-    says = "what a node sends is dropped, what it hears is not"
-
-    def cut(self, harm: Harm) -> None:
-        assert harm.cluster.network is not None
-        harm.cluster.network.drop_outgoing(harm.targets[0].index)
-
-
-class PowerLoss(Fault):
-    name = "power-loss"
-    says = "a node's port goes down, then all of its processes: silence, no FIN and no RST"
-    needs_network = True
-
-    def limit_seconds(self, harm: Harm) -> float:
-        return 3 * harm.peer_timeout + RECOVERY_LIMIT_SECONDS
-
-    def strike(self, harm: Harm) -> str:
-        place, network = harm.targets[0], harm.cluster.network
-        assert network is not None
-        network.pull_cable(place.index)
-        harm.cluster.kill([place])  # it comes back with its cable when it joins
-        return "port down, processes gone"
-
-
-class PacketLoss(Disturbance):
-    name = "packet-loss"
-    says = "a fifth of the packets to a node is lost for three seconds"
-    needs_network = True
-
-    def strike(self, harm: Harm) -> str:
-        assert harm.cluster.network is not None
-        harm.cluster.network.drop_some(harm.targets[0].index, 0.2)
-        return "20 % of what comes in is dropped"
-
-    def undo(self, harm: Harm) -> None:
-        assert harm.cluster.network is not None
-        harm.cluster.network.heal(harm.targets[0].index)
-
-
-class SlowLink(PacketLoss):
-    name = "slow-link"
-    says = "a node sends at 2 Mbit/s for three seconds"
-
-    def strike(self, harm: Harm) -> str:
-        assert harm.cluster.network is not None
-        harm.cluster.network.slow_down(harm.targets[0].index, "2mbit")
-        return "2 Mbit/s"
-
-
-FAULTS: dict[str, type[Fault]] = {
-    fault.name: fault
-    for fault in (
-        Kill, KillRankZero, KillTwo, KillAgain, KillWorker, KillAgent, Stop, Hang, Pause, Slow, Join, KillAll, Damage,
-        KillEndpoint, Partition, OneWayDrop, PowerLoss, PacketLoss, SlowLink,
-    )
-}  # fmt: skip
-"""name -> class"""
+def _start_all_again(harm: Harm) -> None:
+    harm.cluster.watch.forget_world()
+    harm.cluster.start_endpoint()
+    for place in harm.targets:
+        harm.cluster.start(place)
 
 
 def _workers(place: Place) -> list[psutil.Process]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ class Network:
             self._make_hub()
             for index in range(num_nodes):
                 self._make_node(index)
-        except NetworkError:
+        except BaseException:  # a signal too: namespaces outlive their maker
             self.close()
             raise
 
@@ -121,7 +122,7 @@ class Network:
             "except ConnectionRefusedError: pass\n"
             "except OSError: sys.exit(1)\n"
         )
-        return _quiet(["ip", "netns", "exec", self._name(index), "python3", "-c", attempt]) == 0
+        return _quiet(["ip", "netns", "exec", self._name(index), sys.executable, "-c", attempt]) == 0
 
     def close(self) -> None:
         for name in self._made:

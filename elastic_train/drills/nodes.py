@@ -80,11 +80,18 @@ class Node:
 
     def agent(self) -> psutil.Process | None:
         """The torchrun process; None where it has not started yet, or has ended."""
+        process = self._first()
+        if process is None or not self._is_wrapped:
+            return process
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(self.process.pid)
-            if not self._is_wrapped:
-                return process if is_running(process) else None
             return next(iter(process.children()), None)
+        return None
+
+    def _first(self) -> psutil.Process | None:
+        """The process that was started; None once it has ended: its pid may be another's by then."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self.process.poll() is None:
+                return psutil.Process(self.process.pid)
         return None
 
     def workers(self) -> list[psutil.Process]:
@@ -130,9 +137,9 @@ class Node:
     def all_processes(self) -> list[psutil.Process]:
         """Everything below it that runs, and every worker that ever was seen and runs."""
         found = {worker.pid: worker for worker in self.workers()}
-        with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(self.process.pid)
-            found |= {child.pid: child for child in [parent, *parent.children(recursive=True)]}
+        for parent in filter(None, (self._first(), *found.copy().values())):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found |= {process.pid: process for process in [parent, *parent.children(recursive=True)]}
         return [process for process in found.values() if is_running(process)]
 
     def end(self) -> None:

@@ -41,7 +41,7 @@ class Record:
     def add_setting(self, **settings: Any) -> None:
         """Into drill.json, beside what is there."""
         self._settings |= settings
-        self._replace("drill.json", self._settings)
+        _replace(self.path / "drill.json", self._settings)
 
     def node(self, what: str, node: str, **fields: Any) -> None:
         """`what`: `started`, `worker` (with `member`, its name in the events), `ended` (with `code`)."""
@@ -51,18 +51,21 @@ class Record:
         """`what`: `struck`, `undone`, `recovered`, `skipped`; `number` counts the faults of a drill from 0."""
         self._faults.write({"time": time.time(), "what": what, "number": number, **fields})
 
-    def reference(self, found: dict[str, Any]) -> None:
-        self._replace("reference.json", found)
-
     def leftovers(self, found: list[str]) -> None:
-        self._replace("leftovers.json", found)
+        _replace(self.path / "leftovers.json", found)
 
     def close(self) -> None:
         self._nodes.close()
         self._faults.close()
 
-    def _replace(self, name: str, value: Any) -> None:
-        write_atomic(self.path / name, (json.dumps(value, indent=2) + "\n").encode())
+
+def write_reference(run_dir: Path, found: dict[str, Any]) -> None:
+    """What the undisturbed job came to; the drill itself is over by then."""
+    _replace(run_dir / FOLDER / "reference.json", found)
+
+
+def _replace(path: Path, value: Any) -> None:
+    write_atomic(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 @dataclass(frozen=True)

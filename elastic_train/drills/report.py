@@ -119,16 +119,15 @@ def _nodes(history: History) -> str:
     x = Axis.over([0.0, end - zero])
     name_of = _namer(history)
     segments: dict[str, list[Segment]] = defaultdict(list)
-    lives: dict[str, list[float]] = defaultdict(list)
-    for line in history.events:
-        lives[line["writer"]].append(float(line["time"]) - zero)
-    for member, times in lives.items():
-        segments[name_of(member)].append(Segment(min(times), max(times), "alive", f"{member}: in no world"))
-    ended = {line["writer"]: float(line["time"]) - zero for line in history.of("done")}
+    for member, start, stop in _lives(history):
+        segments[name_of(member)].append(Segment(start - zero, stop - zero, "alive", f"{member}: in no world"))
+    ends: dict[str, list[float]] = defaultdict(list)
+    for line in history.of("done"):
+        ends[line["writer"]].append(float(line["time"]) - zero)
     following = [world.time - zero for world in history.worlds[1:]] + [end - zero]
     for world, until in zip(history.worlds, following, strict=True):
         for rank, member in enumerate(world.members):
-            stop = min(until, ended.get(member, until))
+            stop = min([until, *(end for end in ends[member] if end >= world.time - zero)])
             title = f"generation {world.generation}: {member} as rank {rank} of {len(world.members)}"
             kind = "odd" if world.generation % 2 else "even"
             segments[name_of(member)].append(Segment(world.time - zero, stop, kind, title))
@@ -150,6 +149,18 @@ def _nodes(history: History) -> str:
         ),
     )
     return f"{lanes(rows, x, marks, 'seconds')}{legend(key)}<details><summary>Generations</summary>{worlds}</details>"
+
+
+def _lives(history: History) -> list[tuple[str, float, float]]:
+    """(member, first event, last event) of each process; in containers a later one may have the same name."""
+    lives: list[tuple[str, float, float]] = []
+    open_lives: dict[str, tuple[float, float]] = {}
+    for line in history.events:
+        member, now = line["writer"], float(line["time"])
+        if line["event"] == "start" and member in open_lives:
+            lives.append((member, *open_lives.pop(member)))
+        open_lives[member] = (open_lives.get(member, (now, now))[0], now)
+    return lives + [(member, *life) for member, life in open_lives.items()]
 
 
 def _namer(history: History) -> Callable[[str], str]:

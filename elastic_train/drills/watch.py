@@ -28,8 +28,10 @@ class Watch:
     step: int = 0
     """the newest committed one"""
     loss: float | None = None
+    generation: int = -1
+    """the newest; -1 before the first"""
     world: SeenWorld | None = None
-    """the newest"""
+    """of that generation; None again once its processes are known to be gone"""
     last_step_at: float = 0.0
     names: set[str] = field(default_factory=set)
     """every member that ever wrote, as `host/local_rank/pid`"""
@@ -68,16 +70,17 @@ class Watch:
             if world is not None and world.generation == line["generation"] and world.first_step_at is None:
                 world.first_step_at = float(line["time"])
         elif event == "world":
-            if self.world is None or line["generation"] > self.world.generation:
+            if line["generation"] > self.generation:
+                self.generation = int(line["generation"])
                 self.world = SeenWorld(int(line["generation"]), tuple(line["members"]), float(line["time"]))
         elif event == "done":
             self.outcomes[member] = str(line.get("outcome"))
 
+    def forget_world(self) -> None:
+        """Every process of it is gone. New ones may have the same names: pids in containers repeat."""
+        self.poll()
+        self.world = None
+
     @property
     def is_finished(self) -> bool:
         return not {"finished", "already_finished"}.isdisjoint(self.outcomes.values())
-
-    @property
-    def generation(self) -> int:
-        """-1 before the first world."""
-        return -1 if self.world is None else self.world.generation

@@ -235,7 +235,7 @@ def test_an_outage_beyond_its_limit(run_dir: Path) -> None:
     for member in MEMBERS[:2]:
         edit_lines(events_of(run_dir, member), delay)
     edit_json(run_dir / "result.json", lambda result: {**result, **_with_wall(result, 50.0)})
-    assert "peer_lost before generation 1: 40.50 s without a step, limit 16 s" in only_failure(run_dir, "incidents")
+    assert "peer_lost before generation 1: 40.50 s without a step, limit 36 s" in only_failure(run_dir, "incidents")
 
 
 def test_a_fault_that_was_got_over_too_late(run_dir: Path) -> None:
@@ -252,6 +252,20 @@ def test_committed_steps_that_were_lost(run_dir: Path) -> None:
 
     edit_json(run_dir / "result.json", lose)
     assert "peer_lost: 2 committed steps lost" in only_failure(run_dir, "incidents")
+
+
+def test_only_who_kills_everything_may_lose_committed_steps(run_dir: Path) -> None:
+    def restart(result: Line) -> Line:
+        result["incidents"][0] |= {"cause": "restart", "committed_steps_lost": 2}
+        return result
+
+    edit_json(run_dir / "result.json", restart)
+    assert audit(run_dir).passed, "its user may have killed everything"
+    mark_as_drill(run_dir)
+    assert "restart: 2 committed steps lost" in only_failure(run_dir, "incidents")
+    faults = run_dir / "drill" / "faults.jsonl"
+    edit_lines(faults, lambda lines: [{**lines[0], "name": "kill-all"}, lines[1]])
+    assert audit(run_dir).passed
 
 
 def test_a_fault_that_did_not_strike(run_dir: Path) -> None:

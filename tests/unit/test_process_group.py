@@ -483,3 +483,45 @@ def test_a_step_whose_group_was_broken_off_does_not_count() -> None:
     sockets.shut()
     with pytest.raises(FormationFailed):
         reduction.run([], lambda *_: torch.zeros(()), lambda loss: loss, ())
+
+
+LATE = """
+import sys, time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from elastic_train.ordered import default_transport
+from elastic_train.process_group import GROUP_TIMEOUT, set_group_timeout
+
+rank, port = map(int, sys.argv[1:])
+store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=200))
+store.set(str(rank), "")
+store.wait(["0", "1"])  # the imports are through
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=5))
+dist.barrier()
+set_group_timeout(GROUP_TIMEOUT)
+if rank == 1:
+    time.sleep(6.5)
+received = torch.zeros(3)
+default_transport([(torch.full((3,), float(rank)), 1 - rank)], [(received, 1 - rank)])
+dist.destroy_process_group()
+print(received.tolist())
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_slower_rank_is_waited_for_in_an_exchange_of_the_ordered_mode() -> None:
+    """gloo's messages keep the short limit with which the group was made, whatever is set later."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-c", LATE]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank), str(server.port)], **pipes) for rank in range(2)]
+    try:
+        told = [process.communicate(timeout=250) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], told
+    assert [out for out, _ in told] == ["[1.0, 1.0, 1.0]\n", "[0.0, 0.0, 0.0]\n"]

@@ -1,0 +1,112 @@
+"""What every fault of a drill is: it says when it may strike, strikes, knows when it is over, and is undone.
+
+A fault strikes once (`strike`, which returns what shows that it really did). It says what it waits for (`not_yet`) and
+when the job has got over it (`is_over`). What has to be put right again, it puts right in `undo`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from elastic_train.drills.cluster import Cluster, Place
+
+RECOVERY_LIMIT_SECONDS = 30.0
+"""from a death to the next committed step; measured in tenths, but machines are loaded"""
+JOIN_LIMIT_SECONDS = 300.0
+"""a newcomer's Python with torch, and under c10d everybody's again"""
+RESTART_LIMIT_SECONDS = 600.0
+
+
+class NotStruck(Exception):
+    """A fault found that it could not do what it is for; the message says why."""
+
+
+@dataclass
+class Harm:
+    """One fault at work."""
+
+    cluster: Cluster
+    rng: random.Random
+    peer_timeout: float
+    """seconds, the worker's flag"""
+    targets: list[Place] = field(default_factory=list)
+    generation: int = -1
+    """of the world that it struck"""
+    members: tuple[str, ...] = ()
+    """of the targets when it struck"""
+    undone_at_step: int | None = None
+    """committed steps when it was undone; None before"""
+    detail: str = ""
+    """of what was struck, where it is not the targets"""
+
+    @property
+    def target(self) -> str:
+        return self.detail or ", ".join(place.name for place in self.targets)
+
+
+class Fault:
+    """Base of all. `size` says by how much it changes the number of nodes."""
+
+    name: ClassVar[str]
+    says: ClassVar[str]
+    """one line for --list"""
+    size: ClassVar[int] = -1
+    needs_network: ClassVar[bool] = False
+    undo_after: ClassVar[float | None] = None
+    """seconds from the recovery, or for a fault without one from the strike, to `undo`; None: nothing to undo"""
+
+    changes_world: ClassVar[bool] = True
+    """whether a new generation is what it leads to"""
+
+    def limit_seconds(self, harm: Harm) -> float:
+        """From the strike to the next step, at most."""
+        return RECOVERY_LIMIT_SECONDS
+
+    def not_yet(self, cluster: Cluster) -> str | None:
+        """What it waits for; None when it may strike."""
+        if not cluster.is_settled:
+            return "the world is not settled"
+        if len(cluster.inside) < 1 - self.size:
+            return f"only {len(cluster.inside)} healthy nodes are in"
+        return None
+
+    def choose(self, harm: Harm) -> list[Place]:
+        return harm.rng.sample(harm.cluster.inside, max(1, -self.size))
+
+    def strike(self, harm: Harm) -> str:
+        """Do it; returns what shows that it happened. Raises NotStruck."""
+        raise NotImplementedError
+
+    def is_over(self, harm: Harm) -> bool:
+        """Whether a step was committed that this fault stood in the way of: here, in a world without the targets."""
+        world = harm.cluster.watch.world
+        return world is not None and has_stepped_anew(harm) and not set(world.members) & set(harm.members)
+
+    def undo(self, harm: Harm) -> None:
+        """Put right what can be."""
+
+    def is_cleared(self, harm: Harm) -> bool:
+        """Whether nothing of it is left, so that the job may be counted as healthy again."""
+        return True
+
+
+class Disturbance(Fault):
+    """Something that passes: the job goes on with everybody, or has got over it, when it is undone."""
+
+    size = 0
+    undo_after = 3.0
+    changes_world = False
+
+    def not_yet(self, cluster: Cluster) -> str | None:
+        return None if cluster.is_settled else "the world is not settled"
+
+    def is_over(self, harm: Harm) -> bool:
+        return harm.undone_at_step is not None and harm.cluster.watch.step > harm.undone_at_step
+
+
+def has_stepped_anew(harm: Harm) -> bool:
+    """Whether a later generation has committed a step, whoever is in it."""
+    world = harm.cluster.watch.world
+    return world is not None and world.generation > harm.generation and world.first_step_at is not None

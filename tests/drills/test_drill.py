@@ -1,0 +1,83 @@
+"""Real drills: a real torchrun job, harm, and an audit of what is left."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_train.drills.audit import audit
+from elastic_train.drills.network import Network
+from elastic_train.drills.nodes import clean_environment
+from elastic_train.drills.record import read_drill
+
+CONSOLE = "import sys; from elastic_train.cli import main; sys.exit(main())"
+
+
+def drill(cwd: Path, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    environment = clean_environment() | {"XDG_CACHE_HOME": str(cwd / "cache")}
+    command = [sys.executable, "-c", CONSOLE, "drill", "--run-dir", "run", *arguments]
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def scenario(path: Path, *faults: str, every: float = 2.0) -> str:
+    file = path / "scenario.toml"
+    file.write_text("".join(f'[[fault]]\nat = {every * (n + 1)}\nname = "{name}"\n' for n, name in enumerate(faults)))
+    return str(file)
+
+
+@pytest.mark.timeout(600)
+def test_a_short_drill(tmp_path: Path) -> None:
+    plan = scenario(tmp_path, "kill-rank-0", "pause")
+    done = drill(tmp_path, "--seed", "5", "--nodes", "2", "--nodes-as", "processes", "--scenario", plan, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "PASS"
+    assert "seed 5" in done.stdout
+    record = read_drill(tmp_path / "run")
+    assert record is not None
+    assert [(fault.name, fault.recovered_seconds is not None) for fault in record.faults] == [
+        ("kill-rank-0", True),
+        ("pause", True),
+    ]
+    assert record.reference is not None
+    assert record.leftovers == []
+    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+    # And the audit of this very run can fail.
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    (tmp_path / "run" / "result.json").write_text(json.dumps(result | {"state_sha256": "0" * 64}))
+    assert {reason.partition(":")[0] for reason in audit(tmp_path / "run").reasons} == {"state"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(Network.why_not() is not None, reason=f"no network namespaces: {Network.why_not()}")
+def test_a_drill_with_cables_and_power(tmp_path: Path) -> None:
+    plan = scenario(tmp_path, "partition", "one-way", "join", "power-loss", "slow-link", "packet-loss", every=4.0)
+    done = drill(tmp_path, "--seed", "5", "--nodes-as", "namespaces", "--scenario", plan, timeout=880)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_drill_with_restarts(tmp_path: Path) -> None:
+    plan = scenario(tmp_path, "kill-agent", "kill-worker", "damage", "kill-endpoint", every=8.0)
+    done = drill(tmp_path, "--seed", "5", "--nodes-as", "processes", "--scenario", plan, timeout=880)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_task_of_ones_own_that_ends_too_early_fails_the_drill(tmp_path: Path) -> None:
+    plan = scenario(tmp_path, "kill", "join", every=30.0)
+    flags = ("--dataset", "digits", "--max-steps", "200")
+    done = drill(
+        tmp_path, "--nodes", "2", "--nodes-as", "processes", "--scenario", plan, "--", *flags, timeout=280
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "did not strike: training had ended before its time" in done.stdout
+    assert "FAIL" in done.stdout.splitlines()

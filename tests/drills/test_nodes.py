@@ -1,0 +1,123 @@
+"""Nodes of a drill are ended whole, by pid, and never a process that only has the pid of one."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic_train.drills.network import HUB_ADDRESS, Network
+from elastic_train.drills.nodes import Node, TooSlow, clean_environment, inner_pid, is_running, kill_at_once, wait_until
+
+# An agent with a worker in a session of its own that has a child; the worker survives the agent.
+AGENT = """
+import subprocess, sys, time
+child = "import time; time.sleep(600)"
+worker = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", worker], start_new_session=True)
+time.sleep(600)
+"""
+needs_network = pytest.mark.skipif(Network.why_not() is not None, reason=f"no network namespaces: {Network.why_not()}")
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node([sys.executable, "-c", AGENT], tmp_path / "node.log", tmp_path, clean_environment())
+    yield node
+    node.end()
+
+
+def whole(node: Node) -> list[psutil.Process]:
+    """All three processes, once they are there."""
+    wait_until(lambda: len(node.all_processes()) == 3, "agent, worker and its child", 60)
+    return node.all_processes()
+
+
+def test_a_killed_node_is_gone_with_all_of_its_processes(node: Node) -> None:
+    processes = whole(node)
+    node.kill()
+    assert not any(map(is_running, processes))
+    assert node.process.returncode == -signal.SIGKILL
+    assert node.all_processes() == []
+
+
+def test_a_frozen_node_can_be_killed(node: Node) -> None:
+    processes = whole(node)
+    for process in processes:
+        process.suspend()
+    kill_at_once([node])
+    assert not any(map(is_running, processes))
+
+
+def test_a_worker_that_outlives_its_agent_is_seen_and_ended(node: Node) -> None:
+    whole(node)
+    worker = node.workers()[0]
+    children = worker.children()
+    node.process.kill()
+    node.wait(10)
+    assert node.agent() is None
+    assert node.workers() == [worker]
+    assert set(node.all_processes()) == {worker, *children}
+    node.end()
+    assert not any(map(is_running, [worker, *children]))
+
+
+def test_the_pid_of_an_ended_node_is_nobodys(tmp_path: Path) -> None:
+    node = Node([sys.executable, "-c", ""], tmp_path / "node.log", tmp_path, clean_environment())
+    node.wait(60)
+    node.process.pid = psutil.Process().pid  # as if the kernel had given it out again
+    assert node.all_processes() == []
+    node.end()
+
+
+def test_waiting_too_long_is_an_error_that_says_for_what(node: Node) -> None:
+    with pytest.raises(TooSlow, match="no rain within 0 s"):
+        wait_until(lambda: False, "rain", 0.1)
+    with pytest.raises(TooSlow, match="node still runs"):
+        node.wait(0.1)
+
+
+@needs_network
+def test_a_node_in_a_namespace_has_a_name_pids_and_memory_of_its_own(tmp_path: Path) -> None:
+    network = Network(2)
+    try:
+        program = (
+            "import os, socket, time; print(socket.gethostname(), os.getpid(), os.listdir('/dev/shm'), flush=True)"
+        )
+        command = [sys.executable, "-uc", f"{program}; time.sleep(600)"]
+        node = Node(
+            command, tmp_path / "node.log", tmp_path, clean_environment(), host=network.host_name(1),
+            prefix=network.node_prefix(1), is_wrapped=True,
+        )  # fmt: skip
+        wait_until(lambda: "\n" in node.text(), "word of the node", 60)
+        assert node.text() == "node2 1 []\n"
+        agent = node.agent()
+        assert agent is not None
+        assert inner_pid(agent.pid) == 1
+        node.kill()
+        assert not is_running(agent)
+    finally:
+        network.close()
+
+
+@needs_network
+def test_what_is_done_to_a_network_is_undone_again() -> None:
+    network = Network(2)
+    try:
+        assert network.can_reach_hub(0)
+        network.pull_cable(0)
+        assert not network.can_reach_hub(0, 0.3)
+        network.heal(0)
+        wait_until(lambda: network.can_reach_hub(0), f"way to {HUB_ADDRESS}", 20)
+        if network.has_filter:
+            network.drop_outgoing(0)
+            assert not network.can_reach_hub(0, 0.3)
+            assert network.can_reach_hub(1), "only that node"
+            network.heal(0)
+            wait_until(lambda: network.can_reach_hub(0), f"way to {HUB_ADDRESS}", 20)
+    finally:
+        network.close()

@@ -1,0 +1,123 @@
+"""When a drill does what: the same for the same seed, and always possible."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from elastic_train.cli import make_parser
+from elastic_train.drills.catalogue import FAULTS
+from elastic_train.drills.command import settings_of
+from elastic_train.drills.record import fault_records
+from elastic_train.drills.schedule import DEFAULT_FAULTS, default_plan, fits, random_plan, read_scenario
+from elastic_train.errors import UsageError
+
+SIZES = {name: kind.size for name, kind in FAULTS.items()}
+
+
+def test_the_default_plan_has_its_five_faults_in_a_possible_order() -> None:
+    orders = set()
+    for seed in range(200):
+        plan = default_plan(seed, 60.0, 4, SIZES)
+        assert plan == default_plan(seed, 60.0, 4, SIZES)
+        order = tuple(planned.fault for planned in plan)
+        assert sorted(order) == sorted(DEFAULT_FAULTS)
+        assert fits(order, 4, SIZES)
+        assert [planned.at for planned in plan] == [10.0, 20.0, 30.0, 40.0, 50.0]
+        orders.add(order)
+    assert len(orders) > 20, "the seed decides"
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 8])
+def test_a_long_plan_never_runs_out_of_nodes_or_places(nodes: int) -> None:
+    for seed in range(50):
+        plan = random_plan(seed, list(FAULTS), 900.0, 5.0, nodes, SIZES)
+        assert plan == random_plan(seed, list(FAULTS), 900.0, 5.0, nodes, SIZES)
+        assert len(plan) == 180
+        assert fits([planned.fault for planned in plan], nodes, SIZES)
+        assert plan[-1].at == 900.0
+
+
+def test_faults_that_no_job_of_this_size_survives() -> None:
+    with pytest.raises(UsageError, match="none of them leaves a node of 2"):
+        random_plan(0, ["kill-two"], 60.0, 10.0, 2, SIZES)
+
+
+def test_a_scenario_file(tmp_path: Path) -> None:
+    path = tmp_path / "scenario.toml"
+    path.write_text('[[fault]]\nat = 20\nname = "join"\n[[fault]]\nat = 5.5\nname = "kill"\n')
+    assert [(planned.at, planned.fault) for planned in read_scenario(path, list(FAULTS))] == [
+        (5.5, "kill"),
+        (20, "join"),
+    ]
+    for text, message in (
+        ("", "fault"),
+        ('[[fault]]\nat = 1\nname = "earthquake"\n', "no fault earthquake"),
+        ('[[fault]]\nname = "kill"\n', "at"),
+        ("not toml", "write"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=message):
+            read_scenario(path, list(FAULTS))
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_scenario(tmp_path / "missing", list(FAULTS))
+
+
+def settings(*arguments: str) -> argparse.Namespace:
+    return make_parser().parse_args(["drill", "--nodes-as", "processes", *arguments])
+
+
+def test_flags_after_the_dashes_are_the_workers(tmp_path: Path) -> None:
+    found = settings_of(settings("--seed", "3", "--run-dir", str(tmp_path / "run"), "--", "--lr", "0.1"))
+    assert list(found.flags[-2:]) == ["--lr", "0.1"]
+    assert found.last_step == 1200
+    own = settings_of(settings("--", "--task", "my_module:MyTask", "--epochs", "3", "--peer-timeout=5"))
+    assert own.last_step is None, "it has its own end"
+    assert own.peer_timeout == 5.0
+    assert "elastic_train.drills.task:PacedDigits" not in own.flags
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--nodes", "1"), "--nodes 1"),
+        (("--duration", "0"), "--duration"),
+        (("--faults", "earthquake"), "no earthquake"),
+        (("--faults", "partition"), "needs network namespaces"),
+        (("--scenario", "x.toml", "--every", "5"), "goes without"),
+        (("--", "--run-dir", "x"), "the drill sets that itself"),
+        (("--", "--no-such-flag"), "no-such-flag"),
+        (("--", "--lr", "-1"), "--lr"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        settings_of(settings(*arguments))
+
+
+def test_a_run_directory_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(UsageError, match="is there already"):
+        settings_of(settings("--run-dir", str(tmp_path)))
+
+
+def test_every_fault_says_what_it_does() -> None:
+    for name, kind in FAULTS.items():
+        assert kind.name == name
+        assert kind.says
+        assert (kind.undo_after is None) == (kind.undo is FAULTS["kill"].undo), name
+
+
+def test_lines_of_a_fault_become_one_record() -> None:
+    struck = {"what": "struck", "number": 1, "name": "hang", "target": "node2", "step": 7, "struck_at": 10.0}
+    lines = [
+        struck | {"limit_seconds": 21.0, "evidence": "1 stopped"},
+        {"what": "skipped", "number": 0, "name": "kill", "reason": "too late"},
+        {"what": "recovered", "number": 1, "seconds": 2.5},
+        {"what": "undone", "number": 1, "time": 14.0},
+    ]
+    first, second = fault_records(lines)
+    assert (first.name, first.struck_at, first.reason) == ("kill", None, "too late")
+    assert (second.recovered_seconds, second.undone_at, second.limit_seconds) == (2.5, 14.0, 21.0)
