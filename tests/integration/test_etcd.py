@@ -74,15 +74,16 @@ def stop_and_check(cluster: Cluster, nodes: list[Node]) -> None:
 def test_a_node_joins_and_the_first_one_dies(cluster: Cluster) -> None:
     nodes = start_world(cluster, 2, steps=1_000_000, nnodes="2:3")
     nodes += cluster.start(*ENDLESS, "--max-steps", "1000000")
-    wait_for_world(cluster, 1, 3)
+    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 3, "world of 3", PATIENCE)
     wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20, PATIENCE)
     nodes[0].kill()
-    wait_for_world(cluster, 2, 2)
+    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 2, "world of 2", PATIENCE)
     wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20, PATIENCE)
     stop_and_check(cluster, nodes[1:])
-    causes = {e["generation"]: e["cause"] for e in events(cluster.run_dir, "world") if e["rank"] == 0}
-    assert causes == {0: "start", 1: "join", 2: "peer_lost"}
-    assert [e["source"] for e in events(cluster.run_dir, "restore") if e["generation"] == 1] == ["peer"]
+    changes = [e["cause"] for e in events(cluster.run_dir, "world") if e["rank"] == 0 and e["world_size"] != 3]
+    assert changes[-1] == "peer_lost"
+    newcomer = [e["source"] for e in events(cluster.run_dir, "restore") if e["generation"] > 0]
+    assert newcomer == ["peer"], "the state came from those who trained"
     assert len(pids_that_trained(cluster)) == 3, "no process was replaced"
     print("outages:", {generation: round(seconds, 3) for generation, seconds in outages(cluster).items()})
 
