@@ -29,6 +29,8 @@ DROPPED_VARIABLES = (
     "LOCAL_",
     "GROUP_",
     "CI",
+    "COLUMNS",
+    "LINES",
 )
 
 PORTS = (15000, 32000)

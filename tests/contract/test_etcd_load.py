@@ -112,6 +112,7 @@ def compare(path: Path, small: int, large: int) -> None:
     assert found[large][1] < 1.3 * large / small * found[small][1], "its bytes grow no faster than the world"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_what_a_member_asks_for_does_not_grow_with_the_world(tmp_path: Path) -> None:
     compare(tmp_path, 4, 16)

@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
+import psutil
 import pytest
 from torch.distributed import HashStore, TCPStore
 
@@ -235,6 +236,9 @@ class Server:
 @contextlib.contextmanager
 def frozen(server: Server) -> Iterator[None]:
     os.kill(server.process.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while psutil.Process(server.process.pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline, "the server does not stop"
     try:
         yield
     finally:
