@@ -65,7 +65,7 @@ QUICK = (Case(3, 1, 3, limit=0.2, worst=1.0),)
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Quick: under a minute; else about ten."""
+    """Quick: under a minute; else about a quarter of an hour."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="elastic-train-bench-") as scratch:
         for number, case in enumerate(QUICK if quick else THOROUGH):
