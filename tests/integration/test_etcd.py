@@ -72,6 +72,7 @@ def stop_and_check(cluster: Cluster, nodes: list[Node]) -> None:
     wait_until(lambda: not etcd_of(cluster).keys(), "empty etcd", 60)
 
 
+@pytest.mark.slow
 def test_a_node_joins_and_the_first_one_dies(cluster: Cluster) -> None:
     nodes = start_world(cluster, 2, steps=1_000_000, nnodes="2:3")
     nodes += cluster.start(*ENDLESS, "--max-steps", "1000000")
