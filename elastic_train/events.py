@@ -1,7 +1,9 @@
 """What happened, as JSON lines: `events/` and `ledger/` of a run directory.
 
-One object per line, written by a single `write(2)` to a file opened for appending: a process that is killed leaves
-whole lines, whatever the moment. There is one file per worker process, so no two processes ever share one.
+One object per line, written by a single `write(2)` to a file opened for appending, so a process that is killed leaves
+whole lines. Only one that SIGKILL finds inside that very call may leave its last line cut off: Linux copies a write
+page by page and looks for a fatal signal between two pages. Such a line has no newline at its end and every reader here
+passes over it. There is one file per worker process, so no two processes ever share one.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class History:
     """by time"""
     ledger: tuple[Line, ...]
     torn: tuple[str, ...] = ()
-    """lines that are no JSON object: `file: what`"""
+    """lines that are no JSON object: `file: what`; without those that a kill cut off at the end of their file"""
     result: Line | None = None
     drill: DrillRecord | None = None
     names: tuple[str, ...] = field(default=(), repr=False)
@@ -198,8 +198,8 @@ def read_history(run_dir: Path) -> History:
 
 def _read(path: Path, torn: list[str]) -> list[Line]:
     found = []
-    data = path.read_bytes()
-    for number, raw in enumerate(data.split(b"\n"), start=1):
+    *lines, _cut_off = path.read_bytes().split(b"\n")  # empty, but where SIGKILL found the writer inside write(2)
+    for number, raw in enumerate(lines, start=1):
         if not raw:
             continue
         try:
@@ -210,6 +210,4 @@ def _read(path: Path, torn: list[str]) -> list[Line]:
             found.append(line)
         else:
             torn.append(f"{path.parent.name}/{path.name}: line {number} is torn")
-    if data and not data.endswith(b"\n"):
-        torn.append(f"{path.parent.name}/{path.name}: the last line has no end")
     return found

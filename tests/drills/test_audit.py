@@ -104,8 +104,17 @@ def test_a_rank_without_its_line(run_dir: Path) -> None:
 
 def test_a_torn_line(run_dir: Path) -> None:
     path = ledger_of(run_dir, MEMBERS[2])
-    path.write_bytes(path.read_bytes() + b'{"epoch": 1, "st')
+    path.write_bytes(path.read_bytes() + b'{"epoch": 1, "st\n')
     assert "is torn" in only_failure(run_dir, "ledger")
+
+
+def test_a_line_that_a_kill_cut_off_is_no_finding_of_its_own(run_dir: Path) -> None:
+    path = ledger_of(run_dir, MEMBERS[1])
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"epoch": 1, "st')
+    assert audit(run_dir).passed
+    path.write_bytes(whole[:-9])  # what it told is missing, though
+    assert "samples where" in only_failure(run_dir, "ledger")
 
 
 def test_lines_of_a_step_that_was_not_committed_do_not_count(run_dir: Path) -> None:
