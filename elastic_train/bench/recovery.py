@@ -85,13 +85,13 @@ def measure(case: Case, run_dir: Path) -> list[Row]:
         cluster.start_endpoint()
         for place in cluster.places:
             cluster.start(place)
-        settle(cluster, case.nodes)
+        cluster.settle(case.nodes, MIN_STEPS, SETTLE_SECONDS)
         for number in range(case.kills):
             victim = chance.choice(cluster.places)
             kills.append(kill(cluster, victim))
-            settle(cluster, case.nodes - 1)
+            cluster.settle(case.nodes - 1, MIN_STEPS, SETTLE_SECONDS)
             joins.append(join(cluster, victim))
-            settle(cluster, case.nodes)
+            cluster.settle(case.nodes, MIN_STEPS, SETTLE_SECONDS)
             told = f"{case}, {number + 1} of {case.kills}: killed {kills[-1]['all']:.3f} s"
             print(f"{told}, joined {joins[-1]['all']:.2f} s", file=sys.stderr, flush=True)
     finally:
@@ -115,24 +115,6 @@ def rows_of(case: str, found: Sequence[dict[str, float]], limit: float) -> list[
         name = case if phase == "all" else f"  {phase}"
         rows.append(Row(name, median, limit, "s", limit / max(median, 1e-6), iqr(seconds)))
     return rows
-
-
-def settle(cluster: Cluster, num_nodes: int) -> None:
-    """Wait until so many nodes train together and have committed some steps."""
-
-    def is_settled() -> bool:
-        cluster.poll()
-        world = cluster.watch.world
-        return world is not None and len(cluster.inside) == num_nodes and cluster.is_settled
-
-    wait_until(is_settled, f"world of {num_nodes} nodes", SETTLE_SECONDS)
-    enough = cluster.watch.step + MIN_STEPS
-
-    def has_trained() -> bool:
-        cluster.poll()
-        return cluster.watch.step >= enough
-
-    wait_until(has_trained, f"step {enough}", SETTLE_SECONDS)
 
 
 def kill(cluster: Cluster, victim: Place) -> dict[str, float]:

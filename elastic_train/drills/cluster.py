@@ -230,6 +230,25 @@ class Cluster:
         members = {member for place in self.running for member in place.members}
         return all(map(self.is_in, healthy)) and set(world.members) <= members
 
+    def settle(self, num_nodes: int, num_steps: int, timeout: float) -> None:
+        """Wait until so many nodes train together, and then until they have committed so many steps more.
+
+        Raises: TooSlow naming what did not come about in `timeout` seconds, of the one or of the other.
+        """
+
+        def is_settled() -> bool:
+            self.poll()
+            return len(self.inside) == num_nodes and self.is_settled
+
+        wait_until(is_settled, f"world of {num_nodes} nodes", timeout)
+        enough = self.watch.step + num_steps
+
+        def has_trained() -> bool:
+            self.poll()
+            return self.watch.step >= enough
+
+        wait_until(has_trained, f"step {enough}", timeout)
+
     def rank_of(self, place: Place) -> int | None:
         """The lowest rank of a node's workers in the newest world."""
         world = self.watch.world

@@ -11,6 +11,8 @@ from tests.integration.cluster import (
     Cluster,
     Node,
     check_ledger,
+    check_steps,
+    error_lines,
     events,
     last_step,
     outcomes,
@@ -55,13 +57,15 @@ def world_of_size(cluster: Cluster, size: int, generation: int = 0, timeout: flo
     )
 
 
-def stop_all(cluster: Cluster, nodes: list[Node]) -> int:
-    """SIGTERM to all; they save and end. The committed steps."""
+def stop_all(cluster: Cluster, nodes: list[Node]) -> None:
+    """SIGTERM to all; they save and end, and what they have trained is whole."""
     for node in nodes:
         node.signal(signal.SIGTERM)
     cluster.finish(nodes, code=1)
     assert set(outcomes(cluster.run_dir)[-len(nodes) :]) == {"stopped"}
-    return last_step(cluster.run_dir)
+    steps = last_step(cluster.run_dir)
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=steps)
+    check_steps(cluster.run_dir, steps)
 
 
 @pytest.mark.slow
@@ -74,9 +78,7 @@ def test_four_nodes_started_five_seconds_apart(cluster: Cluster) -> None:
         time.sleep(5.0)
     world_of_size(cluster, 4, timeout=120)
     wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
-    steps = stop_all(cluster, nodes)
-    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=steps)
-    assert sorted(e["step"] for e in events(cluster.run_dir, "step")) == list(range(1, steps + 1))
+    stop_all(cluster, nodes)
     assert worlds(cluster.run_dir)[-1][1] == 4
 
 
@@ -90,18 +92,11 @@ def test_a_misfit_joins_and_is_refused(cluster: Cluster) -> None:
         before = worlds(cluster.run_dir)[-1][0]
         [misfit] = cluster.start(*ENDLESS, "--max-steps", "1000000", *flags)
         assert misfit.wait(90) == 1
-        assert word in error_line_of(misfit)
+        [line] = error_lines(misfit)
+        assert word in line
         world_of_size(cluster, 2, before + 1)
         wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
-    steps = stop_all(cluster, nodes)
-    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=steps)
-    assert sorted(e["step"] for e in events(cluster.run_dir, "step")) == list(range(1, steps + 1))
-
-
-def error_line_of(node: Node) -> str:
-    """The worker's own line; torchrun prints a traceback of its own behind it."""
-    [line] = [line for line in node.text().splitlines() if line.startswith("elastic_train: error")]
-    return line
+    stop_all(cluster, nodes)
 
 
 @pytest.mark.slow
@@ -121,9 +116,7 @@ def test_a_node_that_crashes_at_every_start(cluster: Cluster) -> None:
     nodes += cluster.start(*ENDLESS, "--max-steps", "1000000", *flags)
     world_of_size(cluster, 3)
     wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
-    steps = stop_all(cluster, nodes)
-    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=steps)
-    assert sorted(e["step"] for e in events(cluster.run_dir, "step")) == list(range(1, steps + 1))
+    stop_all(cluster, nodes)
 
 
 def test_fewer_nodes_than_min_nodes_wait_for_others(cluster: Cluster) -> None:
@@ -145,7 +138,8 @@ def test_too_few_nodes_for_too_long_save_and_end(cluster: Cluster) -> None:
     nodes = start_world(cluster, 2, "--min-nodes", "2", "--wait-timeout", "2", steps=100000)
     nodes[1].kill()
     assert nodes[0].wait(60) == 1
-    assert "only 1 of at least 2 nodes after 2 s" in error_line_of(nodes[0])
+    [line] = error_lines(nodes[0])
+    assert "only 1 of at least 2 nodes after 2 s" in line
     steps = last_step(cluster.run_dir)
     [again] = [cluster.start_alone(*ENDLESS, "--max-steps", str(steps + 5))]
     cluster.finish([again])
@@ -183,6 +177,4 @@ def test_a_death_while_only_agents_are_alive(cluster: Cluster) -> None:
     if all(node.process.poll() is not None for node in others):
         others = cluster.start(*ENDLESS, "--max-steps", "1000000", nodes=2, port=cluster.port)
         wait_for_step(cluster.run_dir, before + 20)
-    steps = stop_all(cluster, others)
-    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=steps)
-    assert sorted(e["step"] for e in events(cluster.run_dir, "step")) == list(range(1, steps + 1))
+    stop_all(cluster, others)
