@@ -72,7 +72,6 @@ def stop_and_check(cluster: Cluster, nodes: list[Node]) -> None:
     assert etcd_of(cluster).keys() == [], "the last one to leave removes everything"
 
 
-@pytest.mark.slow
 def test_a_node_joins_and_the_first_one_dies(cluster: Cluster) -> None:
     nodes = start_world(cluster, 2, steps=1_000_000, nnodes="2:3")
     nodes += cluster.start(*ENDLESS, "--max-steps", "1000000")
