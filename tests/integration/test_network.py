@@ -37,7 +37,7 @@ def job(tmp_path: Path) -> Iterator[Cluster]:
     record = Record(tmp_path / "run")
     cluster = Cluster(tmp_path / "run", record, FLAGS, num_nodes=3, network=network)
     try:
-        cluster.start_endpoint()
+        cluster.backend.start()
         for place in cluster.places:
             cluster.start(place)
         cluster.settle(3, NUM_STEPS, 60)
