@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from elastic_train.drills.checks import CHECKS, Found, Skip
+from elastic_train.drills.checks import CHECKS
+from elastic_train.drills.finding import Found, Skip
 from elastic_train.drills.history import History, read_history
 from elastic_train.drills.lost_time import lost_time
 

@@ -1,0 +1,117 @@
+"""Checks of what a run came to: its end, its time, its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from elastic_train.drills.finding import WALL_TOLERANCE, Found, Skip
+from elastic_train.drills.history import History, Line
+from elastic_train.drills.remains_checks import find_snapshots_of
+from elastic_train.errors import SnapshotDamaged, SnapshotError
+
+PHASE_TOLERANCE = 0.05
+"""seconds: what rounding may take"""
+LOSS_TOLERANCE = 0.05
+"""relative: how far the final loss of a `fast` run may be from the undisturbed one's, plus as much in absolute terms"""
+
+
+def check_end(history: History) -> Found:
+    """The job reached its end: result.json is there, and whoever was in the last world says `finished`."""
+    if not history.is_finished and history.drill is None:
+        raise Skip("the run has not finished")
+    findings = []
+    if not history.is_finished:
+        findings.append(f"nobody finished; the newest committed step is {history.last_step}")
+    elif history.result is None:
+        findings.append("finished, but there is no result.json")
+    if history.worlds and history.is_finished:
+        outcomes = {line["writer"]: line.get("outcome") for line in history.of("done")}
+        for member in history.worlds[-1].members:
+            if outcomes.get(member) not in ("finished", "already_finished"):
+                findings.append(f"{member} was in the last world and ended {outcomes.get(member) or 'without a word'}")
+    if history.drill is not None:
+        findings += _wrong_codes(history)
+    return f"step {history.last_step}", findings
+
+
+def _wrong_codes(history: History) -> list[str]:
+    assert history.drill is not None
+    found = []
+    codes = {line["node"]: line.get("code") for line in history.drill.nodes if line["what"] == "ended"}
+    last = set(history.worlds[-1].members) if history.worlds and history.is_finished else set()
+    for member, node in history.drill.node_of.items():
+        if member in last and codes.get(node, 0) != 0:
+            found.append(f"{node} finished, but its torchrun exited with {codes[node]}")
+    return found
+
+
+def check_state(history: History) -> Found:
+    """The final weights are those of the undisturbed job, bit for bit in ordered mode; the final snapshot has them."""
+    result = history.result
+    if result is None:
+        raise Skip("no result.json; it is written at the end of training")
+    findings, looked_at = [], []
+    stored = _hash_of_final_snapshot(history, int(result.get("step") or 0))
+    if stored is not None:
+        looked_at.append("the final snapshot")
+        if stored != result.get("state_sha256"):
+            findings.append(
+                f"the final snapshot has {stored[:16]}, result.json says {str(result.get('state_sha256'))[:16]}"
+            )
+    reference = history.drill.reference if history.drill else None
+    if reference is not None:
+        looked_at.append("an undisturbed run")
+        findings += list(_differences(result, reference))
+    if not looked_at:
+        raise Skip("neither a snapshot of the last step nor an undisturbed run to compare with")
+    return f"{str(result.get('state_sha256'))[:16]}, compared with {' and '.join(looked_at)}", findings
+
+
+def _differences(result: Line, reference: Line) -> Iterable[str]:
+    if result.get("step") != reference.get("step"):
+        yield f"step {result.get('step')}, undisturbed {reference.get('step')}"
+        return
+    if dict(result.get("config") or {}).get("reduction") == "ordered":
+        if result.get("state_sha256") != reference.get("state_sha256"):
+            ours, theirs = str(result.get("state_sha256"))[:16], str(reference.get("state_sha256"))[:16]
+            yield f"state_sha256 {ours}, undisturbed {theirs}"
+        return
+    loss, undisturbed = float(result.get("train_loss") or 0.0), float(reference.get("train_loss") or 0.0)
+    if not math.isclose(loss, undisturbed, rel_tol=LOSS_TOLERANCE, abs_tol=LOSS_TOLERANCE):
+        yield f"train_loss {loss:.4f}, undisturbed {undisturbed:.4f}"
+
+
+def _hash_of_final_snapshot(history: History, step: int) -> str | None:
+    from elastic_train.snapshot import deserialize_state, read_state_bytes
+
+    for info in find_snapshots_of(history)[0]:
+        if info.step == step:
+            try:
+                state = deserialize_state(read_state_bytes(info), source=str(info.path))
+            except (SnapshotDamaged, SnapshotError):
+                continue  # check_snapshots says so
+            from elastic_train.state import state_sha256
+
+            return state_sha256(state["model"])
+    return None
+
+
+def check_phases(history: History) -> Found:
+    """The phases sum to the wall, and the wall covers everything that the events saw."""
+    if history.result is None:
+        raise Skip("no result.json; it is written at the end of training")
+    phases = dict(history.result.get("goodput") or {})
+    wall = float(history.result.get("wall_seconds") or 0.0)
+    seconds = {name: float(value) for name, value in phases.items() if name not in ("wall", "ratio")}
+    findings = [
+        f"phase {name} has {value:.3f} s" for name, value in seconds.items() if value < 0 or not math.isfinite(value)
+    ]
+    total = sum(seconds.values())
+    if abs(total - wall) > PHASE_TOLERANCE:
+        findings.append(f"the phases sum to {total:.3f} s, the wall is {wall:.3f} s")
+    if history.kept and history.result.get("step") == history.last_step:
+        span = history.kept[-1].time - min(float(line["time"]) for line in history.events)
+        if wall < span - WALL_TOLERANCE:
+            findings.append(f"the wall is {wall:.1f} s, but the events span {span:.1f} s")
+    return f"{total:.2f} s in {len(seconds)} phases", findings

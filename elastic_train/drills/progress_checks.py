@@ -1,0 +1,154 @@
+"""Checks of what training did: every sample once, every step in its order, every generation with one membership."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from elastic_train.drills.finding import WALL_TOLERANCE, Found, Skip
+from elastic_train.drills.history import History, Line, World
+
+# --- the samples ------------------------------------------------------------------------------------------------------
+
+
+def check_ledger(history: History) -> Found:
+    """The contract's law: of each committed step count the lines of its largest generation; every index occurs once per
+    epoch, and never twice."""
+    if not history.ledger:
+        raise Skip("no ledger; the worker's --ledger writes one")
+    length, batch = history.length, history.batch
+    if length is None or batch is None:
+        raise Skip("the events do not tell the length of the data and the global batch")
+    by_step: dict[int, dict[int, list[Line]]] = defaultdict(lambda: defaultdict(list))
+    for line in history.ledger:
+        if line["step"] <= history.last_step:
+            by_step[line["step"]][line["generation"]].append(line)
+    per_epoch = -(-length // batch)
+    findings = [*history.torn]
+    used: dict[int, Counter[int]] = defaultdict(Counter)
+    for step in range(1, history.last_step + 1):
+        if step not in by_step:
+            findings.append(f"step {step} was committed and has no line")
+            continue
+        generation = max(by_step[step])
+        lines = by_step[step][generation]
+        epoch, within = divmod(step - 1, per_epoch)
+        ranks = Counter(line["rank"] for line in lines)
+        findings += [
+            f"step {step}: rank {rank} wrote {n} lines in generation {generation}" for rank, n in ranks.items() if n > 1
+        ]
+        if {line["epoch"] for line in lines} != {epoch}:
+            findings.append(f"step {step} belongs to epoch {epoch}, its lines say {lines[0]['epoch']}")
+        indices = [index for line in lines for index in line["indices"]]
+        expected = min(batch, length - within * batch)
+        if len(indices) != expected:
+            findings.append(f"step {step}, generation {generation}: {len(indices)} samples where {expected} belong")
+        used[epoch].update(indices)
+    for epoch, counter in sorted(used.items()):
+        twice = sorted(index for index, n in counter.items() if n > 1)
+        if twice:
+            findings.append(f"epoch {epoch}: {_some(twice)} used more than once")
+        missing = sorted(set(range(length)) - counter.keys())
+        if missing and (epoch + 1) * per_epoch <= history.last_step:
+            findings.append(f"epoch {epoch}: {_some(missing)} never used")
+        strange = sorted(index for index in counter if not 0 <= index < length)
+        if strange:
+            findings.append(f"epoch {epoch}: {_some(strange)} of a data set of {length}")
+    return f"{history.last_step} steps, {len(used)} epochs of {length} samples", findings
+
+
+def _some(indices: list[int]) -> str:
+    shown = ", ".join(map(str, indices[:3]))
+    more = f" and {len(indices) - 3} more" if len(indices) > 3 else ""
+    return f"sample{'s' if len(indices) > 1 else ''} {shown}{more}"
+
+
+# --- the steps --------------------------------------------------------------------------------------------------------
+
+
+def check_steps(history: History) -> Found:
+    """Committed steps never decrease, and none is missing; only a restart from a snapshot may repeat some."""
+    if not history.steps:
+        raise Skip("no step was committed")
+    findings = []
+    worlds = {world.generation: world for world in history.worlds}
+    by_generation: dict[int, list[int]] = defaultdict(list)
+    for step in history.steps:
+        by_generation[step.generation].append(step.step)
+    for generation, numbers in sorted(by_generation.items()):
+        repeated = sorted(number for number, n in Counter(numbers).items() if n > 1)
+        if repeated:
+            findings.append(f"generation {generation} committed step {repeated[0]} more than once")
+        if generation not in worlds:
+            findings.append(f"generation {generation} committed steps, but no member says that it stood")
+    present = {step.step for step in history.steps}
+    gaps = [step for step in range(1, history.last_step + 1) if step not in present]
+    if gaps:
+        findings.append(f"step {gaps[0]} was never committed, but step {history.last_step} was ({len(gaps)} missing)")
+    reached, before = 0, None
+    for world in history.worlds:
+        if world.step < reached and world.restored_from != "snapshot":
+            redone = range(world.step + 1, reached + 1)
+            if not _were_in_hand(history, world, before, redone):
+                findings.append(
+                    f"generation {world.generation} begins at step {world.step}, but step {reached} had been committed"
+                )
+        numbers = by_generation.get(world.generation, [])
+        if numbers and min(numbers) <= world.step:
+            findings.append(
+                f"generation {world.generation} began at step {world.step} and committed step {min(numbers)}"
+            )
+        reached, before = max([reached if world.restored_from != "snapshot" else 0, world.step, *numbers]), world
+    if history.result is not None and history.is_finished and history.result.get("step") != history.last_step:
+        findings.append(f"result.json is of step {history.result.get('step')}, the events reach {history.last_step}")
+    return f"steps 1 to {history.last_step} in {len(history.worlds)} generations", findings
+
+
+def _were_in_hand(history: History, world: World, before: World | None, steps: range) -> bool:
+    """Whether only members that are not in the next world had applied these steps: by the contract not committed."""
+    if before is None:
+        return False
+    return all(
+        step.writer not in world.members
+        for step in history.steps
+        if step.generation == before.generation and step.step in steps
+    )
+
+
+# --- the generations --------------------------------------------------------------------------------------------------
+
+
+def check_generations(history: History) -> Found:
+    """Generations form a chain: one membership each, each from the one before or from new processes."""
+    if not history.worlds:
+        raise Skip("no world ever stood")
+    findings = []
+    for world in history.worlds:
+        if len(world.memberships) > 1:
+            groups = " and ".join(f"[{', '.join(members)}]" for members in world.memberships)
+            findings.append(f"generation {world.generation} has {len(world.memberships)} memberships: {groups}")
+        if len(set(world.members)) < len(world.members):
+            findings.append(f"generation {world.generation} has a member twice")
+    for before, after in itertools.pairwise(history.worlds):
+        name = f"generation {after.generation}"
+        if after.time < before.time - WALL_TOLERANCE:
+            findings.append(f"{name} stood {before.time - after.time:.1f} s before generation {before.generation}")
+        if after.cause in ("peer_lost", "leave"):
+            strangers = set(after.members) - set(before.members)
+            if strangers and after.generation == before.generation + 1:
+                findings.append(f"{name} re-formed in place with {', '.join(sorted(strangers))}, not in the one before")
+            gone = set(before.members) - set(after.members)
+            if after.generation == before.generation + 1 and gone != after.lost | after.left:
+                findings.append(f"{name} names {_names(after.lost | after.left)} as gone, but {_names(gone)} are")
+    members = {world.generation: world.members for world in history.worlds}
+    findings += [
+        f"step {step.step} of generation {step.generation} was written by {step.writer}, which is no member of it"
+        for step in history.steps
+        if step.writer not in members.get(step.generation, (step.writer,))
+    ]
+    return f"generations {history.worlds[0].generation} to {history.worlds[-1].generation}", findings
+
+
+def _names(members: Iterable[str]) -> str:
+    return ", ".join(sorted(members)) or "nobody"
