@@ -12,12 +12,14 @@ from elastic_train.drills.end_checks import check_end, check_phases, check_state
 from elastic_train.drills.finding import Found
 from elastic_train.drills.harm_checks import check_faults, check_incidents
 from elastic_train.drills.history import History
+from elastic_train.drills.loss_checks import check_losses
 from elastic_train.drills.progress_checks import check_generations, check_ledger, check_steps
 from elastic_train.drills.remains_checks import check_leftovers, check_snapshots
 
 CHECKS: tuple[tuple[str, str, Callable[[History], Found]], ...] = (
     ("end", "the job reached its end", check_end),
     ("faults", "every fault really struck", check_faults),
+    ("losses", "nobody was lost whom no fault had struck", check_losses),
     ("ledger", "every sample exactly once per epoch", check_ledger),
     ("steps", "committed steps never decrease", check_steps),
     ("generations", "one membership per generation, in a chain", check_generations),

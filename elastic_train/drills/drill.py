@@ -233,7 +233,8 @@ class Conductor:
         self._due_since = None
 
     def _replace_lost(self, fault: Fault) -> None:
-        """On a machine that is too busy, nodes are expelled that no fault touched: start one where a fault needs it."""
+        """On a machine that is too busy, nodes are expelled that no fault touched: start one where a fault needs it.
+        The audit reports them."""
         cluster = self._cluster
         if cluster.is_settled and cluster.vacant and not self._open and len(cluster.inside) < 1 - fault.size:
             place = cluster.vacant[0]
@@ -270,6 +271,7 @@ class Conductor:
             step=step,
             evidence=evidence,
             limit_seconds=fault.limit_seconds(harm),
+            may_take=[place.name for place in fault.may_take(harm)],
             struck_at=struck_at,
         )
         self._pending.append(_Pending(number, planned, fault, harm, struck_at))

@@ -178,6 +178,9 @@ class Join(Fault):
         harm.cluster.start(harm.targets[0])
         return "started"
 
+    def may_take(self, harm: Harm) -> list[Place]:
+        return []
+
     def is_over(self, harm: Harm) -> bool:
         return has_stepped_anew(harm) and harm.cluster.is_in(harm.targets[0])
 

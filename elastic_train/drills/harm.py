@@ -82,6 +82,10 @@ class Fault:
         """Do it; returns what shows that it happened. Raises NotStruck."""
         raise NotImplementedError
 
+    def may_take(self, harm: Harm) -> list[Place]:
+        """The nodes that the job may lose by it; the audit reports every other that is lost."""
+        return harm.targets
+
     def is_over(self, harm: Harm) -> bool:
         """Whether a step was committed that this fault stood in the way of: here, in a world without the targets."""
         world = harm.cluster.watch.world
@@ -104,6 +108,9 @@ class Disturbance(Fault):
 
     def not_yet(self, cluster: Cluster) -> str | None:
         return None if cluster.is_settled else "the world is not settled"
+
+    def may_take(self, harm: Harm) -> list[Place]:
+        return []
 
     def is_over(self, harm: Harm) -> bool:
         return harm.undone_at_step is not None and harm.cluster.watch.step > harm.undone_at_step

@@ -47,6 +47,8 @@ class World:
     """committed steps when it began"""
     lost: frozenset[str]
     left: frozenset[str]
+    joined: frozenset[str]
+    """taken in by those that were there"""
     seconds: Mapping[str, float]
     """by phase, from the lowest rank that wrote"""
     restores: Mapping[str, tuple[str, int]]
@@ -81,17 +83,22 @@ class History:
         return [line for line in self.events if line["event"] == event]
 
     @cached_property
+    def starts(self) -> list[Line]:
+        """The `start` events of who came to train, by time; those of all where nobody did. Who was refused may have had
+        other flags and other data."""
+        members = {member for world in self.worlds for member in world.members}
+        found = self.of("start")
+        return [line for line in found if writer(line) in members] or found
+
+    @cached_property
     def config(self) -> Line:
         """The flags of the newest start."""
-        starts = self.of("start")
-        return dict(starts[-1].get("config") or {}) if starts else {}
+        return dict(self.starts[-1].get("config") or {}) if self.starts else {}
 
     @cached_property
     def length(self) -> int | None:
         """Samples of an epoch."""
-        return next(
-            (int(s["task"]["train_length"]) for s in self.of("start") if "train_length" in s.get("task", {})), None
-        )
+        return next((int(s["task"]["train_length"]) for s in self.starts if "train_length" in s.get("task", {})), None)
 
     @cached_property
     def batch(self) -> int | None:
@@ -156,6 +163,7 @@ def _world(generation: int, lines: list[Line], restores: Mapping[str, tuple[str,
         step=max(int(line["step"]) for line in lines),
         lost=frozenset(member for line in lines for member in line.get("lost_members", ())),
         left=frozenset(member for line in lines for member in line.get("left_members", ())),
+        joined=frozenset(member for line in lines for member in line.get("joined_members", ())),
         seconds={name: float(value) for name, value in dict(first.get("seconds") or {}).items()},
         restores=restores,
     )

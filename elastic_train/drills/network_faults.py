@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_train.drills.cluster import NodeState
+from elastic_train.drills.cluster import NodeState, Place
 from elastic_train.drills.harm import RECOVERY_LIMIT_SECONDS, Disturbance, Fault, Harm, NotStruck
 
 
@@ -71,6 +71,10 @@ class PacketLoss(Disturbance):
         assert harm.cluster.network is not None
         harm.cluster.network.drop_some(harm.targets[0].index, 0.2)
         return "20 % of what comes in is dropped"
+
+    def may_take(self, harm: Harm) -> list[Place]:
+        """TCP doubles its wait at every loss of the same packet: by chance a node is silent for --peer-timeout."""
+        return harm.targets
 
     def undo(self, harm: Harm) -> None:
         assert harm.cluster.network is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 
 from elastic_train.drills.finding import WALL_TOLERANCE, Found, Skip
 from elastic_train.drills.history import History, Line, World
@@ -68,7 +69,7 @@ def _some(indices: list[int]) -> str:
 
 
 def check_steps(history: History) -> Found:
-    """Committed steps never decrease, and none is missing; only a restart from a snapshot may repeat some."""
+    """Committed steps never decrease, and none is missing; only a restart from the newest snapshot may repeat some."""
     if not history.steps:
         raise Skip("no step was committed")
     findings = []
@@ -88,32 +89,66 @@ def check_steps(history: History) -> Found:
         findings.append(f"step {gaps[0]} was never committed, but step {history.last_step} was ({len(gaps)} missing)")
     reached, before = 0, None
     for world in history.worlds:
-        if world.step < reached and world.restored_from != "snapshot":
-            redone = range(world.step + 1, reached + 1)
-            if not _were_in_hand(history, world, before, redone):
-                findings.append(
-                    f"generation {world.generation} begins at step {world.step}, but step {reached} had been committed"
-                )
+        has_restarted = _may_have_restarted(history, world)
+        if world.step < reached and not has_restarted and not _was_in_hand(history, world, before, reached):
+            findings.append(
+                f"generation {world.generation} begins at step {world.step}, but step {reached} had been committed"
+            )
+        if (saved := _overlooked(history, world)) is not None:
+            findings.append(
+                f"generation {world.generation} begins at step {world.step}, from {world.restored_from}, "
+                f"but the snapshot of step {saved} had been saved"
+            )
         numbers = by_generation.get(world.generation, [])
         if numbers and min(numbers) <= world.step:
             findings.append(
                 f"generation {world.generation} began at step {world.step} and committed step {min(numbers)}"
             )
-        reached, before = max([reached if world.restored_from != "snapshot" else 0, world.step, *numbers]), world
+        reached, before = max([0 if has_restarted else reached, world.step, *numbers]), world
     if history.result is not None and history.is_finished and history.result.get("step") != history.last_step:
         findings.append(f"result.json is of step {history.result.get('step')}, the events reach {history.last_step}")
     return f"steps 1 to {history.last_step} in {len(history.worlds)} generations", findings
 
 
-def _were_in_hand(history: History, world: World, before: World | None, steps: range) -> bool:
-    """Whether only members that are not in the next world had applied these steps: by the contract not committed."""
-    if before is None:
+def _may_have_restarted(history: History, world: World) -> bool:
+    """Whether it is one of new processes, which lose what came after the last snapshot: in a drill only where
+    everything was killed."""
+    killed = history.drill is None or any(
+        fault.loses_steps and fault.has_struck(world.time) for fault in history.drill.faults
+    )
+    return killed and world.restored_from in ("snapshot", "scratch")
+
+
+def _was_in_hand(history: History, world: World, before: World | None, reached: int) -> bool:
+    """Whether only members that are not in the next world had applied the newest step: by the contract not committed.
+
+    There is one such step at most: the others cannot begin the next one without having applied it.
+    """
+    if before is None or reached - world.step > 1:
         return False
-    return all(
+    return world.cause == "start" or all(
         step.writer not in world.members
         for step in history.steps
-        if step.generation == before.generation and step.step in steps
+        if step.generation == before.generation and step.step == reached
     )
+
+
+def _overlooked(history: History, world: World) -> int | None:
+    """The step of the newest snapshot, where a world of new processes did not begin with it.
+
+    Outside of a drill an older one is no finding: the newest may have been lost with the disk of its node.
+    """
+    if world.restored_from not in ("snapshot", "scratch"):
+        return None
+    damaged = history.drill.damaged if history.drill is not None else frozenset()
+    saved = [
+        int(line["snapshot_step"])
+        for line in history.of("snapshot")
+        if line["generation"] < world.generation and Path(line["path"]).name not in damaged
+    ]
+    newest = max(saved, default=0)
+    is_ours = history.drill is not None or world.restored_from == "scratch"
+    return newest if newest > world.step and is_ours else None
 
 
 # --- the generations --------------------------------------------------------------------------------------------------
@@ -135,7 +170,7 @@ def check_generations(history: History) -> Found:
         if after.time < before.time - WALL_TOLERANCE:
             findings.append(f"{name} stood {before.time - after.time:.1f} s before generation {before.generation}")
         if after.cause in ("peer_lost", "leave"):
-            strangers = set(after.members) - set(before.members)
+            strangers = set(after.members) - set(before.members) - after.joined
             if strangers and after.generation == before.generation + 1:
                 findings.append(f"{name} re-formed in place with {', '.join(sorted(strangers))}, not in the one before")
             gone = set(before.members) - set(after.members)

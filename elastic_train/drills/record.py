@@ -87,6 +87,17 @@ class FaultRecord:
     undone_at: float | None
     reason: str | None
     """why it did not strike, or why it was not got over"""
+    may_take: tuple[str, ...] = ()
+    """the nodes that the job may lose by it"""
+
+    @property
+    def loses_steps(self) -> bool:
+        """Who kills everything at once loses what came after the last snapshot; no other harm of a drill does."""
+        return self.name in ("kill-all", "damage")
+
+    def has_struck(self, by: float) -> bool:
+        """Whether it had, at `by` (Unix seconds)."""
+        return self.struck_at is not None and self.struck_at <= by
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,13 @@ class DrillRecord:
     def node_of(self) -> dict[str, str]:
         """Member (`host/local_rank/pid`) -> the drill's name of its node."""
         return {line["member"]: line["node"] for line in self.nodes if line["what"] == "worker"}
+
+    @property
+    def damaged(self) -> frozenset[str]:
+        """The names of the snapshots that were damaged on purpose."""
+        return frozenset(
+            fault.target for fault in self.faults if fault.name == "damage" and fault.struck_at is not None
+        )
 
 
 def read_drill(run_dir: Path) -> DrillRecord | None:
@@ -143,6 +161,7 @@ def fault_records(lines: list[dict[str, Any]]) -> list[FaultRecord]:
                 recovered_seconds=recovered.get("seconds"),
                 undone_at=undone.get("time"),
                 reason=skipped.get("reason") or recovered.get("reason"),
+                may_take=tuple(struck.get("may_take", ())),
             )
         )
     return records

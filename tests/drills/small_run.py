@@ -107,12 +107,13 @@ def mark_as_drill(run_dir: Path, faults: list[Line] | None = None, **settings: A
     folder = run_dir / "drill"
     folder.mkdir()
     struck = {"what": "struck", "number": 0, "name": "kill", "target": "node3", "step": 3, "limit_seconds": 15.0}
-    struck |= {"time": START + 1.35, "struck_at": START + 1.35, "evidence": "gone"}
+    struck |= {"time": START + 1.35, "struck_at": START + 1.35, "evidence": "gone", "may_take": ["node3"]}
     recovered = {"what": "recovered", "number": 0, "time": START + 1.9, "seconds": 0.55}
     write_lines(folder / "faults.jsonl", [struck, recovered] if faults is None else faults)
     nodes: list[Line] = []
     for number, member in enumerate(MEMBERS, start=1):
-        nodes.append({"time": START, "what": "worker", "node": f"node{number}", "member": member})
+        nodes.append({"time": START, "what": "started", "node": f"node{number}"})
+        nodes.append({"time": START + 1.0, "what": "worker", "node": f"node{number}", "member": member})
         code = -9 if number == len(MEMBERS) else 0
         nodes.append({"time": START + 3, "what": "ended", "node": f"node{number}", "code": code})
     write_lines(folder / "nodes.jsonl", nodes)

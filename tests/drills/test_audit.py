@@ -23,6 +23,7 @@ from elastic_train.saving import handoff_directory
 from elastic_train.snapshot import SnapshotWriter
 from elastic_train.world import host_name
 from tests.drills.small_run import (
+    BATCH,
     LAST_STEP,
     LENGTH,
     MEMBERS,
@@ -66,7 +67,7 @@ def test_a_good_run_passes_every_check(run_dir: Path) -> None:
     found = audit(run_dir)
     assert found.passed, found.reasons
     skipped = {name for name, verdict in verdicts(found).items() if verdict is Verdict.SKIPPED}
-    assert skipped == {"faults"}, "it was no drill"
+    assert skipped == {"faults", "losses"}, "it was no drill"
 
 
 def test_a_good_drill_passes_every_check(run_dir: Path) -> None:
@@ -161,6 +162,60 @@ def test_a_step_that_only_the_dead_had_applied_was_not_committed(run_dir: Path) 
     assert audit(run_dir).passed
 
 
+def test_more_than_one_step_that_only_the_dead_had_applied(run_dir: Path) -> None:
+    """a, who wrote all steps, dies; b and c go on two steps before what had been committed."""
+
+    def go_on(lines: list[Line]) -> list[Line]:
+        for line in lines:
+            if line["event"] == "world" and line["generation"] == 1:
+                line |= {"step": 1, "members": MEMBERS[1:], "lost_members": [MEMBERS[0]]}
+        return lines
+
+    edit_lines(events_of(run_dir), lambda lines: [line for line in lines if line["generation"] != 1])
+    edit_lines(events_of(run_dir, MEMBERS[1]), go_on)
+    assert "steps: generation 1 begins at step 1, but step 3 had been committed" in audit(run_dir).reasons
+
+
+def restart(run_dir: Path, step: int, source: str, snapshot: int | None = None) -> None:
+    """After step 7 everything begins again, as generation 2, from a step; that of a snapshot had been saved before."""
+
+    def begin_again(lines: list[Line]) -> list[Line]:
+        world = next(line for line in lines if line["event"] == "world")
+        again = {**world, "generation": 2, "time": START + 5, "step": step, "members": [MEMBERS[0]], "world_size": 1}
+        restore = {**again, "event": "restore", "source": source, "restored_step": step}
+        steps = [line for line in lines if line["event"] == "step" and line["step"] > step]
+        repeated = [{**line, "generation": 2, "time": line["time"] + 4, "world_size": 1} for line in steps]
+        saved = {**lines[0], "event": "snapshot", "generation": 1, "snapshot_step": snapshot, "path": f"/s/{snapshot}"}
+        done = {**lines[-1], "generation": 2, "time": START + 7}
+        return [*lines, *([saved] if snapshot is not None else []), again, restore, *repeated, done]
+
+    edit_lines(events_of(run_dir), begin_again)
+
+
+def test_a_restart_from_scratch_where_a_snapshot_had_been_saved(run_dir: Path) -> None:
+    restart(run_dir, 0, "scratch")
+    assert verdicts(audit(run_dir))["steps"] is Verdict.PASS, "everything was killed before the first snapshot"
+    edit_lines(
+        events_of(run_dir),
+        lambda lines: [*lines, {**lines[0], "event": "snapshot", "generation": 1, "snapshot_step": 3, "path": "/s/3"}],
+    )
+    reason = "steps: generation 2 begins at step 0, from scratch, but the snapshot of step 3 had been saved"
+    assert reason in audit(run_dir).reasons
+
+
+def test_a_restart_of_a_drill_loses_no_more_than_what_came_after_the_newest_snapshot(run_dir: Path) -> None:
+    restart(run_dir, 3, "snapshot", snapshot=5)
+    assert verdicts(audit(run_dir))["steps"] is Verdict.PASS, "its disk may have been lost"
+    mark_as_drill(run_dir)
+    faults = run_dir / "drill" / "faults.jsonl"
+    assert "steps: generation 2 begins at step 3, but step 7 had been committed" in audit(run_dir).reasons
+    edit_lines(faults, lambda lines: [{**lines[0], "name": "kill-all"}, lines[1]])
+    reason = "steps: generation 2 begins at step 3, from snapshot, but the snapshot of step 5 had been saved"
+    assert reason in audit(run_dir).reasons
+    edit_lines(faults, lambda lines: [{**lines[0], "name": "damage", "target": "5"}, lines[1]])
+    assert verdicts(audit(run_dir))["steps"] is Verdict.PASS, "that one was damaged"
+
+
 def test_a_step_that_is_missing(run_dir: Path) -> None:
     edit_lines(
         events_of(run_dir), lambda lines: [line for line in lines if (line["event"], line["step"]) != ("step", 2)]
@@ -181,15 +236,7 @@ def test_a_result_of_another_step(run_dir: Path) -> None:
 def test_a_restart_from_a_snapshot_may_repeat_steps(run_dir: Path) -> None:
     """Everything was killed after step 7 had been committed, and the snapshot was of step 3."""
 
-    def restart(lines: list[Line]) -> list[Line]:
-        world = next(line for line in lines if line["event"] == "world")
-        again = {**world, "generation": 2, "time": START + 5, "step": 3, "members": [MEMBERS[0]], "world_size": 1}
-        restore = {**again, "event": "restore", "source": "snapshot", "restored_step": 3}
-        steps = [line for line in lines if line["event"] == "step" and line["generation"] == 1]
-        repeated = [{**line, "generation": 2, "time": line["time"] + 4, "world_size": 1} for line in steps]
-        return [*lines, again, restore, *repeated]
-
-    edit_lines(events_of(run_dir), restart)
+    restart(run_dir, 3, "snapshot")
     found = audit(run_dir)
     assert verdicts(found)["steps"] is Verdict.PASS, found.reasons
     assert lost_time(read_history(run_dir)).outages[-1].cause == "restart"
@@ -232,6 +279,35 @@ def test_a_stranger_in_a_world_that_re_formed(run_dir: Path) -> None:
     assert any(
         reason.startswith("generations: generation 1 re-formed in place with d/0/14") for reason in found.reasons
     )
+
+
+def test_a_newcomer_in_a_world_that_re_formed(run_dir: Path) -> None:
+    """A loss and an admission fell together."""
+
+    def admit(lines: list[Line]) -> list[Line]:
+        for line in lines:
+            if line["event"] == "world" and line["generation"] == 1:
+                line |= {"members": [*MEMBERS[:2], "d/0/14"], "joined_members": ["d/0/14"]}
+        return lines
+
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), admit)
+    assert verdicts(audit(run_dir))["generations"] is Verdict.PASS
+
+
+def test_who_was_refused_says_nothing_about_the_run(run_dir: Path) -> None:
+    """It came with another batch and other data, and was in no world."""
+
+    def come(lines: list[Line]) -> list[Line]:
+        start = next(line for line in lines if line["event"] == "start")
+        config = {**start["config"], "global_batch_size": 2 * BATCH, "snapshot_dir": "/nowhere"}
+        refused = {**start, "time": START + 1.5, "config": config, "task": {"train_length": 2 * LENGTH}}
+        return [refused, {**start, "event": "done", "time": START + 1.6, "outcome": "failed", "error": "Refused: no"}]
+
+    shutil.copy(events_of(run_dir), events_of(run_dir, "d/0/14"))
+    edit_lines(events_of(run_dir, "d/0/14"), come)
+    assert audit(run_dir).passed, audit(run_dir).reasons
+    assert read_history(run_dir).batch == BATCH
 
 
 # --- incidents and faults ---------------------------------------------------------------------------------------------
@@ -280,7 +356,72 @@ def test_only_who_kills_everything_may_lose_committed_steps(run_dir: Path) -> No
 def test_a_fault_that_did_not_strike(run_dir: Path) -> None:
     skipped = {"what": "skipped", "number": 0, "time": START, "name": "hang", "reason": "training had ended"}
     mark_as_drill(run_dir, [skipped])
-    assert "fault 0 (hang) did not strike: training had ended" in only_failure(run_dir, "faults")
+    found = audit(run_dir)
+    assert "faults: fault 0 (hang) did not strike: training had ended" in found.reasons
+    assert verdicts(found)["losses"] is Verdict.FAIL, "then somebody was lost without it"
+
+
+def fail(run_dir: Path, member: str, time: float) -> None:
+    """Its process ends with an error of its own."""
+
+    def end(lines: list[Line]) -> list[Line]:
+        done = {**lines[0], "event": "done", "time": START + time, "outcome": "failed", "error": "AttributeError: x"}
+        return [*lines, done]
+
+    edit_lines(events_of(run_dir, member), end)
+
+
+def test_a_worker_that_failed_although_no_fault_had_struck_it(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    fail(run_dir, MEMBERS[2], 1.4)
+    assert audit(run_dir).passed, "it was the fault's target"
+    edit_lines(run_dir / "drill" / "faults.jsonl", lambda lines: [{**lines[0], "may_take": ["node2"]}, lines[1]])
+    reasons = only_failure(run_dir, "losses")
+    assert "c/0/13 of node3 failed: AttributeError: x, and no fault had struck it" in reasons
+    assert "c/0/13 of node3 was lost before generation 1, and no fault had struck it" in reasons
+
+
+def test_a_fault_accounts_for_no_later_loss_of_its_node(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    edit_lines(
+        run_dir / "drill" / "nodes.jsonl",
+        lambda lines: [*lines, {"time": START + 1.6, "what": "started", "node": "node3"}],
+    )
+    assert "was lost before generation 1" in only_failure(run_dir, "losses"), "it had been started again"
+
+
+def test_a_node_that_was_expelled_by_a_fault_that_is_to_pass(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    faults = run_dir / "drill" / "faults.jsonl"
+    undone = {"what": "undone", "number": 0, "time": START + 1.5}
+    edit_lines(faults, lambda lines: [{**lines[0], "name": "pause", "may_take": []}, undone, lines[1]])
+    assert "c/0/13 of node3 was lost before generation 1" in only_failure(run_dir, "losses")
+
+
+def test_a_worker_that_its_agent_restarts_to_let_others_join(run_dir: Path) -> None:
+    mark_as_drill(run_dir, [])
+    nodes = run_dir / "drill" / "nodes.jsonl"
+    again = {"time": START + 2.0, "what": "worker", "node": "node3", "member": "c/0/15"}
+    edit_lines(nodes, lambda lines: sorted([*lines, again], key=lambda line: line["time"]))
+    assert verdicts(audit(run_dir))["losses"] is Verdict.PASS
+
+
+def test_a_standstill_while_an_etcd_member_is_away(run_dir: Path) -> None:
+    kill = {"what": "struck", "number": 0, "name": "kill", "step": 3, "limit_seconds": 15.0, "may_take": ["node3"]}
+    away = {**kill, "number": 1, "name": "kill-etcd", "may_take": [], "time": START + 2.05, "struck_at": START + 2.05}
+    over = [{"what": "recovered", "number": number, "time": START + 1.9, "seconds": 0.55} for number in (0, 1)]
+    undone = {"what": "undone", "number": 1, "time": START + 5.05}
+    mark_as_drill(
+        run_dir, [{**kill, "time": START + 1.35, "struck_at": START + 1.35}, away, undone, *over], num_faults=2
+    )
+    assert audit(run_dir).passed, audit(run_dir).reasons
+
+    def stand_still(lines: list[Line]) -> list[Line]:
+        return [{**line, "time": line["time"] + (5 if line["time"] > START + 2.05 else 0)} for line in lines]
+
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), stand_still)
+    assert "losses: fault 1 (kill-etcd of ): not one step while it lasted" in audit(run_dir).reasons
 
 
 # --- the time ---------------------------------------------------------------------------------------------------------
