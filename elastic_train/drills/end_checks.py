@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 
 from elastic_train.drills.finding import WALL_TOLERANCE, Found, Skip
-from elastic_train.drills.history import History, Line
+from elastic_train.drills.history import FINISHED, History, Line
 from elastic_train.drills.remains_checks import find_snapshots_of
 from elastic_train.errors import SnapshotDamaged, SnapshotError
 
@@ -18,21 +19,30 @@ LOSS_TOLERANCE = 0.05
 
 def check_end(history: History) -> Found:
     """The job reached its end: result.json is there, and whoever was in the last world says `finished`."""
-    if not history.is_finished and history.drill is None:
-        raise Skip("the run has not finished")
-    findings = []
     if not history.is_finished:
-        findings.append(f"nobody finished; the newest committed step is {history.last_step}")
-    elif history.result is None:
-        findings.append("finished, but there is no result.json")
-    if history.worlds and history.is_finished:
-        outcomes = {line["writer"]: line.get("outcome") for line in history.of("done")}
-        for member in history.worlds[-1].members:
-            if outcomes.get(member) not in ("finished", "already_finished"):
-                findings.append(f"{member} was in the last world and ended {outcomes.get(member) or 'without a word'}")
+        return f"step {history.last_step}", [_why_not_finished(history)]
+    findings = ["finished, but there is no result.json"] if history.result is None else []
+    for member in history.worlds[-1].members:
+        if (outcome := history.outcomes.get(member, "without a word")) not in FINISHED:
+            findings.append(f"{member} was in the last world and ended {outcome}")
     if history.drill is not None:
         findings += _wrong_codes(history)
     return f"step {history.last_step}", findings
+
+
+def _why_not_finished(history: History) -> str:
+    """Raises Skip where that is no fault: the run goes on, or was told to stop."""
+    from elastic_train.status import RunState, read_status
+
+    nobody = f"nobody finished; the newest committed step is {history.last_step}"
+    if history.drill is not None:
+        return nobody
+    if not history.events:
+        raise Skip("no worker has written anything")
+    status = read_status(history.run_dir, time.time())
+    if status.state in (RunState.FAILED, RunState.DEAD):
+        return f"the run is {status.state}: {status.error or nobody}"
+    raise Skip(f"the run is {status.state}")
 
 
 def _wrong_codes(history: History) -> list[str]:
@@ -48,9 +58,9 @@ def _wrong_codes(history: History) -> list[str]:
 
 def check_state(history: History) -> Found:
     """The final weights are those of the undisturbed job, bit for bit in ordered mode; the final snapshot has them."""
-    result = history.result
+    result = history.final_result
     if result is None:
-        raise Skip("no result.json; it is written at the end of training")
+        raise Skip("no result.json of this end; it is written at the end of training")
     findings, looked_at = [], []
     stored = _hash_of_final_snapshot(history, int(result.get("step") or 0))
     if stored is not None:
@@ -60,12 +70,14 @@ def check_state(history: History) -> Found:
                 f"the final snapshot has {stored[:16]}, result.json says {str(result.get('state_sha256'))[:16]}"
             )
     reference = history.drill.reference if history.drill else None
+    if history.drill is not None and reference is None:
+        findings.append("the undisturbed run failed: there is nothing to compare with")
     if reference is not None:
         looked_at.append("an undisturbed run")
         findings += list(_differences(result, reference))
-    if not looked_at:
+    if not looked_at and not findings:
         raise Skip("neither a snapshot of the last step nor an undisturbed run to compare with")
-    return f"{str(result.get('state_sha256'))[:16]}, compared with {' and '.join(looked_at)}", findings
+    return f"{str(result.get('state_sha256'))[:16]}, compared with {' and '.join(looked_at) or 'nothing'}", findings
 
 
 def _differences(result: Line, reference: Line) -> Iterable[str]:
@@ -99,10 +111,11 @@ def _hash_of_final_snapshot(history: History, step: int) -> str | None:
 
 def check_phases(history: History) -> Found:
     """The phases sum to the wall, and the wall covers everything that the events saw."""
-    if history.result is None:
-        raise Skip("no result.json; it is written at the end of training")
-    phases = dict(history.result.get("goodput") or {})
-    wall = float(history.result.get("wall_seconds") or 0.0)
+    result = history.final_result
+    if result is None:
+        raise Skip("no result.json of this end; it is written at the end of training")
+    phases = dict(result.get("goodput") or {})
+    wall = float(result.get("wall_seconds") or 0.0)
     seconds = {name: float(value) for name, value in phases.items() if name not in ("wall", "ratio")}
     findings = [
         f"phase {name} has {value:.3f} s" for name, value in seconds.items() if value < 0 or not math.isfinite(value)
@@ -110,8 +123,12 @@ def check_phases(history: History) -> Found:
     total = sum(seconds.values())
     if abs(total - wall) > PHASE_TOLERANCE:
         findings.append(f"the phases sum to {total:.3f} s, the wall is {wall:.3f} s")
-    if history.kept and history.result.get("step") == history.last_step:
-        span = history.kept[-1].time - min(float(line["time"]) for line in history.events)
-        if wall < span - WALL_TOLERANCE:
-            findings.append(f"the wall is {wall:.1f} s, but the events span {span:.1f} s")
+    if history.kept and result.get("step") == history.last_step:
+        began, ended = float(history.events[0]["time"]), float(history.events[-1]["time"])
+        if wall < history.kept[-1].time - began - WALL_TOLERANCE:
+            findings.append(f"the wall is {wall:.1f} s, but the events span {history.kept[-1].time - began:.1f} s")
+        # A process is as old as its imports take when it writes its first event.
+        longest = ended - began + seconds.get("startup", 0.0)
+        if wall > longest + WALL_TOLERANCE:
+            findings.append(f"the wall is {wall:.1f} s, but the startup and all events together span {longest:.1f} s")
     return f"{total:.2f} s in {len(seconds)} phases", findings

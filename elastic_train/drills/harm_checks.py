@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from elastic_train.drills.finding import Found, Skip
+from elastic_train.drills.harm import JOIN_LIMIT_SECONDS, RESTART_LIMIT_SECONDS
 from elastic_train.drills.history import History
-from elastic_train.drills.lost_time import lost_time
-
-JOIN_LIMIT_SECONDS = 300.0
-"""the start of Python processes with torch on a loaded machine"""
+from elastic_train.drills.lost_time import outages_of
 
 
 def check_incidents(history: History) -> Found:
@@ -17,25 +16,29 @@ def check_incidents(history: History) -> Found:
     result = history.result or {}
     incidents = [entry for entry in result.get("incidents") or [] if isinstance(entry, dict)]
     faults = [fault for fault in history.drill.faults if fault.struck_at is not None] if history.drill else []
-    outages = lost_time(history).outages
+    outages = outages_of(history)
     if not incidents and not faults and not outages:
         raise Skip("nothing happened")
     findings = []
-    peer_timeout = float(history.config.get("peer_timeout") or 10.0)
-    limits = {"peer_lost": 3 * peer_timeout + 30, "leave": 30.0, "join": JOIN_LIMIT_SECONDS}
+    limits = _limits(history)
+    admitting = {world.generation for world in history.worlds if world.joined}
     for outage in outages:
-        limit = limits.get(outage.cause)
-        if limit is not None and outage.seconds > limit:
+        limit = limits.get(outage.cause, math.inf)
+        if outage.generation in admitting:  # it may have waited for --min-nodes
+            limit = max(limit, JOIN_LIMIT_SECONDS)
+        if outage.seconds > limit:
             findings.append(
                 f"{outage.cause} before generation {outage.generation}: {outage.seconds:.2f} s without a step, "
                 f"limit {limit:.0f} s"
             )
-    # Who kills everything at once loses what came after the last snapshot; no other harm of a drill does.
-    may_lose = history.drill is None or any(fault.name in ("kill-all", "damage") for fault in faults)
+    may_lose = history.drill is None or any(fault.loses_steps for fault in faults)
     for entry in incidents:
         lost = int(entry.get("committed_steps_lost") or 0)
         if lost and not (entry.get("cause") == "restart" and may_lose):
             findings.append(f"{entry.get('cause')}: {lost} committed steps lost")
+        seconds, limit = sum(dict(entry.get("seconds") or {}).values()), limits.get(str(entry.get("cause")), math.inf)
+        if seconds > limit:
+            findings.append(f"{entry.get('cause')}: result.json says {seconds:.2f} s, limit {limit:.0f} s")
     for fault in faults:
         if fault.recovered_seconds is None:
             findings.append(
@@ -49,6 +52,13 @@ def check_incidents(history: History) -> Found:
     worst = max((outage.seconds for outage in outages if outage.cause == "peer_lost"), default=None)
     told = "" if worst is None else f"; longest outage by a lost peer {worst:.2f} s"
     return f"{len(incidents)} incidents, {len(faults)} faults, {len(outages)} outages{told}", findings
+
+
+def _limits(history: History) -> dict[str, float]:
+    """Seconds by cause. How long a run stays down outside of a drill is its user's affair."""
+    peer_timeout = float(history.config.get("peer_timeout") or 10.0)
+    limits = {"peer_lost": 3 * peer_timeout + 30, "leave": 30.0, "join": JOIN_LIMIT_SECONDS}
+    return limits if history.drill is None else limits | {"restart": RESTART_LIMIT_SECONDS}
 
 
 def check_faults(history: History) -> Found:

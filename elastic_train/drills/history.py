@@ -16,6 +16,8 @@ from elastic_train.drills.record import DrillRecord, read_drill, read_json
 from elastic_train.errors import RunDirectoryError
 
 Line = dict[str, Any]
+FINISHED = frozenset({"finished", "already_finished"})
+"""the outcomes of who reached the end"""
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,27 @@ class History:
             own[writer(line)] = (str(line["source"]), int(line["restored_step"]))
         return [_world(number, lines, restores.get(number, {})) for number, lines in sorted(found.items())]
 
+    @cached_property
+    def outcomes(self) -> dict[str, str]:
+        """How the members of the newest world ended; without those that said nothing."""
+        if not self.worlds:
+            return {}
+        newest = self.worlds[-1]
+        return {
+            writer(line): str(line.get("outcome"))
+            for line in self.of("done")
+            if line["generation"] == newest.generation and writer(line) in newest.members
+        }
+
     @property
     def is_finished(self) -> bool:
-        return any(line.get("outcome") in ("finished", "already_finished") for line in self.of("done"))
+        """Whether the newest world reached the end; an earlier one may have, before the run was continued."""
+        return not FINISHED.isdisjoint(self.outcomes.values())
+
+    @property
+    def final_result(self) -> Line | None:
+        """result.json, unless it is of an end from which the run was continued."""
+        return self.result if self.is_finished else None
 
 
 def _world(generation: int, lines: list[Line], restores: Mapping[str, tuple[str, int]]) -> World:

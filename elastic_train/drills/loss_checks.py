@@ -47,7 +47,7 @@ def _gone(history: History) -> Iterator[tuple[str, float, str]]:
 
 
 def _is_accounted_for(drill: DrillRecord, node: str, member: str, time: float) -> bool:
-    """Whether a fault had struck the node since it was started, or its agent restarted the worker so that others join."""
+    """Whether a fault had struck the node since its start, or its agent restarted the worker so that others join."""
     here = [line for line in drill.nodes if line["node"] == node]
     started = max((line["time"] for line in here if line["what"] == "started" and line["time"] <= time), default=0.0)
     if any(node in fault.may_take and _is_due_to(fault, started, time) for fault in drill.faults):

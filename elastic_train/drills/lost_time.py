@@ -55,8 +55,16 @@ class LostTime:
 
 def lost_time(history: History) -> LostTime:
     """All zero where fewer than two steps were committed. Of a drill, up to when it let its job run free."""
-    released = (history.drill.settings.get("released") if history.drill else None) or math.inf
-    kept = [step for step in history.kept if step.time <= released]
+    return _lost_time(history, (history.drill.settings.get("released") if history.drill else None) or math.inf)
+
+
+def outages_of(history: History) -> tuple[Outage, ...]:
+    """Of the whole run, the end of a drill included."""
+    return _lost_time(history, math.inf).outages
+
+
+def _lost_time(history: History, until: float) -> LostTime:
+    kept = [step for step in history.kept if step.time <= until]
     if len(kept) < 2:
         return LostTime(0.0, 0.0, {}, (), {})
     wall = kept[-1].time - kept[0].time

@@ -17,6 +17,8 @@ def check_ledger(history: History) -> Found:
     """The contract's law: of each committed step count the lines of its largest generation; every index occurs once per
     epoch, and never twice."""
     if not history.ledger:
+        if history.config.get("ledger") and history.steps:
+            return "no ledger", ["steps were committed with --ledger, and nothing is in ledger/"]
         raise Skip("no ledger; the worker's --ledger writes one")
     length, batch = history.length, history.batch
     if length is None or batch is None:
@@ -105,8 +107,9 @@ def check_steps(history: History) -> Found:
                 f"generation {world.generation} began at step {world.step} and committed step {min(numbers)}"
             )
         reached, before = max([0 if has_restarted else reached, world.step, *numbers]), world
-    if history.result is not None and history.is_finished and history.result.get("step") != history.last_step:
-        findings.append(f"result.json is of step {history.result.get('step')}, the events reach {history.last_step}")
+    result = history.final_result
+    if result is not None and result.get("step") != history.last_step:
+        findings.append(f"result.json is of step {result.get('step')}, the events reach {history.last_step}")
     return f"steps 1 to {history.last_step} in {len(history.worlds)} generations", findings
 
 

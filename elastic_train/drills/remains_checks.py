@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ def check_snapshots(history: History) -> Found:
     from elastic_train.snapshot import verify
 
     infos, problems = find_snapshots_of(history)
-    planted = {str(fault.target) for fault in (history.drill.faults if history.drill else []) if fault.name == "damage"}
+    planted = history.drill.damaged if history.drill is not None else frozenset()
     whole_steps, damaged_steps = set(), set()
     for info in infos:
         try:
             verify(info)
             whole_steps.add(info.step)
         except SnapshotDamaged as error:
-            damaged_steps.add(info.step)
+            damaged_steps |= {info.step} if info.name not in planted else set()
             problems.append(str(error))
     findings = [text for text in problems if not any(name in text for name in planted)]
     findings += [
@@ -30,10 +31,35 @@ def check_snapshots(history: History) -> Found:
         for line in history.of("restore")
         if line["source"] == "snapshot" and line["restored_step"] in damaged_steps - whole_steps
     ]
+    findings += _restored_although_damaged(history)
     if not infos and not problems:
         raise Skip("no snapshot in the run directory")
     on_purpose = f", {len(planted)} damaged on purpose" if planted else ""
     return f"{len(infos)} snapshots{on_purpose}", findings
+
+
+def _restored_although_damaged(history: History) -> Iterator[str]:
+    """A step of which a whole snapshot was saved anew may be restored again."""
+    for fault in history.drill.faults if history.drill is not None else ():
+        if fault.name != "damage" or fault.struck_at is None:
+            continue
+        since = [line for line in history.events if float(line["time"]) > fault.struck_at]
+        for line in since:
+            if line["event"] == "snapshot" and _is_of_step(fault.target, int(line["snapshot_step"])):
+                break
+            is_restored = line["event"] == "restore" and line["source"] == "snapshot"
+            if is_restored and _is_of_step(fault.target, int(line["restored_step"])):
+                yield f"{line['writer']} restored {fault.target}, which the drill had damaged"
+
+
+def _is_of_step(name: str, step: int) -> bool:
+    return name.startswith(f"step-{step:012d}-")
+
+
+def snapshots_of(history: History) -> Path:
+    """The folder of its snapshots."""
+    given = history.config.get("snapshot_dir")
+    return Path(given) if isinstance(given, str) else history.run_dir / "snapshots"
 
 
 def find_snapshots_of(history: History) -> tuple[list[Any], list[str]]:
@@ -41,10 +67,8 @@ def find_snapshots_of(history: History) -> tuple[list[Any], list[str]]:
     from elastic_train.snapshot import find_snapshots
 
     problems: list[str] = []
-    given = history.config.get("snapshot_dir")
-    directory = Path(given) if isinstance(given, str) else history.run_dir / "snapshots"
     try:
-        return find_snapshots(directory, warn=problems.append), problems
+        return find_snapshots(snapshots_of(history), warn=problems.append), problems
     except SnapshotError as error:
         return [], [str(error)]
 
@@ -55,19 +79,30 @@ def check_leftovers(history: History) -> Found:
         raise Skip("the run has not finished")
     from elastic_train.status import process_is_alive
 
-    findings = [f"{name} is a temporary file" for name in history.names if _is_temporary(name)]
+    findings = [
+        f"{name} is a temporary file" for name in (*history.names, *_names_elsewhere(history)) if _is_temporary(name)
+    ]
     for line in history.of("start"):
         if process_is_alive(str(line["host"]), int(line["pid"]), float(line["time"])):
             findings.append(f"process {line['pid']}, a worker of this run, still runs")
     findings += [f"{path} is a handoff that nobody will take" for path in _handoffs(history)]
-    if history.drill is not None and history.drill.leftovers is not None:
-        findings += history.drill.leftovers
+    if history.drill is not None:
+        own = history.drill.leftovers
+        findings += ["the drill did not look for what it left"] if own is None else own
     return "processes and shared memory of this machine, temporary files", findings
 
 
 def _is_temporary(name: str) -> bool:
     last = Path(name).name
-    return last.startswith((".tmp-", ".owner-")) or last.endswith(".tmp")
+    return last.startswith(".owner-") or (last.startswith(".") and ".tmp-" in last) or last.endswith(".tmp")
+
+
+def _names_elsewhere(history: History) -> list[str]:
+    """What lies in a folder of snapshots outside of the run directory."""
+    directory = snapshots_of(history)
+    if directory.is_relative_to(history.run_dir) or not directory.is_dir():
+        return []
+    return [str(path) for path in sorted(directory.iterdir())]
 
 
 def _handoffs(history: History) -> list[Path]:

@@ -63,7 +63,7 @@ class Watch:
             return
         event = line.get("event")
         if event == "step":
-            if line["step"] >= self.step:
+            if line["generation"] >= self.generation and line["step"] >= self.step:
                 self.step, self.loss = int(line["step"]), float(line["loss"])
             self.last_step_at = max(self.last_step_at, float(line["time"]))
             world = self.world
@@ -72,6 +72,7 @@ class Watch:
         elif event == "world":
             if line["generation"] > self.generation:
                 self.generation = int(line["generation"])
+                self.step = int(line["step"])  # less than before where it restarted from a snapshot
                 self.world = SeenWorld(int(line["generation"]), tuple(line["members"]), float(line["time"]))
         elif event == "done":
             self.outcomes[member] = str(line.get("outcome"))

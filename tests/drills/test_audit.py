@@ -125,11 +125,17 @@ def test_lines_of_a_step_that_was_not_committed_do_not_count(run_dir: Path) -> N
 
 
 def test_without_a_ledger_nothing_is_claimed(run_dir: Path) -> None:
-    for path in (run_dir / "ledger").iterdir():
-        path.unlink()
+    shutil.rmtree(run_dir / "ledger")
     found = audit(run_dir)
     assert found.passed
     assert verdicts(found)["ledger"] is Verdict.SKIPPED
+
+    def ask_for_one(lines: list[Line]) -> list[Line]:
+        return [{**line, "config": {**line["config"], "ledger": True}} if "config" in line else line for line in lines]
+
+    for member in MEMBERS:
+        edit_lines(events_of(run_dir, member), ask_for_one)
+    assert "steps were committed with --ledger, and nothing is in ledger/" in only_failure(run_dir, "ledger")
 
 
 # --- the steps --------------------------------------------------------------------------------------------------------
@@ -319,8 +325,34 @@ def test_an_outage_beyond_its_limit(run_dir: Path) -> None:
 
     for member in MEMBERS[:2]:
         edit_lines(events_of(run_dir, member), delay)
-    edit_json(run_dir / "result.json", lambda result: {**result, **_with_wall(result, 50.0)})
+    edit_json(run_dir / "result.json", lambda result: {**result, **_with_wall(result, 42.0)})
     assert "peer_lost before generation 1: 40.50 s without a step, limit 36 s" in only_failure(run_dir, "incidents")
+
+
+def test_an_outage_beyond_its_limit_when_the_drill_had_let_its_job_run_free(run_dir: Path) -> None:
+    mark_as_drill(run_dir, released=START + 1.4)
+    test_an_outage_beyond_its_limit(run_dir)
+    assert lost_time(read_history(run_dir)).outages == (), "which is no part of the goodput"
+
+
+def test_a_restart_that_took_too_long(run_dir: Path) -> None:
+    def delay(lines: list[Line]) -> list[Line]:
+        return [{**line, "time": line["time"] + (700 if line["generation"] == 2 else 0)} for line in lines]
+
+    restart(run_dir, 3, "snapshot")
+    edit_lines(events_of(run_dir), delay)
+    assert verdicts(audit(run_dir))["incidents"] is Verdict.PASS, "its user may have come back late"
+    mark_as_drill(run_dir)
+    assert any(reason.startswith("incidents: restart before generation 2: 70") for reason in audit(run_dir).reasons)
+
+
+def test_an_incident_of_which_the_result_says_that_it_took_too_long(run_dir: Path) -> None:
+    def lengthen(result: Line) -> Line:
+        result["incidents"][0]["seconds"] = {"detect": 40.0}
+        return result
+
+    edit_json(run_dir / "result.json", lengthen)
+    assert "peer_lost: result.json says 40.00 s, limit 36 s" in only_failure(run_dir, "incidents")
 
 
 def test_a_fault_that_was_got_over_too_late(run_dir: Path) -> None:
@@ -445,6 +477,11 @@ def test_a_wall_that_forgets_a_part_of_the_run(run_dir: Path) -> None:
     assert "the wall is 2.6 s, but the events span" in only_failure(run_dir, "phases")
 
 
+def test_a_wall_beyond_the_whole_run(run_dir: Path) -> None:
+    edit_json(run_dir / "result.json", lambda result: {**result, **_with_wall(result, 130.0)})
+    assert "the wall is 130.0 s, but the startup and all events together span 2.5 s" in only_failure(run_dir, "phases")
+
+
 def test_lost_time_sums_to_the_wall_and_names_the_cause(run_dir: Path) -> None:
     lost = lost_time(read_history(run_dir))
     assert lost.wall == pytest.approx(1.1)
@@ -482,6 +519,12 @@ def test_weights_that_are_not_those_of_the_undisturbed_job(run_dir: Path) -> Non
     assert "undisturbed 0000000000000000" in only_failure(run_dir, "state")
 
 
+def test_an_undisturbed_job_that_failed(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    (run_dir / "drill" / "reference.json").unlink()
+    assert "the undisturbed run failed" in only_failure(run_dir, "state")
+
+
 def test_the_loss_decides_in_fast_mode(run_dir: Path) -> None:
     mark_as_drill(run_dir)
     edit_json(run_dir / "drill" / "reference.json", lambda found: {**found, "state_sha256": "0" * 64})
@@ -497,21 +540,37 @@ def test_a_torn_snapshot(run_dir: Path) -> None:
 
 
 def test_a_torn_snapshot_that_was_restored(run_dir: Path) -> None:
-    """Damaging it was the drill's own doing; taking it was not."""
-    name = damage(run_dir, 3)
-    mark_as_drill(run_dir)
-    edit_lines(
-        run_dir / "drill" / "faults.jsonl", lambda lines: [{**lines[0], "name": "damage", "target": name}, lines[1]]
-    )
-    assert audit(run_dir).passed
-
     def restore(lines: list[Line]) -> list[Line]:
         return [
             {**line, "source": "snapshot", "restored_step": 3} if line["event"] == "restore" else line for line in lines
         ]
 
+    name = damage(run_dir, 3)
     edit_lines(events_of(run_dir), restore)
     assert f"{MEMBERS[0]} restored the snapshot of step 3, which is damaged" in only_failure(run_dir, "snapshots")
+    mark_as_drill(run_dir)
+    faults = run_dir / "drill" / "faults.jsonl"
+    edit_lines(faults, lambda lines: [{**lines[0], "name": "damage", "target": name}, lines[1]])
+    assert audit(run_dir).passed, "the drill damaged it later"
+
+
+def test_a_snapshot_that_the_drill_damaged_and_that_was_restored(run_dir: Path) -> None:
+    """Whatever has become of it since: the run that goes on saves a whole one of the same step."""
+    mark_as_drill(run_dir)
+    name = snapshot_of(run_dir, 3).name
+    faults = run_dir / "drill" / "faults.jsonl"
+    edit_lines(faults, lambda lines: [{**lines[0], "name": "damage", "target": name}, lines[1]])
+    restart(run_dir, 3, "snapshot")
+    assert f"snapshots: {MEMBERS[0]} restored {name}, which the drill had damaged" in audit(run_dir).reasons
+
+    def save_anew(lines: list[Line]) -> list[Line]:
+        return [
+            *lines,
+            {**lines[0], "event": "snapshot", "time": START + 4, "generation": 1, "snapshot_step": 3, "path": "/s"},
+        ]
+
+    edit_lines(events_of(run_dir), save_anew)
+    assert verdicts(audit(run_dir))["snapshots"] is Verdict.PASS
 
 
 def snapshot_of(run_dir: Path, step: int) -> Path:
@@ -542,6 +601,36 @@ def test_a_member_of_the_last_world_that_vanished(run_dir: Path) -> None:
     assert f"{MEMBERS[1]} was in the last world and ended without a word" in only_failure(run_dir, "end")
 
 
+def end_with(run_dir: Path, **outcome: str) -> None:
+    """All that were in the last world end so; result.json is of an earlier end."""
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), lambda lines: [*lines[:-1], {**lines[-1], **outcome}])
+    edit_json(run_dir / "result.json", lambda result: {**result, "step": 3, "state_sha256": "0" * 64})
+
+
+def test_a_run_that_failed(run_dir: Path) -> None:
+    end_with(run_dir, outcome="failed", error="TaskMismatch: x")
+    assert "the run is failed: TaskMismatch: x" in only_failure(run_dir, "end")
+
+
+def test_a_run_that_ended_without_a_word(run_dir: Path) -> None:
+    def vanish(lines: list[Line]) -> list[Line]:
+        return [{**line, "host": host_name(), "pid": 2**22 + 1} for line in lines[:-1]]
+
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), vanish)
+    assert "the run is dead: nobody finished" in only_failure(run_dir, "end")
+
+
+def test_a_run_that_was_continued_and_stopped(run_dir: Path) -> None:
+    """It had finished at step 3 once, and is to go on another day."""
+    end_with(run_dir, outcome="stopped")
+    found = audit(run_dir)
+    assert found.passed, found.reasons
+    skipped = {name for name, verdict in verdicts(found).items() if verdict is Verdict.SKIPPED}
+    assert skipped == {"end", "faults", "losses", "phases", "state", "leftovers"}
+
+
 def test_a_survivor_whose_torchrun_failed(run_dir: Path) -> None:
     mark_as_drill(run_dir)
     path = run_dir / "drill" / "nodes.jsonl"
@@ -569,6 +658,24 @@ def test_a_temporary_file(run_dir: Path) -> None:
     assert "is a temporary file" in only_failure(run_dir, "leftovers")
 
 
+def test_a_temporary_file_of_the_result(run_dir: Path) -> None:
+    (run_dir / ".result.json.tmp-0badcafe").touch()
+    assert ".result.json.tmp-0badcafe is a temporary file" in only_failure(run_dir, "leftovers")
+
+
+def test_a_temporary_file_in_a_folder_of_snapshots_elsewhere(run_dir: Path, tmp_path: Path) -> None:
+    def move(lines: list[Line]) -> list[Line]:
+        elsewhere = {"snapshot_dir": str(tmp_path / "elsewhere")}
+        return [{**line, "config": {**line["config"], **elsewhere}} if "config" in line else line for line in lines]
+
+    (run_dir / "snapshots").rename(tmp_path / "elsewhere")
+    for member in MEMBERS:
+        edit_lines(events_of(run_dir, member), move)
+    assert audit(run_dir).passed, audit(run_dir).reasons
+    (tmp_path / "elsewhere" / ".tmp-step-000000000008-gen-0001-a-11").mkdir()
+    assert "is a temporary file" in only_failure(run_dir, "leftovers")
+
+
 def test_a_handoff_that_nobody_took(run_dir: Path) -> None:
     folder = handoff_directory(RunDirectory(run_dir))
     folder.mkdir(parents=True)
@@ -584,6 +691,8 @@ def test_what_the_drill_itself_found_left(run_dir: Path) -> None:
     mark_as_drill(run_dir)
     (run_dir / "drill" / "leftovers.json").write_text(json.dumps(["port 29400 is still open"]))
     assert "port 29400 is still open" in only_failure(run_dir, "leftovers")
+    (run_dir / "drill" / "leftovers.json").unlink()
+    assert "the drill did not look for what it left" in only_failure(run_dir, "leftovers")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
