@@ -164,7 +164,9 @@ def run_drill(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print("\n".join(list_faults()))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that its nodes are ended
+    for signum in (signal.SIGTERM, signal.SIGHUP):  # so that its nodes are ended
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(signum, lambda received, _frame: sys.exit(128 + received))
     return 0 if run_drill(settings_of(arguments)) else 1
 
 

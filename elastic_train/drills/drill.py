@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from elastic_train.drills.audit import audit_history, describe
 from elastic_train.drills.backends import backend_of
 from elastic_train.drills.catalogue import FAULTS
@@ -142,7 +144,7 @@ def _compare(settings: Settings) -> None:
     except ReferenceFailed as error:
         print(f"elastic-train: warning: nothing to compare with: {error}", flush=True)
     else:
-        wanted = ("state_sha256", "step", "train_loss", "test_accuracy")
+        wanted = ("state_sha256", "step", "train_loss", "early_loss", "test_accuracy")
         write_reference(settings.run_dir, {name: found.get(name) for name in wanted})
 
 
@@ -167,6 +169,8 @@ class Conductor:
         self._due_since: float | None = None
         self._zero = 0.0
         self._pace: float | None = None
+        self._paces: list[tuple[float, float]] = []
+        """Unix seconds, seconds per sample from then on"""
 
     def conduct(self) -> None:
         """From the first node to the end of the last. Blocks."""
@@ -260,8 +264,11 @@ class Conductor:
         struck_at, step = time.time(), cluster.watch.step
         try:
             evidence = fault.strike(harm)
-        except NotStruck as error:
+        except (NotStruck, psutil.NoSuchProcess) as error:
             self._skip(number, planned, str(error), harm.target)
+            fault.undo(harm)  # it may have been done in part
+            for place in harm.targets:
+                place.affliction = None
             return
         self._record.fault(
             "struck",
@@ -368,3 +375,5 @@ class Conductor:
         if seconds_per_sample != self._pace:
             self._pace = seconds_per_sample
             self._cluster.set_pace(seconds_per_sample)
+            self._paces.append((time.time(), seconds_per_sample))
+            self._record.add_setting(paces=self._paces)

@@ -182,8 +182,11 @@ class EtcdCluster:
         return EtcdSettings(tuple(member.endpoint for member in self.members), **changes)  # type: ignore[arg-type]
 
     def leader(self) -> EtcdMember:
-        """The member that leads at this moment; all of them must answer."""
-        return next(member for member in self.members if self._status(member)["leader"] == self._own_id(member))
+        """The member that leads at this moment; all of them must answer. Raises EtcdCallFailed where none does."""
+        for member in self.members:
+            if self._status(member)["leader"] == self._own_id(member):
+                return member
+        raise EtcdCallFailed("no member leads")
 
     def _status(self, member: EtcdMember) -> dict[str, object]:
         out = self.ctl("endpoint", "status", "--write-out=json", endpoint=member.endpoint)

@@ -71,7 +71,10 @@ class KillWorker(Fault):
     says = "SIGKILL to one worker; its agent ends the node"
 
     def strike(self, harm: Harm) -> str:
-        worker = harm.rng.choice(_workers(harm.targets[0]))
+        workers = _workers(harm.targets[0])
+        if not workers:
+            raise NotStruck("it had no worker any more")
+        worker = harm.rng.choice(workers)
         worker.kill()
         _wait_gone(worker)
         return f"worker {worker.pid} is gone"
@@ -117,8 +120,7 @@ class Hang(Fault):
 
     def undo(self, harm: Harm) -> None:
         harm.targets[0].affliction = NodeState.OUT
-        for worker in _workers(harm.targets[0]):
-            worker.send_signal(signal.SIGCONT)
+        _thaw(_workers(harm.targets[0]))
 
     def is_cleared(self, harm: Harm) -> bool:
         return not harm.targets[0].is_running
@@ -136,8 +138,7 @@ class Pause(Disturbance):
         return f"{len(workers)} stopped"
 
     def undo(self, harm: Harm) -> None:
-        for worker in _workers(harm.targets[0]):
-            worker.send_signal(signal.SIGCONT)
+        _thaw(_workers(harm.targets[0]))
         harm.targets[0].affliction = None
 
 
@@ -146,16 +147,21 @@ class Slow(Disturbance):
     says = "a node's workers run at nice 19, all on one processor, for three seconds"
 
     def strike(self, harm: Harm) -> str:
-        for worker in _workers(harm.targets[0]):
+        workers = _workers(harm.targets[0])
+        for worker in workers:
             worker.nice(19)
             worker.cpu_affinity(psutil.Process().cpu_affinity()[:1])
-        return "nice 19, one processor"
+        found = sorted({(worker.nice(), *worker.cpu_affinity()) for worker in workers})
+        if len(found) != 1 or found[0][0] != 19 or len(found[0]) != 2:
+            raise NotStruck(f"nice value and processors are {found}")
+        return f"{len(workers)} at nice {found[0][0]}, on processor {found[0][1]}"
 
     def undo(self, harm: Harm) -> None:
         for worker in _workers(harm.targets[0]):
-            with contextlib.suppress(psutil.AccessDenied):
-                worker.nice(psutil.Process().nice())  # as the drill itself, from which it had it
-            worker.cpu_affinity(psutil.Process().cpu_affinity())
+            with contextlib.suppress(psutil.NoSuchProcess):
+                with contextlib.suppress(psutil.AccessDenied):
+                    worker.nice(psutil.Process().nice())  # as the drill itself, from which it had it
+                worker.cpu_affinity(psutil.Process().cpu_affinity())
 
 
 class Join(Fault):
@@ -286,6 +292,12 @@ def _freeze(workers: list[psutil.Process]) -> None:
         if time.monotonic() > deadline:
             raise NotStruck("it did not stop")
         time.sleep(0.005)
+
+
+def _thaw(workers: list[psutil.Process]) -> None:
+    for worker in workers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.send_signal(signal.SIGCONT)
 
 
 def _wait_gone(process: psutil.Process) -> None:

@@ -138,6 +138,12 @@ class History:
         return max((step.step for step in self.steps), default=0)
 
     @cached_property
+    def early_loss(self) -> float | None:
+        """The mean loss of the first half of the kept steps, while there is still much to learn; None without any."""
+        early = self.kept[: (len(self.kept) + 1) // 2]
+        return sum(step.loss for step in early) / len(early) if early else None
+
+    @cached_property
     def worlds(self) -> list[World]:
         """By generation."""
         found: dict[int, list[Line]] = {}

@@ -6,7 +6,7 @@ has beyond an ordinary step. What is left is not explained by any cause and stan
 away to the useful part.
 
 `ratio` compares with the same job undisturbed at the world sizes that were present: every kept step counts with the
-median time of the steps of its world size.
+median time of the steps of its world size, and of the pace that the drill had set.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def _lost_time(history: History, until: float) -> LostTime:
         return LostTime(0.0, 0.0, {}, (), {})
     wall = kept[-1].time - kept[0].time
     pairs = list(itertools.pairwise(kept))
-    ordinary = _step_seconds(pairs)
+    ordinary = _Ordinary(history, pairs)
     worlds = {world.generation: world for world in history.worlds}
     outages = tuple(
         Outage(
             generation=after.generation,
             cause=cause_of(worlds.get(after.generation)),
             time=before.time,
-            seconds=max(0.0, after.time - before.time - ordinary[after.world_size]),
+            seconds=max(0.0, after.time - before.time - ordinary.seconds(before, after)),
         )
         for before, after in pairs
         if before.generation != after.generation
@@ -84,23 +84,46 @@ def _lost_time(history: History, until: float) -> LostTime:
     by_cause: dict[str, float] = defaultdict(float)
     for outage in outages:
         by_cause[outage.cause] += outage.seconds
-    evaluation = float(dict((history.result or {}).get("goodput") or {}).get("evaluate", 0.0))
+    evaluation = _evaluation_seconds(history, kept[0].time, kept[-1].time)
     rest = wall - sum(by_cause.values())
-    useful = min(rest, sum(ordinary[after.world_size] for _, after in pairs))
+    useful = min(rest, sum(itertools.starmap(ordinary.seconds, pairs)))
     if evaluation:
         by_cause["evaluation"] = min(evaluation, rest - useful)
     by_cause["slow steps"] = wall - useful - sum(by_cause.values())
-    return LostTime(wall, useful, dict(by_cause), outages, ordinary)
+    return LostTime(wall, useful, dict(by_cause), outages, ordinary.by_size)
 
 
-def _step_seconds(pairs: Sequence[tuple[Step, Step]]) -> dict[int, float]:
-    """World size -> median seconds of a step within a world; one with no such pair has that of all."""
-    by_size: dict[int, list[float]] = defaultdict(list)
-    for before, after in pairs:
-        if before.generation == after.generation:
-            by_size[after.world_size].append(max(0.0, after.time - before.time))
-    overall = median([seconds for found in by_size.values() for seconds in found] or [0.0])
-    return {after.world_size: median(by_size.get(after.world_size) or [overall]) for _, after in pairs}
+class _Ordinary:
+    """What a step takes that nothing disturbs: the median of those like it."""
+
+    def __init__(self, history: History, pairs: Sequence[tuple[Step, Step]]) -> None:
+        self._paces = (history.drill.settings.get("paces") or []) if history.drill is not None else []
+        by_kind: dict[tuple[int, float], list[float]] = defaultdict(list)
+        by_size: dict[int, list[float]] = defaultdict(list)
+        for before, after in pairs:
+            if before.generation == after.generation:
+                seconds = max(0.0, after.time - before.time)
+                by_kind[self._kind(before, after)].append(seconds)
+                by_size[after.world_size].append(seconds)
+        overall = median([seconds for found in by_size.values() for seconds in found] or [0.0])
+        self._by_kind = {kind: median(found) for kind, found in by_kind.items()}
+        self.by_size = {after.world_size: median(by_size.get(after.world_size) or [overall]) for _, after in pairs}
+
+    def seconds(self, before: Step, after: Step) -> float:
+        """Of the step `after`; where none like it follows another of its world, that of its world size, or of all."""
+        return self._by_kind.get(self._kind(before, after), self.by_size[after.world_size])
+
+    def _kind(self, before: Step, after: Step) -> tuple[int, float]:
+        """World size and pace."""
+        return after.world_size, next((pace for since, pace in reversed(self._paces) if since <= before.time), 0.0)
+
+
+def _evaluation_seconds(history: History, since: float, until: float) -> float:
+    """The share of the evaluations that lie between two times."""
+    times = [float(line["time"]) for line in history.of("evaluation")]
+    inside = [time for time in times if since <= time <= until]
+    seconds = float(dict((history.result or {}).get("goodput") or {}).get("evaluate", 0.0))
+    return seconds * len(inside) / len(times) if times else 0.0
 
 
 def cause_of(world: World | None) -> str:

@@ -152,8 +152,8 @@ class Network:
         _ip("-n", name, "link", "set", "eth0", "up")
 
     def _add(self, name: str) -> None:
+        self._made.append(name)  # first: an interrupt may come between the two
         _ip("netns", "add", name)
-        self._made.append(name)
 
     def _name(self, which: int | str) -> str:
         return f"{self._prefix}-{which}"

@@ -28,10 +28,11 @@ DROPPED_VARIABLES = (
     "WORLD_SIZE",
     "LOCAL_",
     "GROUP_",
-    "CI",
-    "COLUMNS",
-    "LINES",
+    "CI=",
+    "COLUMNS=",
+    "LINES=",
 )
+"""beginnings of `NAME=`"""
 
 PORTS = (15000, 32000)
 """ip(7): ip_local_port_range begins at 32768"""
@@ -214,7 +215,7 @@ def wait_until(condition: Callable[[], Any], what: str, timeout: float = 60.0) -
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without what launchers leave there; one thread a worker."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED_VARIABLES)}
+    kept = {name: value for name, value in os.environ.items() if not f"{name}=".startswith(DROPPED_VARIABLES)}
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 

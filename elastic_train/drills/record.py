@@ -1,6 +1,7 @@
 """What a drill writes down about itself, in `RUN_DIR/drill/`, for the audit and for people.
 
-    drill.json       the settings: seed, backend, nodes, schedule, flags; when the bundled job was let run free
+    drill.json       the settings: seed, backend, nodes, schedule, flags; the paces of the bundled job, when it was let
+                     run free
     nodes.jsonl      one line per start, stop and sight of a worker of a node
     faults.jsonl     one line when a fault strikes, when it is undone, and when the job has got over it
     reference.json   what the same job came to undisturbed

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import elastic_train
+from elastic_train.drills.history import read_history
 from elastic_train.drills.nodes import clean_environment, dying_with_parent
 from elastic_train.drills.record import read_json
 from elastic_train.errors import ElasticTrainError
 from elastic_train.run_directory import write_atomic
 
 REFERENCE_SECONDS = 3600.0
+FILE_FLAGS = ("--init-from", "--data-dir")
 
 
 class ReferenceFailed(ElasticTrainError):
@@ -27,14 +29,16 @@ class ReferenceFailed(ElasticTrainError):
 
 
 def undisturbed(flags: Sequence[str], *, is_own_task: bool, cwd: Path) -> dict[str, Any]:
-    """result.json of `python -m elastic_train FLAGS`, from the cache where the job is the bundled one.
+    """result.json of `python -m elastic_train FLAGS`, and `early_loss` as of History.
 
-    What a user's own task depends on is not known, so that it is run anew each time. Blocks for the training.
+    Those of the bundled job are cached. What a user's own task depends on is not known, nor what is in the files that
+    flags name: they are run anew each time. Blocks for the training.
 
     Raises:
         ReferenceFailed: it did not end well; the message has its last line.
     """
-    cached = None if is_own_task else cache_directory() / f"{cache_key(flags)}.json"
+    names_files = any(flag.partition("=")[0] in FILE_FLAGS for flag in flags)
+    cached = None if is_own_task or names_files else cache_directory() / f"{cache_key(flags)}.json"
     found = read_json(cached) if cached is not None else None
     if isinstance(found, dict):
         return found
@@ -65,7 +69,7 @@ def _run(flags: Sequence[str], folder: Path, cwd: Path) -> dict[str, Any]:
     if done.returncode != 0 or not isinstance(result, dict):
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise ReferenceFailed(f"the undisturbed run ended with code {done.returncode}: {last}")
-    return result
+    return result | {"early_loss": read_history(folder / "run").early_loss}
 
 
 def cache_directory() -> Path:
@@ -77,7 +81,8 @@ def cache_key(flags: Sequence[str]) -> str:
     """Everything that the result can depend on: flags, versions, the code itself, the kind of processor."""
     digest = hashlib.sha256(json.dumps([list(flags), version("torch"), version("numpy"), _processor()]).encode())
     package = Path(elastic_train.__file__).parent
-    for path in [*sorted(package.glob("*.py")), package / "drills" / "task.py"]:
+    drills = [package / "drills" / name for name in ("task.py", "reference.py")]
+    for path in [*sorted(package.glob("*.py")), *drills]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:32]
 

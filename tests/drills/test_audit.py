@@ -491,6 +491,50 @@ def test_lost_time_sums_to_the_wall_and_names_the_cause(run_dir: Path) -> None:
     assert lost.ratio == pytest.approx(0.6 / 1.1)
 
 
+def test_the_pace_that_a_drill_sets_is_no_lost_time(run_dir: Path) -> None:
+    """Ten times as slow for the last third of the steps."""
+
+    def go_on(lines: list[Line]) -> list[Line]:
+        last = next(line for line in reversed(lines) if line["event"] == "step")
+        times = [0.1 * n for n in range(1, 21)] + [2.0 + 1.0 * n for n in range(1, 11)]
+        steps = [
+            {**last, "step": LAST_STEP + n, "time": last["time"] + time, "epoch": (LAST_STEP + n - 1) // 3}
+            for n, time in enumerate(times, start=1)
+        ]
+        return [*lines, *steps]
+
+    edit_lines(events_of(run_dir), go_on)
+    mark_as_drill(run_dir)
+    assert lost_time(read_history(run_dir)).ratio < 0.5
+    slower = START + 1.0 + 0.1 * LAST_STEP + 0.5 + 1.95
+    edit_json(run_dir / "drill" / "drill.json", lambda found: {**found, "paces": [(START, 0.01), (slower, 0.1)]})
+    lost = lost_time(read_history(run_dir))
+    assert lost.wall - lost.useful == pytest.approx(0.5, abs=1e-3)
+    assert lost.by_cause["slow steps"] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_an_evaluation_after_the_release_of_a_drill_is_none_of_its_lost_time(run_dir: Path) -> None:
+    mark_as_drill(run_dir, released=START + 2.3)
+    edit_json(
+        run_dir / "result.json",
+        lambda result: {**result, "goodput": {**result["goodput"], "train": 0.9, "evaluate": 0.1}},
+    )
+
+    def evaluate(time: float) -> None:
+        edit_lines(
+            events_of(run_dir), lambda lines: [*lines, {**lines[0], "event": "evaluation", "time": START + time}]
+        )
+
+    def delay(lines: list[Line]) -> list[Line]:
+        return [{**line, "time": line["time"] + (0.1 if line["step"] >= 6 else 0)} for line in lines]
+
+    evaluate(2.35)
+    edit_lines(events_of(run_dir), delay)
+    assert "evaluation" not in lost_time(read_history(run_dir)).by_cause
+    evaluate(2.05)
+    assert lost_time(read_history(run_dir)).by_cause["evaluation"] == pytest.approx(0.05)
+
+
 def _with_wall(result: Line, wall: float) -> Line:
     phases = {name: value for name, value in result["goodput"].items() if name not in ("wall", "ratio", "down")}
     phases["down"] = wall - sum(phases.values())
@@ -530,8 +574,10 @@ def test_the_loss_decides_in_fast_mode(run_dir: Path) -> None:
     edit_json(run_dir / "drill" / "reference.json", lambda found: {**found, "state_sha256": "0" * 64})
     edit_json(run_dir / "result.json", lambda result: {**result, "config": {**result["config"], "reduction": "fast"}})
     assert audit(run_dir).passed
-    edit_json(run_dir / "drill" / "reference.json", lambda found: {**found, "train_loss": 0.9})
-    assert "train_loss 0.5000, undisturbed 0.9000" in only_failure(run_dir, "state")
+    edit_json(run_dir / "drill" / "reference.json", lambda found: {**found, "early_loss": 0.46})
+    assert "first half of the steps is 0.5208, undisturbed 0.4600" in only_failure(run_dir, "state")
+    edit_json(run_dir / "drill" / "reference.json", lambda found: {**found, "early_loss": None})
+    assert "no loss of the one or of the other run" in only_failure(run_dir, "state")
 
 
 def test_a_torn_snapshot(run_dir: Path) -> None:

@@ -74,6 +74,12 @@ def test_the_pid_of_an_ended_node_is_nobodys(tmp_path: Path) -> None:
     node.end()
 
 
+def test_nodes_have_the_environment_but_for_what_launchers_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CI", "CIFAR_ROOT", "RANK", "PET_NNODES"):
+        monkeypatch.setenv(name, "1")
+    assert {"CI", "CIFAR_ROOT", "RANK", "PET_NNODES"} & clean_environment().keys() == {"CIFAR_ROOT"}
+
+
 def test_waiting_too_long_is_an_error_that_says_for_what(node: Node) -> None:
     with pytest.raises(TooSlow, match="no rain within 0 s"):
         wait_until(lambda: False, "rain", 0.1)
