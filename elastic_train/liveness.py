@@ -17,7 +17,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 from elastic_train.errors import StoreUnreachable
@@ -326,11 +326,15 @@ class Watcher:
         return beats
 
     def _find_dead(self, world: World) -> dict[int, str] | None:
-        dead = {
-            rank: f"{member.name} (rank {rank}) died before its first step"
-            for rank, member in enumerate(world.workers)
-            if rank != world.rank and probe(member.address) is Probe.REFUSED
-        }
+        dead = {}
+        for rank, member in enumerate(world.workers):
+            silence = self.age(member)
+            if rank == world.rank:
+                continue
+            if probe(member.address) is Probe.REFUSED:
+                dead[rank] = f"{member.name} (rank {rank}) died before its first step"
+            elif silence > self._peer_timeout:  # frozen, while others wait for an answer of its
+                dead[rank] = f"{member.name} (rank {rank}) was silent for {silence:.1f} s before its first step"
         return dead or None
 
     def _judge(self, world: World, beats_by_name: Mapping[str, Beat]) -> dict[int, str] | None:
@@ -376,20 +380,28 @@ def parse_broken(text: str) -> dict[int, str]:
     return {int(rank): why for rank, why in json.loads(text).items()}
 
 
+def refusing(members: Sequence[Member]) -> list[Member]:
+    """Those at whose address nobody listens: their processes are gone. Blocks up to PROBE_SECONDS."""
+    return [member for member, found in zip(members, probe_all(members), strict=True) if found is Probe.REFUSED]
+
+
 def unreachable_members(world: World) -> tuple[int, ...]:
-    """Ranks whose listener does not answer; for when a world broke and nobody is known to be dead. All at once."""
-    results: dict[int, Probe] = {}
+    """Ranks whose listener does not answer; for when a world broke and nobody is known to be dead."""
+    others = [rank for rank in range(world.world_size) if rank != world.rank]
+    results = probe_all([world.members[rank] for rank in others])
+    return tuple(rank for rank, found in zip(others, results, strict=True) if found is Probe.SILENT)
 
-    def look(rank: int, member: Member) -> None:
-        results[rank] = probe(member.address)
 
-    threads = [
-        threading.Thread(target=look, args=(rank, member), daemon=True)
-        for rank, member in enumerate(world.members)
-        if rank != world.rank
-    ]
+def probe_all(members: Sequence[Member]) -> list[Probe]:
+    """All at once. Blocks up to PROBE_SECONDS."""
+    results = [Probe.SILENT] * len(members)
+
+    def look(index: int) -> None:
+        results[index] = probe(members[index].address)
+
+    threads = [threading.Thread(target=look, args=(index,), daemon=True) for index in range(len(members))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(2 * PROBE_SECONDS)
-    return tuple(sorted(rank for rank in range(world.world_size) if results.get(rank) is Probe.SILENT))
+    return results

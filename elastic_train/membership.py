@@ -109,6 +109,8 @@ class Membership:
         self._watcher: Watcher | None = None
         self._world: World | None = None
         self._dead_agents: frozenset[tuple[str, int]] = frozenset()
+        self.came_later = False
+        """whether others of this job trained before this worker was taken in, with no restart of all in between"""
         self.is_join_pending = False
         """whether nodes wait to be let in, by the watcher's last look"""
 
