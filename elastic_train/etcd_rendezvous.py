@@ -150,9 +150,11 @@ class AgentsHandler(RendezvousHandler):
             raise RendezvousConnectionError(f"etcd has not answered for {silence:.0f} s")
         if self._newest_round()[0] > self._round:
             return 1  # the others have gone on without this node: it was taken for dead
-        return num_waiting(
-            self._node, self._members, self._names("nodes"), self._names("waiting"), self._settings.max_nodes
-        )
+        decided = self._mirror.get(f"{self._prefix}/rounds/{self._round}")
+        # Who waited for this very round may not have been able to take that back yet.
+        again = self._names("waiting", since=decided.create_revision if decided is not None else 0)
+        waiting = [node for node in self._names("waiting") if node in again or node not in self._members]
+        return num_waiting(self._node, self._members, self._names("nodes"), waiting, self._settings.max_nodes)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Blocks until this node is in a round.
@@ -283,9 +285,10 @@ class AgentsHandler(RendezvousHandler):
         number = max(int(key.rpartition("/")[2]) for key in rounds)
         return number, tuple(json.loads(rounds[f"{self._prefix}/rounds/{number}"]))
 
-    def _names(self, what: str) -> list[str]:
-        """The nodes below `nodes/` or `waiting/`, in the order in which they came."""
-        return [key.rpartition("/")[2] for key in self._mirror.below(f"{self._prefix}/{what}/", by_age=True)]
+    def _names(self, what: str, since: int = 0) -> list[str]:
+        """The nodes below `nodes/` or `waiting/`, in the order in which they came; those that did after `since`."""
+        found = self._mirror.below(f"{self._prefix}/{what}/", by_age=True, since=since)
+        return [key.rpartition("/")[2] for key in found]
 
     def _others_of_round(self) -> list[str]:
         alive = self._names("nodes")
