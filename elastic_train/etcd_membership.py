@@ -149,6 +149,7 @@ class EtcdMembership(Membership):
             self._errands,
             store_grace=self._settings.grace,
             warn=self._warn,
+            give_up=self._give_up,
         )
         me = replace(self._start_watcher(watcher, me), group_store=self._server.address)
         self._enter_lobby(me)

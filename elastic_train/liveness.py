@@ -95,6 +95,9 @@ class Watcher:
             it `peer_timeout`, and a world of one goes on. Such a store writes what it is told to several disks and
             keeps the past for a while: hearts beat more slowly there.
         warn: told once when the store is away, and once when it is back, while training goes on.
+        give_up: ends the process, where the training thread still waits for a collective of a broken world after all
+            the time that a step may take. gloo can lose the end of a send together with its connection: seen in
+            `waitSend` of a worker that had been frozen.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Watcher:
         monotonic: Callable[[], float] = time.monotonic,
         store_grace: float | None = None,
         warn: Callable[[str], None] = lambda _message: None,
+        give_up: Callable[[str], None] = lambda _message: None,
     ) -> None:
         self.store = store
         self._prefix = prefix
@@ -121,6 +125,8 @@ class Watcher:
         self._has_grace = store_grace is not None
         self._store_grace = peer_timeout if store_grace is None else store_grace
         self._warn = warn
+        self._give_up = give_up
+        self._broken_at: float | None = None
         self._has_warned = False
         self._monotonic = monotonic
         self.listener = Listener(me.address[0])
@@ -184,6 +190,7 @@ class Watcher:
         """A process group of this world is about to be made: break it off if a member dies before it stands."""
         with self._lock:
             self._world, self._world_key, self._is_standing = world, key, False
+            self._broken_at = None
             self.verdicts, self.reason = {}, None
 
     def enter(self, world: World, key: str) -> None:
@@ -200,7 +207,7 @@ class Watcher:
     def leave(self) -> None:
         """The world is over: nothing is cut from now on."""
         with self._lock:
-            self._world = None
+            self._world = self._broken_at = None
         self.do(Activity.FORM)
 
     def sight(self, member: Member, rank: int, patience_is_over: bool) -> Sight:
@@ -262,6 +269,7 @@ class Watcher:
                     raise  # no collective to break off: the training thread meets it at its next step
             with contextlib.suppress(StoreUnreachable):  # a client that once got no answer gives none again
                 self.store = self.store.clone()
+        self._end_if_stuck()
 
     def _note_answer(self) -> None:
         if self._has_warned:
@@ -346,7 +354,7 @@ class Watcher:
                 blamed[rank] = f"{member.name} (rank {rank}) was silent for {silence:.1f} s"
         if world.is_spare:  # it knows nothing of how long a step takes
             return blamed or None
-        patience = self._peer_timeout + 10 * self.slowest_step if self.slowest_step else 6 * self._peer_timeout
+        patience = self._patience
         beats = {
             rank: beats_by_name[member.name]
             for rank, member in enumerate(world.workers)
@@ -358,10 +366,28 @@ class Watcher:
             return blamed
         return None
 
+    @property
+    def _patience(self) -> float:
+        """Seconds that a training thread may take before it is called stuck."""
+        return self._peer_timeout + 10 * self.slowest_step if self.slowest_step else 6 * self._peer_timeout
+
+    def _end_if_stuck(self) -> None:
+        (activity, since), broken_at = self._activity, self._broken_at
+        if broken_at is None or activity is not Activity.REDUCE:
+            return
+        waited = self._monotonic() - max(since, broken_at)
+        if waited > self._patience:
+            self._give_up(
+                f"the others went on without this worker ({self.reason}), and a collective of theirs has not ended "
+                f"here in {waited:.0f} s: this worker ends"
+            )
+
     def _break_off(self, world: World, verdicts: dict[int, str]) -> None:
         with self._lock:
             if self._world is not world:
                 return  # the training thread has left it meanwhile
+            if self._broken_at is None:
+                self._broken_at = self._monotonic()
             self.verdicts = verdicts
             if self.reason is None:
                 self.reason = "; ".join(verdicts.values()) or "a member has left the world"
