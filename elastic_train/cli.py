@@ -70,6 +70,10 @@ def make_parser() -> argparse.ArgumentParser:
     status.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     status.add_argument("--watch", action="store_true", help="again and again, until the run has ended or Ctrl-C")
 
+    from elastic_train.check.command import add_flags
+
+    add_flags(_add(commands, "check", run_check, "whether machines can do a job, before it; also under torchrun"))
+
     drill = _add(
         commands, "drill", run_drill, "a real job on this machine, harm done to it by a seeded schedule, and an audit"
     )
@@ -151,6 +155,12 @@ def show_status(arguments: argparse.Namespace) -> int:
     now = time.time()
     show(read_status(arguments.run_dir, now), now, sys.stdout)
     return 0
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    from elastic_train.check.command import run_check
+
+    return run_check(arguments)
 
 
 def run_drill(arguments: argparse.Namespace) -> int:

@@ -301,12 +301,21 @@ class Launch:
 
 def endpoint_of_agent(agent_pid: int, environ: Mapping[str, str]) -> str | None:
     """The c10d endpoint by the agent's command line: for packages on a path, where no hook is installed."""
+    arguments = arguments_of_agent(agent_pid)
+    return plan_agent(arguments, environ).environment.get(ENDPOINT_VARIABLE) if arguments else None
+
+
+def nodes_of_agent(agent_pid: int, environ: Mapping[str, str]) -> tuple[int, int]:
+    """(min, max) nodes by the agent's command line; torchrun's default, (1, 1), where it cannot be read."""
+    return parse_nnodes(option(arguments_of_agent(agent_pid) or [], environ, "nnodes") or "1:1")
+
+
+def arguments_of_agent(agent_pid: int) -> list[str] | None:
     try:
         command = Path(f"/proc/{agent_pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return None
-    arguments = agent_arguments(command)
-    return plan_agent(arguments, environ).environment.get(ENDPOINT_VARIABLE) if arguments else None
+    return agent_arguments(command)
 
 
 @dataclass(frozen=True)
