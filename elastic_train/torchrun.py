@@ -305,9 +305,13 @@ def endpoint_of_agent(agent_pid: int, environ: Mapping[str, str]) -> str | None:
     return plan_agent(arguments, environ).environment.get(ENDPOINT_VARIABLE) if arguments else None
 
 
-def nodes_of_agent(agent_pid: int, environ: Mapping[str, str]) -> tuple[int, int]:
-    """(min, max) nodes by the agent's command line; torchrun's default, (1, 1), where it cannot be read."""
-    return parse_nnodes(option(arguments_of_agent(agent_pid) or [], environ, "nnodes") or "1:1")
+def max_nodes_of(launch: Launch, environ: Mapping[str, str]) -> int:
+    """How many nodes the job may have: by --nnodes, without torchrun those that there are."""
+    if launch.etcd is not None:
+        return launch.etcd.max_nodes
+    if launch.agent_pid is None:
+        return launch.num_nodes
+    return parse_nnodes(option(arguments_of_agent(launch.agent_pid) or [], environ, "nnodes") or "1:1")[1]
 
 
 def arguments_of_agent(agent_pid: int) -> list[str] | None:

@@ -16,12 +16,12 @@ from elastic_train.config import Config, parse
 from elastic_train.errors import FormationFailed, LeftOut, StoreRefused, StoreUnreachable, UsageError
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.stopping import StopSignal, die_with_parent
-from elastic_train.torchrun import Launch, nodes_of_agent
+from elastic_train.torchrun import Launch, max_nodes_of
 
 if TYPE_CHECKING:
     from elastic_train.check.rendezvous import RendezvousFacts
 
-LEAST_PEER_TIMEOUT = 10.0
+LEAST_PEER_TIMEOUT = 30.0
 """seconds: here nobody is in a hurry to be rid of a slow node, it is to be named"""
 
 
@@ -72,14 +72,10 @@ def wanted_of(arguments: argparse.Namespace, launch: Launch, environ: Mapping[st
     nodes, nodes_by = arguments.nodes, "--nodes"
     if nodes is None and by_scheduler.isdigit() and "RANK" in environ:
         nodes, nodes_by = int(by_scheduler), "SLURM's allocation"
-    if launch.etcd is not None:
-        max_nodes: int | None = launch.etcd.max_nodes
-    else:
-        max_nodes = nodes_of_agent(launch.agent_pid, environ)[1] if launch.agent_pid is not None else None
     return Wanted(
         nodes=nodes,
         nodes_by=nodes_by,
-        max_nodes=max_nodes,
+        max_nodes=max_nodes_of(launch, environ),
         grace_seconds=arguments.grace,
         wants_shared_directory=not arguments.local_snapshots,
         is_c10d=launch.endpoint is not None,

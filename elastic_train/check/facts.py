@@ -133,7 +133,7 @@ class Wanted:
     """--nodes, or how many the scheduler has given"""
     nodes_by: str = "--nodes"
     """who says so"""
-    max_nodes: int | None = None
+    max_nodes: int = 1
     """of torchrun's --nnodes"""
     grace_seconds: float = 30.0
     """between the signal to stop and the kill"""

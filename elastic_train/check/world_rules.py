@@ -43,7 +43,7 @@ def world_is_the_one_asked_for(gathered: Gathered) -> list[Finding]:
                 "torchrun's default) and let --nnodes allow that many; see that the missing nodes have started",
             )
         ]
-    if wanted.max_nodes is not None and num_nodes < wanted.max_nodes:
+    if num_nodes < wanted.max_nodes and wanted.nodes is None:
         return [
             Finding(
                 Level.MATTERS,

@@ -14,23 +14,18 @@ from elastic_train.drills.nodes import Node, clean_environment, wait_until
 from tests.etcd_cluster import EtcdCluster
 from tests.integration.cluster import PYTHON, TORCHRUN, Cluster, free_port
 
-pytestmark = pytest.mark.timeout(600)
-PATIENCE = 300.0
+pytestmark = pytest.mark.timeout(900)
+PATIENCE = 600.0
 
 
 def start(cluster: Cluster, *flags: str, port: int | None = None, run_dir: Path | None = None) -> Node:
     """A node that checks, as the README says."""
-    rendezvous = (
-        ["--rdzv-backend=etcd3", f"--rdzv-endpoint={cluster.etcd.endpoint}", "--rdzv-conf=last_call=60"]
-        if cluster.etcd
-        else [
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint=localhost:{port or cluster.port}",
-            "--rdzv-conf=last_call_timeout=60",
-        ]
-    )
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port or cluster.port}"]
+    conf = "--rdzv-conf=last_call_timeout=60"
+    if cluster.etcd is not None:
+        rendezvous = ["--rdzv-backend=etcd3", f"--rdzv-endpoint={cluster.etcd.endpoint}"]
     command = [
-        *TORCHRUN, *rendezvous, "--nnodes=1:2", "-m", "elastic_train.check", *flags,
+        *TORCHRUN, *rendezvous, conf, "--nnodes=1:2", "-m", "elastic_train.check", *flags,
         "--", "--run-dir", str(run_dir or cluster.run_dir),
     ]  # fmt: skip
     return cluster.launch(command, {})
@@ -102,10 +97,9 @@ def test_alone_with_a_store_that_refuses_and_a_world_that_is_too_small(cluster: 
     assert any("cannot write to" in line and "Not a directory" in line for line in found)
 
 
+@pytest.mark.slow
 class TestInNamespaces:
     """Nodes with an address and a network of their own."""
-
-    pytestmark = (pytest.mark.slow,)
 
     @pytest.fixture
     def network(self) -> Iterator[Network]:
