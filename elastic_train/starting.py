@@ -53,6 +53,7 @@ class Start:
                 backend=choose_backend(worker.device, launch.local_world_size),
                 max_generation=max((generation for generation in seen if generation is not None), default=None),
                 agreement=worker.agreement(),
+                min_nodes=config.min_nodes or launch.min_nodes,
             )
         )
 

@@ -21,8 +21,8 @@ from elastic_train.drills.nodes import (
 )
 
 if TYPE_CHECKING:
+    from elastic_train.drills.etcd_cluster import EtcdCluster
     from elastic_train.snapshot import SnapshotInfo
-    from tests.etcd_cluster import EtcdCluster
 
 __all__ = ["Cluster", "Node", "free_port", "is_listening", "is_running", "kill_at_once", "running", "wait_until"]
 

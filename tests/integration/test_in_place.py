@@ -20,7 +20,10 @@ from tests.integration.cluster import (
     wait_until,
 )
 
-pytestmark = pytest.mark.parametrize("cluster", ["c10d", pytest.param("etcd3", marks=pytest.mark.slow)], indirect=True)
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.parametrize("cluster", ["c10d", pytest.param("etcd3", marks=pytest.mark.slow)], indirect=True),
+]
 LENGTH, BATCH = 1437, 64
 ENDLESS = ("--epochs", "1000", "--ledger", "--eval-every", "1000", "--peer-timeout", "2")
 

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from elastic_train.drills.audit import audit
+from elastic_train.drills.backends import backend_of
 from elastic_train.drills.cluster import Cluster, NodeState, Place
 from elastic_train.drills.network import Network
 from elastic_train.drills.nodes import wait_until
 from elastic_train.drills.record import Record
 from tests.integration.cluster import events, outcomes
 
+pytestmark = pytest.mark.timeout(400)
 FLAGS = ("--ledger", "--epochs", "100000", "--eval-every", "100000", "--peer-timeout", "2", "--no-progress")
 NUM_STEPS = 20
 """that a world must commit to be called settled"""
@@ -30,17 +32,18 @@ def _needs_namespaces() -> None:
         pytest.skip(f"no network namespaces: {missing}")
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Cluster]:
-    """Three nodes that have trained together, the endpoint on the bridge."""
+@pytest.fixture(params=["c10d", pytest.param("etcd3", marks=pytest.mark.slow)])
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Three nodes that have trained together, the endpoint, or etcd, on the bridge."""
     network = Network(3)
     record = Record(tmp_path / "run")
-    cluster = Cluster(tmp_path / "run", record, FLAGS, num_nodes=3, network=network)
+    backend = backend_of(request.param, record.path, network)
+    cluster = Cluster(tmp_path / "run", record, FLAGS, num_nodes=3, network=network, backend=backend)
     try:
-        cluster.start_endpoint()
+        cluster.backend.start()
         for place in cluster.places:
             cluster.start(place)
-        cluster.settle(3, NUM_STEPS, 60)
+        cluster.settle(3, NUM_STEPS, 150)
         yield cluster
     finally:
         cluster.close()
@@ -127,7 +130,7 @@ def test_power_is_lost_and_a_node_comes_back(job: Cluster) -> None:
     job.kill([dead])
     job.settle(2, NUM_STEPS, 60)
     job.start(dead)
-    job.settle(3, NUM_STEPS, 60)
+    job.settle(3, NUM_STEPS, 150)
     sources = {event["source"] for event in events(job.run_dir, "restore") if event["generation"] > 0}
     assert sources <= {"handoff", "peer"}, "not from an old snapshot"
     finish(job)
