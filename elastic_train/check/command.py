@@ -21,6 +21,8 @@ from elastic_train.torchrun import Launch, max_nodes_of
 if TYPE_CHECKING:
     from elastic_train.check.rendezvous import RendezvousFacts
 
+OWN_ID = "check"
+"""follows the job's run id in etcd"""
 LEAST_PEER_TIMEOUT = 30.0
 """seconds: here nobody is in a hurry to be rid of a slow node, it is to be named"""
 
@@ -35,6 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wait", type=float, default=120.0, metavar="SECONDS", help="for the others (default: 120)")
     parser.add_argument("--rdzv-backend", choices=("c10d", "etcd3"), default="c10d", help="without torchrun: its own")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT,...", help="without torchrun: where the job will meet")
+    parser.add_argument("--rdzv-id", default="none", metavar="NAME", help="without torchrun: the run id of the job")
     parser.add_argument("--rdzv-conf", default="", metavar="KEY=VALUE,...", help="without torchrun: ca=, user=, ...")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of the job: its model, data and directories")
 
@@ -62,8 +65,9 @@ def run_check(arguments: argparse.Namespace) -> int:
 def launch_of(arguments: argparse.Namespace, environ: Mapping[str, str], config: Config) -> Launch:
     launch = Launch.from_environment(environ, config.store_endpoint)
     if launch.etcd is not None:
-        # A job of its own: a training under the same run id would take the check's workers in.
-        return replace(launch, run_id=f"{launch.run_id}-check")
+        # A job of its own, for a training under the same run id would take the check's workers in; and below the run's
+        # keys, where its user may write.
+        return replace(launch, run_id=f"{launch.run_id}/{OWN_ID}")
     return launch
 
 
@@ -90,7 +94,7 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
     from elastic_train.recovery import membership_of
     from elastic_train.worker import default_run_name
 
-    run_dir = config.run_dir or Path("runs") / default_run_name(launch.run_id)
+    run_dir = config.run_dir or Path("runs") / default_run_name(launch.run_id.removesuffix(f"/{OWN_ID}"))
     directory = TrialDirectory(config.snapshot_dir or run_dir / "snapshots")
     rendezvous = look_at_rendezvous(arguments, launch)
     membership, mine = None, None
@@ -124,9 +128,9 @@ def look_at_rendezvous(arguments: argparse.Namespace, launch: Launch) -> Rendezv
     if launch.local_rank != 0:
         return RendezvousFacts()
     if launch.etcd is not None:
-        return look_at_etcd(launch.etcd)
+        return look_at_etcd(launch.etcd, launch.run_id)
     if arguments.rdzv_backend == "etcd3":
-        return look_at_etcd(etcd_settings(arguments, os.environ))
+        return look_at_etcd(etcd_settings(arguments, os.environ), f"{arguments.rdzv_id}/{OWN_ID}")
     endpoint = launch.endpoint or arguments.rdzv_endpoint
     return RendezvousFacts() if endpoint is None else look_at_endpoint(endpoint)
 

@@ -42,13 +42,13 @@ def look_at_endpoint(endpoint: str) -> RendezvousFacts:
         return RendezvousFacts((f"{where} does not answer: {error}",), is_usable=False)
 
 
-def look_at_etcd(settings: EtcdSettings) -> RendezvousFacts:
-    """Each member by itself, then a write below the prefix. Blocks some seconds where a member does not answer."""
+def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
+    """Each member by itself, then a write where the job will. Blocks some seconds where a member does not answer."""
     from elastic_train.etcd import Connections, Etcd  # and with it gRPC
 
     errors: list[str] = []
     notes: list[str] = []
-    key = f"{settings.prefix}/check-{secrets.token_hex(6)}/write"
+    key = f"{settings.prefix}/{run_id}/{secrets.token_hex(6)}"
     for endpoint in settings.endpoints:
         if settings.ca is not None:
             problem, days = certificate_of(endpoint, settings)
@@ -76,7 +76,9 @@ def look_at_etcd(settings: EtcdSettings) -> RendezvousFacts:
         connections.close()
     who = "anybody" if settings.user is None and settings.cert is None else settings.user or "the client certificate"
     how = "TLS" if settings.ca is not None else "plain text"
-    notes.append(f"etcd with {len(settings.endpoints)} members over {how}; {who} may write below {settings.prefix}")
+    notes.append(
+        f"etcd with {len(settings.endpoints)} members over {how}; {who} may write below {settings.prefix}/{run_id}"
+    )
     return RendezvousFacts(tuple(errors), notes=tuple(notes))
 
 

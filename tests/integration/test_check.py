@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from elastic_train.drills.etcd_cluster import EtcdCluster
 from elastic_train.drills.network import Network
 from elastic_train.drills.nodes import Node, clean_environment, wait_until
-from tests.etcd_cluster import EtcdCluster
 from tests.integration.cluster import PYTHON, TORCHRUN, Cluster, free_port
 
 pytestmark = pytest.mark.timeout(900)
@@ -157,11 +157,11 @@ def test_etcd_before_any_job(etcd: EtcdCluster, tmp_path: Path) -> None:
     """One member away is a warning; two of three, and nobody could meet."""
     from elastic_train.check.rendezvous import look_at_etcd
 
-    assert look_at_etcd(etcd.settings()).errors == ()
+    assert look_at_etcd(etcd.settings(), "none/check").errors == ()
     etcd.members[0].kill()
-    one_away = look_at_etcd(etcd.settings())
+    one_away = look_at_etcd(etcd.settings(), "none/check")
     assert one_away.is_usable
     assert len(one_away.errors) == 1
     assert etcd.members[0].endpoint in one_away.errors[0]
     etcd.members[1].kill()
-    assert not look_at_etcd(etcd.settings()).is_usable
+    assert not look_at_etcd(etcd.settings(), "none/check").is_usable

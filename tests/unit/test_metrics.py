@@ -33,7 +33,12 @@ class Clock:
 def state(step: int = 7, incidents: tuple[dict[str, Any], ...] = (), train: float = 30.0, form: float = 10.0) -> Any:
     """What Metrics looks at in a TrainState."""
     return SimpleNamespace(
-        step=step, last_loss=0.5, incidents=list(incidents), clock=Clock({"train": train, "form": form}), is_finished=False, generation=0
+        step=step,
+        last_loss=0.5,
+        incidents=list(incidents),
+        clock=Clock({"train": train, "form": form}),
+        is_finished=False,
+        generation=0,
     )
 
 
