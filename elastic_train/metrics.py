@@ -84,6 +84,7 @@ class Metrics:
         self._rate = Rate()
         self._world: World | None = None
         self._updated_at = 0.0
+        self._started_at: float | None = None
         self._has_warned = False
         self._server: Any = None
         self._serve()
@@ -124,7 +125,9 @@ class Metrics:
     def enter(self, world: World, state: TrainState) -> None:
         """A world stands, and `state` is everybody's."""
         if self._server is None:
-            self._serve()
+            with suppress(UsageError):  # the address was good at the start; it is no reason to end the training
+                self._serve()
+        self._started_at = self._started_at or time.time()
         self._world = world
         self._rate.restart()
         self._update(state, state.last_loss)
@@ -185,6 +188,7 @@ class Metrics:
         yield self._gauge(
             "step_committed_time_seconds", "Unix time at which a step was last committed", numbers.step_committed_at
         )
+        yield self._gauge("started_time_seconds", "Unix time of this worker's first world", self._started_at)
         yield self._gauge("samples_per_second", "over all workers, the last few seconds", numbers.samples_per_second)
         yield self._gauge("generation", "number of the present world", numbers.generation)
         yield self._gauge("members", "workers that train", numbers.members)

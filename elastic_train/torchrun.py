@@ -153,6 +153,8 @@ def launches_elastic_train(arguments: Sequence[str], environ: Mapping[str, str])
     program = command.program or ""
     if "module" in command.options or environ.get("PET_MODULE", "0") == "1":
         return re.fullmatch(r"elastic_train(\..+)?", program) is not None or _imports_us(_module_file(program))
+    if Path(program).name == "elastic-train":  # torchrun --no-python elastic-train check
+        return True
     return program.endswith(".py") and _imports_us(Path(program))
 
 

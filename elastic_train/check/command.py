@@ -74,7 +74,7 @@ def launch_of(arguments: argparse.Namespace, environ: Mapping[str, str], config:
 def wanted_of(arguments: argparse.Namespace, launch: Launch, environ: Mapping[str, str]) -> Wanted:
     by_scheduler = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_JOB_NUM_NODES") or ""
     nodes, nodes_by = arguments.nodes, "--nodes"
-    if nodes is None and by_scheduler.isdigit() and "RANK" in environ:
+    if nodes is None and by_scheduler.isdigit() and ("RANK" in environ or launch.world_size > 1):
         nodes, nodes_by = int(by_scheduler), "SLURM's allocation"
     return Wanted(
         nodes=nodes,

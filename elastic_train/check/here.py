@@ -8,7 +8,7 @@ import platform
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,9 @@ def look_here(
         device = choose_device(config.device, launch.local_rank)
     except UsageError as error:
         device_error = str(error)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    gpu = describe_gpu(device)  # before anything of ours is on it
     state_error, measured = None, None
     try:
         measured = measure_snapshot(config, device, directory, is_writer=launch.local_rank == 0)
@@ -66,7 +69,7 @@ def look_here(
         host_addresses=host_addresses(),
         num_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
         num_gpu_devices=sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*")),
-        gpu=describe_gpu(device),
+        gpu=gpu,
         device_error=device_error,
         snapshot_dir=str(directory.path),
         snapshot_dir_error=directory.error,
@@ -128,8 +131,9 @@ class TrialDirectory:
 
     def __post_init__(self) -> None:
         self.path = self.path.absolute()
-        self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
-        self._files: list[Path] = []
+        self.made = [str(path) for path in (self.path, *self.path.parents) if not os.path.exists(path)]
+        """directories that were not there before; perhaps another worker makes some of them at the same moment"""
+        self._marks: list[Path] = []
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -145,7 +149,7 @@ class TrialDirectory:
         except OSError as error:
             self.error = error.strerror or type(error).__name__
         else:
-            self._files.append(mark)
+            self._marks.append(mark)
 
     def sees_mark(self, token: str, rank: int) -> bool:
         return self.error is None and self._mark(token, rank).exists()
@@ -153,14 +157,19 @@ class TrialDirectory:
     def _mark(self, token: str, rank: int) -> Path:
         return self.path / f".check-{token}-{rank}"
 
-    def close(self) -> None:
-        """Remove what was made here; directories that others use meanwhile stay."""
-        for mark in self._files:
+    def remove_marks(self, made: Collection[str] = ()) -> None:
+        """`made`: what the workers that share this directory have made in its path, all of them together."""
+        for mark in self._marks:
             mark.unlink(missing_ok=True)
-        self._files.clear()
-        for path in self._made:  # from the innermost
+        self._marks.clear()
+        self.made = sorted({*self.made, *made}, key=len, reverse=True)  # from the innermost
+
+    def close(self) -> None:
+        """Remove what was made; directories that somebody uses meanwhile stay."""
+        self.remove_marks()
+        for path in self.made:
             with suppress(OSError):
-                path.rmdir()
+                os.rmdir(path)
 
 
 def measure_snapshot(

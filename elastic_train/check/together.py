@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ PROBE_SECONDS = 3.0
 MOST_PROBES = 64
 """of one worker: in a large world everybody looks at those that come next, so that each is looked at by so many"""
 EXCHANGE_SECONDS = 120.0
+MESSAGE_TIMEOUT = timedelta(seconds=EXCHANGE_SECONDS)
 CLOCK_ROUNDS = 5
 LATENCY_ROUNDS = 5
 MOST_PAIRINGS = 7
@@ -115,7 +118,9 @@ def look_together(
         unreachable=tuple(rank for rank in probed_by(world.rank, len(world.members)) if not is_reachable(world, rank)),
         sees_directory_of=tuple(rank for rank in ranks if directory.sees_mark(token, rank)),
     )
-    exchange.gather("seen", "")  # only then may the marks go
+    # Only when all have looked may the marks go, and only without them what was made for them.
+    made = [json.loads(text) for text in exchange.gather("made", json.dumps(directory.made))]
+    directory.remove_marks({path for rank in shared.sees_directory_of for path in made[rank]})
     nodes = first_ranks(workers)
     try:
         shared = measure(membership, world, nodes, shared, tell)
@@ -159,7 +164,7 @@ def measure(
     membership.wait_for_workers(world)
     with process_group(world, membership.group_store, backend, membership.sockets):
         watcher.enter(world, membership.key)
-        tell(f"rank = {dist.get_rank()}, world_size = {dist.get_world_size()}, backend = {dist.get_backend()}")
+        tell(f"rank = {dist.get_rank()}, world_size = {dist.get_world_size()}, backend = {backend}")
         offset, error = measure_clock(world)
         links = measure_links(world, nodes)
         seconds = measure_all_reduce(world, "cuda" if "nccl" in backend else "cpu")
@@ -173,21 +178,35 @@ def measure_clock(world: World) -> tuple[float, float]:
         if world.rank == 0:
             for _ in range(CLOCK_ROUNDS):
                 number = torch.zeros(1, dtype=torch.float64)
-                dist.recv(number, rank)
+                receive(number, rank)
                 number[0] = time.time()
-                dist.send(number, rank)
+                send(number, rank)
         elif world.rank == rank:
             answers = []
             for _ in range(CLOCK_ROUNDS):
                 number = torch.zeros(1, dtype=torch.float64)
                 asked, started = time.time(), time.perf_counter()
-                dist.send(number, 0)
-                dist.recv(number, 0)
+                send(number, 0)
+                receive(number, 0)
                 taken = time.perf_counter() - started
                 answers.append((taken / 2, float(number) - asked - taken / 2))
             error, offset = min(answers)
             best = (offset, error)
     return best
+
+
+def send(data: torch.Tensor, to: int) -> None:
+    """As dist.send, which in gloo waits no longer than the timeout that the group was made with."""
+    work = dist.isend(data, to)
+    assert work is not None, "every rank is in the group"
+    work.wait(MESSAGE_TIMEOUT)
+
+
+def receive(data: torch.Tensor, source: int) -> None:
+    """As dist.recv; see `send`."""
+    work = dist.irecv(data, source)
+    assert work is not None, "every rank is in the group"
+    work.wait(MESSAGE_TIMEOUT)
 
 
 def pairings(nodes: list[int]) -> Iterator[list[tuple[int, int]]]:
@@ -219,9 +238,9 @@ def measure_link(*, other: int, begins: bool) -> Link:
         started = time.perf_counter()
         for is_sending in (begins, not begins):
             if is_sending:
-                dist.send(data, other)
+                send(data, other)
             else:
-                dist.recv(data, other)
+                receive(data, other)
         return time.perf_counter() - started
 
     small, large = torch.zeros(1), torch.zeros(ALL_REDUCE_BYTES // 4)

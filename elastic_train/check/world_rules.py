@@ -239,11 +239,11 @@ def everybody_reaches_everybody(gathered: Gathered) -> list[Finding]:
     errors = by_value_of([shared.group_error or "" for shared in gathered.shared])
     errors.pop("", None)
     if errors and not pairs:
-        text, ranks = max(errors.items(), key=lambda entry: len(entry[1]))
+        seen = "; ".join(f"{nodes_of(gathered, ranks)}: {text}" for text, ranks in list(errors.items())[:3])
         findings.append(
             Finding(
                 Level.BREAKS,
-                f"no process group, as {nodes_of(gathered, ranks)} saw it: {text}",
+                f"no process group that works; {seen}",
                 "nothing can be trained together",
                 "look at interfaces and versions above; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose an interface",
             )

@@ -18,7 +18,7 @@ import pytest
 from elastic_train import cli
 from elastic_train.certificates import make_certificates
 from elastic_train.check.rendezvous import certificate_of, look_at_etcd
-from elastic_train.drills.etcd_cluster import EtcdCluster, find_program, make_tls
+from elastic_train.drills.etcd_cluster import EtcdCluster, Tls, find_program, make_tls
 from elastic_train.drills.nodes import clean_environment, wait_until
 from elastic_train.errors import UsageError
 from elastic_train.etcd_settings import EtcdSettings
@@ -120,6 +120,23 @@ def test_the_user_of_a_run_may_write_below_its_prefix_and_nowhere_else(
     assert "role does not allow" in others.errors[-1]
     monkeypatch.setenv("ELASTIC_TRAIN_ETCD_PASSWORD", "wrong")
     assert not look_at_etcd(settings, "run-a").is_usable
+
+
+def test_a_client_certificate_alone_is_a_user(tmp_path: Path) -> None:
+    """By its common name, without a password."""
+    files = make_certificates(tmp_path / "certs", ["127.0.0.1"], client="trainer")
+    trainer = (files.certificate("trainer"), files.key("trainer"))
+    tls = Tls(files.ca, files.certificate("server"), files.key("server"), *trainer, needs_client_cert=True)
+    cluster = EtcdCluster(tmp_path, 1, tls)
+    try:
+        cluster.start()
+        for words in lines_of_page("etcdctl"):
+            cluster.ctl(*words[1:])
+        settings = cluster.settings(ca=str(files.ca), cert=str(trainer[0]), key=str(trainer[1]))
+        assert look_at_etcd(settings, "run-a").errors == ()
+        assert "role does not allow" in look_at_etcd(settings, "run-b").errors[-1]
+    finally:
+        cluster.end()
 
 
 def test_etcd_knows_the_flags_of_the_page() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -96,6 +97,7 @@ def test_everything_that_is_promised_is_told(stack: ExitStack, warnings: list[st
     metrics.snapshot(Snapshot(written_at=1.7e9, step=6, bytes=1000, stall_seconds=0.01, total_seconds=0.3))
     found = scrape(port)
     named = {name: value for (name, *labels), value in found.items() if not labels}
+    assert abs(named.pop("elastic_train_started_time_seconds") - time.time()) < 100
     assert named == {
         "elastic_train_step": 7,
         "elastic_train_loss": 0.5,
