@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from elastic_train.check.here import TrialDirectory
 from elastic_train.errors import FormationFailed, first_line
 from elastic_train.liveness import Probe, probe
 from elastic_train.membership import Membership
+from elastic_train.ordered import default_transport
 from elastic_train.process_group import is_communication_error, process_group, use_interface_of
 from elastic_train.rules import common_backend
 from elastic_train.torchrun import Launch
@@ -25,7 +25,6 @@ PROBE_SECONDS = 3.0
 MOST_PROBES = 64
 """of one worker: in a large world everybody looks at those that come next, so that each is looked at by so many"""
 EXCHANGE_SECONDS = 120.0
-MESSAGE_TIMEOUT = timedelta(seconds=EXCHANGE_SECONDS)
 CLOCK_ROUNDS = 5
 LATENCY_ROUNDS = 5
 MOST_PAIRINGS = 7
@@ -178,35 +177,21 @@ def measure_clock(world: World) -> tuple[float, float]:
         if world.rank == 0:
             for _ in range(CLOCK_ROUNDS):
                 number = torch.zeros(1, dtype=torch.float64)
-                receive(number, rank)
+                default_transport([], [(number, rank)])
                 number[0] = time.time()
-                send(number, rank)
+                default_transport([(number, rank)], [])
         elif world.rank == rank:
             answers = []
             for _ in range(CLOCK_ROUNDS):
                 number = torch.zeros(1, dtype=torch.float64)
                 asked, started = time.time(), time.perf_counter()
-                send(number, 0)
-                receive(number, 0)
+                default_transport([(number, 0)], [])
+                default_transport([], [(number, 0)])
                 taken = time.perf_counter() - started
                 answers.append((taken / 2, float(number) - asked - taken / 2))
             error, offset = min(answers)
             best = (offset, error)
     return best
-
-
-def send(data: torch.Tensor, to: int) -> None:
-    """As dist.send, which in gloo waits no longer than the timeout that the group was made with."""
-    work = dist.isend(data, to)
-    assert work is not None, "every rank is in the group"
-    work.wait(MESSAGE_TIMEOUT)
-
-
-def receive(data: torch.Tensor, source: int) -> None:
-    """As dist.recv; see `send`."""
-    work = dist.irecv(data, source)
-    assert work is not None, "every rank is in the group"
-    work.wait(MESSAGE_TIMEOUT)
 
 
 def pairings(nodes: list[int]) -> Iterator[list[tuple[int, int]]]:
@@ -238,9 +223,9 @@ def measure_link(*, other: int, begins: bool) -> Link:
         started = time.perf_counter()
         for is_sending in (begins, not begins):
             if is_sending:
-                send(data, other)
+                default_transport([(data, other)], [])
             else:
-                receive(data, other)
+                default_transport([], [(data, other)])
         return time.perf_counter() - started
 
     small, large = torch.zeros(1), torch.zeros(ALL_REDUCE_BYTES // 4)

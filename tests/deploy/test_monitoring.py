@@ -35,8 +35,9 @@ def promtool(*arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_configuration_is_valid() -> None:
-    assert f"{len(ALERTS)} rules found" in promtool("check", "config", "prometheus.yml")
+@pytest.mark.parametrize("file", ["prometheus.yml", "prometheus-kubernetes.yml"])
+def test_the_configuration_is_valid(file: str) -> None:
+    assert f"{len(ALERTS)} rules found" in promtool("check", "config", file)
 
 
 def test_the_alerts_are_raised_when_they_should_be_and_not_before() -> None:
