@@ -203,13 +203,28 @@ def addresses_are_usable(gathered: Gathered) -> list[Finding]:
             )
     if findings:
         return findings
-    taken = by_value(gathered, lambda rank: interface_of(gathered, rank))
-    return fine(f"interface that gloo takes: {listing(taken)}")
+    findings = fine(
+        f"interface that gloo takes: {listing(by_value(gathered, lambda rank: gloo_takes(gathered, rank)))}"
+    )
+    if any("nccl" in worker.backend for worker in gathered.workers):
+        taken = by_value(gathered, lambda rank: nccl_takes(gathered, rank))
+        findings += fine(f"interface that NCCL takes, where it has no InfiniBand: {listing(taken)}")
+    return findings
 
 
-def interface_of(gathered: Gathered, rank: int) -> str:
+def gloo_takes(gathered: Gathered, rank: int) -> str:
     worker = gathered.workers[rank]
     return worker.wanted_interfaces.get("GLOO_SOCKET_IFNAME") or worker.interface or f"the one with {worker.address}"
+
+
+def nccl_takes(gathered: Gathered, rank: int) -> str:
+    """By NCCL's documentation: what NCCL_SOCKET_IFNAME says, else any, loopback and docker bridges last."""
+    worker = gathered.workers[rank]
+    if "NCCL_SOCKET_IFNAME" in worker.wanted_interfaces:
+        return worker.wanted_interfaces["NCCL_SOCKET_IFNAME"]
+    names = [interface.partition("=")[0] for interface in worker.interfaces]
+    usual = [name for name in names if not name.startswith(("lo", "docker"))]
+    return " or ".join(usual or names)
 
 
 def matches(wanted: str, name: str, variable: str) -> bool:

@@ -208,6 +208,14 @@ def test_an_interface_that_is_not_there(variable: str, value: str, level: Level)
     the_one(world_rules.addresses_are_usable(bad), level)
 
 
+def test_the_interfaces_are_told() -> None:
+    (gloo,) = world_rules.addresses_are_usable(job())
+    assert gloo.what == "interface that gloo takes: eth0"
+    names = ("lo=127.0.0.1", "docker0=172.17.0.1", "eth0=10.0.0.1", "ib0=10.1.0.1")
+    _, nccl = world_rules.addresses_are_usable(with_all(job(), backend="cpu:gloo,cuda:nccl", interfaces=names))
+    assert nccl.what.endswith(": eth0 or ib0")
+
+
 def test_who_cannot_reach_whom() -> None:
     bad = with_shared(job(), 1, unreachable=(2,))
     assert "node1 to node2" in the_one(world_rules.everybody_reaches_everybody(bad), Level.BREAKS).what
