@@ -35,10 +35,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--local-snapshots", action="store_true", help="each node keeps its own snapshots, on purpose")
     parser.add_argument("--wait", type=float, default=120.0, metavar="SECONDS", help="for the others (default: 120)")
-    parser.add_argument("--rdzv-backend", choices=("c10d", "etcd3"), default="c10d", help="without torchrun: its own")
-    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT,...", help="without torchrun: where the job will meet")
-    parser.add_argument("--rdzv-id", default="none", metavar="NAME", help="without torchrun: the run id of the job")
-    parser.add_argument("--rdzv-conf", default="", metavar="KEY=VALUE,...", help="without torchrun: ca=, user=, ...")
+    alone = parser.add_argument_group("for one node alone, without torchrun", "the store that the job will meet at")
+    alone.add_argument("--rdzv-backend", choices=("c10d", "etcd3"), default="c10d", help="default: c10d")
+    alone.add_argument("--rdzv-endpoint", metavar="HOST:PORT,...", help="as torchrun will be given it")
+    alone.add_argument("--rdzv-id", default="none", metavar="NAME", help="run id of the job (default: none)")
+    alone.add_argument(
+        "--rdzv-conf", default="", metavar="KEY=VALUE,...", help="ca, cert, key, user, password_file, prefix"
+    )
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of the job: its model, data and directories")
 
 
@@ -53,7 +56,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     from elastic_train.__main__ import own_flags
 
     config = replace(parse(arguments.flags, own_flags(arguments.flags)), formation_timeout=arguments.wait)
-    launch = launch_of(arguments, os.environ, config)
+    launch = launch_of(config, os.environ)
     wanted = wanted_of(arguments, launch, os.environ)
     findings = judge(gather(config, launch, wanted, arguments))
     is_good = is_passed(findings)
@@ -62,7 +65,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     return 0 if is_good else 1
 
 
-def launch_of(arguments: argparse.Namespace, environ: Mapping[str, str], config: Config) -> Launch:
+def launch_of(config: Config, environ: Mapping[str, str]) -> Launch:
     launch = Launch.from_environment(environ, config.store_endpoint)
     if launch.etcd is not None:
         # A job of its own, for a training under the same run id would take the check's workers in; and below the run's
