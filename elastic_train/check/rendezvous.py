@@ -47,13 +47,14 @@ def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
     from elastic_train.etcd import Connections, Etcd  # and with it gRPC
 
     errors: list[str] = []
-    notes: list[str] = []
+    num_silent = 0
     key = f"{settings.prefix}/{run_id}/{secrets.token_hex(6)}"
     for endpoint in settings.endpoints:
         if settings.ca is not None:
             problem, days = certificate_of(endpoint, settings)
             if problem is not None:
                 errors.append(f"etcd at {endpoint}: {problem}")
+                num_silent += 1
                 continue
             if days is not None and days < EXPIRY_DAYS:
                 errors.append(f"etcd at {endpoint}: its certificate expires in {days:.0f} days")
@@ -62,10 +63,13 @@ def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
             Etcd(connections, deadline=CONNECT_SECONDS).get(key)
         except StoreUnreachable as error:
             errors.append(f"etcd at {endpoint}: {error}")
+            num_silent += 1
         except StoreRefused:
             break  # for all of them, and told below
         finally:
             connections.close()
+    if num_silent == len(settings.endpoints):
+        return RendezvousFacts(tuple(errors), is_usable=False)
     connections = Connections(settings)
     try:
         etcd = Etcd(connections, deadline=CALL_SECONDS)
@@ -76,10 +80,9 @@ def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
         connections.close()
     who = "anybody" if settings.user is None and settings.cert is None else settings.user or "the client certificate"
     how = "TLS" if settings.ca is not None else "plain text"
-    notes.append(
-        f"etcd with {len(settings.endpoints)} members over {how}; {who} may write below {settings.prefix}/{run_id}"
-    )
-    return RendezvousFacts(tuple(errors), notes=tuple(notes))
+    where = f"{settings.prefix}/{run_id}"
+    note = f"etcd with {len(settings.endpoints)} members over {how}; {who} may write below {where}"
+    return RendezvousFacts(tuple(errors), notes=(note,))
 
 
 def write_once(etcd: object, key: str) -> None:
