@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.drills.etcd_cluster import EtcdCluster
-from tests.etcd_cluster import etcd_running, make_certificates
+from elastic_train.drills.etcd_cluster import EtcdCluster, make_tls
+from tests.etcd_cluster import etcd_running
 from tests.integration.cluster import (
     Cluster,
     Node,
@@ -284,7 +284,7 @@ def test_a_job_behind_tls_and_a_password(cluster: Cluster, tmp_path: Path) -> No
     """Mutual TLS, a user whose role allows one prefix, and a password that no process list shows."""
     path = tmp_path / "secure"
     path.mkdir()
-    tls = make_certificates(path, needs_client_cert=True)
+    tls = make_tls(path)
     with etcd_running(path, 3, tls) as etcd, running(path, etcd) as nodes_of:
         password = path / "password"
         password.write_text("hunter2\n")
