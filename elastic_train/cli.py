@@ -310,7 +310,7 @@ def export_snapshot(arguments: argparse.Namespace) -> int:
         raise SnapshotError(f"{arguments.path} holds no averaged weights; --ema-decay keeps them")
     output = arguments.output or Path(f"weights.{arguments.format}")
     export_weights(weights, output, arguments.format)
-    print(f"{len(weights)} tensors of step {state['position']['step']}: {output}")
+    print(f"{len(weights)} tensors of step {state['position']['step']}: {output.absolute()}")
     return 0
 
 
