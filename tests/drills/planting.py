@@ -1,0 +1,87 @@
+"""Ways to spoil a small run, and what its audit says then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from elastic_train.drills.audit import Audit, Verdict, audit
+from tests.drills.small_run import (
+    MEMBERS,
+    START,
+    Line,
+    edit_json,
+    edit_lines,
+)
+
+
+def events_of(run_dir: Path, member: str = MEMBERS[0]) -> Path:
+    return run_dir / "events" / f"{member.replace('/', '-')}.jsonl"
+
+
+def ledger_of(run_dir: Path, member: str = MEMBERS[0]) -> Path:
+    return run_dir / "ledger" / f"{member.replace('/', '-')}.jsonl"
+
+
+def verdicts(found: Audit) -> dict[str, Verdict]:
+    return {check.name: check.verdict for check in found.checks}
+
+
+def only_failure(run_dir: Path, name: str) -> str:
+    """The findings of the one check that failed."""
+    found = audit(run_dir)
+    failed = {check.name for check in found.checks if check.verdict is Verdict.FAIL}
+    assert failed == {name}, found.reasons
+    assert not found.passed
+    return "\n".join(found.reasons)
+
+
+def restart(run_dir: Path, step: int, source: str, snapshot: int | None = None) -> None:
+    """After step 7 everything begins again, as generation 2, from a step; that of a snapshot had been saved before."""
+
+    def begin_again(lines: list[Line]) -> list[Line]:
+        world = next(line for line in lines if line["event"] == "world")
+        again = {**world, "generation": 2, "time": START + 5, "step": step, "members": [MEMBERS[0]], "world_size": 1}
+        restore = {**again, "event": "restore", "source": source, "restored_step": step}
+        steps = [line for line in lines if line["event"] == "step" and line["step"] > step]
+        repeated = [{**line, "generation": 2, "time": line["time"] + 4, "world_size": 1} for line in steps]
+        saved = {**lines[0], "event": "snapshot", "generation": 1, "snapshot_step": snapshot, "path": f"/s/{snapshot}"}
+        done = {**lines[-1], "generation": 2, "time": START + 7}
+        return [*lines, *([saved] if snapshot is not None else []), again, restore, *repeated, done]
+
+    edit_lines(events_of(run_dir), begin_again)
+
+
+def fail(run_dir: Path, member: str, time: float) -> None:
+    """Its process ends with an error of its own."""
+
+    def end(lines: list[Line]) -> list[Line]:
+        done = {**lines[0], "event": "done", "time": START + time, "outcome": "failed", "error": "AttributeError: x"}
+        return [*lines, done]
+
+    edit_lines(events_of(run_dir, member), end)
+
+
+def with_wall(result: Line, wall: float) -> Line:
+    phases = {name: value for name, value in result["goodput"].items() if name not in ("wall", "ratio", "down")}
+    phases["down"] = wall - sum(phases.values())
+    return {"wall_seconds": wall, "goodput": {**phases, "wall": wall, "ratio": 0.0}}
+
+
+def snapshot_of(run_dir: Path, step: int) -> Path:
+    return next((run_dir / "snapshots").glob(f"step-{step:012d}-*"))
+
+
+def damage(run_dir: Path, step: int) -> str:
+    """Flip a bit in the snapshot of a step; its name."""
+    path = snapshot_of(run_dir, step)
+    data = bytearray((path / "state.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "state.pt").write_bytes(data)
+    return path.name
+
+
+def end_with(run_dir: Path, **outcome: str) -> None:
+    """All that were in the last world end so; result.json is of an earlier end."""
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), lambda lines: [*lines[:-1], {**lines[-1], **outcome}])
+    edit_json(run_dir / "result.json", lambda result: {**result, "step": 3, "state_sha256": "0" * 64})

@@ -1,0 +1,213 @@
+"""Audits of what a run came to and of what it left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from elastic_train.drills.audit import Verdict, audit
+from elastic_train.run_directory import RunDirectory
+from elastic_train.saving import handoff_directory
+from elastic_train.snapshot import SnapshotWriter
+from elastic_train.world import host_name
+from tests.drills.planting import (
+    damage,
+    end_with,
+    events_of,
+    only_failure,
+    restart,
+    snapshot_of,
+    verdicts,
+)
+from tests.drills.small_run import (
+    LAST_STEP,
+    MEMBERS,
+    START,
+    Line,
+    edit_json,
+    edit_lines,
+    mark_as_drill,
+)
+
+# --- the state --------------------------------------------------------------------------------------------------------
+
+
+def test_a_bit_of_a_weight_flipped(run_dir: Path) -> None:
+    """The snapshot is whole; its weights are not those that result.json promises."""
+    import torch
+
+    weight = torch.arange(4.0)
+    weight.view(torch.int32)[2] ^= 1
+    shutil.rmtree(snapshot_of(run_dir, LAST_STEP))
+    writer = SnapshotWriter(run_dir / "snapshots", keep=3, host="a", run_uid="uid", task={})
+    position = {"epoch": 2, "samples_done": 4, "generation": 1, "world_size": 2}
+    writer.save({"model": {"weight": weight}}, step=LAST_STEP, **position)
+    assert "the final snapshot has" in only_failure(run_dir, "state")
+
+
+def test_weights_that_are_not_those_of_the_undisturbed_job(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    edit_json(run_dir / "drill" / "reference.json", lambda found: {**found, "state_sha256": "0" * 64})
+    assert "undisturbed 0000000000000000" in only_failure(run_dir, "state")
+
+
+def test_an_undisturbed_job_that_failed(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    (run_dir / "drill" / "reference.json").unlink()
+    assert "the undisturbed run failed" in only_failure(run_dir, "state")
+
+
+def test_the_loss_decides_in_fast_mode(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    edit_json(run_dir / "drill" / "reference.json", lambda found: {**found, "state_sha256": "0" * 64})
+    edit_json(run_dir / "result.json", lambda result: {**result, "config": {**result["config"], "reduction": "fast"}})
+    assert audit(run_dir).passed
+    edit_json(run_dir / "drill" / "reference.json", lambda found: {**found, "early_loss": 0.46})
+    assert "first half of the steps is 0.5208, undisturbed 0.4600" in only_failure(run_dir, "state")
+    edit_json(run_dir / "drill" / "reference.json", lambda found: {**found, "early_loss": None})
+    assert "no loss of the one or of the other run" in only_failure(run_dir, "state")
+
+
+def test_a_torn_snapshot(run_dir: Path) -> None:
+    damage(run_dir, 3)
+    assert "is damaged" in only_failure(run_dir, "snapshots")
+
+
+def test_a_torn_snapshot_that_was_restored(run_dir: Path) -> None:
+    def restore(lines: list[Line]) -> list[Line]:
+        return [
+            {**line, "source": "snapshot", "restored_step": 3} if line["event"] == "restore" else line for line in lines
+        ]
+
+    name = damage(run_dir, 3)
+    edit_lines(events_of(run_dir), restore)
+    assert f"{MEMBERS[0]} restored the snapshot of step 3, which is damaged" in only_failure(run_dir, "snapshots")
+    mark_as_drill(run_dir)
+    faults = run_dir / "drill" / "faults.jsonl"
+    edit_lines(faults, lambda lines: [{**lines[0], "name": "damage", "target": name}, lines[1]])
+    assert audit(run_dir).passed, "the drill damaged it later"
+
+
+def test_a_snapshot_that_the_drill_damaged_and_that_was_restored(run_dir: Path) -> None:
+    """Whatever has become of it since: the run that goes on saves a whole one of the same step."""
+    mark_as_drill(run_dir)
+    name = snapshot_of(run_dir, 3).name
+    faults = run_dir / "drill" / "faults.jsonl"
+    edit_lines(faults, lambda lines: [{**lines[0], "name": "damage", "target": name}, lines[1]])
+    restart(run_dir, 3, "snapshot")
+    assert f"snapshots: {MEMBERS[0]} restored {name}, which the drill had damaged" in audit(run_dir).reasons
+
+    def save_anew(lines: list[Line]) -> list[Line]:
+        return [
+            *lines,
+            {**lines[0], "event": "snapshot", "time": START + 4, "generation": 1, "snapshot_step": 3, "path": "/s"},
+        ]
+
+    edit_lines(events_of(run_dir), save_anew)
+    assert verdicts(audit(run_dir))["snapshots"] is Verdict.PASS
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_did_not_reach_its_end(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), lambda lines: [line for line in lines if line["event"] != "done"])
+    assert f"nobody finished; the newest committed step is {LAST_STEP}" in only_failure(run_dir, "end")
+
+
+def test_a_member_of_the_last_world_that_vanished(run_dir: Path) -> None:
+    edit_lines(events_of(run_dir, MEMBERS[1]), lambda lines: lines[:-1])
+    assert f"{MEMBERS[1]} was in the last world and ended without a word" in only_failure(run_dir, "end")
+
+
+def test_a_run_that_failed(run_dir: Path) -> None:
+    end_with(run_dir, outcome="failed", error="TaskMismatch: x")
+    assert "the run is failed: TaskMismatch: x" in only_failure(run_dir, "end")
+
+
+def test_a_run_that_ended_without_a_word(run_dir: Path) -> None:
+    def vanish(lines: list[Line]) -> list[Line]:
+        return [{**line, "host": host_name(), "pid": 2**22 + 1} for line in lines[:-1]]
+
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), vanish)
+    assert "the run is dead: nobody finished" in only_failure(run_dir, "end")
+
+
+def test_a_run_that_was_continued_and_stopped(run_dir: Path) -> None:
+    """It had finished at step 3 once, and is to go on another day."""
+    end_with(run_dir, outcome="stopped")
+    found = audit(run_dir)
+    assert found.passed, found.reasons
+    skipped = {name for name, verdict in verdicts(found).items() if verdict is Verdict.SKIPPED}
+    assert skipped == {"end", "faults", "losses", "phases", "state", "leftovers"}
+
+
+def test_a_survivor_whose_torchrun_failed(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    path = run_dir / "drill" / "nodes.jsonl"
+    edit_lines(path, lambda lines: [{**line, "code": 1} if line.get("code") == 0 else line for line in lines])
+    assert "node1 finished, but its torchrun exited with 1" in only_failure(run_dir, "end")
+
+
+def test_an_orphan_process(run_dir: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as orphan:
+        now = time.time()
+
+        def adopt(lines: list[Line]) -> list[Line]:
+            here = {"host": host_name(), "pid": orphan.pid, "time": now}
+            return [{**line, **here} if line["event"] == "start" else line for line in lines]
+
+        edit_lines(events_of(run_dir, MEMBERS[2]), adopt)
+        reasons = "\n".join(audit(run_dir).reasons)
+        assert f"leftovers: process {orphan.pid}, a worker of this run, still runs" in reasons
+        assert orphan.stdin is not None
+        orphan.stdin.close()
+
+
+def test_a_temporary_file(run_dir: Path) -> None:
+    (run_dir / "snapshots" / ".tmp-step-000000000008-gen-0001-a-11").mkdir()
+    assert "is a temporary file" in only_failure(run_dir, "leftovers")
+
+
+def test_a_temporary_file_of_the_result(run_dir: Path) -> None:
+    (run_dir / ".result.json.tmp-0badcafe").touch()
+    assert ".result.json.tmp-0badcafe is a temporary file" in only_failure(run_dir, "leftovers")
+
+
+def test_a_temporary_file_in_a_folder_of_snapshots_elsewhere(run_dir: Path, tmp_path: Path) -> None:
+    def move(lines: list[Line]) -> list[Line]:
+        elsewhere = {"snapshot_dir": str(tmp_path / "elsewhere")}
+        return [{**line, "config": {**line["config"], **elsewhere}} if "config" in line else line for line in lines]
+
+    (run_dir / "snapshots").rename(tmp_path / "elsewhere")
+    for member in MEMBERS:
+        edit_lines(events_of(run_dir, member), move)
+    assert audit(run_dir).passed, audit(run_dir).reasons
+    (tmp_path / "elsewhere" / ".tmp-step-000000000008-gen-0001-a-11").mkdir()
+    assert "is a temporary file" in only_failure(run_dir, "leftovers")
+
+
+def test_a_handoff_that_nobody_took(run_dir: Path) -> None:
+    folder = handoff_directory(RunDirectory(run_dir))
+    folder.mkdir(parents=True)
+    try:
+        assert "is a handoff that nobody will take" in only_failure(run_dir, "leftovers")
+    finally:
+        folder.rmdir()
+        if not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
+
+
+def test_what_the_drill_itself_found_left(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    (run_dir / "drill" / "leftovers.json").write_text(json.dumps(["port 29400 is still open"]))
+    assert "port 29400 is still open" in only_failure(run_dir, "leftovers")
+    (run_dir / "drill" / "leftovers.json").unlink()
+    assert "the drill did not look for what it left" in only_failure(run_dir, "leftovers")

@@ -1,0 +1,236 @@
+"""Audits of what was done to a run, of how it got over that, and in what time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_train.drills.audit import Verdict, audit
+from elastic_train.drills.history import read_history
+from elastic_train.drills.lost_time import lost_time
+from tests.drills.planting import (
+    events_of,
+    fail,
+    only_failure,
+    restart,
+    verdicts,
+    with_wall,
+)
+from tests.drills.small_run import (
+    LAST_STEP,
+    MEMBERS,
+    START,
+    Line,
+    edit_json,
+    edit_lines,
+    mark_as_drill,
+)
+
+# --- incidents and faults ---------------------------------------------------------------------------------------------
+
+
+def test_an_outage_beyond_its_limit(run_dir: Path) -> None:
+    def delay(lines: list[Line]) -> list[Line]:
+        return [{**line, "time": line["time"] + (40 if line["generation"] == 1 else 0)} for line in lines]
+
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), delay)
+    edit_json(run_dir / "result.json", lambda result: {**result, **with_wall(result, 42.0)})
+    assert "peer_lost before generation 1: 40.50 s without a step, limit 36 s" in only_failure(run_dir, "incidents")
+
+
+def test_an_outage_beyond_its_limit_when_the_drill_had_let_its_job_run_free(run_dir: Path) -> None:
+    mark_as_drill(run_dir, released=START + 1.4)
+    test_an_outage_beyond_its_limit(run_dir)
+    assert lost_time(read_history(run_dir)).outages == (), "which is no part of the goodput"
+
+
+def test_a_restart_that_took_too_long(run_dir: Path) -> None:
+    def delay(lines: list[Line]) -> list[Line]:
+        return [{**line, "time": line["time"] + (700 if line["generation"] == 2 else 0)} for line in lines]
+
+    restart(run_dir, 3, "snapshot")
+    edit_lines(events_of(run_dir), delay)
+    assert verdicts(audit(run_dir))["incidents"] is Verdict.PASS, "its user may have come back late"
+    mark_as_drill(run_dir)
+    assert any(reason.startswith("incidents: restart before generation 2: 70") for reason in audit(run_dir).reasons)
+
+
+def test_an_incident_of_which_the_result_says_that_it_took_too_long(run_dir: Path) -> None:
+    def lengthen(result: Line) -> Line:
+        result["incidents"][0]["seconds"] = {"detect": 40.0}
+        return result
+
+    edit_json(run_dir / "result.json", lengthen)
+    assert "peer_lost: result.json says 40.00 s, limit 36 s" in only_failure(run_dir, "incidents")
+
+
+def test_a_fault_that_was_got_over_too_late(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    path = run_dir / "drill" / "faults.jsonl"
+    edit_lines(path, lambda lines: [lines[0], {**lines[1], "seconds": 15.5}])
+    assert "kill of node3): next committed step after 15.50 s, limit 15 s" in only_failure(run_dir, "incidents")
+
+
+def test_committed_steps_that_were_lost(run_dir: Path) -> None:
+    def lose(result: Line) -> Line:
+        result["incidents"][0]["committed_steps_lost"] = 2
+        return result
+
+    edit_json(run_dir / "result.json", lose)
+    assert "peer_lost: 2 committed steps lost" in only_failure(run_dir, "incidents")
+
+
+def test_only_who_kills_everything_may_lose_committed_steps(run_dir: Path) -> None:
+    def restart(result: Line) -> Line:
+        result["incidents"][0] |= {"cause": "restart", "committed_steps_lost": 2}
+        return result
+
+    edit_json(run_dir / "result.json", restart)
+    assert audit(run_dir).passed, "its user may have killed everything"
+    mark_as_drill(run_dir)
+    assert "restart: 2 committed steps lost" in only_failure(run_dir, "incidents")
+    faults = run_dir / "drill" / "faults.jsonl"
+    edit_lines(faults, lambda lines: [{**lines[0], "name": "kill-all"}, lines[1]])
+    assert audit(run_dir).passed
+
+
+def test_a_fault_that_did_not_strike(run_dir: Path) -> None:
+    skipped = {"what": "skipped", "number": 0, "time": START, "name": "hang", "reason": "training had ended"}
+    mark_as_drill(run_dir, [skipped])
+    found = audit(run_dir)
+    assert "faults: fault 0 (hang) did not strike: training had ended" in found.reasons
+    assert verdicts(found)["losses"] is Verdict.FAIL, "then somebody was lost without it"
+
+
+def test_a_worker_that_failed_although_no_fault_had_struck_it(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    fail(run_dir, MEMBERS[2], 1.4)
+    assert audit(run_dir).passed, "it was the fault's target"
+    edit_lines(run_dir / "drill" / "faults.jsonl", lambda lines: [{**lines[0], "may_take": ["node2"]}, lines[1]])
+    reasons = only_failure(run_dir, "losses")
+    assert "c/0/13 of node3 failed: AttributeError: x, and no fault had struck it" in reasons
+    assert "c/0/13 of node3 was lost before generation 1, and no fault had struck it" in reasons
+
+
+def test_a_fault_accounts_for_no_later_loss_of_its_node(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    edit_lines(
+        run_dir / "drill" / "nodes.jsonl",
+        lambda lines: [*lines, {"time": START + 1.6, "what": "started", "node": "node3"}],
+    )
+    assert "was lost before generation 1" in only_failure(run_dir, "losses"), "it had been started again"
+
+
+def test_a_node_that_was_expelled_by_a_fault_that_is_to_pass(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    faults = run_dir / "drill" / "faults.jsonl"
+    undone = {"what": "undone", "number": 0, "time": START + 1.5}
+    edit_lines(faults, lambda lines: [{**lines[0], "name": "pause", "may_take": []}, undone, lines[1]])
+    assert "c/0/13 of node3 was lost before generation 1" in only_failure(run_dir, "losses")
+
+
+def test_a_worker_that_its_agent_restarts_to_let_others_join(run_dir: Path) -> None:
+    mark_as_drill(run_dir, [])
+    nodes = run_dir / "drill" / "nodes.jsonl"
+    again = {"time": START + 2.0, "what": "worker", "node": "node3", "member": "c/0/15"}
+    edit_lines(nodes, lambda lines: sorted([*lines, again], key=lambda line: line["time"]))
+    assert verdicts(audit(run_dir))["losses"] is Verdict.PASS
+
+
+def test_a_standstill_while_an_etcd_member_is_away(run_dir: Path) -> None:
+    kill = {"what": "struck", "number": 0, "name": "kill", "step": 3, "limit_seconds": 15.0, "may_take": ["node3"]}
+    away = {**kill, "number": 1, "name": "kill-etcd", "may_take": [], "time": START + 2.05, "struck_at": START + 2.05}
+    over = [{"what": "recovered", "number": number, "time": START + 1.9, "seconds": 0.55} for number in (0, 1)]
+    undone = {"what": "undone", "number": 1, "time": START + 5.05}
+    mark_as_drill(
+        run_dir, [{**kill, "time": START + 1.35, "struck_at": START + 1.35}, away, undone, *over], num_faults=2
+    )
+    assert audit(run_dir).passed, audit(run_dir).reasons
+
+    def stand_still(lines: list[Line]) -> list[Line]:
+        return [{**line, "time": line["time"] + (5 if line["time"] > START + 2.05 else 0)} for line in lines]
+
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), stand_still)
+    assert "losses: fault 1 (kill-etcd of ): not one step while it lasted" in audit(run_dir).reasons
+
+
+# --- the time ---------------------------------------------------------------------------------------------------------
+
+
+def test_phases_that_do_not_sum_to_the_wall(run_dir: Path) -> None:
+    def lose(result: Line) -> Line:
+        result["goodput"]["train"] -= 0.2
+        return result
+
+    edit_json(run_dir / "result.json", lose)
+    assert "the phases sum to 2.400 s, the wall is 2.600 s" in only_failure(run_dir, "phases")
+
+
+def test_a_wall_that_forgets_a_part_of_the_run(run_dir: Path) -> None:
+    def delay(lines: list[Line]) -> list[Line]:
+        return [{**line, "time": line["time"] + (10 if line["generation"] == 1 else 0)} for line in lines]
+
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), delay)
+    assert "the wall is 2.6 s, but the events span" in only_failure(run_dir, "phases")
+
+
+def test_a_wall_beyond_the_whole_run(run_dir: Path) -> None:
+    edit_json(run_dir / "result.json", lambda result: {**result, **with_wall(result, 130.0)})
+    assert "the wall is 130.0 s, but the startup and all events together span 2.5 s" in only_failure(run_dir, "phases")
+
+
+def test_lost_time_sums_to_the_wall_and_names_the_cause(run_dir: Path) -> None:
+    lost = lost_time(read_history(run_dir))
+    assert lost.wall == pytest.approx(1.1)
+    assert lost.useful == pytest.approx(0.6)
+    assert lost.by_cause["peer_lost"] == pytest.approx(0.5)
+    assert lost.useful + sum(lost.by_cause.values()) == pytest.approx(lost.wall)
+    assert lost.ratio == pytest.approx(0.6 / 1.1)
+
+
+def test_the_pace_that_a_drill_sets_is_no_lost_time(run_dir: Path) -> None:
+    """Ten times as slow for the last third of the steps."""
+
+    def go_on(lines: list[Line]) -> list[Line]:
+        last = next(line for line in reversed(lines) if line["event"] == "step")
+        times = [0.1 * n for n in range(1, 21)] + [2.0 + 1.0 * n for n in range(1, 11)]
+        steps = [
+            {**last, "step": LAST_STEP + n, "time": last["time"] + time, "epoch": (LAST_STEP + n - 1) // 3}
+            for n, time in enumerate(times, start=1)
+        ]
+        return [*lines, *steps]
+
+    edit_lines(events_of(run_dir), go_on)
+    mark_as_drill(run_dir)
+    assert lost_time(read_history(run_dir)).ratio < 0.5
+    slower = START + 1.0 + 0.1 * LAST_STEP + 0.5 + 1.95
+    edit_json(run_dir / "drill" / "drill.json", lambda found: {**found, "paces": [(START, 0.01), (slower, 0.1)]})
+    lost = lost_time(read_history(run_dir))
+    assert lost.wall - lost.useful == pytest.approx(0.5, abs=1e-3)
+    assert lost.by_cause["slow steps"] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_an_evaluation_after_the_release_of_a_drill_is_none_of_its_lost_time(run_dir: Path) -> None:
+    mark_as_drill(run_dir, released=START + 2.3)
+    edit_json(
+        run_dir / "result.json",
+        lambda result: {**result, "goodput": {**result["goodput"], "train": 0.9, "evaluate": 0.1}},
+    )
+
+    def evaluate(time: float) -> None:
+        edit_lines(
+            events_of(run_dir), lambda lines: [*lines, {**lines[0], "event": "evaluation", "time": START + time}]
+        )
+
+    def delay(lines: list[Line]) -> list[Line]:
+        return [{**line, "time": line["time"] + (0.1 if line["step"] >= 6 else 0)} for line in lines]
+
+    evaluate(2.35)
+    edit_lines(events_of(run_dir), delay)
+    assert "evaluation" not in lost_time(read_history(run_dir)).by_cause
+    evaluate(2.05)
+    assert lost_time(read_history(run_dir)).by_cause["evaluation"] == pytest.approx(0.05)

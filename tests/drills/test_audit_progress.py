@@ -1,0 +1,252 @@
+"""Audits of what training did: for every promise a run in which it is broken, and the check that names it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from elastic_train.drills.audit import Verdict, audit
+from elastic_train.drills.history import read_history
+from elastic_train.drills.lost_time import lost_time
+from tests.drills.planting import (
+    events_of,
+    ledger_of,
+    only_failure,
+    restart,
+    verdicts,
+)
+from tests.drills.small_run import (
+    BATCH,
+    LAST_STEP,
+    LENGTH,
+    MEMBERS,
+    START,
+    Line,
+    edit_json,
+    edit_lines,
+    mark_as_drill,
+)
+
+# --- the samples ------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_that_was_never_used(run_dir: Path) -> None:
+    def drop(lines: list[Line]) -> list[Line]:
+        lines[-2]["indices"] = lines[-2]["indices"][1:]
+        return lines
+
+    edit_lines(ledger_of(run_dir), drop)  # step 6, the last of epoch 1
+    assert "epoch 1: sample 8 never used" in only_failure(run_dir, "ledger")
+
+
+def test_a_sample_that_was_used_twice(run_dir: Path) -> None:
+    def repeat(lines: list[Line]) -> list[Line]:
+        lines[0]["indices"][0] = LENGTH - 1
+        return lines
+
+    edit_lines(ledger_of(run_dir), repeat)
+    reasons = only_failure(run_dir, "ledger")
+    assert f"epoch 0: sample {LENGTH - 1} used more than once" in reasons
+    assert "epoch 0: sample 0 never used" in reasons
+
+
+def test_a_rank_without_its_line(run_dir: Path) -> None:
+    edit_lines(ledger_of(run_dir, MEMBERS[1]), lambda lines: lines[:-1])
+    assert f"step {LAST_STEP}, generation 1: 2 samples where 4 belong" in only_failure(run_dir, "ledger")
+
+
+def test_a_torn_line(run_dir: Path) -> None:
+    path = ledger_of(run_dir, MEMBERS[2])
+    path.write_bytes(path.read_bytes() + b'{"epoch": 1, "st\n')
+    assert "is torn" in only_failure(run_dir, "ledger")
+
+
+def test_a_line_that_a_kill_cut_off_is_no_finding_of_its_own(run_dir: Path) -> None:
+    path = ledger_of(run_dir, MEMBERS[1])
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"epoch": 1, "st')
+    assert audit(run_dir).passed
+    path.write_bytes(whole[:-9])  # what it told is missing, though
+    assert "samples where" in only_failure(run_dir, "ledger")
+
+
+def test_lines_of_a_step_that_was_not_committed_do_not_count(run_dir: Path) -> None:
+    """Those of step 4 in generation 0, in which c died, are there; and a step beyond the last."""
+    edit_lines(ledger_of(run_dir), lambda lines: [*lines, {**lines[-1], "step": LAST_STEP + 1}])
+    assert audit(run_dir).passed
+
+
+def test_without_a_ledger_nothing_is_claimed(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "ledger")
+    found = audit(run_dir)
+    assert found.passed
+    assert verdicts(found)["ledger"] is Verdict.SKIPPED
+
+    def ask_for_one(lines: list[Line]) -> list[Line]:
+        return [{**line, "config": {**line["config"], "ledger": True}} if "config" in line else line for line in lines]
+
+    for member in MEMBERS:
+        edit_lines(events_of(run_dir, member), ask_for_one)
+    assert "steps were committed with --ledger, and nothing is in ledger/" in only_failure(run_dir, "ledger")
+
+
+# --- the steps --------------------------------------------------------------------------------------------------------
+
+
+def test_committed_steps_that_decrease(run_dir: Path) -> None:
+    """Generation 1 begins at step 2 and does step 3 again, which a, a member of both, had committed."""
+
+    def decrease(lines: list[Line]) -> list[Line]:
+        for line in lines:
+            if line["event"] == "world" and line["generation"] == 1:
+                line["step"] = 2
+        third = next(line for line in lines if line["event"] == "step" and line["step"] == 3)
+        return [*lines, {**third, "generation": 1, "time": START + 1.85}]
+
+    edit_lines(events_of(run_dir), decrease)
+    edit_lines(events_of(run_dir, MEMBERS[1]), lambda lines: [{**line, "step": min(line["step"], 2)} for line in lines])
+    found = audit(run_dir)
+    assert "steps: generation 1 begins at step 2, but step 3 had been committed" in found.reasons
+
+
+def test_a_step_that_only_the_dead_had_applied_was_not_committed(run_dir: Path) -> None:
+    """c had rank 0 and wrote down step 4 before it died; the others, which had not applied it, do it again."""
+
+    def write_fourth(lines: list[Line]) -> list[Line]:
+        fourth = {**lines[-1], "event": "step", "step": 4, "epoch": 1, "loss": 0.25, "time": START + 1.4}
+        return [*lines, fourth]
+
+    edit_lines(events_of(run_dir, MEMBERS[2]), write_fourth)
+    assert audit(run_dir).passed
+
+
+def test_more_than_one_step_that_only_the_dead_had_applied(run_dir: Path) -> None:
+    """a, who wrote all steps, dies; b and c go on two steps before what had been committed."""
+
+    def go_on(lines: list[Line]) -> list[Line]:
+        for line in lines:
+            if line["event"] == "world" and line["generation"] == 1:
+                line |= {"step": 1, "members": MEMBERS[1:], "lost_members": [MEMBERS[0]]}
+        return lines
+
+    edit_lines(events_of(run_dir), lambda lines: [line for line in lines if line["generation"] != 1])
+    edit_lines(events_of(run_dir, MEMBERS[1]), go_on)
+    assert "steps: generation 1 begins at step 1, but step 3 had been committed" in audit(run_dir).reasons
+
+
+def test_a_restart_from_scratch_where_a_snapshot_had_been_saved(run_dir: Path) -> None:
+    restart(run_dir, 0, "scratch")
+    assert verdicts(audit(run_dir))["steps"] is Verdict.PASS, "everything was killed before the first snapshot"
+    edit_lines(
+        events_of(run_dir),
+        lambda lines: [*lines, {**lines[0], "event": "snapshot", "generation": 1, "snapshot_step": 3, "path": "/s/3"}],
+    )
+    reason = "steps: generation 2 begins at step 0, from scratch, but the snapshot of step 3 had been saved"
+    assert reason in audit(run_dir).reasons
+
+
+def test_a_restart_of_a_drill_loses_no_more_than_what_came_after_the_newest_snapshot(run_dir: Path) -> None:
+    restart(run_dir, 3, "snapshot", snapshot=5)
+    assert verdicts(audit(run_dir))["steps"] is Verdict.PASS, "its disk may have been lost"
+    mark_as_drill(run_dir)
+    faults = run_dir / "drill" / "faults.jsonl"
+    assert "steps: generation 2 begins at step 3, but step 7 had been committed" in audit(run_dir).reasons
+    edit_lines(faults, lambda lines: [{**lines[0], "name": "kill-all"}, lines[1]])
+    reason = "steps: generation 2 begins at step 3, from snapshot, but the snapshot of step 5 had been saved"
+    assert reason in audit(run_dir).reasons
+    edit_lines(faults, lambda lines: [{**lines[0], "name": "damage", "target": "5"}, lines[1]])
+    assert verdicts(audit(run_dir))["steps"] is Verdict.PASS, "that one was damaged"
+
+
+def test_a_step_that_is_missing(run_dir: Path) -> None:
+    edit_lines(
+        events_of(run_dir), lambda lines: [line for line in lines if (line["event"], line["step"]) != ("step", 2)]
+    )
+    assert "step 2 was never committed" in only_failure(run_dir, "steps")
+
+
+def test_a_step_committed_twice_in_one_generation(run_dir: Path) -> None:
+    edit_lines(events_of(run_dir), lambda lines: [*lines, next(line for line in lines if line["event"] == "step")])
+    assert "generation 0 committed step 1 more than once" in only_failure(run_dir, "steps")
+
+
+def test_a_result_of_another_step(run_dir: Path) -> None:
+    edit_json(run_dir / "result.json", lambda result: {**result, "step": 3})
+    assert f"result.json is of step 3, the events reach {LAST_STEP}" in only_failure(run_dir, "steps")
+
+
+def test_a_restart_from_a_snapshot_may_repeat_steps(run_dir: Path) -> None:
+    """Everything was killed after step 7 had been committed, and the snapshot was of step 3."""
+
+    restart(run_dir, 3, "snapshot")
+    found = audit(run_dir)
+    assert verdicts(found)["steps"] is Verdict.PASS, found.reasons
+    assert lost_time(read_history(run_dir)).outages[-1].cause == "restart"
+
+
+# --- the generations --------------------------------------------------------------------------------------------------
+
+
+def test_two_groups_of_one_generation(run_dir: Path) -> None:
+    def split(lines: list[Line]) -> list[Line]:
+        for line in lines:
+            if line["event"] == "world" and line["generation"] == 1:
+                line["members"] = [MEMBERS[1]]
+        return lines
+
+    edit_lines(events_of(run_dir, MEMBERS[1]), split)
+    reasons = only_failure(run_dir, "generations")
+    assert "generation 1 has 2 memberships: [a/0/11, b/0/12] and [b/0/12]" in reasons
+
+
+def test_a_step_written_by_somebody_who_was_not_in(run_dir: Path) -> None:
+    def trespass(lines: list[Line]) -> list[Line]:
+        return [*lines, {**lines[-1], "event": "step", "generation": 1, "step": LAST_STEP + 1, "epoch": 2, "loss": 1.0}]
+
+    edit_lines(events_of(run_dir, MEMBERS[2]), trespass)
+    found = audit(run_dir)
+    assert "generations: step 8 of generation 1 was written by c/0/13, which is no member of it" in found.reasons
+
+
+def test_a_stranger_in_a_world_that_re_formed(run_dir: Path) -> None:
+    def invite(lines: list[Line]) -> list[Line]:
+        for line in lines:
+            if line["event"] == "world" and line["generation"] == 1:
+                line["members"] = [*MEMBERS[:2], "d/0/14"]
+        return lines
+
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), invite)
+    found = audit(run_dir)
+    assert any(
+        reason.startswith("generations: generation 1 re-formed in place with d/0/14") for reason in found.reasons
+    )
+
+
+def test_a_newcomer_in_a_world_that_re_formed(run_dir: Path) -> None:
+    """A loss and an admission fell together."""
+
+    def admit(lines: list[Line]) -> list[Line]:
+        for line in lines:
+            if line["event"] == "world" and line["generation"] == 1:
+                line |= {"members": [*MEMBERS[:2], "d/0/14"], "joined_members": ["d/0/14"]}
+        return lines
+
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), admit)
+    assert verdicts(audit(run_dir))["generations"] is Verdict.PASS
+
+
+def test_who_was_refused_says_nothing_about_the_run(run_dir: Path) -> None:
+    """It came with another batch and other data, and was in no world."""
+
+    def come(lines: list[Line]) -> list[Line]:
+        start = next(line for line in lines if line["event"] == "start")
+        config = {**start["config"], "global_batch_size": 2 * BATCH, "snapshot_dir": "/nowhere"}
+        refused = {**start, "time": START + 1.5, "config": config, "task": {"train_length": 2 * LENGTH}}
+        return [refused, {**start, "event": "done", "time": START + 1.6, "outcome": "failed", "error": "Refused: no"}]
+
+    shutil.copy(events_of(run_dir), events_of(run_dir, "d/0/14"))
+    edit_lines(events_of(run_dir, "d/0/14"), come)
+    assert audit(run_dir).passed, audit(run_dir).reasons
+    assert read_history(run_dir).batch == BATCH
