@@ -12,12 +12,13 @@ import ssl
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from elastic_train.drills.network import HUB_ADDRESS, Network
 from elastic_train.etcd_settings import EtcdSettings
 
 
@@ -41,6 +42,14 @@ def free_ports(count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
+def host_in(network: Network | None) -> str:
+    return HUB_ADDRESS if network else "127.0.0.1"
+
+
+def prefix_in(network: Network | None) -> list[str]:
+    return network.hub_prefix() if network else []
+
+
 @dataclass(frozen=True)
 class Tls:
     """Files of a certificate authority and of certificates that it signed."""
@@ -53,14 +62,15 @@ class Tls:
     needs_client_cert: bool = False
 
     @staticmethod
-    def make(path: Path, *, needs_client_cert: bool = False) -> Tls:
+    def make(path: Path, *, needs_client_cert: bool = False, names: Sequence[str] = ()) -> Tls:
+        """`names` are of servers beside this machine's loopback."""
         import trustme
 
         authority = trustme.CA()
         authority.cert_pem.write_to_path(path / "ca.pem")
         files = {}
         for name, identity in (("server", "127.0.0.1"), ("client", "client@example.org")):
-            issued = authority.issue_cert(identity, *(["localhost"] if name == "server" else []))
+            issued = authority.issue_cert(identity, *(["localhost", *names] if name == "server" else []))
             files[f"{name}_cert"], files[f"{name}_key"] = path / f"{name}.pem", path / f"{name}.key"
             issued.private_key_pem.write_to_path(files[f"{name}_key"])
             with files[f"{name}_cert"].open("wb") as file:
@@ -72,23 +82,26 @@ class Tls:
 class EtcdMember:
     """One etcd process; `kill`, `start` again, freeze it, or take its data away."""
 
-    def __init__(self, path: Path, name: str, ports: tuple[int, int], cluster: str, tls: Tls | None) -> None:
-        self.path, self.name, self.tls = path, name, tls
+    def __init__(
+        self, path: Path, name: str, ports: tuple[int, int], cluster: str, tls: Tls | None, network: Network | None
+    ) -> None:
+        self.path, self.name, self.tls, self._network = path, name, tls, network
         self.client_port, self.peer_port = ports
         self._initial_cluster = cluster
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def endpoint(self) -> str:
-        return f"127.0.0.1:{self.client_port}"
+        return f"{host_in(self._network)}:{self.client_port}"
 
     @property
     def url(self) -> str:
         return f"{'https' if self.tls else 'http'}://{self.endpoint}"
 
     def start(self, state: str = "new") -> None:
-        client, peer = self.url, f"http://127.0.0.1:{self.peer_port}"
+        client, peer = self.url, f"http://{host_in(self._network)}:{self.peer_port}"
         command = [
+            *prefix_in(self._network),
             find_program("etcd"), "--name", self.name, "--data-dir", str(self.path / self.name),
             "--listen-client-urls", client, "--advertise-client-urls", client,
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
@@ -124,6 +137,9 @@ class EtcdMember:
             self.signal(signal.SIGCONT)
 
     def is_healthy(self) -> bool:
+        if self._network is not None:  # out of reach from here
+            ctl = [find_program("etcdctl"), "--endpoints", self.endpoint, "--command-timeout=2s", "endpoint", "health"]
+            return subprocess.run([*prefix_in(self._network), *ctl], capture_output=True, check=False).returncode == 0
         context = None
         if self.tls is not None:
             context = ssl.create_default_context(cafile=str(self.tls.ca))
@@ -136,12 +152,14 @@ class EtcdMember:
 
 
 class EtcdCluster:
-    def __init__(self, path: Path, size: int, tls: Tls | None = None) -> None:
+    def __init__(self, path: Path, size: int, tls: Tls | None = None, network: Network | None = None) -> None:
         ports = free_ports(2 * size)
         pairs = list(zip(ports[:size], ports[size:], strict=True))
-        cluster = ",".join(f"m{number}=http://127.0.0.1:{peer}" for number, (_, peer) in enumerate(pairs))
+        cluster = ",".join(f"m{number}=http://{host_in(network)}:{peer}" for number, (_, peer) in enumerate(pairs))
         self.path, self.tls = path, tls
-        self.members = [EtcdMember(path, f"m{number}", pair, cluster, tls) for number, pair in enumerate(pairs)]
+        self.members = [
+            EtcdMember(path, f"m{number}", pair, cluster, tls, network) for number, pair in enumerate(pairs)
+        ]
 
     def start(self) -> None:
         for member in self.members:
@@ -198,8 +216,11 @@ class EtcdCluster:
 
 
 @contextlib.contextmanager
-def etcd_running(path: Path, size: int = 1, tls: Tls | None = None) -> Iterator[EtcdCluster]:
-    cluster = EtcdCluster(path, size, tls)
+def etcd_running(
+    path: Path, size: int = 1, tls: Tls | None = None, network: Network | None = None
+) -> Iterator[EtcdCluster]:
+    """Members on this machine's loopback, or at the hub of a network of nodes."""
+    cluster = EtcdCluster(path, size, tls, network)
     try:
         cluster.start()
         yield cluster
