@@ -79,6 +79,10 @@ def make_parser() -> argparse.ArgumentParser:
     drill.add_argument("--seed", type=int, help="decides what is done to whom and when (default: a new one, printed)")
     drill.add_argument("--nodes", type=int, default=4, help="how many the job has at most (default: 4)")
     drill.add_argument("--workers", type=int, default=1, help="of a node (default: 1)")
+    drill.add_argument("--backend", choices=("c10d", "etcd3"), default="c10d", help="where nodes meet (default: c10d)")
+    drill.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT,...", help="an etcd cluster for etcd3 (default: three members of its own)"
+    )
     drill.add_argument("--duration", type=float, default=60.0, metavar="SECONDS", help="of the schedule (default: 60)")
     drill.add_argument("--every", type=float, metavar="SECONDS", help="a fault so often, drawn from --faults")
     drill.add_argument("--faults", metavar="NAME,...", help="draw from these (default: five in a row; see --list)")

@@ -68,8 +68,8 @@ class EtcdMembership(Membership):
     _observed: tuple[Member, ...] = ()
     """those whose hearts are watched from the lobby"""
     _next_keep = 0.0
-    _dead: frozenset[str] = frozenset()
-    """names of members that are gone, whose hearts' last beats are still to be removed"""
+    _dead: set[str]
+    """names of members that are gone, whose last beats are still to be removed; two threads change it, in place"""
     _swept = -1
     """generations up to here have left nothing but their decisions"""
 
@@ -82,6 +82,7 @@ class EtcdMembership(Membership):
 
     def _connect(self) -> tuple[EtcdStore, str]:
         settings = self._settings
+        self._dead = set()
         self._connections = Connections(settings)
         etcd = Etcd(self._connections, deadline=settings.grace, before_retry=self._wait_for_store)
         job = open_job(
@@ -245,7 +246,7 @@ class EtcdMembership(Membership):
 
     def next_world(self, world: World, *, has_formed: bool) -> tuple[World, Change]:
         following, change = super().next_world(world, has_formed=has_formed)
-        self._dead |= {member.name for member in (*change.lost, *change.left)}
+        self._dead.update(member.name for member in (*change.lost, *change.left))
         return following, change
 
     def _members_to_take_in(self, world: World) -> tuple[Member, ...]:
@@ -345,10 +346,9 @@ class EtcdMembership(Membership):
             self._swept = world.generation - 2
 
     def _forget_dead(self, store: EtcdStore) -> None:
-        dead = self._dead
-        for name in dead:
+        for name in tuple(self._dead):
             store.etcd.delete(f"{self.prefix}/beat/{name}")
-        self._dead -= dead
+            self._dead.discard(name)
 
     def _consider_admission(self, world: World, store: EtcdStore) -> None:
         """Decide whom the next world takes in, when somebody is ready; from then on the training thread knows."""
@@ -382,6 +382,7 @@ class EtcdMembership(Membership):
                 store.etcd.revoke(self._lobby_lease)
             if self._name is not None:
                 store.etcd.delete(f"{self.prefix}/beat/{self._name}")
+            self._forget_dead(store)  # one that died in this very second has left its heart's last beat
             if not store.etcd.below(f"{self.prefix}/beat/")[0]:
                 take_away(store.etcd, self._job)
         self._mirror.close()

@@ -17,8 +17,8 @@ from elastic_train.worker import Worker
 from elastic_train.world import World
 
 
-def write_result(worker: Worker, world: World, job_token: str, *, has_trained: bool) -> dict[str, Any]:
-    """Write result.json; every rank calls it. Returns what it says.
+def write_result(worker: Worker, world: World, job_token: str, *, has_trained: bool) -> bytes:
+    """Write result.json; every rank calls it. Returns its bytes, the same on every rank.
 
     Where nothing was trained (a finished run that was started again) a result that some node has already is taken over,
     byte for byte, by those that lack it.
@@ -35,7 +35,7 @@ def write_result(worker: Worker, world: World, job_token: str, *, has_trained: b
         worker.directory.check_owner(job_token, world.generation)
         save_result(worker, data)
     dist.barrier()
-    return dict(json.loads(data))
+    return data
 
 
 def save_result(worker: Worker, data: bytes) -> None:

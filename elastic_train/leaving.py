@@ -36,10 +36,10 @@ class WaysOut:
         if not is_saved and world.is_directory_leader:
             self._saver.save_and_wait(state)
         worker.reach("finish", world)
-        summary = write_result(worker, world, self._job_token, has_trained=outcome == "finished")
+        data = write_result(worker, world, self._job_token, has_trained=outcome == "finished")
         if world.num_spares:
             with suppress(StoreUnreachable):  # the run is finished all the same
-                self._membership.announce_finished(json.dumps(summary, indent=2) + "\n")
+                self._membership.announce_finished(data.decode())
         self._membership.watcher.leave()  # who is through goes now, and is not missed
         if world.is_first_of_node:
             remove_handoffs(worker.directory)
@@ -57,6 +57,7 @@ class WaysOut:
                 "--epochs N trains on, --fresh starts anew"
             )
         else:
+            summary = json.loads(data)
             reporter.say(
                 f"finished: {state.step} steps{accuracy}, {summary['wall_seconds']:.1f} s, "
                 f"goodput {summary['goodput']['ratio']:.2f}; {worker.directory.result_path}"

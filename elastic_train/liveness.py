@@ -124,7 +124,6 @@ class Watcher:
         self._has_warned = False
         self._monotonic = monotonic
         self.listener = Listener(me.address[0])
-        self.step = 0
         self._activity: tuple[Activity, float] = (Activity.FORM, monotonic())
         self._members: tuple[Member, ...] = ()
         self._world: World | None = None
@@ -290,7 +289,7 @@ class Watcher:
         activity, since = self._activity
         generation = self._world.generation if self._world else -1
         seconds = self._monotonic() - since
-        value = json.dumps([self._count, generation, self.step, activity, round(seconds, 3)])
+        value = json.dumps([self._count, generation, activity, round(seconds, 3)])
         self.store.put(f"{self._prefix}/beat/{self._me.name}", value)
 
     def _look(self) -> None:
@@ -322,8 +321,8 @@ class Watcher:
                     continue
                 if self._seen[member.name][0] != value:
                     self._seen[member.name] = (value, now)
-                _, generation, step, activity, seconds = json.loads(value)
-                beats[member.name] = Beat(int(generation), int(step), Activity(activity), float(seconds))
+                _, generation, activity, seconds = json.loads(value)
+                beats[member.name] = Beat(int(generation), Activity(activity), float(seconds))
         return beats
 
     def _find_dead(self, world: World) -> dict[int, str] | None:

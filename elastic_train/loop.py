@@ -228,7 +228,6 @@ class LoopObserver:
         self._worker.reach("commit", self._world)
         watcher = self._watcher
         watcher.do(Activity.COMPUTE)
-        watcher.step = state.step
         now = time.monotonic()
         watcher.slowest_step = max(0.99 * watcher.slowest_step, now - self._loop.step_started)
         self._loop.step_started = now

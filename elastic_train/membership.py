@@ -13,6 +13,7 @@ import math
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 import uuid
@@ -130,6 +131,8 @@ class Membership:
         return store, f"restart-{launch.restart_count}"
 
     def _tcp_store(self, host: str, port: int, is_master: bool) -> TCPStore:
+        if not is_master:
+            self._wait_for_listener(host, port)
         timeout = timedelta(seconds=self._formation_timeout)
         results: queue.SimpleQueue[TCPStore | RuntimeError] = queue.SimpleQueue()
 
@@ -141,7 +144,7 @@ class Membership:
 
         # On a thread of its own, for it has no deadline once something has accepted the connection.
         threading.Thread(target=connect, name="connect", daemon=True).start()
-        deadline = time.monotonic() + self._formation_timeout + 5.0  # its own deadline, where it has one, comes first
+        deadline = time.monotonic() + self._formation_timeout + 5.0
         result: TCPStore | RuntimeError | None = None
         while result is None:
             self._stop.check()
@@ -159,6 +162,23 @@ class Membership:
                 f"check the address, or give --store-endpoint HOST:PORT"
             ) from result
         return result
+
+    def _wait_for_listener(self, host: str, port: int) -> None:
+        """Until something accepts connections there. Where nothing does, TCPStore tries on beyond its own deadline, on
+        a thread that ends the process with an abort when it gives up while Python exits."""
+        deadline = time.monotonic() + self._formation_timeout
+        while True:
+            self._stop.check()
+            try:
+                with socket.create_connection((host, port), timeout=1.0):
+                    return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise StoreUnreachable(
+                        f"cannot reach the rendezvous store at {host}:{port}: {error.strerror or error}; "
+                        "check the address, or give --store-endpoint HOST:PORT"
+                    ) from error
+            time.sleep(0.2)
 
     def _wait_for_round(self, store: TorchStore) -> int:
         deadline = time.monotonic() + self._formation_timeout

@@ -185,7 +185,7 @@ class Run:
         interruption = Interruption("start")
         fruitless, last_step = 0, -1
         while True:
-            if world.num_nodes < self._min_nodes and not state.is_finished:
+            if world.num_nodes < world.min_nodes and not state.is_finished:
                 try:
                     self._wait_for_nodes(world)
                     world, later = membership.next_world(world, has_formed=True)
@@ -361,10 +361,6 @@ class Run:
 
     # --- between worlds -----------------------------------------------------------------------------------------------
 
-    @property
-    def _min_nodes(self) -> int:
-        return self._worker.config.min_nodes or self._worker.launch.min_nodes
-
     def _wait_for_nodes(self, world: World) -> None:
         """Fewer nodes than --min-nodes: wait, without training, until some are ready to be taken in.
 
@@ -375,7 +371,7 @@ class Run:
         worker = self._worker
         limit = worker.config.wait_timeout
         worker.reporter.speak(
-            f"{world.num_nodes} of at least {self._min_nodes} nodes are left: waiting {limit:.0f} s for others to join"
+            f"{world.num_nodes} of at least {world.min_nodes} nodes are left: waiting {limit:.0f} s for others to join"
         )
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
@@ -384,7 +380,7 @@ class Run:
                 return
             time.sleep(0.05)
         raise FormationFailed(
-            f"only {world.num_nodes} of at least {self._min_nodes} nodes after {limit:.0f} s "
+            f"only {world.num_nodes} of at least {world.min_nodes} nodes after {limit:.0f} s "
             "(--min-nodes, --wait-timeout)"
         )
 

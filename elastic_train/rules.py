@@ -101,7 +101,6 @@ class Beat:
     """One heartbeat. `seconds`: how long `activity` has lasted, by the member's own clock."""
 
     generation: int
-    step: int
     activity: Activity
     seconds: float
 

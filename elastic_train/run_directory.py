@@ -27,10 +27,11 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryInUse
 from elastic_train.events import newest_events
@@ -75,6 +76,17 @@ class _Holder:
 class _Owner(_Holder):
     job_token: str
     generation: int
+
+
+@dataclass(frozen=True)
+class Traces:
+    """The largest of each that the event files show; None where there is none."""
+
+    generation: int | None
+    step: int | None
+    """committed, by any line"""
+    logged_step: int | None
+    """that has an event of its own"""
 
 
 class RunDirectory:
@@ -256,17 +268,16 @@ class RunDirectory:
             raise self._unusable("cannot be moved aside for --fresh", error) from error
         return target
 
-    def last_generation(self) -> int | None:
-        """The largest generation in the tail of any event file; None where there is none."""
-        return self._largest_in_events("generation")
-
-    def last_step(self) -> int | None:
-        """The largest committed step in the tail of any event file; None where there is none."""
-        return self._largest_in_events("step")
-
-    def last_logged_step(self) -> int | None:
-        """The largest step that has an event of its own, in the tail of any event file; None where there is none."""
-        return self._largest_in_events("step", event="step")
+    def traces(self) -> Traces:
+        """How far the run came, by the tails of all its event files, each read once."""
+        generations, steps, logged_steps = [], [], []
+        for path in self.events_dir.glob("*.jsonl"):
+            for line in newest_events(path):
+                generations.append(line.get("generation"))
+                steps.append(line.get("step"))
+                if line.get("event") == "step":
+                    logged_steps.append(line.get("step"))
+        return Traces(_largest(generations), _largest(steps), _largest(logged_steps))
 
     def _check_job(self, owner: _Owner | None, job_token: str, generation: int) -> _Owner:
         if owner is None:
@@ -404,14 +415,11 @@ class RunDirectory:
             else:
                 return sibling
 
-    def _largest_in_events(self, field: str, event: str | None = None) -> int | None:
-        largest: int | None = None
-        for path in self.events_dir.glob("*.jsonl"):
-            for line in newest_events(path):
-                value = line.get(field) if event in (None, line.get("event")) else None
-                if isinstance(value, int) and not isinstance(value, bool):
-                    largest = value if largest is None else max(largest, value)
-        return largest
+
+def _largest(values: Iterable[Any]) -> int | None:
+    """Of the whole numbers among what a file may hold."""
+    numbers = (value for value in values if isinstance(value, int) and not isinstance(value, bool))
+    return max(numbers, default=None)
 
 
 def _stops(generation: int) -> str:

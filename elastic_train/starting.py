@@ -41,7 +41,7 @@ class Start:
         worker.reporter.events.write(
             "start", config=as_json(config), versions=versions(), device=str(worker.device), task=worker.task.describe()
         )
-        seen = [directory.last_generation(), *(offer.generation for offer in self._offers)]
+        seen = [self._traces.generation, *(offer.generation for offer in self._offers)]
         return membership.first_world(
             Member(
                 host=worker.host,
@@ -53,14 +53,14 @@ class Start:
                 backend=choose_backend(worker.device, launch.local_world_size),
                 max_generation=max((generation for generation in seen if generation is not None), default=None),
                 agreement=worker.agreement(),
+                min_nodes=config.min_nodes or launch.min_nodes,
             )
         )
 
     def _look(self) -> None:
         """What of the run can be seen from here, now."""
         worker, directory = self._worker, self._worker.directory
-        self._last_step_seen = directory.last_step()
-        self._last_logged_step = directory.last_logged_step()
+        self._traces = directory.traces()
         self._offers = sorted(
             find_snapshots(worker.snapshots_dir, warn=worker.reporter.warn) + find_handoffs(directory, worker.reporter),
             key=lambda offer: offer.age_key,
@@ -116,7 +116,7 @@ class Start:
         # An attempt that a death broke off may have named the run already; that name holds.
         state.run_uid = self._membership.agreed_once("run_uid", state.run_uid)
         self._membership.agreed_once("agreement", json.dumps(worker.agreement()))
-        seen = gather_json({"step": self._last_step_seen, "logged": self._last_logged_step})
+        seen = gather_json({"step": self._traces.step, "logged": self._traces.logged_step})
         note_restart(state, restored, [entry["step"] for entry in seen])
         logged = max(known([entry["logged"] for entry in seen]), default=None)
         if world.rank == restored.from_rank and logged == state.step - 1:

@@ -39,6 +39,8 @@ class Member:
     """ranks of the last world whose listener it could not reach, where it had reason to look"""
     group_store: tuple[str, int] | None = None
     """(IP, port) of a TCPStore of its own, at which a world meets whose rank 0 it is; None under c10d"""
+    min_nodes: int = 1
+    """with fewer nodes than this it does not train"""
 
     @property
     def name(self) -> str:
@@ -105,6 +107,11 @@ class World:
     @property
     def num_nodes(self) -> int:
         return len({member.node for member in self.members})
+
+    @property
+    def min_nodes(self) -> int:
+        """How many nodes must be there for it to train: of members that were told different numbers, the largest."""
+        return max(member.min_nodes for member in self.members)
 
     @property
     def is_first_of_node(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 BENCHMARKS = {
     "loop": "elastic_train.bench.loop",
     "recovery": "elastic_train.bench.recovery",
+    "recovery-etcd": "elastic_train.bench.recovery_etcd",
     "reduction": "elastic_train.bench.reduction",
 }
 """name on the command line -> module"""

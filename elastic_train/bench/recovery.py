@@ -8,7 +8,8 @@ deaths and joins take turns. All times are from the run's own event files:
   `world` event, as the slowest survivor wrote them; `redo` is the rest: the sight of the death, and the step again.
 - *joined*: from the last step of the old world to the first of the new one. `stop`: the agents see the newcomer and end
   their workers, which hand the state over; `agents`: torchrun's rendezvous, its last call included; `start`: Python,
-  torch and the building of the task in the new processes; `form`: meeting, process group, state, first step.
+  torch and the building of the task in the new processes; `form`: meeting, process group, state, first step. In etcd
+  nobody starts anew: the phases are those of a death.
 
 A row's `theirs` is the limit, so that a ratio above 1.0 is within it; phases have that of their sum.
 """
@@ -29,6 +30,7 @@ import psutil
 
 from elastic_train.bench import table
 from elastic_train.bench.table import Row, iqr
+from elastic_train.drills.backends import C10d, backend_of
 from elastic_train.drills.cluster import Cluster, Place
 from elastic_train.drills.nodes import wait_until
 from elastic_train.drills.record import Record
@@ -54,10 +56,13 @@ class Case:
     limit: float
     """seconds, of the median"""
     worst: float
+    backend: str = C10d.name
+    join_limit: float | None = None
+    """seconds, of the median; None: what a start takes, and a margin"""
 
     def __str__(self) -> str:
         total = self.nodes * self.workers
-        return f"{total} workers on {self.nodes} nodes"
+        return f"{self.backend}, {total} workers on {self.nodes} nodes"
 
 
 THOROUGH = (Case(3, 1, 20, limit=0.2, worst=1.0), Case(4, 2, 5, limit=0.4, worst=1.0))
@@ -66,11 +71,15 @@ QUICK = (Case(3, 1, 3, limit=0.2, worst=1.0),)
 
 def run(quick: bool) -> dict[str, Any]:
     """Quick: under a minute; else about a quarter of an hour."""
+    return table.report("recovery", measure_all(QUICK if quick else THOROUGH))
+
+
+def measure_all(cases: Sequence[Case]) -> list[Row]:
     rows = []
     with tempfile.TemporaryDirectory(prefix="elastic-train-bench-") as scratch:
-        for number, case in enumerate(QUICK if quick else THOROUGH):
+        for number, case in enumerate(cases):
             rows += measure(case, Path(scratch) / f"run-{number}")
-    return table.report("recovery", rows)
+    return rows
 
 
 def measure(case: Case, run_dir: Path) -> list[Row]:
@@ -78,31 +87,34 @@ def measure(case: Case, run_dir: Path) -> list[Row]:
     chance = random.Random(SEED)
     record = Record(run_dir)
     flags = ("--epochs", "1000000", "--eval-every", "1000000", "--no-progress")
-    cluster = Cluster(run_dir, record, flags, num_nodes=case.nodes, num_workers=case.workers)
+    backend = backend_of(case.backend, record.path, None)
+    cluster = Cluster(run_dir, record, flags, num_nodes=case.nodes, num_workers=case.workers, backend=backend)
     kills: list[dict[str, float]] = []
     joins: list[dict[str, float]] = []
     try:
-        cluster.start_endpoint()
+        cluster.backend.start()
         for place in cluster.places:
             cluster.start(place)
-        settle(cluster, case.nodes)
+        cluster.settle(case.nodes, MIN_STEPS, SETTLE_SECONDS)
         for number in range(case.kills):
             victim = chance.choice(cluster.places)
             kills.append(kill(cluster, victim))
-            settle(cluster, case.nodes - 1)
-            joins.append(join(cluster, victim))
-            settle(cluster, case.nodes)
+            cluster.settle(case.nodes - 1, MIN_STEPS, SETTLE_SECONDS)
+            joins.append(join(cluster, victim) if case.join_limit is None else join_in_place(cluster, victim))
+            cluster.settle(case.nodes, MIN_STEPS, SETTLE_SECONDS)
             told = f"{case}, {number + 1} of {case.kills}: killed {kills[-1]['all']:.3f} s"
             print(f"{told}, joined {joins[-1]['all']:.2f} s", file=sys.stderr, flush=True)
     finally:
         cluster.close()
         record.close()
-    start = statistics.median(found["start"] for found in joins)
+    join_limit = case.join_limit
+    if join_limit is None:
+        join_limit = statistics.median(found["start"] for found in joins) + LAST_CALL + JOIN_MARGIN
     return [
         *rows_of(f"{case}, one node killed", kills, case.limit),
         Row(f"{case}, one node killed, worst of {case.kills}", worst := max(k["all"] for k in kills), case.worst, "s",
             case.worst / worst, 0.0),
-        *rows_of(f"{case}, a node joined", joins, start + LAST_CALL + JOIN_MARGIN),
+        *rows_of(f"{case}, a node joined", joins, join_limit),
     ]  # fmt: skip
 
 
@@ -117,40 +129,40 @@ def rows_of(case: str, found: Sequence[dict[str, float]], limit: float) -> list[
     return rows
 
 
-def settle(cluster: Cluster, num_nodes: int) -> None:
-    """Wait until so many nodes train together and have committed some steps."""
-
-    def is_settled() -> bool:
-        cluster.poll()
-        world = cluster.watch.world
-        return world is not None and len(cluster.inside) == num_nodes and cluster.is_settled
-
-    wait_until(is_settled, f"world of {num_nodes} nodes", SETTLE_SECONDS)
-    enough = cluster.watch.step + MIN_STEPS
-
-    def has_trained() -> bool:
-        cluster.poll()
-        return cluster.watch.step >= enough
-
-    wait_until(has_trained, f"step {enough}", SETTLE_SECONDS)
-
-
 def kill(cluster: Cluster, victim: Place) -> dict[str, float]:
     """Seconds from the SIGKILL to the survivors' next step: `all`, then by phase."""
     generation = cluster.watch.generation
     started = time.time()
     cluster.kill([victim])
     wait_for_step_after(cluster, generation)
-    world = [e for e in all_events(cluster) if e["event"] == "world" and e["generation"] == generation + 1]
-    if cluster.watch.generation != generation + 1 or not world:
-        raise ElasticTrainError(f"the survivors needed more than one attempt after generation {generation}")
     assert cluster.watch.world is not None
     assert cluster.watch.world.first_step_at is not None
-    total = cluster.watch.world.first_step_at - started
-    slowest = max(world, key=lambda event: sum(event["seconds"].values()))["seconds"]
-    # `detect` counts from the start of the step in hand, of which a part may lie before the kill.
+    return in_phases(cluster, generation, cluster.watch.world.first_step_at - started)
+
+
+def in_phases(cluster: Cluster, generation: int, total: float) -> dict[str, float]:
+    """What those who went on from `generation` in place did in `total` seconds."""
+    pids = {e["pid"] for e in all_events(cluster) if e["event"] == "world" and e["generation"] == generation}
+    world = [e for e in all_events(cluster) if e["event"] == "world" and e["generation"] == generation + 1]
+    stayed = [event for event in world if event["pid"] in pids]
+    if cluster.watch.generation != generation + 1 or not stayed:
+        raise ElasticTrainError(f"the survivors needed more than one attempt after generation {generation}")
+    slowest = max(stayed, key=lambda event: sum(event["seconds"].values()))["seconds"]
+    # `detect` counts from the start of the step in hand, of which a part may lie before the harm.
     phases = {name: float(slowest[name]) for name in ("abort", "meet", "init", "sync")}
     return {"all": total, **phases, "redo": max(0.0, total - sum(phases.values()))}
+
+
+def join_in_place(cluster: Cluster, place: Place) -> dict[str, float]:
+    """The same for a join that restarts nobody."""
+    generation, before = cluster.watch.generation, time.time()
+    cluster.start(place)
+    wait_for_step_after(cluster, generation)
+    assert cluster.watch.world is not None
+    assert cluster.watch.world.first_step_at is not None
+    events = [event for event in all_events(cluster) if event["time"] > before]
+    last_step = max(e["time"] for e in events if e["event"] == "step" and e["generation"] == generation)
+    return in_phases(cluster, generation, cluster.watch.world.first_step_at - last_step)
 
 
 def join(cluster: Cluster, place: Place) -> dict[str, float]:

@@ -93,10 +93,8 @@ def run(quick: bool) -> dict[str, object]:
     return report("reduction", rows)
 
 
-def _work(rank: int, world_size: int, port: int, quick: bool, out: Path) -> None:
-    die_with_parent()
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+def local_world(rank: int, world_size: int) -> World:
+    """As far as a reduction needs one: processes of this machine that nobody watches."""
     members = tuple(
         Member(
             host="localhost",
@@ -110,7 +108,14 @@ def _work(rank: int, world_size: int, port: int, quick: bool, out: Path) -> None
         )
         for member in range(world_size)
     )
-    world = World(rank=rank, generation=0, members=members)
+    return World(rank=rank, generation=0, members=members)
+
+
+def _work(rank: int, world_size: int, port: int, quick: bool, out: Path) -> None:
+    die_with_parent()
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    world = local_world(rank, world_size)
     rows: list[Row] = []
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_train.drills import faults, network_faults
+from elastic_train.drills import etcd_faults, faults, network_faults
 from elastic_train.drills.harm import Fault
 
 FAULTS: dict[str, type[Fault]] = {
@@ -11,7 +11,7 @@ FAULTS: dict[str, type[Fault]] = {
         faults.Kill, faults.KillRankZero, faults.KillTwo, faults.KillAgain, faults.KillWorker, faults.KillAgent,
         faults.Stop, faults.Hang, faults.Pause, faults.Slow, faults.Join, faults.KillAll, faults.Damage,
         faults.KillEndpoint, network_faults.Partition, network_faults.OneWayDrop, network_faults.PowerLoss,
-        network_faults.PacketLoss, network_faults.SlowLink,
+        network_faults.PacketLoss, network_faults.SlowLink, etcd_faults.KillEtcd, etcd_faults.FreezeEtcdLeader,
     )
 }  # fmt: skip
 """name -> class"""

@@ -1,39 +1,21 @@
-"""The job of a drill: its nodes, the rendezvous endpoint off all of them, and what is known of who is in.
-
-What a backend needs is in one place: `Cluster.launch_flags` and `start_endpoint`.
-"""
+"""The job of a drill: its nodes, where they meet (backends.py), and what is known of who is in."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from elastic_train.drills.network import HUB_ADDRESS, Network
-from elastic_train.drills.nodes import (
-    Node,
-    TooSlow,
-    clean_environment,
-    dying_with_parent,
-    free_port,
-    is_listening,
-    kill_at_once,
-    wait_until,
-)
+from elastic_train.drills.backends import ENDING_SECONDS, C10d, Etcd3, backend_of
+from elastic_train.drills.network import Network
+from elastic_train.drills.nodes import Node, clean_environment, dying_with_parent, kill_at_once, wait_until
 from elastic_train.drills.record import PACE_FILE, PACE_VARIABLE, Record
 from elastic_train.drills.watch import Watch
 
-CONSOLE = "import sys; from elastic_train.cli import main; sys.exit(main())"
 LOOK_SECONDS = 0.3
 """between two looks for the workers of the nodes, which go through all processes of the machine"""
-ENDPOINT_SECONDS = 300.0
-"""it imports torch, on a machine that may be busy with anything"""
-ENDING_SECONDS = 60.0
-"""for processes that have been told to end, or whose node has; tenths of a second, where the machine is not starved"""
 
 
 class NodeState(StrEnum):
@@ -79,9 +61,10 @@ class Cluster:
         num_nodes: int,
         num_workers: int = 1,
         network: Network | None = None,
+        backend: C10d | Etcd3 | None = None,
         cwd: Path | None = None,
     ) -> None:
-        """`flags` are the worker's; `num_workers` counts the workers of a node."""
+        """`flags` are the worker's; `num_workers` counts the workers of a node; by default they meet under c10d."""
         self.run_dir = run_dir
         self.watch = Watch(run_dir)
         self.network = network
@@ -90,51 +73,18 @@ class Cluster:
         self._record = record
         self._cwd = cwd or Path.cwd()
         self._pace_file = record.path / PACE_FILE
-        self._endpoint: Node | None = None
-        self._port = free_port()
-        self._num_endpoints = 0
+        self.backend = backend or backend_of(C10d.name, record.path, network)
         self._looked_at = 0.0
         self._seen: list[Node] = []
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
-    @property
-    def endpoint(self) -> str:
-        return f"{HUB_ADDRESS if self.network else 'localhost'}:{self._port}"
-
-    def launch_flags(self) -> list[str]:
-        """torchrun's own, for the backend."""
-        return ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}", f"--nnodes=1:{len(self.places)}"]
-
-    def start_endpoint(self) -> None:
-        """Host the rendezvous off the nodes, so that each of them may die. Blocks until it answers."""
-        if self.network is None:
-            self._port = free_port()  # the last one's may be waiting for its connections to time out
-        prefix = self.network.hub_prefix() if self.network else []
-        self._num_endpoints += 1
-        self._endpoint = Node(
-            [*dying_with_parent(), sys.executable, "-c", CONSOLE, "store", "--port", str(self._port)],
-            self._record.path / f"store-{self._num_endpoints}.log",
-            self._cwd,
-            clean_environment(),
-            name="endpoint",
-            prefix=prefix,
-        )
-        self._seen.append(self._endpoint)
-        wait_until(self._endpoint_answers, "rendezvous store", ENDPOINT_SECONDS)
-
-    def _endpoint_answers(self) -> bool:
-        assert self._endpoint is not None
-        if self.network is None:
-            return is_listening(self._port)
-        return "store at port" in self._endpoint.text()
-
     def start(self, place: Place) -> None:
         """Start a node there; returns at once."""
         place.num_started += 1
         command = [
-            sys.executable, "-m", "torch.distributed.run", *self.launch_flags(),
-            f"--nproc-per-node={self._num_workers}", "-m", "elastic_train",
+            sys.executable, "-m", "torch.distributed.run", *self.backend.torchrun_flags(),
+            f"--nnodes=1:{len(self.places)}", f"--nproc-per-node={self._num_workers}", "-m", "elastic_train",
             "--run-dir", str(self.run_dir), *self._flags,
         ]  # fmt: skip
         network = self.network
@@ -230,6 +180,25 @@ class Cluster:
         members = {member for place in self.running for member in place.members}
         return all(map(self.is_in, healthy)) and set(world.members) <= members
 
+    def settle(self, num_nodes: int, num_steps: int, timeout: float) -> None:
+        """Wait until so many nodes train together, and then until they have committed so many steps more.
+
+        Raises: TooSlow naming what did not come about in `timeout` seconds, of the one or of the other.
+        """
+
+        def is_settled() -> bool:
+            self.poll()
+            return len(self.inside) == num_nodes and self.is_settled
+
+        wait_until(is_settled, f"world of {num_nodes} nodes", timeout)
+        enough = self.watch.step + num_steps
+
+        def has_trained() -> bool:
+            self.poll()
+            return self.watch.step >= enough
+
+        wait_until(has_trained, f"step {enough}", timeout)
+
     def rank_of(self, place: Place) -> int | None:
         """The lowest rank of a node's workers in the newest world."""
         world = self.watch.world
@@ -246,34 +215,19 @@ class Cluster:
             if place.node is not None:
                 self._note_end(place)
 
-    def kill_endpoint(self) -> None:
-        if self._endpoint is not None:
-            self._endpoint.kill()
-            self._endpoint = None
-
-    def stop_endpoint(self) -> None:
-        """Politely, when the job is over; if it does not go, it is one of the leftovers."""
-        if self._endpoint is not None:
-            self._endpoint.signal(signal.SIGTERM)
-            with contextlib.suppress(TooSlow):
-                self._endpoint.wait(ENDING_SECONDS)
-            self._endpoint = None
-
     def leftovers(self) -> list[str]:
-        """What runs or listens of all that was started, once it had ENDING_SECONDS to end."""
+        """What is left of all that was started, once it had ENDING_SECONDS to end; stops the backend."""
         deadline = time.monotonic() + ENDING_SECONDS
         while True:
             processes = [(node.name, process) for node in self._seen for process in node.all_processes()]
             if not processes or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        found = [f"process {process.pid} of {name} still runs" for name, process in processes]
-        if self.network is None and is_listening(self._port):
-            found.append(f"port {self._port} is still open")
-        return found
+        return [f"process {process.pid} of {name} still runs" for name, process in processes] + self.backend.stop()
 
     def close(self) -> None:
         """End whatever still runs."""
         for node in self._seen:
             if node.process.poll() is None or node.all_processes():
                 node.end()
+        self.backend.close()

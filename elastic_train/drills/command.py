@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_train.config import Config, parse
+from elastic_train.drills.backends import Etcd3
 from elastic_train.drills.catalogue import FAULTS
 from elastic_train.drills.drill import STEPS_PER_SECOND, Settings
 from elastic_train.drills.network import Network
@@ -19,17 +20,19 @@ BUNDLED_TASK = "elastic_train.drills.task:PacedDigits"
 TASK_FLAGS = ("--task", "--dataset", "--model")
 OWNED_FLAGS = ("--run-dir", "--fresh", "--snapshot-dir")
 """flags of the worker that the drill sets itself, or that would spoil it"""
-EVERY_SECONDS = 20.0
+EVERY_SECONDS = {"c10d": 20.0, "etcd3": 5.0}
 """under c10d a join takes several seconds, and harm during one may end the job"""
-SHARE_TRAINED = 0.5
-"""of a long schedule, about which under c10d half goes by in joins and with fewer nodes"""
+SHARE_TRAINED = {"c10d": 0.5, "etcd3": 0.8}
+"""of a long schedule, about; under c10d half goes by in joins and with fewer nodes"""
 
 
 def list_faults() -> list[str]:
     """One line for each fault there is."""
     width = max(map(len, FAULTS))
     return [
-        f"{name:<{width}}  {kind.says}{' (needs network namespaces)' if kind.needs_network else ''}"
+        f"{name:<{width}}  {kind.says}"
+        f"{' (needs network namespaces)' if kind.needs_network else ''}"
+        f"{f' (--backend {kind.backend})' if kind.backend else ''}"
         for name, kind in FAULTS.items()
     ]
 
@@ -44,14 +47,21 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         if value is not None and not value > 0:
             raise UsageError(f"--{name} {value}: must be a positive number of seconds")
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
-    why_not = "" if arguments.nodes_as == "processes" else Network.why_not()
+    if arguments.rdzv_endpoint is not None and arguments.backend != Etcd3.name:
+        raise UsageError("--rdzv-endpoint: of an etcd cluster; it goes with --backend etcd3")
+    if arguments.rdzv_endpoint is not None and arguments.nodes_as == "namespaces":
+        raise UsageError("--nodes-as namespaces: nodes there reach nothing but each other; leave out --rdzv-endpoint")
+    wants_processes = arguments.nodes_as == "processes" or arguments.rdzv_endpoint is not None
+    why_not = "" if wants_processes else Network.why_not()
     if arguments.nodes_as == "namespaces" and why_not is not None:
         raise UsageError(f"--nodes-as namespaces: not on this machine: {why_not}")
     has_network = why_not is None
     plan = plan_of(arguments, seed, has_network)
     is_bundled = not any(given.partition("=")[0] in TASK_FLAGS for given in arguments.flags)
     is_long = arguments.every is not None or arguments.faults is not None
-    steps = int(max(10.0, plan[-1].at) * 1.2 * STEPS_PER_SECOND * (SHARE_TRAINED if is_long else 1.0))
+    steps = int(
+        max(10.0, plan[-1].at) * 1.2 * STEPS_PER_SECOND * (SHARE_TRAINED[arguments.backend] if is_long else 1.0)
+    )
     last_step = steps if is_bundled else None
     flags = [*default_flags(last_step), *arguments.flags]
     config = checked(flags, arguments.flags)
@@ -69,12 +79,18 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         peer_timeout=config.peer_timeout,
         last_step=last_step,
         wants_network=has_network,
+        backend=arguments.backend,
+        etcd_endpoint=arguments.rdzv_endpoint,
     )
 
 
 def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list[Planned]:
     """The schedule that the flags ask for. Raises UsageError."""
-    available = [name for name, kind in FAULTS.items() if has_network or not kind.needs_network]
+    available = [
+        name
+        for name, kind in FAULTS.items()
+        if (has_network or not kind.needs_network) and kind.backend in (None, arguments.backend)
+    ]
     sizes = {name: kind.size for name, kind in FAULTS.items()}
     if arguments.scenario is not None:
         if arguments.faults is not None or arguments.every is not None:
@@ -90,11 +106,12 @@ def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list
         unknown = sorted(set(names) - set(FAULTS))
         if unknown:
             raise UsageError(f"--faults: no {', '.join(unknown)}; --list shows what there is")
-        every = arguments.every or EVERY_SECONDS
+        every = arguments.every or EVERY_SECONDS[arguments.backend]
         plan = random_plan(seed, names, arguments.duration, every, arguments.nodes, sizes)
-    impossible = sorted({planned.fault for planned in plan} - set(available))
-    if impossible:
-        raise UsageError(f"{', '.join(impossible)}: needs network namespaces, which this machine does not allow")
+    for name in sorted({planned.fault for planned in plan} - set(available)):
+        if (backend := FAULTS[name].backend) not in (None, arguments.backend):
+            raise UsageError(f"{name}: goes with --backend {backend} only")
+        raise UsageError(f"{name}: needs network namespaces, which this machine or --nodes-as does not allow")
     return plan
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_train.drills.audit import audit_history, describe
+from elastic_train.drills.backends import backend_of
 from elastic_train.drills.catalogue import FAULTS
 from elastic_train.drills.cluster import Cluster
 from elastic_train.drills.harm import Fault, Harm, NotStruck
@@ -56,6 +57,10 @@ class Settings:
     last_step: int | None
     """of the bundled job, whose pace the drill sets; None for a user's own"""
     wants_network: bool
+    backend: str
+    """c10d or etcd3"""
+    etcd_endpoint: str | None
+    """of a cluster that is there; None for one of the drill's own"""
 
 
 @dataclass
@@ -99,7 +104,7 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
     kind = "network namespaces" if network else "processes"
     record.add_setting(
         seed=settings.seed,
-        backend="c10d",
+        backend=settings.backend,
         nodes=settings.num_nodes,
         workers_per_node=settings.num_workers,
         nodes_as=kind,
@@ -115,16 +120,18 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
         num_nodes=settings.num_nodes,
         num_workers=settings.num_workers,
         network=network,
+        backend=backend_of(
+            settings.backend, record.path, network, run_id=settings.run_dir.name, endpoint=settings.etcd_endpoint
+        ),
     )
     ends.callback(cluster.close)
     seconds = settings.plan[-1].at + 30
     with Timeline(cluster, last_step=settings.last_step, seconds=seconds) as timeline:
         timeline.say(
-            f"drill with seed {settings.seed}: {settings.num_nodes} nodes as {kind}, backend c10d; "
+            f"drill with seed {settings.seed}: {settings.num_nodes} nodes as {kind}, backend {settings.backend}; "
             f"{', '.join(planned.fault for planned in settings.plan)}"
         )
         Conductor(settings, cluster, record, timeline).conduct()
-        cluster.stop_endpoint()
         record.leftovers(cluster.leftovers())
 
 
@@ -178,7 +185,7 @@ class Conductor:
     def _start(self) -> None:
         cluster, say = self._cluster, self._timeline.say
         self._set_pace_by_rate(STEPS_PER_SECOND)
-        cluster.start_endpoint()
+        cluster.backend.start()
         for place in cluster.places:
             cluster.start(place)
         deadline = time.monotonic() + START_LIMIT_SECONDS
@@ -239,7 +246,11 @@ class Conductor:
 
     def _strike(self, number: int, planned: Planned, fault: Fault) -> None:
         cluster, harm = self._cluster, self._harm(number)
-        harm.targets = fault.choose(harm)
+        try:
+            harm.targets = fault.choose(harm)
+        except NotStruck as error:
+            self._skip(number, planned, str(error))
+            return
         harm.generation = cluster.watch.generation
         harm.members = tuple(member for place in harm.targets for member in place.members)
         ranks = [rank for place in harm.targets if (rank := cluster.rank_of(place)) is not None]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from elastic_train.drills.backends import C10d
 from elastic_train.drills.cluster import Cluster, NodeState, Place
 from elastic_train.drills.harm import (
     JOIN_LIMIT_SECONDS,
@@ -183,7 +184,7 @@ class Join(Fault):
 
 class KillAll(Fault):
     name = "kill-all"
-    says = "every node and the endpoint; all start again and continue from the newest snapshot"
+    says = "every node, and the endpoint of c10d; all start again and continue from the newest snapshot"
     size = 0
     undo_after = None
 
@@ -197,7 +198,7 @@ class KillAll(Fault):
         cluster = harm.cluster
         harm.detail = "all nodes"
         cluster.kill(cluster.running)
-        cluster.kill_endpoint()
+        cluster.backend.lose()
         return self.start_again(harm)
 
     def start_again(self, harm: Harm) -> str:
@@ -220,7 +221,7 @@ class Damage(KillAll):
     def strike(self, harm: Harm) -> str:
         cluster = harm.cluster
         cluster.kill(cluster.running)
-        cluster.kill_endpoint()
+        cluster.backend.lose()
         newest = _snapshots(cluster)[0]
         state = newest / "state.pt"
         data = bytearray(state.read_bytes())
@@ -235,6 +236,7 @@ class KillEndpoint(Fault):
     name = "kill-endpoint"
     says = "the host of the c10d endpoint: every node saves and ends; all start again and lose no committed step"
     size = 0
+    backend = C10d.name
 
     def limit_seconds(self, harm: Harm) -> float:
         return RESTART_LIMIT_SECONDS
@@ -245,7 +247,7 @@ class KillEndpoint(Fault):
     def strike(self, harm: Harm) -> str:
         cluster = harm.cluster
         harm.detail = "endpoint"
-        cluster.kill_endpoint()
+        cluster.backend.lose()
         deadline = time.monotonic() + 90.0
         while cluster.running:
             if time.monotonic() > deadline:
@@ -262,7 +264,7 @@ class KillEndpoint(Fault):
 
 def _start_all_again(harm: Harm) -> None:
     harm.cluster.watch.forget_world()
-    harm.cluster.start_endpoint()
+    harm.cluster.backend.start()
     for place in harm.targets:
         harm.cluster.start(place)
 

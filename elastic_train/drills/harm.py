@@ -54,6 +54,8 @@ class Fault:
     """one line for --list"""
     size: ClassVar[int] = -1
     needs_network: ClassVar[bool] = False
+    backend: ClassVar[str | None] = None
+    """the only one that it goes with; None: any"""
     undo_after: ClassVar[float | None] = None
     """seconds from the recovery, or for a fault without one from the strike, to `undo`; None: nothing to undo"""
 
@@ -73,6 +75,7 @@ class Fault:
         return None
 
     def choose(self, harm: Harm) -> list[Place]:
+        """Whom it strikes. Raises NotStruck."""
         return harm.rng.sample(harm.cluster.inside, max(1, -self.size))
 
     def strike(self, harm: Harm) -> str:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from elastic_train.drills.etcd_cluster import EtcdCluster
 from elastic_train.etcd import Connections, Etcd
 from elastic_train.etcd_job import open_job, take_away
 from elastic_train.etcd_store import EtcdStore, Mirror
 from elastic_train.lobby import Admission, Waiting, ready_nodes
 from elastic_train.meeting import Sight, meet, world_of
 from elastic_train.world import Member
-from tests.etcd_cluster import EtcdCluster, etcd_running
+from tests.etcd_cluster import etcd_running
 
 PATIENCE = 500.0
 

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from elastic_train.drills.audit import audit
+from elastic_train.drills.etcd_cluster import find_program
 from elastic_train.drills.network import Network
 from tests.deploy.tools import DEPLOY, program, programs_folder
-from tests.etcd_cluster import Tls, find_program
+from tests.etcd_cluster import make_certificates
 from tests.integration.cluster import Cluster, free_port, is_listening, result, wait_until
 
 Manifest = dict[str, Any]
@@ -342,7 +343,7 @@ def test_the_trainer_meets_in_the_etcd_of_the_overlay(tmp_path: Path, cluster: C
 
 def certificates(path: Path, names: list[str]) -> None:
     """The secrets etcd-server (`tls`) and etcd-client (`client`), as the page makes them."""
-    made = Tls.make(path / "tls", names=names)
+    made = make_certificates(path / "tls", names=names)
     for source, targets in {
         made.ca: ("tls/ca.pem", "client/ca.pem"),
         made.client_cert: ("client/client.pem",),

@@ -13,6 +13,7 @@ from elastic_train.drills.audit import audit
 from elastic_train.drills.network import Network
 from elastic_train.drills.nodes import clean_environment
 from elastic_train.drills.record import read_drill
+from tests.etcd_cluster import etcd_running
 
 CONSOLE = "import sys; from elastic_train.cli import main; sys.exit(main())"
 
@@ -51,6 +52,23 @@ def test_a_short_drill(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     (tmp_path / "run" / "result.json").write_text(json.dumps(result | {"state_sha256": "0" * 64}))
     assert {reason.partition(":")[0] for reason in audit(tmp_path / "run").reasons} == {"state"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_drill_in_etcd(tmp_path: Path) -> None:
+    """Its own three members; then the same with a cluster that is there, in which nothing may be left."""
+    plan = scenario(tmp_path, "kill-etcd", "kill-rank-0", "join", "freeze-etcd-leader", "kill-all")
+    done = drill(tmp_path, "--backend", "etcd3", "--seed", "5", "--nodes", "3", "--scenario", plan, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "run").rename(tmp_path / "first")
+    (tmp_path / "etcd").mkdir()
+    with etcd_running(tmp_path / "etcd", 3) as etcd:
+        plan = scenario(tmp_path, "kill-rank-0", "join")
+        words = ("--backend", "etcd3", "--rdzv-endpoint", etcd.endpoint, "--nodes", "2", "--scenario", plan)
+        done = drill(tmp_path, *words, timeout=280)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert etcd.keys() == []
 
 
 @pytest.mark.slow

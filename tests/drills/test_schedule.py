@@ -87,6 +87,9 @@ def test_flags_after_the_dashes_are_the_workers(tmp_path: Path) -> None:
         (("--faults", "earthquake"), "no earthquake"),
         (("--faults", "partition"), "needs network namespaces"),
         (("--scenario", "x.toml", "--every", "5"), "goes without"),
+        (("--faults", "kill,kill-etcd"), "kill-etcd: goes with --backend etcd3 only"),
+        (("--backend", "etcd3", "--faults", "kill-endpoint"), "kill-endpoint: goes with --backend c10d only"),
+        (("--rdzv-endpoint", "h1:2379"), "goes with --backend etcd3"),
         (("--", "--run-dir", "x"), "the drill sets that itself"),
         (("--", "--no-such-flag"), "no-such-flag"),
         (("--", "--lr", "-1"), "--lr"),
@@ -95,6 +98,22 @@ def test_flags_after_the_dashes_are_the_workers(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused_at_once(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         settings_of(settings(*arguments))
+
+
+def test_each_backend_draws_from_the_faults_that_go_with_it() -> None:
+    drawn = {}
+    for backend in ("c10d", "etcd3"):
+        plan = settings_of(settings("--backend", backend, "--seed", "1", "--every", "1", "--duration", "500")).plan
+        drawn[backend] = {planned.fault for planned in plan}
+    assert drawn["c10d"] - drawn["etcd3"] == {"kill-endpoint"}
+    assert drawn["etcd3"] - drawn["c10d"] == {"kill-etcd", "freeze-etcd-leader"}
+
+
+def test_nodes_in_namespaces_cannot_reach_a_users_etcd() -> None:
+    arguments = ["drill", "--backend", "etcd3", "--rdzv-endpoint", "h1:2379"]
+    assert not settings_of(make_parser().parse_args(arguments)).wants_network
+    with pytest.raises(UsageError, match="leave out --rdzv-endpoint"):
+        settings_of(make_parser().parse_args([*arguments, "--nodes-as", "namespaces"]))
 
 
 def test_a_run_directory_with_something_in_it_is_left_alone(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from elastic_train.drills.nodes import (
 )
 
 if TYPE_CHECKING:
+    from elastic_train.drills.etcd_cluster import EtcdCluster
     from elastic_train.snapshot import SnapshotInfo
-    from tests.etcd_cluster import EtcdCluster
 
 __all__ = ["Cluster", "Node", "free_port", "is_listening", "is_running", "kill_at_once", "running", "wait_until"]
 
@@ -178,9 +178,19 @@ def error_line(node: Node) -> str:
     """The one line with which a worker gave up; AssertionError if it printed a traceback or another error."""
     text = node.text()
     assert "Traceback" not in text, text
-    found = [line for line in text.splitlines() if line.startswith("elastic_train: error")]
+    found = error_lines(node)
     assert len(found) == 1, text
     return found[0]
+
+
+def error_lines(node: Node) -> list[str]:
+    """The lines with which its workers gave up; torchrun prints a traceback of its own behind them."""
+    return [line for line in node.text().splitlines() if line.startswith("elastic_train: error")]
+
+
+def check_steps(run_dir: Path, steps: int) -> None:
+    """Every committed step has one event: none is lost, none is written twice."""
+    assert sorted(event["step"] for event in events(run_dir, "step")) == list(range(1, steps + 1))
 
 
 def result(run_dir: Path) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.etcd_cluster import EtcdCluster, etcd_running
+from elastic_train.drills.etcd_cluster import EtcdCluster
+from tests.etcd_cluster import etcd_running
 from tests.integration.cluster import Cluster, running
 
 HAS_FAILED = pytest.StashKey[bool]()

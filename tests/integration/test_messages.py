@@ -19,6 +19,7 @@ from tests.integration.cluster import (
     Node,
     clean_environment,
     error_line,
+    error_lines,
     free_port,
     result,
     running,
@@ -221,7 +222,7 @@ def test_members_that_do_not_agree(cluster: Cluster) -> None:
     codes = [node.wait(100) for node in nodes]
     assert sorted(codes) == [0, 1], [node.text()[-2000:] for node in nodes]
     refused, trained = nodes[codes.index(1)], nodes[codes.index(0)]
-    [line] = [line for line in refused.text().splitlines() if line.startswith("elastic_train: error")]
+    [line] = error_lines(refused)
     assert re.search(r"--seed\b.*\b4\b.*\b3\b|--seed\b.*\b3\b.*\b4\b", line), line
     assert "Traceback" not in refused.text().split("elastic_train: error")[0]
     assert "elastic_train: error" not in trained.text()

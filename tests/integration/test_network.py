@@ -12,13 +12,17 @@ from pathlib import Path
 import pytest
 
 from elastic_train.drills.audit import audit
+from elastic_train.drills.backends import backend_of
 from elastic_train.drills.cluster import Cluster, NodeState, Place
 from elastic_train.drills.network import Network
 from elastic_train.drills.nodes import wait_until
 from elastic_train.drills.record import Record
 from tests.integration.cluster import events, outcomes
 
+pytestmark = pytest.mark.timeout(400)
 FLAGS = ("--ledger", "--epochs", "100000", "--eval-every", "100000", "--peer-timeout", "2", "--no-progress")
+NUM_STEPS = 20
+"""that a world must commit to be called settled"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,17 +32,18 @@ def _needs_namespaces() -> None:
         pytest.skip(f"no network namespaces: {missing}")
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Cluster]:
-    """Three nodes that have trained together, the endpoint on the bridge."""
+@pytest.fixture(params=["c10d", pytest.param("etcd3", marks=pytest.mark.slow)])
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Three nodes that have trained together, the endpoint, or etcd, on the bridge."""
     network = Network(3)
     record = Record(tmp_path / "run")
-    cluster = Cluster(tmp_path / "run", record, FLAGS, num_nodes=3, network=network)
+    backend = backend_of(request.param, record.path, network)
+    cluster = Cluster(tmp_path / "run", record, FLAGS, num_nodes=3, network=network, backend=backend)
     try:
-        cluster.start_endpoint()
+        cluster.backend.start()
         for place in cluster.places:
             cluster.start(place)
-        settle(cluster, 3)
+        cluster.settle(3, NUM_STEPS, 150)
         yield cluster
     finally:
         cluster.close()
@@ -47,26 +52,9 @@ def job(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def cut_off(*places: Place) -> None:
-    """Whom `settle` does not wait for."""
+    """Whom `Cluster.settle` does not wait for."""
     for place in places:
         place.affliction = NodeState.CUT_OFF
-
-
-def settle(cluster: Cluster, num_nodes: int) -> None:
-    """Wait until so many nodes train in one world and have committed twenty steps."""
-
-    def is_settled() -> bool:
-        cluster.poll()
-        return len(cluster.inside) == num_nodes and cluster.is_settled
-
-    wait_until(is_settled, f"world of {num_nodes}", 60)
-    enough = cluster.watch.step + 20
-
-    def has_trained() -> bool:
-        cluster.poll()
-        return cluster.watch.step >= enough
-
-    wait_until(has_trained, f"step {enough}", 60)
 
 
 def log_of(cluster: Cluster, place: Place) -> str:
@@ -97,7 +85,7 @@ def test_a_cable_is_pulled_and_plugged_in_again(job: Cluster) -> None:
     cut = job.places[1]
     job.network.pull_cable(cut.index)
     cut_off(cut)
-    settle(job, 2)
+    job.settle(2, NUM_STEPS, 60)
     job.network.heal(cut.index)
     wait_until(lambda: ended(job, cut), "end of the node that was cut off", 60)
     text = log_of(job, cut)
@@ -114,7 +102,7 @@ def test_what_a_node_sends_is_dropped(job: Cluster) -> None:
     mute = job.places[2]
     job.network.drop_outgoing(mute.index)
     cut_off(mute)
-    settle(job, 2)
+    job.settle(2, NUM_STEPS, 60)
     job.network.heal(mute.index)
     wait_until(lambda: ended(job, mute), "end of the mute node", 60)
     finish(job)
@@ -129,7 +117,7 @@ def test_two_nodes_lose_each_other(job: Cluster) -> None:
     one, other = job.places[0], job.places[2]
     job.network.cut_pair(one.index, other.index)
     wait_until(lambda: ended(job, one) or ended(job, other), "end of one of the two", 60)
-    settle(job, 2)
+    job.settle(2, NUM_STEPS, 60)
     finish(job)
 
 
@@ -140,9 +128,9 @@ def test_power_is_lost_and_a_node_comes_back(job: Cluster) -> None:
     dead = job.places[0]
     job.network.pull_cable(dead.index)
     job.kill([dead])
-    settle(job, 2)
+    job.settle(2, NUM_STEPS, 60)
     job.start(dead)
-    settle(job, 3)
+    job.settle(3, NUM_STEPS, 150)
     sources = {event["source"] for event in events(job.run_dir, "restore") if event["generation"] > 0}
     assert sources <= {"handoff", "peer"}, "not from an old snapshot"
     finish(job)

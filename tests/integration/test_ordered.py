@@ -28,6 +28,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from elastic_train import determinism
 from elastic_train.batches import steps
+from elastic_train.bench.reduction import local_world
 from elastic_train.config import Config
 from elastic_train.models import build_model
 from elastic_train.ordered import OrderedReduction
@@ -36,7 +37,7 @@ from elastic_train.reduction import Loss
 from elastic_train.state import TrainState, build_optimizer, state_sha256
 from elastic_train.tasks import Task
 from elastic_train.train import task_loss, train_step
-from elastic_train.world import Member, World
+from elastic_train.world import World
 
 CPU = torch.device("cpu")
 
@@ -124,19 +125,6 @@ def digest(state: TrainState) -> str:
     return found.hexdigest()
 
 
-def make_member(rank: int) -> Member:
-    return Member(
-        host="test",
-        local_rank=rank,
-        pid=rank,
-        agent_pid=0,
-        address=("", 0),
-        directory_id="",
-        backend="gloo",
-        max_generation=None,
-    )
-
-
 @contextmanager
 def group(store: dist.Store, name: str, rank: int, world_size: int) -> Iterator[World]:
     dist.init_process_group(
@@ -147,7 +135,7 @@ def group(store: dist.Store, name: str, rank: int, world_size: int) -> Iterator[
         timeout=timedelta(seconds=60),
     )
     try:
-        yield World(rank=rank, generation=0, members=tuple(map(make_member, range(world_size))))
+        yield local_world(rank, world_size)
     finally:
         dist.destroy_process_group()
 

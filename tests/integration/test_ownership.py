@@ -14,6 +14,7 @@ from tests.integration.cluster import (
     Node,
     check_ledger,
     error_line,
+    error_lines,
     events,
     last_step,
     newest_snapshot,
@@ -69,7 +70,7 @@ def test_two_jobs_on_one_run_directory_and_a_stale_writer(cluster: Cluster) -> N
     for worker in stale:
         worker.send_signal(signal.SIGCONT)
     assert first.wait() == 1
-    errors = [line for line in first.text().splitlines() if line.startswith("elastic_train: error")]
+    errors = error_lines(first)
     assert errors, first.text()
     assert any("now belongs to another job" in line and f"pid {third.process.pid}" in line for line in errors)
     assert "Traceback" not in "\n".join(line for line in first.text().splitlines() if "elastic_train" in line)

@@ -11,7 +11,10 @@ import pytest
 from tests.integration.cluster import Cluster, Node, events, last_step, result, wait_for_step, wait_until, worlds
 from tests.integration.test_in_place import ENDLESS, check_run
 
-pytestmark = pytest.mark.parametrize("cluster", ["c10d", pytest.param("etcd3", marks=pytest.mark.slow)], indirect=True)
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.parametrize("cluster", ["c10d", pytest.param("etcd3", marks=pytest.mark.slow)], indirect=True),
+]
 STEPS = 300
 
 

@@ -13,18 +13,19 @@ from pathlib import Path
 import pytest
 
 from elastic_train.drills.audit import audit
+from elastic_train.drills.etcd_cluster import EtcdCluster
+from elastic_train.drills.network import HUB_ADDRESS
 from elastic_train.drills.nodes import wait_until
 from elastic_train.drills.record import PACE_VARIABLE
 from elastic_train.drills.reference import undisturbed
 from tests import slurm_cluster
 from tests.deploy.tools import programs_folder
-from tests.etcd_cluster import etcd_running
 from tests.integration.cluster import events, last_step, newest_snapshot, outcomes, result, wait_for_step
 from tests.slurm_cluster import SlurmCluster
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(2400),
     pytest.mark.skipif(slurm_cluster.why_not() is not None, reason=f"no SLURM: {slurm_cluster.why_not()}"),
 ]
 
@@ -35,8 +36,8 @@ FLAGS = (
 )  # fmt: skip
 SLOW = 0.01
 """seconds a sample: about four steps a second, however many workers there are"""
-LIVES, TRAINS = 120.0, 240.0
-"""seconds, for what SLURM does and for what ends in training; a fifth of it on an idle machine"""
+LIVES, TRAINS = 300.0, 600.0
+"""seconds, for what SLURM does and for what ends in training; a tenth of it on an idle machine"""
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +168,9 @@ def test_an_array_of_nodes_and_a_job_that_joins(site: Site, undisturbed_hash: st
     """Through etcd: each node is a job of its own; any of them may be lost, and others join."""
     path = site.path / "etcd"
     path.mkdir()
-    with etcd_running(path, 3, network=site.slurm.network) as etcd:
+    etcd = EtcdCluster(path, 3, host=HUB_ADDRESS, prefix=site.slurm.network.hub_prefix())
+    try:
+        etcd.start()
         common = ["--nodes", "1:3", "--name", "shared", "--etcd", etcd.endpoint]
         array = site.submit(*common, "--array", "--allocate", "2")
         site.wait_for_world(2)
@@ -186,6 +189,8 @@ def test_an_array_of_nodes_and_a_job_that_joins(site: Site, undisturbed_hash: st
         site.wait_for_world(3, without="node1", after=generation)
         site.finish(first, f"{array}_1", joining)
         site.check(undisturbed_hash)
+    finally:
+        etcd.end()
 
 
 def test_what_is_submitted_is_the_script_as_it_stands_in_the_repository(site: Site) -> None:

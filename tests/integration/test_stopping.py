@@ -13,6 +13,7 @@ from tests.integration.cluster import (
     Cluster,
     check_ledger,
     error_line,
+    error_lines,
     events,
     last_step,
     newest_snapshot,
@@ -165,7 +166,7 @@ def test_loss_that_is_not_finite(cluster: Cluster, nproc: int) -> None:
     else:
         [node] = cluster.start(*flags, nproc=nproc)
         assert node.wait() == 1
-        lines = [line for line in node.text().splitlines() if line.startswith("elastic_train: error")]
+        lines = error_lines(node)
         assert lines, node.text()
         assert all(f"step {bad_step} " in line for line in lines), lines
     assert last_step(cluster.run_dir) == bad_step - 1

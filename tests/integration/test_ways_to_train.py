@@ -18,6 +18,7 @@ from tests.integration.cluster import (
     Cluster,
     Node,
     check_ledger,
+    error_lines,
     events,
     free_port,
     newest_snapshot,
@@ -150,7 +151,7 @@ def test_weights_that_do_not_fit_are_named_one_by_one(cluster: Cluster) -> None:
     torch.save({"state_dict": {"module.net.0.weight": torch.ones(2, 2), "extra": torch.ones(1)}}, cluster.path / "w.pt")
     node = cluster.start_alone("--model", "mlp", "--init-from", "w.pt")
     cluster.finish([node], code=2)
-    (line,) = [line for line in node.text().splitlines() if line.startswith("elastic_train: error")]
+    (line,) = error_lines(node)
     assert "extra is not in the model" in line
     assert "is missing" in line
     absent = cluster.start_alone("--init-from", "nowhere.pt")

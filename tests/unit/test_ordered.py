@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from elastic_train import determinism, ordered
+from elastic_train.bench.reduction import local_world
 from elastic_train.errors import UsageError
 from elastic_train.ordered import (
     Buffers,
@@ -33,24 +34,9 @@ from elastic_train.ordered import (
     tree_sum,
 )
 from elastic_train.sampler import MicroBatch, split
-from elastic_train.world import Member, World
 
 CPU = torch.device("cpu")
 MAX = 12
-
-
-def world_of_one() -> World:
-    alone = Member(
-        host="test",
-        local_rank=0,
-        pid=1,
-        agent_pid=0,
-        address=("", 0),
-        directory_id="",
-        backend="gloo",
-        max_generation=None,
-    )
-    return World(rank=0, generation=0, members=(alone,))
 
 
 def expected_sum(leaves: Sequence[Any], start: int = 0, size: int | None = None) -> Any:
@@ -134,7 +120,7 @@ def test_memory_is_bounded_by_the_depth_of_the_tree(num_leaves: int) -> None:
 @pytest.mark.parametrize("num_leaves", [1, 2, 3, 5, 8, 12, 13, 21, 37, 64])
 def test_rows_held_are_those_counted(num_leaves: int) -> None:
     model = nn.Linear(4, 2)
-    reduction = OrderedReduction(model, world_of_one(), CPU, num_leaves)
+    reduction = OrderedReduction(model, local_world(0, 1), CPU, num_leaves)
     reduction.run(share_of([1] * num_leaves, torch.randn(num_leaves, 4)), mean_output, unscaled, ())
     row_bytes = 2 * 64  # weight and bias, each from an aligned address
     assert reduction.memory_bytes == row_bytes * rows_held(num_leaves, 0, 1)
@@ -292,7 +278,7 @@ def unscaled(loss: Tensor) -> Tensor:
 
 def run(model: nn.Module, counts: Sequence[int], loss: Any = mean_output, width: int = 4) -> Any:
     inputs = torch.randn(sum(counts), width, generator=torch.Generator().manual_seed(3))
-    reduction = OrderedReduction(model, world_of_one(), CPU, len(counts))
+    reduction = OrderedReduction(model, local_world(0, 1), CPU, len(counts))
     return reduction.run(share_of(counts, inputs), loss, unscaled, votes=(1, 0))
 
 
@@ -352,7 +338,7 @@ def test_gradients_that_share_memory_or_are_sparse_are_added_in_the_tree(
     model = make()
     inputs = torch.randn(2 * num_leaves, 4)
     share = share_of([2] * num_leaves, inputs)
-    reduction = OrderedReduction(model, world_of_one(), CPU, num_leaves)
+    reduction = OrderedReduction(model, local_world(0, 1), CPU, num_leaves)
     for _ in range(2):  # the second one finds rows with the first one's garbage
         reduction.run(share, mean_output, unscaled, ())
         found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -372,7 +358,7 @@ def test_gradient_loss_and_votes_are_those_of_the_whole_batch() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     counts = [3, 2, 0, 1, 4]
     inputs = torch.randn(10, 4, generator=torch.Generator().manual_seed(3)).double()
-    totals = OrderedReduction(model, world_of_one(), CPU, 5).run(
+    totals = OrderedReduction(model, local_world(0, 1), CPU, 5).run(
         share_of(counts, inputs), mean_output, unscaled, (1, 0)
     )
     grads = [parameter.grad for parameter in model.parameters()]
@@ -403,7 +389,7 @@ def test_a_gradient_of_minus_zero_stays_one() -> None:
 def test_gradients_keep_the_memory_format_of_their_parameters() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(memory_format=torch.channels_last)
     inputs = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
-    OrderedReduction(model, world_of_one(), CPU, 2).run(share_of([2, 2], inputs), mean_output, unscaled, ())
+    OrderedReduction(model, local_world(0, 1), CPU, 2).run(share_of([2, 2], inputs), mean_output, unscaled, ())
     weight = model[0].weight
     assert weight.grad is not None
     assert weight.grad.stride() == weight.stride()
@@ -480,7 +466,7 @@ def test_buffers_that_cannot_be_averaged_are_refused(change: Callable[[Owner], N
 def test_sync_batch_norm_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
     with pytest.raises(UsageError, match=r"layer 1 is a SyncBatchNorm.*--reduction fast"):
-        OrderedReduction(model, world_of_one(), CPU, 8)
+        OrderedReduction(model, local_world(0, 1), CPU, 8)
 
 
 def test_a_gradient_in_several_parts_is_refused() -> None:
@@ -514,7 +500,7 @@ def test_when_a_step_fails_the_buffers_are_those_from_before() -> None:
 
 def test_parameters_may_be_frozen_between_steps() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    reduction = OrderedReduction(model, world_of_one(), CPU, 2)
+    reduction = OrderedReduction(model, local_world(0, 1), CPU, 2)
     for is_frozen in (False, True, False):
         model[0].requires_grad_(not is_frozen)
         model.zero_grad(set_to_none=True)

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
+from elastic_train.bench.reduction import local_world
 from elastic_train.reduction import Clipping, FastReduction, Reduction, Share, ddp_device_ids
 from elastic_train.sampler import MicroBatch
-from elastic_train.world import Member, World
 
 CPU = torch.device("cpu")
 WORLD_SIZE = 3
@@ -120,29 +120,12 @@ def mean_loss(module: nn.Module, _micro_batch: MicroBatch, batch: Any) -> Tensor
     return F.cross_entropy(module(inputs), labels)
 
 
-def make_world(rank: int, world_size: int) -> World:
-    members = tuple(
-        Member(
-            host="localhost",
-            local_rank=member,
-            pid=member,
-            agent_pid=0,
-            address=("127.0.0.1", 0),
-            directory_id="",
-            backend="gloo",
-            max_generation=None,
-        )
-        for member in range(world_size)
-    )
-    return World(rank=rank, generation=0, members=members)
-
-
 def run_case(case: Case, rank: int) -> Outcome:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=case.scale, enabled=True) if case.scale else None
     options = {case.option: True} if case.option else {}
-    reduction: Reduction = FastReduction(model, make_world(rank, len(case.sizes)), CPU, **options)
+    reduction: Reduction = FastReduction(model, local_world(rank, len(case.sizes)), CPU, **options)
     if case.max_norm is not None:
         reduction = Clipping(reduction, optimizer, scaler, case.max_norm)
     outcome = Outcome()

@@ -188,13 +188,13 @@ def test_a_misfit_is_refused_by_name() -> None:
 # --- who keeps the others waiting -------------------------------------------------------------------------------------
 
 BEATS = [
-    Beat(generation, 3, activity, seconds)
+    Beat(generation, activity, seconds)
     for generation in (GENERATION, GENERATION - 1)
     for activity in Activity
     for seconds in (LIMIT / 2, LIMIT, LIMIT * 2)
 ]
-waits_long = Beat(GENERATION, 3, Activity.REDUCE, LIMIT * 2)
-computes_long = Beat(GENERATION, 3, Activity.COMPUTE, LIMIT * 2)
+waits_long = Beat(GENERATION, Activity.REDUCE, LIMIT * 2)
+computes_long = Beat(GENERATION, Activity.COMPUTE, LIMIT * 2)
 
 
 def is_long(beat: Beat, activity: Activity) -> bool:

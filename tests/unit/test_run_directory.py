@@ -442,7 +442,7 @@ def test_move_aside_that_cannot_leaves_everything(directory: RunDirectory, monke
 
 
 def test_last_generation_and_step(directory: RunDirectory) -> None:
-    assert directory.last_generation() is None
+    assert directory.traces().generation is None
     directory.events_dir.mkdir()
     (directory.events_dir / "a.jsonl").write_text(
         '{"event": "start", "generation": null, "step": 0}\n{"event": "step", "generation": 4, "step": 90}\n'
@@ -452,8 +452,8 @@ def test_last_generation_and_step(directory: RunDirectory) -> None:
     )
     (directory.events_dir / "empty.jsonl").write_text("")
     (directory.events_dir / "c.jsonl.bak").write_text('{"generation": 99, "step": 99}\n')
-    assert directory.last_generation() == 6
-    assert directory.last_step() == 90
+    assert directory.traces().generation == 6
+    assert directory.traces().step == 90
 
 
 @pytest.mark.parametrize("padding", range(0, 64 * 1024, 7919))
@@ -461,7 +461,7 @@ def test_only_the_tail_of_an_event_file_is_read(directory: RunDirectory, padding
     directory.events_dir.mkdir()
     last = json.dumps({"generation": 3, "step": 12, "pad": "x" * padding}) + "\n"
     (directory.events_dir / "a.jsonl").write_text('{"generation": 1, "step": 1}\n' * 5000 + last)
-    assert (directory.last_generation(), directory.last_step()) == (3, 12)
+    assert (directory.traces().generation, directory.traces().step) == (3, 12)
 
 
 def test_a_line_that_begins_at_the_border_counts(directory: RunDirectory) -> None:
@@ -470,7 +470,7 @@ def test_a_line_that_begins_at_the_border_counts(directory: RunDirectory) -> Non
     line = body + "x" * (64 * 1024 - len(body) - 3) + '"}\n'
     assert len(line) == 64 * 1024
     (directory.events_dir / "a.jsonl").write_text('{"generation": 1}\n' + line)
-    assert directory.last_generation() == 3
+    assert directory.traces().generation == 3
 
 
 # --- files ------------------------------------------------------------------------------------------------------

@@ -44,6 +44,11 @@ def test_two_agents_on_one_host_are_two_nodes() -> None:
     assert not world.is_directory_leader
 
 
+def test_all_members_wait_for_as_many_nodes_as_any_of_them_was_told() -> None:
+    members = tuple(Member(**{**vars(member(node, 0)), "min_nodes": least}) for node, least in ((0, 1), (1, 3), (2, 2)))
+    assert {World(rank, 0, members).min_nodes for rank in range(3)} == {3}
+
+
 def test_a_world_knows_itself_by_rank() -> None:
     world = World(1, 5, (member(0, 0, local_rank=0), member(0, 0, local_rank=1)))
     assert world.me is world.members[1]
