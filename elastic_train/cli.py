@@ -152,6 +152,7 @@ def make_parser() -> argparse.ArgumentParser:
     for option in SLURM_OPTIONS:
         slurm.add_argument(f"--{option}", metavar="VALUE", help="of sbatch")
     slurm.add_argument("--sbatch", metavar="OPTION=VALUE", action="append", default=[], help="any other of sbatch")
+    slurm.add_argument("--no-check", action="store_true", help="start at once, without `elastic-train check`")
     slurm.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
     slurm.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of the worker")
 
@@ -329,6 +330,7 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
             run_dir=arguments.run_dir,
             setup=arguments.setup,
             workers=arguments.workers,
+            is_checked=not arguments.no_check,
             options=options,
             flags=arguments.flags,
         )

@@ -37,6 +37,8 @@ class SlurmJob:
     run_dir: str | None = None
     setup: str | None = None
     workers: int | None = None
+    is_checked: bool = True
+    """whether `elastic-train check` looks at the nodes first"""
     options: Mapping[str, str] = field(default_factory=dict)
     """of sbatch, by long name without dashes; "" for a switch"""
     flags: Sequence[str] = ()
@@ -62,11 +64,12 @@ def write_script(job: SlurmJob) -> str:
         "RUN_DIR": job.run_dir,
         "ETCD": job.etcd,
         "ETCD_CONF": job.etcd_conf,
+        "CHECK": None if job.is_checked else "",
         "WORKERS": None if job.workers is None else str(job.workers),
     }
     for name, text in variables.items():
         if text is not None:
-            script = set_variable(script, name, shlex.quote(text))
+            script = set_variable(script, name, shlex.quote(text) if text else "")
     return set_variable(script, "FLAGS", f"({shlex.join(job.flags)})") if job.flags else script
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import trustme
@@ -11,13 +11,12 @@ import trustme
 from elastic_train.drills.etcd_cluster import EtcdCluster, Tls
 
 
-def make_certificates(path: Path, *, needs_client_cert: bool = False, names: Sequence[str] = ()) -> Tls:
-    """`names` are of servers that are not on this machine's loopback."""
+def make_certificates(path: Path, *, needs_client_cert: bool = False) -> Tls:
     authority = trustme.CA()
     authority.cert_pem.write_to_path(path / "ca.pem")
     files = {}
     for name, identity in (("server", "127.0.0.1"), ("client", "client@example.org")):
-        issued = authority.issue_cert(identity, *(["localhost", *names] if name == "server" else []))
+        issued = authority.issue_cert(identity, *(["localhost"] if name == "server" else []))
         files[f"{name}_cert"], files[f"{name}_key"] = path / f"{name}.pem", path / f"{name}.key"
         issued.private_key_pem.write_to_path(files[f"{name}_key"])
         with files[f"{name}_cert"].open("wb") as file:

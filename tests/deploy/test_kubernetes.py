@@ -20,7 +20,6 @@ from elastic_train.drills.audit import audit
 from elastic_train.drills.etcd_cluster import find_program
 from elastic_train.drills.network import Network
 from tests.deploy.tools import DEPLOY, program, programs_folder
-from tests.etcd_cluster import make_certificates
 from tests.integration.cluster import Cluster, free_port, is_listening, result, wait_until
 
 Manifest = dict[str, Any]
@@ -318,7 +317,7 @@ def test_the_trainer_meets_in_the_etcd_of_the_overlay(tmp_path: Path, cluster: C
     manifests = build("etcd3")
     for folder in ("runs", "tls", "client"):
         (tmp_path / folder).mkdir()
-    certificates(tmp_path, [f"etcd-{number}.etcd" for number in range(3)])
+    make_certificates(tmp_path, [f"etcd-{number}.etcd" for number in range(3)])
     container = find(manifests, "StatefulSet", "etcd")["spec"]["template"]["spec"]["containers"][0]
     network = Network(4, aliases=[f"etcd-{number}.etcd" for number in range(3)])
     try:
@@ -341,14 +340,11 @@ def test_the_trainer_meets_in_the_etcd_of_the_overlay(tmp_path: Path, cluster: C
     assert result(tmp_path / "runs" / "first")["step"] == 30
 
 
-def certificates(path: Path, names: list[str]) -> None:
+def make_certificates(path: Path, hosts: list[str]) -> None:
     """The secrets etcd-server (`tls`) and etcd-client (`client`), as the page makes them."""
-    made = make_certificates(path / "tls", names=names)
-    for source, targets in {
-        made.ca: ("tls/ca.pem", "client/ca.pem"),
-        made.client_cert: ("client/client.pem",),
-        made.client_key: ("client/client.key",),
-    }.items():
-        for target in targets:
-            if source != path / target:
-                shutil.copy(source, path / target)
+    command = [str(programs_folder(path) / "elastic-train"), "certs", str(path / "certs"), "--hosts", ",".join(hosts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    for folder, owner in (("tls", "server"), ("client", "client")):
+        for name in ("ca.pem", f"{owner}.pem", f"{owner}.key"):
+            shutil.copy(path / "certs" / name, path / folder / name)

@@ -30,11 +30,14 @@ def variables(script: str, *names: str) -> list[str]:
 
 @pytest.mark.parametrize("nodes", ["4", "1:4"])
 def test_a_filled_script_is_clean(nodes: str) -> None:
-    job = SlurmJob(nodes=nodes, options={"partition": "gpu"}, run_dir="a b", flags=["--task", "x y:Z"], setup="true")
+    job = SlurmJob(
+        nodes=nodes, options={"partition": "gpu"}, run_dir="a b", flags=["--task", "x y:Z"], setup="true",
+        is_checked=False,
+    )  # fmt: skip
     script = write_script(job)
     done = subprocess.run([program("shellcheck"), "-"], input=script, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    assert variables(script, "RUN_DIR", "FLAGS", "SETUP") == ["a b", "--task x y:Z", "true"]
+    assert variables(script, "RUN_DIR", "FLAGS", "SETUP", "CHECK") == ["a b", "--task x y:Z", "true", ""]
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.sbatch")), ids=lambda path: path.name)
