@@ -109,29 +109,6 @@ def make_parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     report.add_argument("--open", action="store_true", help="show it in a browser")
 
-    snapshot = commands.add_parser("snapshot", help="list, verify, hash and export snapshots", allow_abbrev=False)
-    actions = snapshot.add_subparsers(title="actions", metavar="ACTION", required=True)
-    listing = _add(actions, "list", list_snapshots, "the snapshots of a run, newest first")
-    listing.add_argument("path", metavar="RUN_DIR|SNAPSHOTS_DIR", type=Path)
-    verify = _add(actions, "verify", verify_snapshots, "compare size and SHA-256 of one snapshot, or of all of a run")
-    verify.add_argument("path", metavar="PATH", type=Path, help="a snapshot, a folder of snapshots, or a run directory")
-    hashing = _add(actions, "hash", hash_snapshot, "state_sha256 of a snapshot's model, as in result.json")
-    hashing.add_argument(
-        "path", metavar="PATH", type=Path, help="a snapshot; of a folder of snapshots or a run, the newest whole one"
-    )
-
-    export = _add(actions, "export", export_snapshot, "a snapshot's weights as a file for other programs")
-    export.add_argument(
-        "path", metavar="PATH", type=Path, help="a snapshot; of a folder of snapshots or a run, the newest whole one"
-    )
-    export.add_argument("--format", choices=("pt", "safetensors"), default="pt", help="default: pt, for torch.load")
-    export.add_argument("--output", metavar="FILE", type=Path, help="default: weights.FORMAT here")
-    export.add_argument("--averaged", action="store_true", help="the averaged weights of --ema-decay")
-
-    store = _add(commands, "store", serve_store, "host the rendezvous store at the endpoint, off the training nodes")
-    store.add_argument("--port", type=int, default=29400, help="what --rdzv-endpoint names (default: 29400)")
-    store.add_argument("--host", default="0.0.0.0", help="a name of this machine (default: any)")
-
     submit = commands.add_parser("submit", help="hand a training to a cluster's scheduler", allow_abbrev=False)
     schedulers = submit.add_subparsers(title="schedulers", metavar="SCHEDULER", required=True)
     slurm = _add(schedulers, "slurm", submit_slurm, "fill in a batch script of deploy/slurm and submit it")
@@ -155,6 +132,29 @@ def make_parser() -> argparse.ArgumentParser:
     slurm.add_argument("--no-check", action="store_true", help="start at once, without `elastic-train check`")
     slurm.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
     slurm.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of the worker")
+
+    snapshot = commands.add_parser("snapshot", help="list, verify, hash and export snapshots", allow_abbrev=False)
+    actions = snapshot.add_subparsers(title="actions", metavar="ACTION", required=True)
+    listing = _add(actions, "list", list_snapshots, "the snapshots of a run, newest first")
+    listing.add_argument("path", metavar="RUN_DIR|SNAPSHOTS_DIR", type=Path)
+    verify = _add(actions, "verify", verify_snapshots, "compare size and SHA-256 of one snapshot, or of all of a run")
+    verify.add_argument("path", metavar="PATH", type=Path, help="a snapshot, a folder of snapshots, or a run directory")
+    hashing = _add(actions, "hash", hash_snapshot, "state_sha256 of a snapshot's model, as in result.json")
+    hashing.add_argument(
+        "path", metavar="PATH", type=Path, help="a snapshot; of a folder of snapshots or a run, the newest whole one"
+    )
+
+    export = _add(actions, "export", export_snapshot, "a snapshot's weights as a file for other programs")
+    export.add_argument(
+        "path", metavar="PATH", type=Path, help="a snapshot; of a folder of snapshots or a run, the newest whole one"
+    )
+    export.add_argument("--format", choices=("pt", "safetensors"), default="pt", help="default: pt, for torch.load")
+    export.add_argument("--output", metavar="FILE", type=Path, help="default: weights.FORMAT here")
+    export.add_argument("--averaged", action="store_true", help="the averaged weights of --ema-decay")
+
+    store = _add(commands, "store", serve_store, "host the rendezvous store at the endpoint, off the training nodes")
+    store.add_argument("--port", type=int, default=29400, help="what --rdzv-endpoint names (default: 29400)")
+    store.add_argument("--host", default="0.0.0.0", help="a name of this machine (default: any)")
 
     bench = _add(commands, "bench", run_benchmark, "ours against what one would write by hand, interleaved in one run")
     from elastic_train.bench import BENCHMARKS
@@ -219,6 +219,34 @@ def write_report(arguments: argparse.Namespace) -> int:
         import webbrowser
 
         webbrowser.open(path.as_uri())
+    return 0
+
+
+def submit_slurm(arguments: argparse.Namespace) -> int:
+    from elastic_train.submit import SlurmJob, submit, write_script
+
+    given = {option: getattr(arguments, option.replace("-", "_")) for option in SLURM_OPTIONS}
+    options = {option: str(value) for option, value in given.items() if value is not None}
+    for text in arguments.sbatch:
+        name, _, value = text.removeprefix("--").partition("=")
+        options[name] = value
+    script = write_script(
+        SlurmJob(
+            nodes=arguments.nodes,
+            allocate=arguments.allocate,
+            is_array=arguments.array,
+            name=arguments.name,
+            etcd=arguments.etcd,
+            etcd_conf=arguments.etcd_conf,
+            run_dir=arguments.run_dir,
+            setup=arguments.setup,
+            workers=arguments.workers,
+            is_checked=not arguments.no_check,
+            options=options,
+            flags=arguments.flags,
+        )
+    )
+    print(script.rstrip("\n") if arguments.dry_run else submit(script))
     return 0
 
 
@@ -309,34 +337,6 @@ def _read_state(path: Path) -> dict[str, Any]:
     from elastic_train.weights import read_state
 
     return read_state(path, warn=_warn)
-
-
-def submit_slurm(arguments: argparse.Namespace) -> int:
-    from elastic_train.submit import SlurmJob, submit, write_script
-
-    given = {option: getattr(arguments, option.replace("-", "_")) for option in SLURM_OPTIONS}
-    options = {option: str(value) for option, value in given.items() if value is not None}
-    for text in arguments.sbatch:
-        name, _, value = text.removeprefix("--").partition("=")
-        options[name] = value
-    script = write_script(
-        SlurmJob(
-            nodes=arguments.nodes,
-            allocate=arguments.allocate,
-            is_array=arguments.array,
-            name=arguments.name,
-            etcd=arguments.etcd,
-            etcd_conf=arguments.etcd_conf,
-            run_dir=arguments.run_dir,
-            setup=arguments.setup,
-            workers=arguments.workers,
-            is_checked=not arguments.no_check,
-            options=options,
-            flags=arguments.flags,
-        )
-    )
-    print(script.rstrip("\n") if arguments.dry_run else submit(script))
-    return 0
 
 
 def run_benchmark(arguments: argparse.Namespace) -> int:
