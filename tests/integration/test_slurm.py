@@ -136,7 +136,21 @@ def test_the_first_node_is_lost_and_the_job_starts_again(site: Site, undisturbed
     site.slurm.lose_power(0)
     wait_until(lambda: site.slurm.job(job)["Restarts"] == "1", "requeue", LIVES)
     site.slurm.wait_for_state(job, "PENDING", LIVES)
-    site.slurm.start_again_now(job)
+    site.slurm.start_again_soon(job)
+    assert "node1" not in site.wait_for_world(2, after=generation)
+    site.finish(job)
+    site.check(undisturbed_hash)
+
+
+def test_the_first_node_of_an_elastic_job_is_lost(site: Site, undisturbed_hash: str) -> None:
+    """SLURM itself would leave the other nodes allocated, with nobody there to end the job."""
+    job = site.submit("--nodes", "1:2")
+    site.wait_for_world(2)
+    generation = max(event["generation"] for event in events(site.run_dir, "world"))
+    site.slurm.lose_power(0)
+    wait_until(lambda: site.slurm.job(job)["Restarts"] == "1", "requeue", LIVES)
+    site.slurm.wait_for_state(job, "PENDING", LIVES)
+    site.slurm.start_again_soon(job)
     assert "node1" not in site.wait_for_world(2, after=generation)
     site.finish(job)
     site.check(undisturbed_hash)
@@ -152,7 +166,7 @@ def test_time_runs_out_then_the_job_is_cancelled(site: Site, undisturbed_hash: s
     assert newest_snapshot(site.run_dir)[0].step == stopped_at
     assert outcomes(site.run_dir) == ["stopped", "stopped"]
     generation = max(event["generation"] for event in events(site.run_dir, "world"))
-    site.slurm.start_again_now(job)
+    site.slurm.start_again_soon(job)
     site.wait_for_world(2, after=generation)
     assert {event["restored_step"] for event in events(site.run_dir, "restore")} >= {stopped_at}
 
@@ -185,7 +199,7 @@ def test_an_array_of_nodes_and_a_job_that_joins(site: Site, undisturbed_hash: st
         wait_until(lambda: site.slurm.job(first)["Restarts"] == "1", "requeue", LIVES)
         site.slurm.wait_for_state(first, "PENDING", LIVES)
         generation = max(event["generation"] for event in events(site.run_dir, "world"))
-        site.slurm.start_again_now(first)
+        site.slurm.start_again_soon(first)
         site.wait_for_world(3, without="node1", after=generation)
         site.finish(first, f"{array}_1", joining)
         site.check(undisturbed_hash)
