@@ -311,6 +311,24 @@ def test_the_containers_train(overlay: str, tmp_path: Path, cluster: Cluster) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_the_init_container_looks_before_the_job(tmp_path: Path, cluster: Cluster) -> None:
+    manifests, port, folders = build("c10d"), free_port(), {"/runs": tmp_path / "runs"}
+    (tmp_path / "runs").mkdir()
+    template = find(manifests, "Job", "trainer")["spec"]["template"]["spec"]
+    unknown = Pods(tmp_path, cluster, {"store:": "store.invalid:"}, folders)
+    looking = unknown.start(manifests, template["initContainers"][0], SHORT)
+    assert looking.wait(300) == 1
+    assert looking.text().rstrip().endswith("FAIL")
+    run = Pods(tmp_path, cluster, {"store:29400": f"localhost:{port}", "29400": str(port)}, folders)
+    run.start(manifests, store_of(manifests))
+    wait_until(lambda: is_listening(port), "store", 120)
+    looking = run.start(manifests, template["initContainers"][0], SHORT)
+    assert looking.wait(300) == 0, looking.text()
+    assert looking.text().rstrip().endswith("PASS")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(Network.why_not() is not None, reason=f"no network namespaces: {Network.why_not()}")
 def test_the_trainer_meets_in_the_etcd_of_the_overlay(tmp_path: Path, cluster: Cluster) -> None:
     """Three members with TLS by their commands, each under the name and address that a pod would have."""
