@@ -36,6 +36,7 @@ FLAGS = (
 )  # fmt: skip
 SLOW = 0.01
 """seconds a sample: about four steps a second, however many workers there are"""
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 LIVES, TRAINS = 300.0, 600.0
 """seconds, for what SLURM does and for what ends in training; a tenth of it on an idle machine"""
 
@@ -87,7 +88,7 @@ class Site:
         """Let it train to its end at full speed; every job must have been a success to SLURM."""
         self.set_pace(0.0)
         for job in jobs:
-            wait_until(lambda job=job: self.slurm.job(job)["JobState"] not in ("RUNNING", "COMPLETING"), "end", TRAINS)
+            wait_until(lambda job=job: self.slurm.job(job)["JobState"] in ENDED, "end", TRAINS)
             assert (self.slurm.job(job)["JobState"], self.slurm.job(job)["ExitCode"]) == ("COMPLETED", "0:0")
 
     def check(self, expected_hash: str) -> None:
