@@ -63,10 +63,10 @@ class Site:
         draft.replace(self._pace)
 
     def submit(self, *arguments: str) -> str:
-        given = ["--run-dir", str(self.run_dir), "--setup", self._setup(), "--cpus-per-task", "1", "--no-check"]
+        given = ["--run-dir", str(self.run_dir), "--setup", self.setup(), "--cpus-per-task", "1", "--no-check"]
         return self.slurm.submit(*given, *arguments, "--", *FLAGS, cwd=self.path, env={PACE_VARIABLE: str(self._pace)})
 
-    def _setup(self) -> str:
+    def setup(self) -> str:
         programs = programs_folder(self.path)
         return f"export PATH={shlex.quote(str(programs))}:$PATH"
 
@@ -212,7 +212,7 @@ def test_what_is_submitted_is_the_script_as_it_stands_in_the_repository(site: Si
     """`sbatch deploy/slurm/fixed.sbatch`, with nothing but its variables edited."""
     script = site.path / "fixed.sbatch"
     shutil.copy(Path(__file__).parents[2] / "deploy" / "slurm" / "fixed.sbatch", script)
-    text = script.read_text().replace("SETUP='source .venv/bin/activate'", f"SETUP={shlex.quote(site._setup())}")
+    text = script.read_text().replace("SETUP='source .venv/bin/activate'", f"SETUP={shlex.quote(site.setup())}")
     text = text.replace("FLAGS=()", "FLAGS=(--max-steps 20 --no-progress)").replace("task=4 ", "task=1 ")
     script.write_text(text)
     job = site.slurm.run(["sbatch", "fixed.sbatch"], site.path).split()[-1]
