@@ -186,7 +186,18 @@ def test_an_array_of_nodes_and_a_job_that_joins(site: Site, undisturbed_hash: st
     etcd = EtcdCluster(path, 3, host=HUB_ADDRESS, prefix=site.slurm.network.hub_prefix())
     try:
         etcd.start()
-        common = ["--nodes", "1:3", "--name", "shared", "--etcd", etcd.endpoint, "--sbatch", "exclusive"]
+        common = [
+            "--nodes",
+            "1:3",
+            "--name",
+            "shared",
+            "--etcd",
+            etcd.endpoint,
+            "--sbatch",
+            "exclusive",
+            "--workers",
+            "1",
+        ]
         array = site.submit(*common, "--array", "--allocate", "2")
         site.wait_for_world(2)
         joining = site.submit(*common, "--allocate", "1")
