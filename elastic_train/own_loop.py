@@ -41,6 +41,7 @@ from elastic_train.rules import Activity
 from elastic_train.saving import Saver
 from elastic_train.state import Stateful, TrainState
 from elastic_train.stopping import StopSignal, die_with_parent
+from elastic_train.system import require_linux
 from elastic_train.tasks import Task
 from elastic_train.torchrun import Launch
 from elastic_train.train import NO_VOTES, Outcome, StepResult, Votes, seed_model_draws
@@ -418,6 +419,7 @@ def run(
         SystemExit: training is not finished: stopped by a signal with the state saved (143, 130), or an error that
             training cannot get past (1, 2), which was told in one line. What the training function raises.
     """
+    require_linux()
     config = config or Config()
     stop = StopSignal()
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
