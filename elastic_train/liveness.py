@@ -138,6 +138,8 @@ class Watcher:
         """ranks of the present world that are out, whatever their listener says, and why"""
         self.slowest_step = 0.0
         """seconds of the slowest of the last steps: what a training thread may take before it is called stuck"""
+        self.least_patience = 0.0
+        """seconds that it may take at least, however fast the steps before were"""
         self.reason: str | None = None
         """why the present world was broken, as far as this member knows"""
         self._count = 0
@@ -184,7 +186,7 @@ class Watcher:
         """A process group of this world is about to be made: break it off if a member dies before it stands."""
         with self._lock:
             self._world, self._world_key, self._is_standing = world, key, False
-            self.verdicts, self.reason = {}, None
+            self.verdicts, self.reason, self.least_patience = {}, None, 0.0
 
     def enter(self, world: World, key: str) -> None:
         """The process group of this world stands: it is watched until `leave`."""
@@ -343,6 +345,7 @@ class Watcher:
         if world.is_spare:  # it knows nothing of how long a step takes
             return blamed or None
         patience = self._peer_timeout + 10 * self.slowest_step if self.slowest_step else 6 * self._peer_timeout
+        patience = max(patience, self.least_patience)
         beats = {
             rank: beats_by_name[member.name]
             for rank, member in enumerate(world.workers)
