@@ -70,6 +70,10 @@ def make_parser() -> argparse.ArgumentParser:
     status.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     status.add_argument("--watch", action="store_true", help="again and again, until the run has ended or Ctrl-C")
 
+    from elastic_train.check.command import add_flags
+
+    add_flags(_add(commands, "check", run_check, "whether machines can do a job, before it; also under torchrun"))
+
     drill = _add(
         commands, "drill", run_drill, "a real job on this machine, harm done to it by a seeded schedule, and an audit"
     )
@@ -124,6 +128,18 @@ def make_parser() -> argparse.ArgumentParser:
     store.add_argument("--port", type=int, default=29400, help="what --rdzv-endpoint names (default: 29400)")
     store.add_argument("--host", default="0.0.0.0", help="a name of this machine (default: any)")
 
+    etcd = _add(commands, "etcd", serve_etcd, "a local etcd cluster to try a job on, until Ctrl-C")
+    etcd.add_argument("--members", type=int, default=3, metavar="N", help="how many (default: 3, of which one may die)")
+    etcd.add_argument("--tls", action="store_true", help="with certificates of its own, for the client too")
+    etcd.add_argument("--dir", type=Path, metavar="PATH", help="leave data, logs and certificates there")
+
+    certs = _add(commands, "certs", make_certs, "certificates for an etcd cluster and its clients")
+    certs.add_argument("dir", type=Path, metavar="DIR", help="ca, server and client go there, each .pem and .key")
+    certs.add_argument("--hosts", required=True, metavar="HOST,...", help="names and addresses of the etcd servers")
+    certs.add_argument("--client", default="client", metavar="NAME", help="user name in etcd (default: client)")
+    certs.add_argument("--days", type=int, default=365, help="that server and client are valid (default: 365)")
+    certs.add_argument("--renew", action="store_true", help="replace server and client; the authority stays")
+
     bench = _add(commands, "bench", run_benchmark, "ours against what one would write by hand, interleaved in one run")
     from elastic_train.bench import BENCHMARKS
 
@@ -155,6 +171,12 @@ def show_status(arguments: argparse.Namespace) -> int:
     now = time.time()
     show(read_status(arguments.run_dir, now), now, sys.stdout)
     return 0
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    from elastic_train.check.command import run_check
+
+    return run_check(arguments)
 
 
 def run_drill(arguments: argparse.Namespace) -> int:
@@ -202,6 +224,26 @@ def serve_store(arguments: argparse.Namespace) -> int:
         started=lambda port: print(f"elastic-train: store at port {port}; end it when the job is over", flush=True),
         is_over=lambda: bool(ended),
     )
+    return 0
+
+
+def serve_etcd(arguments: argparse.Namespace) -> int:
+    if arguments.members < 1:
+        raise UsageError(f"--members {arguments.members}: must be at least 1")
+    from elastic_train.drills.etcd_command import serve_etcd
+
+    return serve_etcd(arguments)
+
+
+def make_certs(arguments: argparse.Namespace) -> int:
+    from elastic_train.certificates import make_certificates
+
+    hosts = [host.strip() for host in arguments.hosts.split(",") if host.strip()]
+    files = make_certificates(arguments.dir, hosts, client=arguments.client, days=arguments.days, renew=arguments.renew)
+    name = arguments.client
+    print(f"servers: {files.certificate('server')}, {files.key('server')}; authority: {files.ca}")
+    print(f"workers: --rdzv-conf=ca={files.ca},cert={files.certificate(name)},key={files.key(name)}")
+    print(f"keep {files.ca_key} away from all nodes: whoever has it makes certificates that they accept")
     return 0
 
 
@@ -268,7 +310,7 @@ def export_snapshot(arguments: argparse.Namespace) -> int:
         raise SnapshotError(f"{arguments.path} holds no averaged weights; --ema-decay keeps them")
     output = arguments.output or Path(f"weights.{arguments.format}")
     export_weights(weights, output, arguments.format)
-    print(f"{len(weights)} tensors of step {state['position']['step']}: {output}")
+    print(f"{len(weights)} tensors of step {state['position']['step']}: {output.absolute()}")
     return 0
 
 

@@ -117,6 +117,10 @@ class Config:
     """seconds to wait for all members when a world forms, the imports of the slowest included"""
     ledger: bool = switch()
     """also write which samples each step used, under <run-dir>/ledger"""
+    metrics_port: int | None = None
+    """answer Prometheus at this port of every node; needs the extra `metrics`"""
+    metrics_host: str = "127.0.0.1"
+    """address that --metrics-port listens at; 0.0.0.0 is every interface, with neither password nor encryption"""
     no_progress: bool = switch()
     """plain log lines instead of a progress bar (always so when stderr is no terminal)"""
     debug: bool = switch()
@@ -193,6 +197,8 @@ def check(config: Config) -> None:
         value = getattr(config, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UsageError(f"{flag(name)} {value}: must be a positive number")
+    if config.metrics_port is not None and not 1 <= config.metrics_port <= 65535:
+        raise UsageError(f"--metrics-port {config.metrics_port}: must be a port, 1 to 65535")
     if config.seed >= 2**63:
         raise UsageError(f"--seed {config.seed}: must be below 2**63")
     if config.reduction == "ordered" and config.global_batch_size % config.virtual_ranks:

@@ -243,6 +243,16 @@ class Etcd:
             key=key.encode(), target="CREATE", result=self._rpc.Compare.EQUAL, create_revision=create_revision
         )
 
+    def is_empty(self, prefix: str) -> Any:
+        """True where no key begins with `prefix`."""
+        return self._rpc.Compare(
+            key=prefix.encode(),
+            range_end=end_of(prefix),
+            target="CREATE",
+            result=self._rpc.Compare.EQUAL,
+            create_revision=0,
+        )
+
     def get_request(self, key: str) -> Any:
         return self._rpc.RequestOp(request_range=self._rpc.RangeRequest(key=key.encode()))
 
@@ -297,7 +307,7 @@ class Etcd:
             wait=lambda state: (
                 0.0
                 if state.attempt_number < len(self.connections.settings.endpoints)
-                else random.uniform(0.02, min(0.5, 0.02 * 2**state.attempt_number))
+                else random.uniform(0.02, min(0.5, 0.02 * 2 ** min(state.attempt_number, 10)))
             ),
             before_sleep=lambda _state: self.before_retry(errors[-1]),
             reraise=True,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastic_train.errors import LeftOut, StoreUnreachable
@@ -62,7 +62,7 @@ def open_job(
     check: Callable[[], None],
     say: Callable[[str], None],
 ) -> Job:
-    """The living job of a run id, or a new one. Blocks about `peer_timeout` where dead members cannot be told at once.
+    """The living job of a run id, or a new one. Blocks for the grace where dead members cannot be told at once.
 
     Args:
         check: called now and then; raises to give up.
@@ -72,7 +72,8 @@ def open_job(
     """
     key = job_key(settings, run_id)
     lease_seconds = max(MIN_LEASE_SECONDS, 2 * settings.grace)
-    deadline = time.monotonic() + 4 * peer_timeout + 60
+    patience = max(peer_timeout, settings.grace) + 1.0
+    deadline = time.monotonic() + 4 * patience + 60
     while time.monotonic() < deadline:
         check()
         entry = etcd.get(key)
@@ -87,7 +88,7 @@ def open_job(
                 etcd.revoke(lease)
                 continue
         job = read_job(entry, settings, run_id)
-        if is_over(etcd, job, peer_timeout, check):
+        if is_over(etcd, job, patience=patience, check=check):
             say(f"every worker of an earlier start of run id {run_id!r} is gone: a new start begins")
             take_away(etcd, job)
             continue
@@ -109,11 +110,12 @@ def read_job(entry: Entry, settings: EtcdSettings, run_id: str) -> Job:
     )
 
 
-def is_over(etcd: Etcd, job: Job, peer_timeout: float, check: Callable[[], None]) -> bool:
+def is_over(etcd: Etcd, job: Job, *, patience: float, check: Callable[[], None]) -> bool:
     """Whether a job has reached its end, or has a world, or is about to, and every member of it is dead.
 
-    Nobody listens any more where a process was killed, and its heart stands still. A frozen one, or one on a host that
-    is gone, is dead when its heart has not been seen to beat for `peer_timeout`.
+    Nobody listens any more where a process was killed, and its heart stands still. One that cannot be reached from here
+    may train on without etcd for as long as its grace lasts: it is dead when its heart has not been seen to beat for
+    longer.
     """
     if etcd.get(f"{job.prefix}/over") is not None:
         return True
@@ -129,7 +131,7 @@ def is_over(etcd: Etcd, job: Job, peer_timeout: float, check: Callable[[], None]
     # Perhaps it is only from here that nobody can be reached: a beating heart says more, and beats once a second.
     is_refused = all(probe(member.address) is Probe.REFUSED for member in stood.everyone)
     hearts = {f"{prefix}/beat/{member.name}" for member in stood.everyone}
-    deadline = time.monotonic() + (REFUSED_SECONDS if is_refused else peer_timeout + 1.0)
+    deadline = time.monotonic() + (REFUSED_SECONDS if is_refused else patience)
     while time.monotonic() < deadline:
         check()
         stands, beat = look()
@@ -139,13 +141,16 @@ def is_over(etcd: Etcd, job: Job, peer_timeout: float, check: Callable[[], None]
     return True
 
 
-def take_away(etcd: Etcd, job: Job) -> None:
-    """Remove a job and all its keys, if it still is the one; whoever wakes up in it can write nothing any more."""
+def take_away(etcd: Etcd, job: Job, unless_below: Sequence[str] = ()) -> None:
+    """Remove a job and all its keys, if it still is the one; whoever wakes up in it can write nothing any more.
+
+    Args:
+        unless_below: not where a key begins with one of these, as the members that live have.
+    """
     guard = job.guard
-    etcd.transact(
-        Transaction(
-            [etcd.is_created_at(guard.key, guard.create_revision)],
-            [etcd.delete_request(guard.key), etcd.delete_request(f"{job.prefix}/", is_prefix=True)],
-        )
+    conditions = [etcd.is_created_at(guard.key, guard.create_revision), *map(etcd.is_empty, unless_below)]
+    outcome = etcd.transact(
+        Transaction(conditions, [etcd.delete_request(guard.key), etcd.delete_request(f"{job.prefix}/", is_prefix=True)])
     )
-    etcd.revoke(job.lease)
+    if outcome.succeeded or not unless_below:
+        etcd.revoke(job.lease)

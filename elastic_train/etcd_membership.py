@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from elastic_train.etcd import ATTEMPT_SECONDS, Connections, Etcd
 from elastic_train.etcd_job import Job, open_job, take_away
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.etcd_store import EtcdStore, Mirror
-from elastic_train.liveness import Probe, Watcher, probe
+from elastic_train.liveness import Probe, Watcher, probe, refusing
 from elastic_train.lobby import Admission, Standing, Waiting, is_start_due, nobody, ready_nodes, standing
 from elastic_train.meeting import Sight, meet, world_of
 from elastic_train.membership import WORD_SECONDS, Change, Membership
@@ -47,6 +48,8 @@ class Seat:
     key: str
     rank: int
     admission: Admission
+    generation: int | None
+    """of the world that ends there; None before the first one"""
 
 
 class EtcdMembership(Membership):
@@ -56,6 +59,7 @@ class EtcdMembership(Membership):
     _job: Job
     _name: str | None = None
     """of this worker, once it has a heart that beats"""
+    _is_on_the_way = False
     _lobby_lease = 0
     _waiting: Waiting | None = None
     """what this worker has in the lobby, while it is there"""
@@ -83,6 +87,7 @@ class EtcdMembership(Membership):
     def _connect(self) -> tuple[EtcdStore, str]:
         settings = self._settings
         self._dead = set()
+        self._lobby_lock = threading.Lock()
         self._connections = Connections(settings)
         etcd = Etcd(self._connections, deadline=settings.grace, before_retry=self._wait_for_store)
         job = open_job(
@@ -96,7 +101,15 @@ class EtcdMembership(Membership):
         self._job = job
         self.run_prefix = job.prefix
         self._mirror = Mirror(replace(etcd, before_retry=lambda _why: None), f"{job.prefix}/")
-        return EtcdStore(etcd, lease=job.lease, guard=job.guard, mirror=self._mirror), "0"
+        store = EtcdStore(etcd, lease=job.lease, guard=job.guard, mirror=self._mirror)
+        store.put(self._presence_key, "")
+        self._is_on_the_way = True
+        return store, "0"
+
+    @property
+    def _presence_key(self) -> str:
+        """There until this worker's heart beats: whoever leaves takes the job away only where nobody is on the way."""
+        return f"{self.run_prefix}/here/{self._launch.node_id}/{self._launch.local_rank}"
 
     _next_store_word = 0.0
 
@@ -136,6 +149,7 @@ class EtcdMembership(Membership):
             self._errands,
             store_grace=self._settings.grace,
             warn=self._warn,
+            give_up=self._give_up,
         )
         me = replace(self._start_watcher(watcher, me), group_store=self._server.address)
         self._enter_lobby(me)
@@ -143,6 +157,8 @@ class EtcdMembership(Membership):
             seat = self._wait_for_seat(me)
             world = self._take(seat, me)
             if world is not None:
+                self.came_later = seat.generation is not None
+                self._dead.update({m.name for m in seat.admission.everyone} - {m.name for m in world.members})
                 self._leave_lobby()
                 self._enter(world)
                 return world
@@ -161,21 +177,24 @@ class EtcdMembership(Membership):
 
     def _renew_lobby_lease(self, store: EtcdStore) -> None:
         """Be in the lobby as long as this worker lives, and not much longer."""
-        waiting = self._waiting
-        if waiting is None or (self._lobby_lease and store.etcd.refresh(self._lobby_lease)):
-            return
-        self._lobby_lease = store.etcd.grant(max(5.0, self._peer_timeout))
-        store.under(self._lobby_lease).put(self._lobby_key, waiting.to_json())
+        with self._lobby_lock:
+            waiting = self._waiting
+            if waiting is None or (self._lobby_lease and store.etcd.refresh(self._lobby_lease)):
+                return
+            lease = store.etcd.grant(max(5.0, self._peer_timeout))
+            store.under(lease).put(self._lobby_key, waiting.to_json())
+            self._lobby_lease = lease  # not before: a lease without the key would be refreshed for ever
 
     @property
     def _lobby_key(self) -> str:
         return f"{self.prefix}/lobby/{self._launch.node_id}/{self._launch.local_rank}"
 
     def _leave_lobby(self) -> None:
-        self._waiting = None
-        if self._lobby_lease:
-            self.store.etcd.revoke(self._lobby_lease)
-            self._lobby_lease = 0
+        with self._lobby_lock:
+            self._waiting = None
+            if self._lobby_lease:
+                self.store.etcd.revoke(self._lobby_lease)
+                self._lobby_lease = 0
 
     def _wait_for_seat(self, me: Member) -> Seat:
         next_word = time.monotonic() + WORD_SECONDS
@@ -188,14 +207,14 @@ class EtcdMembership(Membership):
             key, admission = stands.key, stands.admission
             names = [member.name for member in stands.everyone] if admission is not None else []
             if admission is not None and me.name in names:
-                return Seat(key, names.index(me.name), admission)
+                return Seat(key, names.index(me.name), admission, stands.generation)
             if admission is not None:
                 if self._are_dead(admission.everyone):
-                    self.store.create(f"{key}/next", nobody(admission.everyone).to_json())
+                    self.store.create(f"{key}/next", nobody(admission.everyone, stands.generation).to_json())
             elif not stands.members:
                 self._consider_start(key)
             elif self._are_dead(stands.members):
-                ready = self._ready_members()
+                ready = self._without_dead(self._ready_members())
                 if me.name in {member.name for member in ready}:
                     self._create_admission(key, Admission(stands.members, ready))
             now = time.monotonic()
@@ -219,6 +238,9 @@ class EtcdMembership(Membership):
             TaskMismatch: because its flags, data or versions are others.
         """
         everyone, size = seat.admission.everyone, len(seat.admission.present)
+        # Where those who train are all dead, nobody else says how far the generations have come.
+        seen = [generation for generation in (seat.generation, me.max_generation) if generation is not None]
+        me = replace(me, max_generation=max(seen, default=None))
         self.watcher.observe(everyone)
         joined: dict[int, Member] = {}
 
@@ -235,8 +257,9 @@ class EtcdMembership(Membership):
         meeting = meet(self.store, seat.key, seat.rank, len(everyone), me, sight, fits, joined)
         decision, _ = self._drive(meeting, math.inf)
         world = world_of(decision, joined, seat.rank, self._max_world_size)
-        if world is None and decision.ranks:
-            require_agreement(me.agreement, joined[decision.ranks[0]].agreement, joined[decision.ranks[0]].name)
+        first = joined.get(decision.ranks[0]) if decision.ranks else None
+        if world is None and first is not None:
+            require_agreement(me.agreement, first.agreement, first.name)
         return world
 
     def _check_fatal(self) -> None:
@@ -292,38 +315,53 @@ class EtcdMembership(Membership):
     def _waiting_workers(self) -> list[Waiting]:
         return [Waiting.from_json(text) for _, text in sorted(self._mirror.below(f"{self.prefix}/lobby/").items())]
 
-    def _ready_members(self, present: tuple[Member, ...] = (), room: int | None = None) -> tuple[Member, ...]:
-        """The workers of up to `room` ready nodes; those of which nobody listens any more have just died."""
+    def _ready_members(self, present: tuple[Member, ...] = ()) -> tuple[Member, ...]:
+        """The workers of as many ready nodes as there is room for beside `present`."""
         nodes = ready_nodes(self._waiting_workers(), {member.name for member in present})
-        alive = [node for node in nodes if all(probe(member.address) is not Probe.REFUSED for member in node)]
-        limit = self._settings.max_nodes if room is None else room
-        return tuple(member for node in alive[:limit] for member in node)
+        room = max(0, self._settings.max_nodes - len({member.node for member in present}))
+        return tuple(member for node in nodes[:room] for member in node)
+
+    def _without_dead(self, ready: tuple[Member, ...]) -> tuple[Member, ...]:
+        """Those of whose nodes nobody has just died. Blocks up to PROBE_SECONDS."""
+        gone = {member.node for member in refusing(ready)}
+        return tuple(member for member in ready if member.node not in gone)
 
     def _consider_start(self, key: str) -> None:
-        settings = self._settings
         members = self._ready_members()
-        num_ready = len({member.node for member in members})
-        now = time.monotonic()
-        if num_ready < settings.min_nodes:
+        if len({member.node for member in members}) < self._settings.min_nodes:
             self._enough_since = None
             return
-        if self._enough_since is None:
-            self._enough_since = now
-        if is_start_due(
-            num_ready,
-            min_nodes=settings.min_nodes,
-            max_nodes=settings.max_nodes,
-            seconds_enough=now - self._enough_since,
-            last_call=settings.last_call,
-        ):
-            self._create_admission(key, Admission((), members))
+        self._enough_since = self._enough_since or time.monotonic()
+        if not self._is_start_due(members):
+            return
+        alive = self._without_dead(members)
+        if self._is_start_due(alive):
+            self._create_admission(key, Admission((), alive))
+        else:
+            time.sleep(0.2)  # the dead one's place in the lobby runs out in a while
+
+    def _is_start_due(self, members: tuple[Member, ...]) -> bool:
+        assert self._enough_since is not None
+        return is_start_due(
+            len({member.node for member in members}),
+            min_nodes=self._settings.min_nodes,
+            max_nodes=self._settings.max_nodes,
+            seconds_enough=time.monotonic() - self._enough_since,
+            last_call=self._settings.last_call,
+        )
 
     def _are_dead(self, members: tuple[Member, ...]) -> bool:
-        """Whether the hearts of all of them stand still, so that those who wait go on without them."""
+        """Whether the hearts of all of them stand still, so that those who wait go on without them.
+
+        Somebody who cannot be reached may train on without etcd for as long as its grace lasts.
+        """
         if self._observed != members:
             self.watcher.observe(members)
             self._observed = members
-        return all(self.watcher.age(member) > self._peer_timeout + 1.0 for member in members)
+        silence = min((self.watcher.age(member) for member in members), default=math.inf) - 1.0
+        if silence <= self._peer_timeout:
+            return False
+        return silence > self._settings.grace or all(probe(member.address) is Probe.REFUSED for member in members)
 
     # --- on the watcher's thread --------------------------------------------------------------------------------------
 
@@ -331,6 +369,9 @@ class EtcdMembership(Membership):
         """Once a second: keep the leases, see who waits to be taken in, and sweep up behind worlds that are over."""
         store, now = self.watcher.store, time.monotonic()
         assert isinstance(store, EtcdStore)
+        if self._is_on_the_way:  # no more: the heart has begun to beat
+            store.etcd.delete(self._presence_key)
+            self._is_on_the_way = False
         if now >= self._next_keep:
             self._job.keep(store.etcd)
             self._renew_lobby_lease(store)
@@ -355,11 +396,14 @@ class EtcdMembership(Membership):
         key = self._key_of(world)  # not self._key: the training thread may be a world further
         text = store.get(f"{key}/admit")
         if text is None:
-            ready = self._ready_members(world.members, self._settings.max_nodes - world.num_nodes)
+            ready = self._ready_members(world.members)
             names, now = tuple(member.name for member in ready), time.monotonic()
             if names != self._ready[0]:
                 self._ready = (names, now)
             if not ready or now - self._ready[1] < SETTLE_SECONDS:
+                return
+            ready = self._without_dead(ready)
+            if not ready:
                 return
             text = store.create(f"{key}/admit", Admission(world.members, ready).to_json())
         if Admission.from_json(text).new:
@@ -367,23 +411,37 @@ class EtcdMembership(Membership):
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
+    def _last_words(self) -> EtcdStore:
+        """The store for a worker that ends, told to or not: it waits for no long answer, and nothing stops its word."""
+        return self.store.with_patience(CLOSE_SECONDS, CLOSE_SECONDS / 2, lambda _why: None)
+
+    def leave(self, world: World, reason: str) -> None:
+        store, self.store = self.store, self._last_words()
+        try:
+            super().leave(world, reason)
+        except StoreUnreachable as error:  # then the others lose it as a peer
+            self._warn(f"{error}; the others are not told that this worker leaves")
+        finally:
+            self.store = store
+
     def release_agents(self, world: World) -> None:
         """At the end of training: tell those who wait in the lobby. No agent waits for another one here."""
         if world.rank == 0:
-            self._forget_dead(self.store)
-            self.store.put(f"{self.run_prefix}/over", "finished")
+            store = self._last_words()
+            self._forget_dead(store)
+            store.put(f"{self.run_prefix}/over", "finished")
 
     def close(self) -> None:
         """Leave nothing behind: the last one out takes the job away. Not long where etcd does not answer."""
         super().close()
-        store = self.store.with_patience(CLOSE_SECONDS, CLOSE_SECONDS / 2, lambda _why: None)
+        store = self._last_words()
         with suppress(StoreUnreachable, StoreRefused, LeftOut):
             if self._lobby_lease:
                 store.etcd.revoke(self._lobby_lease)
             if self._name is not None:
                 store.etcd.delete(f"{self.prefix}/beat/{self._name}")
-            self._forget_dead(store)  # one that died in this very second has left its heart's last beat
-            if not store.etcd.below(f"{self.prefix}/beat/")[0]:
-                take_away(store.etcd, self._job)
+            self._forget_dead(store)  # one that died in this very second
+            store.etcd.delete(self._presence_key)
+            take_away(store.etcd, self._job, unless_below=(f"{self.run_prefix}/here/", f"{self.prefix}/beat/"))
         self._mirror.close()
         self._connections.close()

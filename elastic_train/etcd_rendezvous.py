@@ -37,7 +37,7 @@ from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable, first_
 from elastic_train.etcd import Connections, Etcd
 from elastic_train.etcd_job import open_job, take_away
 from elastic_train.etcd_settings import EtcdSettings
-from elastic_train.etcd_store import EtcdStore, Mirror
+from elastic_train.etcd_store import MIRROR_LAG_SECONDS, EtcdStore, Mirror
 from elastic_train.process_group import GroupStoreServer, address_towards_any
 from elastic_train.torchrun import exit_barrier_keys
 
@@ -105,6 +105,7 @@ class AgentsHandler(RendezvousHandler):
         self._address = parameters.local_addr or address_towards_any(settings.endpoints)
         self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
         self._lease = 0
+        self._lease_lock = threading.Lock()
         self._round = -1
         """the newest round that this node is, or was, of"""
         self._members: tuple[str, ...] = ()
@@ -149,9 +150,11 @@ class AgentsHandler(RendezvousHandler):
             raise RendezvousConnectionError(f"etcd has not answered for {silence:.0f} s")
         if self._newest_round()[0] > self._round:
             return 1  # the others have gone on without this node: it was taken for dead
-        return num_waiting(
-            self._node, self._members, self._names("nodes"), self._names("waiting"), self._settings.max_nodes
-        )
+        decided = self._mirror.get(f"{self._prefix}/rounds/{self._round}")
+        # Who waited for this very round may not have been able to take that back yet.
+        again = self._names("waiting", since=decided.create_revision if decided is not None else 0)
+        waiting = [node for node in self._names("waiting") if node in again or node not in self._members]
+        return num_waiting(self._node, self._members, self._names("nodes"), waiting, self._settings.max_nodes)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Blocks until this node is in a round.
@@ -166,8 +169,9 @@ class AgentsHandler(RendezvousHandler):
                 self._keep_leases()
                 self._keeper.start()
             while True:
-                members, number = self._wait_for_round(time.monotonic() + join_seconds)
-                info = self._enter_round(members, number)
+                deadline = time.monotonic() + join_seconds
+                members, number = self._wait_for_round(deadline)
+                info = self._enter_round(members, number, deadline)
                 if info is not None:
                     return info
         except (StoreUnreachable, StoreRefused, LeftOut) as error:
@@ -176,6 +180,8 @@ class AgentsHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         """Leave, and leave nothing behind; the last one takes the job away."""
         self._is_ending.set()
+        if self._keeper.is_alive():  # or it would take the lease anew that is ended here
+            self._keeper.join(2 * FAREWELL_SECONDS)
         with suppress(StoreUnreachable, StoreRefused, LeftOut):
             store = self._store.with_patience(FAREWELL_SECONDS, FAREWELL_SECONDS / 2, lambda _why: None)
             if self._lease:
@@ -185,8 +191,6 @@ class AgentsHandler(RendezvousHandler):
                 self._mirror.wait_for_change(0.1)
             if not store.etcd.below(f"{self._prefix}/nodes/")[0]:
                 take_away(store.etcd, self._job)
-        if self._keeper.is_alive():
-            self._keeper.join(2 * FAREWELL_SECONDS)
         self._mirror.close()
         self._connections.close()
         return True
@@ -196,7 +200,7 @@ class AgentsHandler(RendezvousHandler):
     def _wait_for_round(self, deadline: float) -> tuple[tuple[str, ...], int]:
         """Wait until a new round is decided that this node is in: (its nodes by rank, its number)."""
         settings, store = self._settings, self._store
-        before = self._newest_round()[0]
+        before = self._round  # not the newest one: that may have been decided with this node in it meanwhile
         self._put_waiting()
         enough_since: float | None = None
         while True:
@@ -238,7 +242,7 @@ class AgentsHandler(RendezvousHandler):
             self._keep_leases()
             self._store.under(self._lease).put(key, self._address)
 
-    def _enter_round(self, members: tuple[str, ...], number: int) -> RendezvousInfo | None:
+    def _enter_round(self, members: tuple[str, ...], number: int, deadline: float) -> RendezvousInfo | None:
         """Meet at the store of the round's rank 0; None if that one is gone, and there will be another round."""
         store, rank = self._store, members.index(self._node)
         self._round, self._members, self._arrived_for = number, members, set()
@@ -257,6 +261,8 @@ class AgentsHandler(RendezvousHandler):
                 break
             if members[0] not in self._names("nodes") or self._newest_round()[0] > number:
                 return None
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(f"the agent of rank 0 of round {number} has not come to it")
             self._mirror.wait_for_change(0.1)
         host, port = json.loads(text)
         timeout = timedelta(seconds=int(self._parameters.get_as_int("read_timeout", READ_SECONDS) or READ_SECONDS))
@@ -279,9 +285,10 @@ class AgentsHandler(RendezvousHandler):
         number = max(int(key.rpartition("/")[2]) for key in rounds)
         return number, tuple(json.loads(rounds[f"{self._prefix}/rounds/{number}"]))
 
-    def _names(self, what: str) -> list[str]:
-        """The nodes below `nodes/` or `waiting/`, in the order in which they came."""
-        return [key.rpartition("/")[2] for key in self._mirror.below(f"{self._prefix}/{what}/", by_age=True)]
+    def _names(self, what: str, since: int = 0) -> list[str]:
+        """The nodes below `nodes/` or `waiting/`, in the order in which they came; those that did after `since`."""
+        found = self._mirror.below(f"{self._prefix}/{what}/", by_age=True, since=since)
+        return [key.rpartition("/")[2] for key in found]
 
     def _others_of_round(self) -> list[str]:
         alive = self._names("nodes")
@@ -293,6 +300,8 @@ class AgentsHandler(RendezvousHandler):
         while not self._is_ending.wait(min(1.0, self._lease_seconds / 3)):
             try:
                 self._keep_leases()
+                if not self._mirror.wait_for_known(MIRROR_LAG_SECONDS):  # its member of etcd is frozen, or gone
+                    self._mirror.reconnect()
                 self._arrive_for_the_dead()
             except StoreUnreachable:
                 continue  # num_nodes_waiting() says when that has lasted too long
@@ -305,9 +314,13 @@ class AgentsHandler(RendezvousHandler):
         attempt = min(2.0, self._lease_seconds / 4)
         store = self._store.with_patience(self._lease_seconds / 2, attempt, lambda _why: None)
         self._job.keep(store.etcd)
-        if not self._lease or not store.etcd.refresh(self._lease):
-            self._lease = store.etcd.grant(self._lease_seconds)
-            store.under(self._lease).put(f"{self._prefix}/nodes/{self._node}", self._address)
+        with self._lease_lock:
+            lease = self._lease
+            if not lease or not store.etcd.refresh(lease):
+                lease = store.etcd.grant(self._lease_seconds)
+            # Every time, also where it stands there: what comes back tells that the mirror's stream is alive.
+            store.under(lease).put(f"{self._prefix}/nodes/{self._node}", self._address)
+            self._lease = lease  # not before: a lease without the key would be refreshed for ever
         self._last_answer = time.monotonic()
 
     def _arrive_for_the_dead(self) -> None:
@@ -320,12 +333,14 @@ class AgentsHandler(RendezvousHandler):
         dead = {node for node in members if node not in alive} - self._arrived_for
         if group is None or not dead or next((node for node in members if node in alive), None) != self._node:
             return
+        self._arrived_for |= dead
+        if members[0] in dead:  # the barrier was there, and whoever waited has been told by its end
+            return
         counter, flag = exit_barrier_keys(self.get_run_id(), number)
         with suppress(RuntimeError):  # its server is gone, and whoever waits there has been told by that
             store = group.clone() if isinstance(group, TCPStore) else group
             if store.add(counter, len(dead)) >= len(members):
                 store.set(flag, "everybody who lives has arrived")
-            self._arrived_for |= dead
 
 
 def _nothing() -> None:

@@ -209,12 +209,15 @@ class Mirror:
     def get(self, key: str) -> Entry | None:
         return self._entries.get(key)
 
-    def below(self, prefix: str, *, by_age: bool = False) -> dict[str, str]:
-        """The texts of all keys that begin with `prefix`; in the order of their creation, if asked for."""
+    def below(self, prefix: str, *, by_age: bool = False, since: int = 0) -> dict[str, str]:
+        """The texts of all keys that begin with `prefix` and were changed after revision `since`; in the order of
+        their creation, if asked for."""
         with self._changed:
             if self._crash is not None:
                 raise self._crash
-            found = [entry for key, entry in self._entries.items() if key.startswith(prefix)]
+            found = [
+                entry for key, entry in self._entries.items() if key.startswith(prefix) and entry.mod_revision > since
+            ]
         if by_age:
             found.sort(key=lambda entry: entry.create_revision)
         return {entry.key: text_of(entry) or "" for entry in found}

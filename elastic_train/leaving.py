@@ -54,7 +54,8 @@ class WaysOut:
         if outcome == "already_finished":
             reporter.say(
                 f"the run in {worker.directory.path} is finished: {state.step} steps{accuracy}. Nothing left to do; "
-                "--epochs N trains on, --fresh starts anew"
+                f"a larger {'--epochs' if worker.config.max_steps is None else '--max-steps'} trains on, "
+                "--fresh starts anew"
             )
         else:
             summary = json.loads(data)
@@ -87,7 +88,7 @@ class WaysOut:
         self._saver.wait()
         dist.barrier()  # nobody's agent may end a node whose leader is still writing
         self._membership.watcher.leave()
-        return self._say_stopped("for the nodes that join" if is_join else "")
+        return self._say_stopped(is_join=is_join)
 
     def _is_join_pending(self) -> bool:
         try:
@@ -104,7 +105,7 @@ class WaysOut:
                 self._saver.save_and_wait(self._worker.state)
         with suppress(OwnershipLost):  # the others may be a generation further
             self._saver.wait()
-        return self._say_stopped("")
+        return self._say_stopped(is_join=False)
 
     def leave(self, world: World) -> int:
         """This node alone was told to stop; the step in hand is committed and the others have the state."""
@@ -118,16 +119,17 @@ class WaysOut:
         worker.reporter.speak(f"{what} leaves at step {worker.state.step}; the others go on")
         return 128 + (worker.stop.signum or signal.SIGTERM)
 
-    def _say_stopped(self, why: str) -> int:
+    def _say_stopped(self, *, is_join: bool) -> int:
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
         signum = worker.stop.signum or signal.SIGTERM
         reporter.events.write("signal", signal=signal.Signals(signum).name)
         reporter.events.write("done", outcome="stopped")
-        reporter.say_for_node(f"stopped at step {state.step} {why}".rstrip())
-        what = why or "the same command continues from here"
+        what = "starts again" if is_join else f"stopped by {signal.Signals(signum).name}"
+        reporter.say_for_node(f"{what} at step {state.step}")
+        why = ", for the nodes that join" if is_join else "; the same command continues from here"
         reporter.say(
-            f"stopped by {signal.Signals(signum).name} at step {state.step} (epoch {state.epoch + 1} of "
-            f"{worker.config.epochs}, {state.samples_done} of {state.length} samples); {what}"
+            f"{what} at step {state.step} (epoch {state.epoch + 1} of {worker.config.epochs}, {state.samples_done} of "
+            f"{state.length} samples){why}"
         )
         return 128 + signum
 

@@ -17,7 +17,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 from elastic_train.errors import StoreUnreachable
@@ -95,6 +95,9 @@ class Watcher:
             it `peer_timeout`, and a world of one goes on. Such a store writes what it is told to several disks and
             keeps the past for a while: hearts beat more slowly there.
         warn: told once when the store is away, and once when it is back, while training goes on.
+        give_up: ends the process, where the training thread still waits for a collective of a broken world after all
+            the time that a step may take. gloo can lose the end of a send together with its connection: seen in
+            `waitSend` of a worker that had been frozen.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Watcher:
         monotonic: Callable[[], float] = time.monotonic,
         store_grace: float | None = None,
         warn: Callable[[str], None] = lambda _message: None,
+        give_up: Callable[[str], None] = lambda _message: None,
     ) -> None:
         self.store = store
         self._prefix = prefix
@@ -121,6 +125,8 @@ class Watcher:
         self._has_grace = store_grace is not None
         self._store_grace = peer_timeout if store_grace is None else store_grace
         self._warn = warn
+        self._give_up = give_up
+        self._broken_at: float | None = None
         self._has_warned = False
         self._monotonic = monotonic
         self.listener = Listener(me.address[0])
@@ -186,6 +192,7 @@ class Watcher:
         """A process group of this world is about to be made: break it off if a member dies before it stands."""
         with self._lock:
             self._world, self._world_key, self._is_standing = world, key, False
+            self._broken_at = None
             self.verdicts, self.reason, self.least_patience = {}, None, 0.0
 
     def enter(self, world: World, key: str) -> None:
@@ -202,7 +209,7 @@ class Watcher:
     def leave(self) -> None:
         """The world is over: nothing is cut from now on."""
         with self._lock:
-            self._world = None
+            self._world = self._broken_at = None
         self.do(Activity.FORM)
 
     def sight(self, member: Member, rank: int, patience_is_over: bool) -> Sight:
@@ -264,6 +271,7 @@ class Watcher:
                     raise  # no collective to break off: the training thread meets it at its next step
             with contextlib.suppress(StoreUnreachable):  # a client that once got no answer gives none again
                 self.store = self.store.clone()
+        self._end_if_stuck()
 
     def _note_answer(self) -> None:
         if self._has_warned:
@@ -328,11 +336,15 @@ class Watcher:
         return beats
 
     def _find_dead(self, world: World) -> dict[int, str] | None:
-        dead = {
-            rank: f"{member.name} (rank {rank}) died before its first step"
-            for rank, member in enumerate(world.workers)
-            if rank != world.rank and probe(member.address) is Probe.REFUSED
-        }
+        dead = {}
+        for rank, member in enumerate(world.workers):
+            silence = self.age(member)
+            if rank == world.rank:
+                continue
+            if probe(member.address) is Probe.REFUSED:
+                dead[rank] = f"{member.name} (rank {rank}) died before its first step"
+            elif silence > self._peer_timeout:  # frozen, while others wait for an answer of its
+                dead[rank] = f"{member.name} (rank {rank}) was silent for {silence:.1f} s before its first step"
         return dead or None
 
     def _judge(self, world: World, beats_by_name: Mapping[str, Beat]) -> dict[int, str] | None:
@@ -344,8 +356,7 @@ class Watcher:
                 blamed[rank] = f"{member.name} (rank {rank}) was silent for {silence:.1f} s"
         if world.is_spare:  # it knows nothing of how long a step takes
             return blamed or None
-        patience = self._peer_timeout + 10 * self.slowest_step if self.slowest_step else 6 * self._peer_timeout
-        patience = max(patience, self.least_patience)
+        patience = self._patience
         beats = {
             rank: beats_by_name[member.name]
             for rank, member in enumerate(world.workers)
@@ -357,10 +368,29 @@ class Watcher:
             return blamed
         return None
 
+    @property
+    def _patience(self) -> float:
+        """Seconds that a training thread may take before it is called stuck."""
+        patience = self._peer_timeout + 10 * self.slowest_step if self.slowest_step else 6 * self._peer_timeout
+        return max(patience, self.least_patience)
+
+    def _end_if_stuck(self) -> None:
+        (activity, since), broken_at = self._activity, self._broken_at
+        if broken_at is None or activity is not Activity.REDUCE:
+            return
+        waited = self._monotonic() - max(since, broken_at)
+        if waited > self._patience:
+            self._give_up(
+                f"the others went on without this worker ({self.reason}), and a collective of theirs has not ended "
+                f"here in {waited:.0f} s: this worker ends"
+            )
+
     def _break_off(self, world: World, verdicts: dict[int, str]) -> None:
         with self._lock:
             if self._world is not world:
                 return  # the training thread has left it meanwhile
+            if self._broken_at is None:
+                self._broken_at = self._monotonic()
             self.verdicts = verdicts
             if self.reason is None:
                 self.reason = "; ".join(verdicts.values()) or "a member has left the world"
@@ -379,20 +409,28 @@ def parse_broken(text: str) -> dict[int, str]:
     return {int(rank): why for rank, why in json.loads(text).items()}
 
 
+def refusing(members: Sequence[Member]) -> list[Member]:
+    """Those at whose address nobody listens: their processes are gone. Blocks up to PROBE_SECONDS."""
+    return [member for member, found in zip(members, probe_all(members), strict=True) if found is Probe.REFUSED]
+
+
 def unreachable_members(world: World) -> tuple[int, ...]:
-    """Ranks whose listener does not answer; for when a world broke and nobody is known to be dead. All at once."""
-    results: dict[int, Probe] = {}
+    """Ranks whose listener does not answer; for when a world broke and nobody is known to be dead."""
+    others = [rank for rank in range(world.world_size) if rank != world.rank]
+    results = probe_all([world.members[rank] for rank in others])
+    return tuple(rank for rank, found in zip(others, results, strict=True) if found is Probe.SILENT)
 
-    def look(rank: int, member: Member) -> None:
-        results[rank] = probe(member.address)
 
-    threads = [
-        threading.Thread(target=look, args=(rank, member), daemon=True)
-        for rank, member in enumerate(world.members)
-        if rank != world.rank
-    ]
+def probe_all(members: Sequence[Member]) -> list[Probe]:
+    """All at once. Blocks up to PROBE_SECONDS."""
+    results = [Probe.SILENT] * len(members)
+
+    def look(index: int) -> None:
+        results[index] = probe(members[index].address)
+
+    threads = [threading.Thread(target=look, args=(index,), daemon=True) for index in range(len(members))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(2 * PROBE_SECONDS)
-    return tuple(sorted(rank for rank in range(world.world_size) if results.get(rank) is Probe.SILENT))
+    return results

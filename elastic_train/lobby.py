@@ -12,6 +12,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from elastic_train.errors import FormationFailed
 from elastic_train.meeting import Decision
 from elastic_train.rules import next_generation
 from elastic_train.world import Member
@@ -95,6 +96,8 @@ class Standing:
     """who is in it; nobody before the first one, and where all who should have formed it died"""
     admission: Admission | None
     """whom the next one takes in, where that is decided"""
+    generation: int | None
+    """of that world; None before the first one"""
 
     @property
     def everyone(self) -> tuple[Member, ...]:
@@ -107,14 +110,24 @@ def standing(prefix: str, texts: Mapping[str, str]) -> Standing:
 
     Args:
         texts: the values of all keys below `prefix`, by key.
+
+    Raises:
+        FormationFailed: the decisions contradict each other, and have no end.
     """
     key, members = f"{prefix}/start", tuple[Member, ...]()
+    generation: int | None = None
     while True:
         text = texts.get(f"{key}/admit")
         admission = Admission.from_json(text) if text is not None and f"{key}/next" not in texts else None
         if f"{key}/next" not in texts:
-            return Standing(key, members, admission)
+            return Standing(key, members, admission, generation)
         decision = Decision.from_json(texts[f"{key}/next"])
+        if generation is not None and decision.generation <= generation:
+            raise FormationFailed(
+                f"below {prefix} in etcd generation {decision.generation} follows {generation}: please report this, "
+                "and give another --rdzv-id"
+            )
+        generation = decision.generation
         following = f"{prefix}/world-{decision.generation}"
         if f"{following}/next" not in texts and text is not None:  # what is older has been swept up
             everyone = Admission.from_json(text).everyone
@@ -122,7 +135,11 @@ def standing(prefix: str, texts: Mapping[str, str]) -> Standing:
         key = following
 
 
-def nobody(everyone: Sequence[Member]) -> Decision:
-    """The decision for members who died before they could make one: an empty world, so that others can go on."""
-    generation = next_generation([member.max_generation for member in everyone])
+def nobody(everyone: Sequence[Member], after: int | None) -> Decision:
+    """The decision for members who died before they could make one: an empty world, so that others can go on.
+
+    Args:
+        after: the generation of the world that they should have followed; None if there was none.
+    """
+    generation = next_generation([after, *(member.max_generation for member in everyone)])
     return Decision(generation, ranks=(), lost=tuple(range(len(everyone))), left=())

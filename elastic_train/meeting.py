@@ -112,8 +112,10 @@ def meet(
     unknown = [other for other in decided.ranks if other not in joined]
     yield ()
     for other, value in zip(unknown, store.get_many([f"{key}/join/{r}" for r in unknown]), strict=True):
-        assert value is not None, "a member is on the list only after it has joined"
-        joined[other] = Member.from_json(value)
+        if value is not None:
+            joined[other] = Member.from_json(value)
+        # A member is on the list only after it has joined; who comes late and is not on it may find all swept up.
+        assert value is not None or rank not in decided.ranks
     return decided, joined
 
 

@@ -109,6 +109,8 @@ class Membership:
         self._watcher: Watcher | None = None
         self._world: World | None = None
         self._dead_agents: frozenset[tuple[str, int]] = frozenset()
+        self.came_later = False
+        """whether others of this job trained before this worker was taken in, with no restart of all in between"""
         self.is_join_pending = False
         """whether nodes wait to be let in, by the watcher's last look"""
 
@@ -231,7 +233,15 @@ class Membership:
             Refused: this worker's flags, data or versions are not those of the run; names both values.
             FormationFailed: not all came in time.
         """
-        watcher = Watcher(self.store.clone(), self.prefix, me, self._peer_timeout, self.sockets.shut, self._errands)
+        watcher = Watcher(
+            self.store.clone(),
+            self.prefix,
+            me,
+            self._peer_timeout,
+            self.sockets.shut,
+            self._errands,
+            give_up=self._give_up,
+        )
         me = self._start_watcher(watcher, me)
         reference = self.published("agreement")
         agreement = json.loads(reference) if reference is not None else None
@@ -267,6 +277,11 @@ class Membership:
             raise LeftOut("the others formed a world without this worker: it came too late")
         self._enter(world)
         return world
+
+    def _give_up(self, why: str) -> None:
+        """On the watcher's thread: the training thread cannot be reached any more."""
+        self._warn(why)
+        os._exit(1)
 
     def _start_watcher(self, watcher: Watcher, me: Member) -> Member:
         me = replace(me, address=watcher.listener.address)

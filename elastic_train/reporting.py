@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import sys
 import threading
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_train.events import EventLog, Ledger, file_name, newest_events
+from elastic_train.metrics import Metrics, Snapshot
+from elastic_train.rate import Rate
 from elastic_train.state import TrainState
 from elastic_train.world import World
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 REFRESH_SECONDS = 0.1
-SMOOTHING_SECONDS = 3.0
 LOG_LINE_SECONDS = 10.0
 SCALARS_SECONDS = 0.2
 SCALARS_DELAY_SECONDS = 3.0
@@ -34,6 +34,8 @@ class Reporter:
     ) -> None:
         self.events = events
         self.ledger = ledger
+        self.metrics: Metrics | None = None
+        """what Prometheus is told, if anything"""
         self._tensorboard_dir = tensorboard_dir
         self._wants_bar = wants_bar and sys.stderr.isatty()
         self._world: World | None = None
@@ -57,6 +59,8 @@ class Reporter:
         self._world = world
         self._first_step = state.step + 1
         self._rate.restart()
+        if self.metrics is not None:
+            self.metrics.enter(world, state)
         if world.rank != 0:
             self._close_display()
             return
@@ -99,6 +103,8 @@ class Reporter:
     def step(self, state: TrainState, loss: float, *, epoch: int, samples: int) -> None:
         """A step was committed: `samples` is its size, `epoch` the one that it belongs to."""
         self.events.step = state.step
+        if self.metrics is not None:
+            self.metrics.step(state, loss, samples)
         if self._world is None or self._world.rank != 0:
             return
         self.write_commit(state)
@@ -167,6 +173,8 @@ class Reporter:
 
     def snapshot(self, *, step: int, path: Path, num_bytes: int, stall_seconds: float, total_seconds: float) -> None:
         self._last_snapshot_step = step
+        if self.metrics is not None:
+            self.metrics.snapshot(Snapshot(time.time(), step, num_bytes, stall_seconds, total_seconds))
         self.events.write(
             "snapshot",
             path=str(path),
@@ -189,33 +197,11 @@ class Reporter:
 
     def close(self) -> None:
         self._close_display()
+        if self.metrics is not None:
+            self.metrics.close()
         self.events.close()
         if self.ledger is not None:
             self.ledger.close()
-
-
-class Rate:
-    """Samples per second over the last few refreshes, smoothed so that a person can read it."""
-
-    def __init__(self) -> None:
-        self.per_second = 0.0
-        self._samples = 0
-        self._since = time.monotonic()
-
-    def restart(self) -> None:
-        self._samples, self._since, self.per_second = 0, time.monotonic(), 0.0
-
-    def add(self, samples: int) -> None:
-        self._samples += samples
-
-    def update(self, now: float) -> None:
-        elapsed = now - self._since
-        if elapsed <= 0:
-            return
-        current = self._samples / elapsed
-        weight = 1.0 if self.per_second == 0.0 else 1.0 - math.exp(-elapsed / SMOOTHING_SECONDS)
-        self.per_second += weight * (current - self.per_second)
-        self._samples, self._since = 0, now
 
 
 class ProgressBar:

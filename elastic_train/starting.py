@@ -95,13 +95,16 @@ class Start:
             has_stood_by: this worker was a spare of others who trained, and who are all gone.
 
         Raises:
-            FormationFailed: it was, and no snapshot of what they trained can be seen.
+            FormationFailed: it was, or it waited to be taken in by such, and no snapshot of their run can be seen.
             TaskMismatch, SnapshotError: as restore.restore().
         """
         worker, state = self._worker, self._worker.state
-        if has_stood_by:
-            self._look()
-        are_successors = any(gather_json(has_stood_by))
+        if has_stood_by or self._membership.came_later:
+            self._look()  # what was there before has been pruned since
+        is_successor = has_stood_by or (
+            self._membership.came_later and self._membership.published("run_uid") is not None
+        )
+        are_successors = any(gather_json(is_successor))
         restored = restore(
             state,
             world,

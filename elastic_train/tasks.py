@@ -107,9 +107,19 @@ class Task:
         return outputs
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean over the batch's samples, a scalar to differentiate. The default is the cross-entropy."""
+        """The mean over the batch's samples, a scalar to differentiate. The default is the cross-entropy.
+
+        Raises:
+            UsageError: the default, for a model with a single output: its cross-entropy is 0 whatever it is.
+        """
         inputs, labels = batch
-        return F.cross_entropy(self.forward(model, inputs), labels)
+        outputs = self.forward(model, inputs)
+        if outputs.ndim == 2 and outputs.shape[1] == 1:
+            raise UsageError(
+                f"the loss of {self.name} is the default, the cross-entropy over classes, and its model has one "
+                "output: give the task a loss(self, model, batch)"
+            )
+        return F.cross_entropy(outputs, labels)
 
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Sums over the batch's samples, scalars, with the same names for every batch. Called without gradients.

@@ -153,6 +153,8 @@ def launches_elastic_train(arguments: Sequence[str], environ: Mapping[str, str])
     program = command.program or ""
     if "module" in command.options or environ.get("PET_MODULE", "0") == "1":
         return re.fullmatch(r"elastic_train(\..+)?", program) is not None or _imports_us(_module_file(program))
+    if Path(program).name == "elastic-train":  # torchrun --no-python elastic-train check
+        return True
     return program.endswith(".py") and _imports_us(Path(program))
 
 
@@ -301,12 +303,25 @@ class Launch:
 
 def endpoint_of_agent(agent_pid: int, environ: Mapping[str, str]) -> str | None:
     """The c10d endpoint by the agent's command line: for packages on a path, where no hook is installed."""
+    arguments = arguments_of_agent(agent_pid)
+    return plan_agent(arguments, environ).environment.get(ENDPOINT_VARIABLE) if arguments else None
+
+
+def max_nodes_of(launch: Launch, environ: Mapping[str, str]) -> int:
+    """How many nodes the job may have: by --nnodes, without torchrun those that there are."""
+    if launch.etcd is not None:
+        return launch.etcd.max_nodes
+    if launch.agent_pid is None:
+        return launch.num_nodes
+    return parse_nnodes(option(arguments_of_agent(launch.agent_pid) or [], environ, "nnodes") or "1:1")[1]
+
+
+def arguments_of_agent(agent_pid: int) -> list[str] | None:
     try:
         command = Path(f"/proc/{agent_pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return None
-    arguments = agent_arguments(command)
-    return plan_agent(arguments, environ).environment.get(ENDPOINT_VARIABLE) if arguments else None
+    return agent_arguments(command)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from elastic_train.events import EventLog, Ledger
 from elastic_train.faults import VARIABLE as FAULT_VARIABLE
 from elastic_train.faults import FaultSeam
 from elastic_train.membership import versions
+from elastic_train.metrics import Metrics
 from elastic_train.ordered import check_model
 from elastic_train.process_group import choose_device
 from elastic_train.reporting import Reporter
@@ -26,14 +27,14 @@ from elastic_train.run_directory import RunDirectory
 from elastic_train.state import TrainState, build_optimizer
 from elastic_train.stopping import StopSignal
 from elastic_train.tasks import Task, build_task, load_task, make_own_task
-from elastic_train.torchrun import Launch
+from elastic_train.torchrun import Launch, max_nodes_of
 from elastic_train.weights import initialise
 from elastic_train.world import World, host_name
 
 LOCAL_FLAGS = frozenset(
     {"data_dir", "download", "num_workers", "run_dir", "snapshot_dir", "fresh", "device", "store_endpoint",
      "formation_timeout", "peer_timeout", "min_nodes", "wait_timeout", "ledger", "no_progress", "debug", "init_from",
-     "local_rank", "spawn"}
+     "local_rank", "spawn", "metrics_port", "metrics_host"}
 )  # fmt: skip
 """flags that members need not agree on"""
 
@@ -133,6 +134,14 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
         debug=config.debug,
     )
     try:
+        if config.metrics_port is not None and launch.local_rank == 0:
+            reporter.metrics = Metrics(
+                config.metrics_host,
+                config.metrics_port,
+                run=directory.path.name,
+                max_nodes=max_nodes_of(launch, os.environ),
+                warn=reporter.warn,
+            )
         if config.reduction == "ordered":
             determinism.switch_on(strict=config.strict, warn=reporter.warn)
         task = make_task(config) if parts is None else parts.task

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.drills.etcd_cluster import EtcdCluster
+from elastic_train.drills.etcd_cluster import EtcdCluster, make_tls
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
 from elastic_train.etcd import Connections, Etcd, LeaseLost, Transaction
 from elastic_train.etcd_job import open_job, take_away
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.etcd_store import EtcdStore, Guard, Mirror
-from tests.etcd_cluster import etcd_running, make_certificates
+from tests.etcd_cluster import etcd_running
 
 PATIENCE = 60.0
 pytestmark = pytest.mark.timeout(300)
@@ -325,7 +325,7 @@ def test_a_run_id_can_be_used_again(trio: EtcdCluster, etcd: Etcd) -> None:
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EtcdCluster, Path]]:
     """One member that wants client certificates, and a user fenced in below /team."""
     path = tmp_path_factory.mktemp("secure")
-    with etcd_running(path, 1, make_certificates(path, needs_client_cert=True)) as cluster:
+    with etcd_running(path, 1, make_tls(path)) as cluster:
         password = path / "password"
         password.write_text("hunter2\n")
         password.chmod(0o600)
@@ -410,7 +410,7 @@ def test_without_a_client_certificate_there_is_no_connection(secure: tuple[EtcdC
 
 def test_a_stranger_authority_is_not_trusted(secure: tuple[EtcdCluster, Path], tmp_path: Path) -> None:
     cluster, password = secure
-    stranger = make_certificates(tmp_path)
+    stranger = make_tls(tmp_path, needs_client_cert=False)
     with pytest.raises(StoreUnreachable):
         connect(secure_settings(cluster, password, ca=str(stranger.ca)), deadline=3).get("/team/x")
 

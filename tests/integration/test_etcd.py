@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.drills.etcd_cluster import EtcdCluster
-from tests.etcd_cluster import etcd_running, make_certificates
+from elastic_train.drills.etcd_cluster import EtcdCluster, make_tls
+from tests.etcd_cluster import etcd_running
 from tests.integration.cluster import (
     Cluster,
     Node,
@@ -226,6 +226,30 @@ def test_a_node_beyond_the_maximum_steps_in_for_a_dead_one(cluster: Cluster) -> 
 
 
 @pytest.mark.slow
+def test_a_node_that_waits_takes_over_from_those_who_all_died(cluster: Cluster) -> None:
+    """It began to wait long before the newest snapshot, which it must go on from."""
+    flags = (*ENDLESS, "--max-steps", "1000000", "--snapshot-every", "20")
+    nodes = cluster.start(*flags, nnodes="1:1")
+    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events", PATIENCE)
+    wait_for_step(cluster.run_dir, 40, PATIENCE)
+    nodes += cluster.start(*flags, nnodes="1:1")
+    wait_until(lambda: "waiting to be taken in: 1 of at most 1 nodes train" in nodes[1].text(), "word", PATIENCE)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 200, PATIENCE)
+    nodes[0].kill()
+    died_at = last_step(cluster.run_dir)
+    wait_until(lambda: len(worlds(cluster.run_dir)) == 2, "world of the other", PATIENCE)
+    wait_for_step(cluster.run_dir, died_at + 40, PATIENCE)
+    nodes[1].signal(signal.SIGTERM)
+    cluster.finish(nodes[1:], code=1)
+    (restored,) = [e for e in events(cluster.run_dir, "restore") if e["generation"] > 0]
+    assert restored["source"] == "snapshot"
+    assert died_at - restored["restored_step"] < 60, "the newest but for those that were being written"
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=last_step(cluster.run_dir))
+    assert [size for _, size in worlds(cluster.run_dir)] == [1, 1]
+    assert etcd_of(cluster).keys() == []
+
+
+@pytest.mark.slow
 def test_a_node_that_waited_in_vain_ends_well(cluster: Cluster) -> None:
     nodes = start_world(cluster, 2, "--max-steps", "900")
     nodes += cluster.start(*ENDLESS, "--max-steps", "900", nnodes="1:2")
@@ -237,13 +261,14 @@ def test_a_node_that_waited_in_vain_ends_well(cluster: Cluster) -> None:
 @pytest.mark.slow
 def test_the_only_worker_freezes_and_another_start_takes_its_place(cluster: Cluster) -> None:
     """It must not train on when it wakes up: nobody's closed socket would tell it."""
-    first = cluster.start(*ENDLESS, "--max-steps", "1000000", nnodes="1:1")[0]
+    conf = "grace=5"  # for so long it might be training on without etcd
+    first = cluster.start(*ENDLESS, "--max-steps", "1000000", nnodes="1:1", conf=conf)[0]
     wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events", PATIENCE)
     wait_for_step(cluster.run_dir, 40, PATIENCE)
     frozen = first.workers()[0]
     frozen.send_signal(signal.SIGSTOP)
     other = cluster.path / "other"
-    second = cluster.start(*ENDLESS, "--max-steps", "300", run_dir=other, nnodes="1:1")[0]
+    second = cluster.start(*ENDLESS, "--max-steps", "300", run_dir=other, nnodes="1:1", conf=conf)[0]
     wait_until(lambda: (other / "events").is_dir() and last_step(other) > 5, "training", PATIENCE)
     before = last_step(cluster.run_dir)
     frozen.send_signal(signal.SIGCONT)
@@ -259,7 +284,7 @@ def test_a_job_behind_tls_and_a_password(cluster: Cluster, tmp_path: Path) -> No
     """Mutual TLS, a user whose role allows one prefix, and a password that no process list shows."""
     path = tmp_path / "secure"
     path.mkdir()
-    tls = make_certificates(path, needs_client_cert=True)
+    tls = make_tls(path)
     with etcd_running(path, 3, tls) as etcd, running(path, etcd) as nodes_of:
         password = path / "password"
         password.write_text("hunter2\n")

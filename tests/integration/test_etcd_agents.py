@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 
@@ -72,3 +73,28 @@ def test_a_spare_node_steps_in(cluster: Cluster) -> None:
     before = progress(cluster)[-1][0]
     wait_until(lambda: progress(cluster)[-1][0] > before + 20, "steps with the spare", PATIENCE)
     cluster.finish(nodes[1:])
+
+
+@pytest.mark.slow
+def test_the_death_of_rank_0_costs_one_round(cluster: Cluster) -> None:
+    """Its agent served the round's store, which the others' agents must not wait for while their leases run out."""
+    assert cluster.etcd is not None
+    nodes = start(cluster, steps=100_000, count=3, nnodes="2:3")
+    wait_for_world(cluster, 3)
+    before = rounds(cluster)
+    first = next(node for node in nodes if any(worker.environ()["RANK"] == "0" for worker in node.workers()))
+    first.kill()
+    wait_for_world(cluster, 2)
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        assert rounds(cluster) == before + 1
+        time.sleep(0.5)
+    for node in nodes:
+        if node is not first:
+            node.signal(signal.SIGTERM)
+            node.wait(60)
+
+
+def rounds(cluster: Cluster) -> int:
+    assert cluster.etcd is not None
+    return sum("/rounds/" in key for key in cluster.etcd.keys())  # noqa: SIM118

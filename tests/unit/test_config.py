@@ -27,6 +27,8 @@ BAD = [
     ("--snapshot-every -1", "--snapshot-every -1: must be at least 0"),
     ("--num-workers -1", "--num-workers -1: must be at least 0"),
     ("--seed -1", "--seed -1: must be at least 0"),
+    ("--metrics-port 0", "--metrics-port 0: must be a port, 1 to 65535"),
+    ("--metrics-port 65536", "--metrics-port 65536: must be a port, 1 to 65535"),
     (f"--seed {2**63}", "must be below 2**63"),
     ("--momentum -0.1", "--momentum -0.1: must be at least 0"),
     ("--momentum nan", "--momentum nan: must be at least 0"),

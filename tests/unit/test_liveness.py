@@ -202,6 +202,7 @@ class Group:
     def __init__(self, size: int, store_grace: float | None = None) -> None:
         self.clock = Clock()
         self.warnings: list[str] = []
+        self.given_up: list[str] = []
         self.shared = MemoryStore()
         self.stores = [FlakyStore(self.shared) for _ in range(size)]
         self.cuts = [0] * size
@@ -216,6 +217,7 @@ class Group:
                 self.clock,
                 store_grace,
                 self.warnings.append,
+                self.given_up.append,
             )
             for rank in range(size)
         ]
@@ -377,6 +379,21 @@ def test_a_reduction_that_cannot_end_is_broken_off_without_blame(group: Group) -
     group.pass_time(PEER_TIMEOUT + 1.0 + 3 * INTERVAL)
     assert min(group.cuts) >= 1
     assert [watcher.verdicts for watcher in group.watchers] == [{}] * 3
+
+
+def test_who_waits_on_in_a_broken_world_is_ended(group: Group) -> None:
+    """And nobody who computes, or has left the world to meet for the next one."""
+    for rank, watcher in enumerate(group.watchers):
+        watcher.slowest_step = 0.1
+        watcher.do(Activity.COMPUTE if rank == 0 else Activity.REDUCE)
+    group.shared.values[f"{KEY}/broken"] = "{}"
+    group.pass_time(PEER_TIMEOUT)
+    group.watchers[1].leave()
+    assert group.given_up == []
+    group.pass_time(2.0)
+    assert group.given_up
+    assert "has not ended here" in group.given_up[0]
+    assert group.watchers[2].reason is not None
 
 
 def test_who_still_forms_is_not_judged(group: Group) -> None:

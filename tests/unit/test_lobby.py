@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_train.errors import FormationFailed
 from elastic_train.lobby import Admission, Waiting, is_start_due, nobody, ready_nodes, standing
 from elastic_train.meeting import Decision
 from elastic_train.world import Member
@@ -118,6 +119,18 @@ def test_an_empty_world_takes_the_place_of_one_that_died_before_it_was_decided()
     texts = texts_of({"start": Admission((), (A, B))}, {"start": (7, (0, 1))})
     texts |= texts_of({"world-7": Admission((A, B), (C,))}, {})
     everyone = tuple(replace(one, max_generation=7) for one in standing("p", texts).everyone)
-    texts["p/world-7/next"] = nobody(everyone).to_json()
+    texts["p/world-7/next"] = nobody(everyone, 7).to_json()
     stands = standing("p", texts)
-    assert (stands.key, stands.members, stands.admission) == ("p/world-8", (), None)
+    assert (stands.key, stands.members, stands.admission, stands.generation) == ("p/world-8", (), None, 8)
+
+
+def test_generations_grow_though_nobody_who_came_knows_of_any() -> None:
+    assert nobody((A, B), None).generation == 0
+    assert nobody((A, B), 5).generation == 6
+
+
+def test_decisions_that_contradict_each_other_are_no_endless_loop() -> None:
+    texts = texts_of({"start": Admission((), (A,)), "world-0": Admission((A,), (B,))}, {"start": (0, (0,))})
+    texts |= texts_of({}, {"world-0": (0, (1,))})
+    with pytest.raises(FormationFailed, match="generation 0 follows 0"):
+        standing("p", texts)

@@ -47,6 +47,11 @@ class TestDefaults:
         batch = task.collate([task.train_set[k] for k in range(5)])
         assert task.num_samples(batch) == 5
 
+    def test_the_default_loss_refuses_a_single_output(self) -> None:
+        batch = (torch.zeros(4, 2), torch.zeros(4, 1))
+        with pytest.raises(UsageError, match="loss\\(self, model, batch\\)"):
+            _Plain().loss(nn.Linear(2, 1), batch)
+
     def test_a_loss_of_its_own_is_what_is_evaluated(self) -> None:
         task, model = Line(), nn.Linear(1, 1)
         batch = task.collate([task.train_set[k] for k in range(5)])

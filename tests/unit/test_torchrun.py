@@ -145,6 +145,8 @@ def test_what_launches_our_program(tmp_path: Path) -> None:
     ours.write_text("import torch\nif 1:\n    from elastic_train.tasks import Task\n")
     other.write_text("import elastic_trainer  # import elastic_train\nprint('import elastic_train')\n")
     assert launches("-m elastic_train")
+    assert launches("-m elastic_train.check --nodes 2")
+    assert launches("--no-python --nnodes 1:2 .venv/bin/elastic-train check")
     assert launches("--nnodes=1:2 --module elastic_train.__main__ --epochs 2")
     assert launches("elastic_train", PET_MODULE="1")
     assert launches(f"--nnodes 2 {ours} -m something")

@@ -1,0 +1,171 @@
+"""`elastic-train check`: its flags, the order in which things are looked at, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic_train.check.facts import Gathered, Wanted
+from elastic_train.check.finding import Finding, Level, count
+from elastic_train.check.rules import is_passed, judge
+from elastic_train.config import Config, parse
+from elastic_train.errors import FormationFailed, LeftOut, StoreRefused, StoreUnreachable, UsageError
+from elastic_train.etcd_settings import EtcdSettings
+from elastic_train.stopping import StopSignal, die_with_parent
+from elastic_train.torchrun import Launch, max_nodes_of
+
+if TYPE_CHECKING:
+    from elastic_train.check.rendezvous import RendezvousFacts
+
+OWN_ID = "check"
+"""follows the job's run id in etcd"""
+LEAST_PEER_TIMEOUT = 30.0
+"""seconds: here nobody is in a hurry to be rid of a slow node, it is to be named"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=int, metavar="N", help="how many nodes the job is to have; fewer is a failure")
+    parser.add_argument(
+        "--grace", type=float, default=30.0, metavar="SECONDS",
+        help="between the signal to stop and the kill: terminationGracePeriodSeconds, KillWait (default: 30)",
+    )  # fmt: skip
+    parser.add_argument("--local-snapshots", action="store_true", help="each node keeps its own snapshots, on purpose")
+    parser.add_argument("--wait", type=float, default=120.0, metavar="SECONDS", help="for the others (default: 120)")
+    alone = parser.add_argument_group("for one node alone, without torchrun", "the store that the job will meet at")
+    alone.add_argument("--rdzv-backend", choices=("c10d", "etcd3"), default="c10d", help="default: c10d")
+    alone.add_argument("--rdzv-endpoint", metavar="HOST:PORT,...", help="as torchrun will be given it")
+    alone.add_argument("--rdzv-id", default="none", metavar="NAME", help="run id of the job (default: none)")
+    alone.add_argument(
+        "--rdzv-conf", default="", metavar="KEY=VALUE,...", help="ca, cert, key, user, password_file, prefix"
+    )
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of the job: its model, data and directories")
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Look, judge, print. Under torchrun every worker calls it. Returns 0, or 1 if something would break the job.
+
+    Raises:
+        UsageError: a flag of the check or of the job is wrong.
+    """
+    if "RANK" in os.environ:
+        die_with_parent()
+    from elastic_train.__main__ import own_flags
+
+    config = replace(parse(arguments.flags, own_flags(arguments.flags)), formation_timeout=arguments.wait)
+    launch = launch_of(config, os.environ)
+    wanted = wanted_of(arguments, launch, os.environ)
+    findings = judge(gather(config, launch, wanted, arguments))
+    is_good = is_passed(findings)
+    if launch.local_rank == 0:  # in each node's own terminal or log
+        print("\n".join([*describe(findings), "PASS" if is_good else "FAIL"]), flush=True)
+    return 0 if is_good else 1
+
+
+def launch_of(config: Config, environ: Mapping[str, str]) -> Launch:
+    launch = Launch.from_environment(environ, config.store_endpoint)
+    if launch.etcd is not None:
+        # A job of its own, for a training under the same run id would take the check's workers in; and below the run's
+        # keys, where its user may write.
+        return replace(launch, run_id=f"{launch.run_id}/{OWN_ID}")
+    return launch
+
+
+def wanted_of(arguments: argparse.Namespace, launch: Launch, environ: Mapping[str, str]) -> Wanted:
+    by_scheduler = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_JOB_NUM_NODES") or ""
+    nodes, nodes_by = arguments.nodes, "--nodes"
+    if nodes is None and by_scheduler.isdigit() and ("RANK" in environ or launch.world_size > 1):
+        nodes, nodes_by = int(by_scheduler), "SLURM's allocation"
+    return Wanted(
+        nodes=nodes,
+        nodes_by=nodes_by,
+        max_nodes=max_nodes_of(launch, environ),
+        grace_seconds=arguments.grace,
+        wants_shared_directory=not arguments.local_snapshots,
+        is_c10d=launch.endpoint is not None,
+    )
+
+
+def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.Namespace) -> Gathered:
+    """Everything that the rules look at; of this worker alone where no world comes about."""
+    # Here, for they import torch, and a wrong flag should be told before that.
+    from elastic_train.check.here import TrialDirectory, look_here
+    from elastic_train.check.together import look_together, meet_others
+    from elastic_train.recovery import membership_of
+    from elastic_train.worker import default_run_name
+
+    run_dir = config.run_dir or Path("runs") / default_run_name(launch.run_id.removesuffix(f"/{OWN_ID}"))
+    directory = TrialDirectory(config.snapshot_dir or run_dir / "snapshots")
+    rendezvous = look_at_rendezvous(arguments, launch)
+    membership, mine = None, None
+    try:
+        membership = membership_of(launch)(
+            launch,
+            StopSignal(),
+            formation_timeout=config.formation_timeout,
+            peer_timeout=max(config.peer_timeout, LEAST_PEER_TIMEOUT),
+            say=lambda message: print(message, flush=True),
+            warn=lambda message: print(f"warning: {message}", flush=True),
+        )
+        mine = look_here(config, launch, membership.local_address(), directory, rendezvous)
+        world = meet_others(membership, launch, mine)
+        workers, shared = look_together(membership, world, mine, directory, tell)
+        return Gathered(wanted, tuple(workers), tuple(shared))
+    except (StoreUnreachable, StoreRefused, FormationFailed, LeftOut) as error:
+        if mine is None:
+            mine = look_here(config, launch, "127.0.0.1", directory, rendezvous)
+        return Gathered(wanted, (mine,), world_error=str(error))
+    finally:
+        if membership is not None:
+            membership.close()
+        directory.close()
+
+
+def look_at_rendezvous(arguments: argparse.Namespace, launch: Launch) -> RendezvousFacts:
+    """The store of torchrun's options, or the one that the check's own name; once a node."""
+    from elastic_train.check.rendezvous import RendezvousFacts, look_at_endpoint, look_at_etcd
+
+    if launch.local_rank != 0:
+        return RendezvousFacts()
+    if launch.etcd is not None:
+        return look_at_etcd(launch.etcd, launch.run_id)
+    if arguments.rdzv_backend == "etcd3":
+        return look_at_etcd(etcd_settings(arguments, os.environ), f"{arguments.rdzv_id}/{OWN_ID}")
+    endpoint = launch.endpoint or arguments.rdzv_endpoint
+    return RendezvousFacts() if endpoint is None else look_at_endpoint(endpoint)
+
+
+def etcd_settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> EtcdSettings:
+    """Raises: UsageError."""
+    conf: dict[str, object] = {}
+    for part in filter(None, arguments.rdzv_conf.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise UsageError(f"--rdzv-conf: {part!r} is not KEY=VALUE")
+        conf[key.strip()] = value.strip()
+    return EtcdSettings.from_torchrun(arguments.rdzv_endpoint or "", conf, environ, min_nodes=1, max_nodes=1)
+
+
+def tell(line: str) -> None:
+    """The line with which DDP scripts traditionally begin; each worker prints its own."""
+    print(f"[{os.getpid()}] {line}", flush=True)
+
+
+def describe(findings: list[Finding]) -> list[str]:
+    """What was found, the worst last: that is what a person sees first in a log."""
+    lines = []
+    order = (Level.FINE, Level.SKIPPED, Level.MATTERS, Level.BREAKS)
+    for finding in sorted(findings, key=lambda finding: order.index(finding.level)):
+        lines.append(f"{finding.level.value:<8} {finding.what}")
+        if finding.why:
+            lines.append(f"{'':8}   why: {finding.why}")
+        if finding.do:
+            lines.append(f"{'':8}   do:  {finding.do}")
+    broken = sum(finding.level is Level.BREAKS for finding in findings)
+    warnings = sum(finding.level is Level.MATTERS for finding in findings)
+    if broken or warnings:
+        lines.append(f"{count(broken, 'thing')} would break the job, {count(warnings, 'warning')}")
+    return lines

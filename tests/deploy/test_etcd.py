@@ -1,0 +1,198 @@
+"""deploy/etcd: the commands of its page, against real members; `elastic-train certs` and `elastic-train etcd`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import ssl
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic_train import cli
+from elastic_train.certificates import make_certificates
+from elastic_train.check.rendezvous import certificate_of, look_at_etcd
+from elastic_train.drills.etcd_cluster import EtcdCluster, Tls, find_program, make_tls
+from elastic_train.drills.nodes import clean_environment, is_listening, wait_until
+from elastic_train.errors import UsageError
+from elastic_train.etcd_settings import EtcdSettings
+from elastic_train.torchrun import read_command
+
+PAGE = (Path(__file__).parents[2] / "deploy" / "etcd" / "README.md").read_text()
+CONSOLE = [sys.executable, "-m", "elastic_train.cli"]
+
+
+def lines_of_page(program: str) -> list[list[str]]:
+    """The page's commands with a program, as words."""
+    text = re.sub(r"\\\n", " ", PAGE)
+    return [shlex.split(line) for line in text.splitlines() if line.startswith(f"    {program} ")]
+
+
+class TestCertificates:
+    def test_a_server_is_believed_by_its_names_and_its_authority_alone(self, tmp_path: Path) -> None:
+        tls = make_tls(tmp_path / "ours", needs_client_cert=True)
+        stranger = make_tls(tmp_path / "theirs")
+        cluster = EtcdCluster(tmp_path, 1, tls)
+        try:
+            cluster.start()
+            files = {"cert": str(tls.client_cert), "key": str(tls.client_key)}
+            ours = cluster.settings(ca=str(tls.ca), **files)
+            problem, days = certificate_of(cluster.endpoint, ours)
+            assert problem is None
+            assert days is not None
+            assert 364 < days <= 365
+            assert look_at_etcd(ours, "a").errors == ()
+            other = cluster.settings(ca=str(stranger.ca), **files)
+            assert "not accepted" in str(certificate_of(cluster.endpoint, other)[0])
+            assert not look_at_etcd(other, "a").is_usable
+            with_no_certificate = cluster.settings(ca=str(tls.ca))
+            assert not look_at_etcd(with_no_certificate, "a").is_usable
+        finally:
+            cluster.end()
+
+    def test_a_server_is_not_believed_by_another_name(self, tmp_path: Path) -> None:
+        files = make_certificates(tmp_path / "certs", ["etcd-1.lan", "10.0.0.11"])
+        client = (files.certificate("client"), files.key("client"))
+        tls = Tls(files.ca, files.certificate("server"), files.key("server"), *client)
+        cluster = EtcdCluster(tmp_path, 1, tls)
+        (member,) = cluster.members
+        try:
+            member.start()
+            wait_until(lambda: is_listening(member.client_port, member.host), "etcd")
+            problem, _ = certificate_of(member.endpoint, cluster.settings(ca=str(files.ca)))
+            assert "not accepted" in str(problem)
+            assert "127.0.0.1" in str(problem)
+        finally:
+            cluster.end()
+
+    def test_keys_are_for_their_owner_and_nothing_is_overwritten_unasked(self, tmp_path: Path) -> None:
+        files = make_certificates(tmp_path / "certs", ["etcd-1.lan", "10.0.0.11", "fd00::1"], client="trainer")
+        for name in ("ca", "server", "trainer"):
+            assert stat.S_IMODE(files.key(name).stat().st_mode) == 0o600
+            ssl.create_default_context().load_verify_locations(files.certificate(name))
+        before = {path.name: path.read_bytes() for path in files.folder.iterdir()}
+        with pytest.raises(UsageError, match="--renew"):
+            make_certificates(files.folder, ["etcd-1.lan"], client="trainer")
+        assert {path.name: path.read_bytes() for path in files.folder.iterdir()} == before
+        make_certificates(files.folder, ["etcd-1.lan"], client="trainer", renew=True)
+        after = {path.name: path.read_bytes() for path in files.folder.iterdir()}
+        changed = {name for name in before if after[name] != before[name]}
+        assert changed == {"server.pem", "server.key", "trainer.pem", "trainer.key"}
+        context = ssl.create_default_context(cafile=str(files.ca))
+        context.load_cert_chain(files.certificate("trainer"), files.key("trainer"))  # they belong together
+
+    def test_by_the_command_of_the_page(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (command,) = [words for words in lines_of_page("elastic-train") if words[1] == "certs"]
+        folder = tmp_path / command[2]
+        assert cli.main([command[1], str(folder), *command[3:]]) == 0
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "ca.key", "ca.pem", "server.key", "server.pem", "trainer.key", "trainer.pem",
+        ]  # fmt: skip
+        assert f"--rdzv-conf=ca={folder / 'ca.pem'},cert={folder / 'trainer.pem'}" in capsys.readouterr().out
+        assert cli.main([command[1], str(folder), *command[3:]]) == 2
+        assert "--renew" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("name", ["ca", "server", "a/b", ""])
+    def test_a_client_that_would_overwrite_the_authority(self, name: str, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="--client"):
+            make_certificates(tmp_path, ["h"], client=name)
+
+
+@pytest.fixture
+def member(tmp_path: Path) -> Iterator[EtcdCluster]:
+    """One member with TLS on the server's side, as passwords need it."""
+    cluster = EtcdCluster(tmp_path, 1, make_tls(tmp_path / "certs", needs_client_cert=False))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.end()
+
+
+def test_the_user_of_a_run_may_write_below_its_prefix_and_nowhere_else(
+    member: EtcdCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = lines_of_page("etcdctl")
+    assert len(commands) == 7
+    for words in commands:
+        member.ctl(*words[1:])
+    assert member.tls is not None
+    settings = member.settings(ca=str(member.tls.ca), user="trainer")
+    monkeypatch.setenv("ELASTIC_TRAIN_ETCD_PASSWORD", "CHOOSE-A-PASSWORD")
+    own = look_at_etcd(settings, "run-a")
+    assert own.errors == ()
+    assert "trainer may write below /elastic_train/run-a" in own.notes[0]
+    others = look_at_etcd(settings, "run-b")
+    assert not others.is_usable
+    assert "role does not allow" in others.errors[-1]
+    monkeypatch.setenv("ELASTIC_TRAIN_ETCD_PASSWORD", "wrong")
+    assert not look_at_etcd(settings, "run-a").is_usable
+
+
+def test_a_client_certificate_alone_is_a_user(tmp_path: Path) -> None:
+    """By its common name, without a password."""
+    files = make_certificates(tmp_path / "certs", ["127.0.0.1"], client="trainer")
+    trainer = (files.certificate("trainer"), files.key("trainer"))
+    tls = Tls(files.ca, files.certificate("server"), files.key("server"), *trainer, needs_client_cert=True)
+    cluster = EtcdCluster(tmp_path, 1, tls)
+    try:
+        cluster.start()
+        for words in lines_of_page("etcdctl"):
+            cluster.ctl(*words[1:])
+        settings = cluster.settings(ca=str(files.ca), cert=str(trainer[0]), key=str(trainer[1]))
+        assert look_at_etcd(settings, "run-a").errors == ()
+        assert "role does not allow" in look_at_etcd(settings, "run-b").errors[-1]
+    finally:
+        cluster.end()
+
+
+def test_etcd_knows_the_flags_of_the_page() -> None:
+    (words,) = lines_of_page("etcd")
+    known = subprocess.run([find_program("etcd"), "--help"], capture_output=True, text=True, timeout=30, check=False)
+    text = known.stdout + known.stderr
+    for word in words:
+        if word.startswith("--"):
+            assert f"{word} " in text.replace("'", " "), word
+
+
+@pytest.mark.parametrize("flags", [(), ("--tls",)])
+def test_a_local_cluster_lives_until_it_is_ended(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [*CONSOLE, "etcd", "--members", "3", *flags],
+            stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=clean_environment(), cwd=tmp_path,
+        )  # fmt: skip
+    try:
+        line = wait_until(lambda: re.search(r"^  torchrun (.*)$", log.read_text(), re.M), "the torchrun line", 100)
+        options = read_command(shlex.split(line[1])).options
+        assert options["rdzv-backend"] == "etcd3"
+        conf = dict(part.split("=", 1) for part in options.get("rdzv-conf", "").split(",") if part)
+        settings = EtcdSettings.from_torchrun(options["rdzv-endpoint"], conf, {}, min_nodes=1, max_nodes=4)
+        assert len(settings.endpoints) == 3
+        assert (settings.ca is not None) == bool(flags)
+        assert look_at_etcd(settings, "none").errors == ()
+        folder = Path(re.findall(r"until then in (\S+);", log.read_text())[0])
+        members = [psutil.Process(int(pid)) for pid in re.findall(r"pid (\d+)", log.read_text())]
+        members[0].kill()
+        wait_until(lambda: "m0 has ended, 2 of 3 are left" in log.read_text(), "word of the lost member")
+        assert look_at_etcd(settings, "none").is_usable
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in members)
+        assert not folder.exists()
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def test_a_folder_of_an_earlier_cluster_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "member").mkdir()
+    assert cli.main(["etcd", "--dir", str(tmp_path)]) == 2
+    assert "is not empty" in capsys.readouterr().err

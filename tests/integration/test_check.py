@@ -1,0 +1,167 @@
+"""`elastic-train check` on real nodes: two that can train together, and some that could not."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_train.drills.etcd_cluster import EtcdCluster
+from elastic_train.drills.network import Network
+from elastic_train.drills.nodes import Node, clean_environment, wait_until
+from tests.integration.cluster import PYTHON, TORCHRUN, Cluster, free_port
+
+pytestmark = pytest.mark.timeout(900)
+PATIENCE = 600.0
+
+
+def start(cluster: Cluster, *flags: str, port: int | None = None, run_dir: Path | None = None) -> Node:
+    """A node that checks, as the README says."""
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port or cluster.port}"]
+    conf = "--rdzv-conf=last_call_timeout=60"
+    if cluster.etcd is not None:
+        rendezvous = ["--rdzv-backend=etcd3", f"--rdzv-endpoint={cluster.etcd.endpoint}"]
+    command = [
+        *TORCHRUN, *rendezvous, conf, "--nnodes=1:2", "-m", "elastic_train.check", *flags,
+        "--", "--run-dir", str(run_dir or cluster.run_dir),
+    ]  # fmt: skip
+    return cluster.launch(command, {})
+
+
+def findings(node: Node, level: str) -> list[str]:
+    return [line.removeprefix(level).strip() for line in node.text().splitlines() if line.startswith(f"{level} ")]
+
+
+def verdict(node: Node) -> str:
+    return next(line for line in node.text().splitlines() if line in ("PASS", "FAIL"))
+
+
+@pytest.mark.parametrize("cluster", ["c10d", pytest.param("etcd3", marks=pytest.mark.slow)], indirect=True)
+def test_two_nodes_pass_and_leave_nothing(cluster: Cluster) -> None:
+    nodes = [start(cluster, "--nodes", "2") for _ in range(2)]
+    cluster.finish(nodes, timeout=PATIENCE)
+    for node in nodes:
+        assert verdict(node) == "PASS"
+        assert not findings(node, "BREAKS")
+        text = node.text()
+        assert "world: 2 workers on 2 nodes, as asked" in text
+        assert "writable and the same for all" in text
+        assert re.search(r"network: [\d.]+ Gbit/s and [\d.]+ ms between nodes", text)
+        assert re.search(r"rendezvous: .*(accepts connections|may write below /elastic_train)", text)
+    ranks = [re.search(r"^\[\d+\] rank = (\d), world_size = 2, backend = gloo$", node.text(), re.M) for node in nodes]
+    assert sorted(found[1] for found in ranks if found) == ["0", "1"]
+    assert not cluster.run_dir.exists()
+    if cluster.etcd is not None:
+        wait_until(lambda: not cluster.etcd or not cluster.etcd.keys(), "tidy etcd")
+
+
+def test_a_node_with_another_snapshot_directory_fails(cluster: Cluster) -> None:
+    others = [cluster.path / name for name in ("mounted", "not-mounted")]
+    nodes = [start(cluster, "--nodes", "2", run_dir=run_dir) for run_dir in others]
+    cluster.finish(nodes, code=1, timeout=PATIENCE)
+    for node in nodes:
+        assert verdict(node) == "FAIL"
+        (found,) = findings(node, "BREAKS")
+        assert found.startswith("the snapshot directory is not the same for all")
+        assert all(str(run_dir) in found for run_dir in others)
+    assert not any(run_dir.exists() for run_dir in others)
+
+
+@pytest.mark.slow
+def test_two_worlds_of_one_fail(cluster: Cluster) -> None:
+    """Each node names itself as the endpoint, as torchrun's default does."""
+    nodes = [start(cluster, "--nodes", "2", "--wait", "60", port=free_port()) for _ in range(2)]
+    cluster.finish(nodes, code=1, timeout=PATIENCE)
+    for node in nodes:
+        (found,) = findings(node, "BREAKS")
+        assert found == "the world is 1 worker on 1 node, and 2 nodes were asked for (--nodes)"
+        assert "2 worlds of one" in node.text()
+
+
+def test_alone_with_a_store_that_refuses_and_a_world_that_is_too_small(cluster: Cluster) -> None:
+    """Both in one process, for its imports take longest; the directory's parent is a file."""
+    (cluster.path / "file").touch()
+    node = cluster.launch(
+        [PYTHON, "-m", "elastic_train.check", "--nodes", "2", "--rdzv-endpoint", "no-such-host.invalid:29400",
+         "--", "--run-dir", str(cluster.path / "file" / "run")],
+        {},
+    )  # fmt: skip
+    cluster.finish([node], code=1, timeout=PATIENCE)
+    found = findings(node, "BREAKS")
+    assert len(found) == 3
+    assert any("2 worlds of one" in line for line in node.text().splitlines())
+    assert any("no-such-host.invalid:29400 does not resolve" in line for line in found)
+    assert any("cannot write to" in line and "Not a directory" in line for line in found)
+
+
+@pytest.mark.slow
+class TestInNamespaces:
+    """Nodes with an address and a network of their own."""
+
+    @pytest.fixture
+    def network(self) -> Iterator[Network]:
+        missing = Network.why_not()
+        if missing is not None:
+            pytest.skip(f"no network namespaces: {missing}")
+        network = Network(3)
+        yield network
+        network.close()
+
+    def check(self, network: Network, path: Path, num_nodes: int, *flags: str) -> list[Node]:
+        endpoint = f"{network.address(0)}:29400"
+        return [
+            Node(
+                [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}",
+                 "--rdzv-conf=last_call_timeout=60", f"--nnodes=1:{num_nodes}", "-m", "elastic_train.check",
+                 "--nodes", str(num_nodes), *flags, "--", "--run-dir", str(path / "run")],
+                path / f"node-{index}.log",
+                path,
+                clean_environment(),
+                prefix=network.node_prefix(index),
+                is_wrapped=True,
+            )
+            for index in range(num_nodes)
+        ]  # fmt: skip
+
+    def test_the_slow_node_is_named(self, network: Network, tmp_path: Path) -> None:
+        network.slow_down(2, "20mbit")
+        nodes = self.check(network, tmp_path, 3)
+        try:
+            assert [node.wait(PATIENCE) for node in nodes] == [0, 0, 0], nodes[0].text()
+            (found,) = findings(nodes[0], "warning")
+            assert found.startswith(f"{network.host_name(2)} is slow")
+        finally:
+            for node in nodes:
+                node.end()
+
+    def test_a_pair_that_cannot_reach_each_other(self, network: Network, tmp_path: Path) -> None:
+        if not network.has_filter:
+            pytest.skip("nft is missing")
+        network.cut_pair(1, 2)
+        nodes = self.check(network, tmp_path, 3)
+        try:
+            assert [node.wait(PATIENCE) for node in nodes] == [1, 1, 1], nodes[0].text()
+            found = [line for line in findings(nodes[0], "BREAKS") if line.startswith("no TCP connection")]
+            assert network.host_name(1) in found[0]
+            assert network.host_name(2) in found[0]
+        finally:
+            for node in nodes:
+                node.end()
+
+
+@pytest.mark.slow
+def test_etcd_before_any_job(etcd: EtcdCluster, tmp_path: Path) -> None:
+    """One member away is a warning; two of three, and nobody could meet."""
+    from elastic_train.check.rendezvous import look_at_etcd
+
+    assert look_at_etcd(etcd.settings(), "none/check").errors == ()
+    etcd.members[0].kill()
+    one_away = look_at_etcd(etcd.settings(), "none/check")
+    assert one_away.is_usable
+    assert len(one_away.errors) == 1
+    assert etcd.members[0].endpoint in one_away.errors[0]
+    etcd.members[1].kill()
+    assert not look_at_etcd(etcd.settings(), "none/check").is_usable

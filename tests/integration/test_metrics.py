@@ -1,0 +1,61 @@
+"""--metrics-port of a real job: it answers for the run whoever is rank 0, also when the node with the port dies."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic_train.drills.nodes import free_port
+from tests.integration.cluster import Cluster, wait_until
+from tests.integration.test_in_place import start_world
+
+PATIENCE = 240.0
+
+
+def scrape(port: int) -> dict[str, float]:
+    """By name, for what has no label but the run's; empty where nobody answers."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as reply:
+            text = reply.read().decode()
+    except (urllib.error.URLError, ConnectionError):
+        return {}
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {sample.name: sample.value for sample in samples if sample.labels == {"run": "run"}}
+
+
+def listens(process: psutil.Process, port: int) -> bool:
+    found = process.net_connections(kind="tcp")
+    return any(entry.status == psutil.CONN_LISTEN and entry.laddr.port == port for entry in found)
+
+
+@pytest.mark.timeout(600)
+def test_the_endpoint_outlives_the_node_that_had_it(cluster: Cluster) -> None:
+    port = free_port()
+    nodes = start_world(cluster, 2, "--metrics-port", str(port), "--snapshot-every", "20", steps=100000)
+    before = wait_until(
+        lambda: (found := scrape(port)).get("elastic_train_snapshot_step", 0) > 0 and found, "a told snapshot", PATIENCE
+    )
+    assert before["elastic_train_members"] == before["elastic_train_nodes"] == 2
+    assert before["elastic_train_max_nodes"] == 4
+    assert before["elastic_train_generation"] == 0
+    assert before["elastic_train_step"] >= 20
+    assert before["elastic_train_samples_per_second"] > 0
+    assert 0 < before["elastic_train_goodput_ratio"] < 1
+    (victim,) = [node for node in nodes if listens(node.workers()[0], port)]
+    victim.kill()
+    after = wait_until(
+        lambda: (
+            (found := scrape(port)).get("elastic_train_step", 0) > before["elastic_train_step"]
+            and "elastic_train_last_recovery_seconds" in found
+            and found
+        ),
+        "the other node at the port",
+        PATIENCE,
+    )
+    assert after["elastic_train_members"] == 1
+    assert after["elastic_train_generation"] >= 1
+    assert 0 < after["elastic_train_last_recovery_seconds"] < PATIENCE

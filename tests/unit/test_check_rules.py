@@ -1,0 +1,333 @@
+"""The rules of `elastic-train check`: what each says of a bad value, and that it says nothing of good ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from elastic_train.check import node_rules, world_rules
+from elastic_train.check.command import describe
+from elastic_train.check.facts import Gathered, Gpu, Link, SharedFacts, Wanted, WorkerFacts
+from elastic_train.check.finding import Finding, Level
+from elastic_train.check.rules import RULES, is_passed, judge
+
+GB = 10**9
+VERSIONS = {"python": "3.11", "torch": "2.15.0+cu132", "torchvision": "0.29.2", "elastic_train": "0.1.0"}
+GPU = Gpu(uuid="GPU-0", name="H100", free_bytes=79 * GB, total_bytes=80 * GB)
+
+
+def worker(rank: int) -> WorkerFacts:
+    """A good one, on a machine of its own."""
+    return WorkerFacts(
+        host=f"node{rank}",
+        machine=f"boot-{rank}",
+        pid=100,
+        agent_pid=99,
+        local_rank=0,
+        local_world_size=1,
+        address=f"10.0.0.{rank + 1}",
+        versions=dict(VERSIONS),
+        has_hook=True,
+        backend="gloo",
+        interface="eth0",
+        interfaces=("lo=127.0.0.1", f"eth0=10.0.0.{rank + 1}"),
+        wanted_interfaces={},
+        host_addresses=(f"10.0.0.{rank + 1}",),
+        num_gpus=0,
+        num_gpu_devices=0,
+        gpu=None,
+        device_error=None,
+        snapshot_dir="/runs/a/snapshots",
+        snapshot_dir_error=None,
+        snapshot_dir_free=100 * GB,
+        shm_free=50 * GB,
+        state_error=None,
+        state_bytes=GB,
+        snapshot_seconds=2.0,
+        num_loaders=0,
+        keep_snapshots=3,
+    )
+
+
+def shared(rank: int, size: int) -> SharedFacts:
+    return SharedFacts(
+        sees_directory_of=tuple(range(size)),
+        clock_offset=0.001,
+        clock_error=0.0005,
+        links=tuple(Link(other, 0.0001, GB) for other in range(size) if other != rank),
+        all_reduce_seconds=0.01,
+    )
+
+
+def job(size: int = 3, **wanted: object) -> Gathered:
+    return Gathered(
+        Wanted(**{"nodes": size, "is_c10d": True, **wanted}),  # type: ignore[arg-type]
+        tuple(worker(rank) for rank in range(size)),
+        tuple(shared(rank, size) for rank in range(size)),
+    )
+
+
+def with_worker(gathered: Gathered, rank: int, **changes: object) -> Gathered:
+    workers = list(gathered.workers)
+    workers[rank] = replace(workers[rank], **changes)  # type: ignore[arg-type]
+    return replace(gathered, workers=tuple(workers))
+
+
+def with_all(gathered: Gathered, **changes: object) -> Gathered:
+    for rank in range(len(gathered.workers)):
+        gathered = with_worker(gathered, rank, **changes)
+    return gathered
+
+
+def with_shared(gathered: Gathered, rank: int, **changes: object) -> Gathered:
+    found = list(gathered.shared)
+    found[rank] = replace(found[rank], **changes)  # type: ignore[arg-type]
+    return replace(gathered, shared=tuple(found))
+
+
+def the_one(findings: list[Finding], level: Level) -> Finding:
+    assert [finding.level for finding in findings] == [level], findings
+    assert level is Level.FINE or (findings[0].why and findings[0].do)
+    return findings[0]
+
+
+def test_a_good_job_passes_with_a_word_from_every_rule() -> None:
+    gathered = job()
+    assert {finding.level for finding in judge(gathered)} == {Level.FINE}
+    silent = {rule.__name__ for rule in RULES if not rule(gathered)}
+    assert silent == {"store_is_usable", "state_can_be_built"}
+
+
+def test_facts_survive_their_way_through_the_store() -> None:
+    one = replace(worker(1), gpu=GPU, rendezvous_errors=("a", "b"))
+    assert WorkerFacts.from_json(one.to_json()) == one
+    assert WorkerFacts.from_json(worker(0).to_json()) == worker(0)
+    assert SharedFacts.from_json(shared(0, 3).to_json()) == shared(0, 3)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("name", ["torch", "torchvision", "elastic_train"])
+def test_other_versions_break_it(name: str, rank: int) -> None:
+    bad = with_worker(job(), rank, versions=VERSIONS | {name: "1.7.1"})
+    found = the_one(world_rules.versions_are_equal(bad), Level.BREAKS)
+    assert found.what.startswith(f"{name} is not the same everywhere")
+    assert "1.7.1" in found.what
+    assert VERSIONS[name] in found.what
+
+
+def test_another_python_is_a_warning_and_a_version_that_only_one_has_is_found() -> None:
+    other = with_worker(job(), 1, versions=VERSIONS | {"python": "3.12"})
+    the_one(world_rules.versions_are_equal(other), Level.MATTERS)
+    for rank in range(3):
+        cuda = with_worker(job(), rank, versions=VERSIONS | {"cuda": "13.2"})
+        assert "cuda" in the_one(world_rules.versions_are_equal(cuda), Level.BREAKS).what
+
+
+@pytest.mark.parametrize(
+    ("size", "nodes", "text"),
+    [(1, 4, "worlds of one"), (3, 4, "missing"), (4, 3, "4 workers on 4 nodes, and 3 nodes were asked for")],
+)
+def test_a_world_that_was_not_asked_for(size: int, nodes: int, text: str) -> None:
+    found = the_one(world_rules.world_is_the_one_asked_for(job(size, nodes=nodes)), Level.BREAKS)
+    assert text in found.what + found.why
+
+
+def test_fewer_nodes_than_torchrun_allows_are_a_warning_where_nobody_said_how_many() -> None:
+    found = the_one(world_rules.world_is_the_one_asked_for(job(1, nodes=None, max_nodes=4)), Level.MATTERS)
+    assert "--nnodes allows 4" in found.what
+    the_one(world_rules.world_is_the_one_asked_for(job(4, nodes=None, max_nodes=4)), Level.FINE)
+
+
+def test_no_world_at_all() -> None:
+    alone = Gathered(Wanted(nodes=2), (worker(0),), world_error="rank 1 did not come")
+    found = the_one(world_rules.world_is_the_one_asked_for(alone), Level.BREAKS)
+    assert "rank 1 did not come" in found.what
+    assert not is_passed(judge(alone))
+
+
+def test_workers_of_one_node_are_one_node() -> None:
+    gathered = job(2, nodes=1)
+    gathered = with_worker(gathered, 1, host="node0", machine="boot-0", local_rank=1)
+    assert gathered.nodes == {"node0": [0, 1]}
+    the_one(world_rules.world_is_the_one_asked_for(gathered), Level.FINE)
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [("2.10.1", Level.BREAKS), ("2.11.0", Level.FINE), ("2.15.0+cu132", Level.FINE), ("2.16.0", Level.MATTERS)],
+)
+def test_torch_versions(version: str, level: Level) -> None:
+    the_one(world_rules.torch_is_known(with_all(job(), versions=VERSIONS | {"torch": version})), level)
+
+
+def test_a_node_without_the_hook_matters_under_c10d_alone() -> None:
+    found = the_one(world_rules.torch_is_known(with_worker(job(), 2, has_hook=False)), Level.MATTERS)
+    assert "node2" in found.what
+    the_one(world_rules.torch_is_known(with_worker(job(is_c10d=False), 2, has_hook=False)), Level.FINE)
+
+
+def test_a_store_that_cannot_be_used_and_one_with_a_member_away() -> None:
+    away = with_worker(job(), 1, rendezvous_errors=("etcd at b:2379 does not answer",))
+    assert "node1" in the_one(world_rules.store_is_usable(away), Level.MATTERS).what
+    gone = with_worker(job(), 1, rendezvous_errors=("no quorum",), is_rendezvous_usable=False)
+    the_one(world_rules.store_is_usable(gone), Level.BREAKS)
+
+
+def test_names() -> None:
+    twins = with_worker(job(), 1, host="node0")
+    assert "2 machines call themselves node0" in the_one(world_rules.names_resolve(twins), Level.BREAKS).what
+    nameless = with_worker(job(), 1, host_addresses=())
+    assert "node1" in the_one(world_rules.names_resolve(nameless), Level.MATTERS).what
+
+
+def test_addresses() -> None:
+    loopback = with_worker(job(), 1, address="127.0.0.1")
+    assert "node1" in the_one(world_rules.addresses_are_usable(loopback), Level.BREAKS).what
+    mixed = with_worker(job(), 1, address="fd00::1")
+    assert "node1 has an IPv6 address" in the_one(world_rules.addresses_are_usable(mixed), Level.BREAKS).what
+    one_machine = with_all(job(), address="127.0.0.1", machine="boot-0")
+    the_one(world_rules.addresses_are_usable(one_machine), Level.FINE)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "level"),
+    [
+        ("GLOO_SOCKET_IFNAME", "ib0", Level.BREAKS),
+        ("GLOO_SOCKET_IFNAME", "eth", Level.BREAKS),
+        ("GLOO_SOCKET_IFNAME", "eth0", Level.FINE),
+        ("NCCL_SOCKET_IFNAME", "eth", Level.FINE),
+        ("NCCL_SOCKET_IFNAME", "=eth", Level.BREAKS),
+        ("NCCL_SOCKET_IFNAME", "^lo,docker", Level.FINE),
+        ("NCCL_SOCKET_IFNAME", "^lo,eth", Level.BREAKS),
+    ],
+)
+def test_an_interface_that_is_not_there(variable: str, value: str, level: Level) -> None:
+    bad = with_worker(job(), 1, wanted_interfaces={variable: value})
+    the_one(world_rules.addresses_are_usable(bad), level)
+
+
+def test_the_interfaces_are_told() -> None:
+    (gloo,) = world_rules.addresses_are_usable(job())
+    assert gloo.what == "interface that gloo takes: eth0"
+    names = ("lo=127.0.0.1", "docker0=172.17.0.1", "eth0=10.0.0.1", "ib0=10.1.0.1")
+    _, nccl = world_rules.addresses_are_usable(with_all(job(), backend="cpu:gloo,cuda:nccl", interfaces=names))
+    assert nccl.what.endswith(": eth0 or ib0")
+
+
+def test_who_cannot_reach_whom() -> None:
+    bad = with_shared(job(), 1, unreachable=(2,))
+    assert "node1 to node2" in the_one(world_rules.everybody_reaches_everybody(bad), Level.BREAKS).what
+    broken = with_shared(job(), 0, group_error="Connection closed by peer")
+    assert "closed by peer" in the_one(world_rules.everybody_reaches_everybody(broken), Level.BREAKS).what
+
+
+@pytest.mark.parametrize(
+    ("offset", "error", "level"),
+    [(0.2, 0.1, Level.FINE), (3.0, 0.1, Level.MATTERS), (-20.0, 0.1, Level.BREAKS), (20.0, 19.5, Level.FINE)],
+)
+def test_clocks(offset: float, error: float, level: Level) -> None:
+    skewed = with_shared(job(), 2, clock_offset=offset, clock_error=error)
+    found = the_one(world_rules.clocks_agree(skewed), level)
+    if level is not Level.FINE:
+        assert ("behind" if offset > 0 else "ahead of") in found.what
+        assert "node2" in found.what
+
+
+def test_a_clock_far_off_breaks_only_the_agents_of_c10d() -> None:
+    skewed = with_shared(job(is_c10d=False), 2, clock_offset=100.0)
+    the_one(world_rules.clocks_agree(skewed), Level.MATTERS)
+
+
+def test_the_slow_node_is_named_and_not_those_that_talk_to_it() -> None:
+    gathered, slow = job(4), 2
+    for rank in range(4):
+        links = tuple(
+            replace(link, bytes_per_second=GB / 10) if slow in (rank, link.to) else link
+            for link in gathered.shared[rank].links
+        )
+        gathered = with_shared(gathered, rank, links=links)
+    assert the_one(world_rules.no_node_is_slow(gathered), Level.MATTERS).what.startswith("node2 is slow")
+
+
+def gpu_job(*uuids: str, backend: str = "cpu:gloo,cuda:nccl") -> Gathered:
+    gathered = with_all(job(len(uuids)), backend=backend, num_gpus=1, num_gpu_devices=1, machine="boot-0")
+    for rank, uuid in enumerate(uuids):
+        gathered = with_worker(gathered, rank, gpu=replace(GPU, uuid=uuid))
+    return gathered
+
+
+def test_gpus() -> None:
+    rule = node_rules.gpus_are_visible_and_not_shared
+    assert "2 x H100" in the_one(rule(gpu_job("a", "b")), Level.FINE).what
+    assert "ranks 0, 1" in the_one(rule(gpu_job("a", "a")), Level.BREAKS).what
+    the_one(rule(gpu_job("a", "a", backend="gloo")), Level.MATTERS)
+    the_one(rule(with_worker(gpu_job("a", "a"), 1, machine="boot-1")), Level.FINE)
+    used = with_worker(gpu_job("a", "b"), 1, gpu=replace(GPU, uuid="b", free_bytes=10 * GB))
+    assert "somebody else" in the_one(rule(used), Level.MATTERS).why
+    blind = with_worker(job(), 1, num_gpu_devices=8)
+    assert "node1" in the_one(rule(blind), Level.MATTERS).what
+    mixed = with_worker(gpu_job("a", "b"), 1, gpu=None)
+    assert "node1 on the CPU" in the_one(rule(mixed), Level.BREAKS).what
+    the_one(rule(with_worker(job(), 0, device_error="--device cuda: none here")), Level.BREAKS)
+
+
+def test_a_task_that_cannot_be_built() -> None:
+    bad = with_worker(job(), 1, state_error="data/MNIST: not found", state_bytes=None)
+    assert "node1: data/MNIST" in the_one(node_rules.state_can_be_built(bad), Level.BREAKS).what
+
+
+def test_the_snapshot_directory() -> None:
+    rule = node_rules.snapshot_directory_is_one
+    unwritable = with_worker(job(), 1, snapshot_dir_error="Permission denied")
+    assert "node1 cannot write" in the_one(rule(unwritable), Level.BREAKS).what
+    apart = with_shared(job(), 2, sees_directory_of=(2,))
+    found = the_one(rule(apart), Level.BREAKS)
+    assert "node0, node1: /runs/a/snapshots; node2: /runs/a/snapshots" in found.what
+    on_purpose = replace(apart, wanted=replace(apart.wanted, wants_shared_directory=False))
+    the_one(rule(on_purpose), Level.FINE)
+    each_its_own = job(2)
+    for rank in range(2):
+        each_its_own = with_shared(each_its_own, rank, sees_directory_of=(rank,))
+    the_one(rule(each_its_own), Level.BREAKS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "level"),
+    [
+        ({"snapshot_dir_free": 1.5 * GB}, Level.BREAKS),
+        ({"snapshot_dir_free": 3 * GB}, Level.MATTERS),
+        ({"snapshot_dir_free": 4 * GB}, Level.FINE),
+        ({"shm_free": GB}, Level.MATTERS),
+        ({"shm_free": 2 * GB, "num_loaders": 16}, Level.MATTERS),
+        ({"shm_free": 2 * GB, "num_loaders": 2}, Level.FINE),
+    ],
+)
+def test_room(changes: dict[str, object], level: Level) -> None:
+    the_one(node_rules.there_is_room(with_worker(job(), 1, **changes)), level)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "grace", "level"),
+    [(2.0, 30.0, Level.FINE), (14.0, 30.0, Level.MATTERS), (31.0, 30.0, Level.BREAKS), (31.0, 300.0, Level.FINE)],
+)
+def test_the_grace_period(seconds: float, grace: float, level: Level) -> None:
+    slow = with_worker(with_all(job(grace_seconds=grace), snapshot_seconds=1.0), 1, snapshot_seconds=seconds)
+    assert "node1" in the_one(node_rules.grace_is_long_enough(slow), level).what
+
+
+def test_what_could_not_be_measured_is_skipped_by_name() -> None:
+    unknown = with_all(job(), state_bytes=None, snapshot_seconds=None)
+    rules: list[Callable[[Gathered], list[Finding]]] = [node_rules.there_is_room, node_rules.grace_is_long_enough]
+    for rule in rules:
+        assert [finding.level for finding in rule(unknown)] == [Level.SKIPPED]
+
+
+def test_the_worst_is_told_last_with_its_reason_and_what_to_do() -> None:
+    bad = with_worker(with_worker(job(), 1, host_addresses=()), 2, versions=VERSIONS | {"torch": "2.11.0"})
+    lines = describe(judge(bad))
+    levels = [line.split()[0] for line in lines if not line.startswith(" ")]
+    assert levels[-3:] == ["warning", "BREAKS", "1"]
+    assert lines[-1] == "1 thing would break the job, 1 warning"
+    assert [line.split()[0] for line in lines[-3:-1]] == ["why:", "do:"]

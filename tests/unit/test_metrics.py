@@ -1,0 +1,177 @@
+"""The endpoint of --metrics-port: what a scrape tells, who has the port, and what it costs a step."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic_train.drills.nodes import free_port
+from elastic_train.errors import UsageError
+from elastic_train.metrics import CAUSES, Metrics, Snapshot
+from elastic_train.world import Member, World
+
+
+class Clock:
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds = seconds
+        self.times_asked = 0
+
+    def totals(self) -> dict[str, float]:
+        self.times_asked += 1
+        return dict(self.seconds)
+
+
+def state(step: int = 7, incidents: tuple[dict[str, Any], ...] = (), train: float = 30.0, form: float = 10.0) -> Any:
+    """What Metrics looks at in a TrainState."""
+    return SimpleNamespace(
+        step=step,
+        last_loss=0.5,
+        incidents=list(incidents),
+        clock=Clock({"train": train, "form": form}),
+        is_finished=False,
+        generation=0,
+    )
+
+
+def world(size: int, generation: int = 0) -> World:
+    return World(
+        rank=0,
+        generation=generation,
+        members=tuple(
+            Member(
+                host=f"n{rank}", local_rank=0, pid=1, agent_pid=2, address=("127.0.0.1", 1), directory_id="",
+                backend="gloo", max_generation=None,
+            )
+            for rank in range(size)
+        ),
+    )  # fmt: skip
+
+
+def scrape(port: int, host: str = "127.0.0.1") -> dict[tuple[str, ...], float]:
+    """(name, label values without the run's ...) -> value."""
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=20) as reply:
+        text = reply.read().decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert sample.labels.pop("run") == "mine"
+            found[sample.name, *sample.labels.values()] = sample.value
+    return found
+
+
+@pytest.fixture
+def warnings() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def make(stack: ExitStack, port: int, warnings: list[str]) -> Metrics:
+    return stack.enter_context(closing(Metrics("127.0.0.1", port, run="mine", max_nodes=4, warn=warnings.append)))
+
+
+def test_everything_that_is_promised_is_told(stack: ExitStack, warnings: list[str]) -> None:
+    port = free_port()
+    metrics = make(stack, port, warnings)
+    assert scrape(port) == {}  # before the first world
+    incidents = (
+        {"cause": "peer_lost", "seconds": {"detect": 0.5, "meet": 0.25}},
+        {"cause": "peer_lost", "seconds": {"detect": 1.0}},
+        {"cause": "join", "seconds": {"meet": 2.0}},
+    )
+    metrics.enter(world(3, generation=5), state(incidents=incidents))
+    metrics.snapshot(Snapshot(written_at=1.7e9, step=6, bytes=1000, stall_seconds=0.01, total_seconds=0.3))
+    found = scrape(port)
+    named = {name: value for (name, *labels), value in found.items() if not labels}
+    assert abs(named.pop("elastic_train_started_time_seconds") - time.time()) < 100
+    assert named == {
+        "elastic_train_step": 7,
+        "elastic_train_loss": 0.5,
+        "elastic_train_samples_per_second": 0,
+        "elastic_train_generation": 5,
+        "elastic_train_members": 3,
+        "elastic_train_nodes": 3,
+        "elastic_train_max_nodes": 4,
+        "elastic_train_goodput_ratio": 0.75,
+        "elastic_train_last_recovery_seconds": 2.0,
+        "elastic_train_snapshot_time_seconds": 1.7e9,
+        "elastic_train_snapshot_step": 6,
+        "elastic_train_snapshot_bytes": 1000,
+        "elastic_train_snapshot_stall_seconds": 0.01,
+        "elastic_train_snapshot_write_seconds": 0.3,
+    }
+    assert {cause: found["elastic_train_incidents", cause] for cause in CAUSES} == {
+        "peer_lost": 2, "leave": 0, "join": 1, "restart": 0,
+    }  # fmt: skip
+    assert found["elastic_train_recovery_seconds", "peer_lost"] == 1.75
+    assert found["elastic_train_phase_seconds", "train"] == 30
+    assert warnings == []
+
+
+def test_a_step_costs_a_look_at_the_clock(
+    stack: ExitStack, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("elastic_train.metrics.time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0]))
+    port = free_port()
+    metrics, one = make(stack, port, warnings), state()
+    metrics.enter(world(1), one)
+    for _ in range(1000):
+        one.step += 1
+        now[0] += 0.01
+        metrics.step(one, 0.25, 64)
+    assert 9 <= one.clock.times_asked <= 12  # once a second of ten, and for the world
+    found = scrape(port)
+    assert 900 <= found["elastic_train_step",] <= 1007
+    assert found["elastic_train_loss",] == 0.25
+    assert 1009 <= found["elastic_train_step_committed_time_seconds",] <= 1010
+    one.is_finished = True
+    metrics.step(one, 0.125, 64)
+    assert scrape(port)["elastic_train_loss",] == 0.125  # the last step is told, whatever the time
+
+
+def test_another_node_of_the_host_takes_the_port_over_with_the_next_world(
+    stack: ExitStack, warnings: list[str]
+) -> None:
+    port = free_port()
+    first, second = make(stack, port, []), make(stack, port, warnings)
+    assert len(warnings) == 1
+    assert f"--metrics-port {port} is taken" in warnings[0]
+    first.enter(world(2), state(step=3))
+    second.enter(world(2), state(step=4))
+    assert scrape(port)["elastic_train_step",] == 3
+    assert len(warnings) == 1
+    first.close()
+    with pytest.raises(urllib.error.URLError):
+        scrape(port)
+    second.enter(world(1, generation=1), state(step=5))
+    assert scrape(port)["elastic_train_step",] == 5
+
+
+def test_it_listens_where_it_is_told_and_nowhere_else(stack: ExitStack, warnings: list[str]) -> None:
+    port = free_port()
+    make(stack, port, warnings)
+    with socket.socket() as other:  # 127.0.0.2 is this machine too
+        assert other.connect_ex(("127.0.0.2", port)) != 0
+    with pytest.raises(UsageError, match=r"--metrics-host 192\.0\.2\.1"):
+        Metrics("192.0.2.1", free_port(), run="mine", max_nodes=1, warn=warnings.append)
+
+
+def test_without_the_library_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(UsageError, match=r"pip install 'elastic_train\[metrics\]'"):
+        Metrics("127.0.0.1", free_port(), run="mine", max_nodes=1, warn=print)
