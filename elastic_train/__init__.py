@@ -61,7 +61,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name == "fcntl":  # Windows has none
+            from elastic_train.system import require_linux
+
+            require_linux()
+        raise
 
 
 def __dir__() -> list[str]:

@@ -8,12 +8,14 @@ import sys
 from elastic_train.config import parse, task_of
 from elastic_train.errors import ElasticTrainError, show_traceback, tell
 from elastic_train.stopping import StopSignal, die_with_parent
+from elastic_train.system import require_linux
 
 
 def main() -> int:
     """Run this worker; returns its exit code. Expected errors are one line on stderr, others a traceback."""
     is_debug = "--debug" in sys.argv
     try:
+        require_linux()
         config = parse(sys.argv[1:], own_flags(sys.argv[1:]))
         if config.spawn is not None and "RANK" not in os.environ:
             from elastic_train.spawn import spawn

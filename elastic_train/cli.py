@@ -20,6 +20,9 @@ from elastic_train.errors import ElasticTrainError, SnapshotDamaged, SnapshotErr
 
 Command = Callable[[argparse.Namespace], int]
 
+SLURM_OPTIONS = ("job-name", "time", "partition", "account", "gpus-per-node", "cpus-per-task")
+"""those that most jobs need"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Expected errors are one line on stderr, others a traceback."""
@@ -32,6 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ElasticTrainError as error:
         print(f"elastic-train: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name != "fcntl":  # which Windows has not
+            raise
+        print("elastic-train: error: this command needs Linux or macOS: use WSL2", file=sys.stderr, flush=True)
+        return 1
     except BrokenPipeError:
         _discard_output()
         return 128 + signal.SIGPIPE  # as a program that the signal ends: `| head` is no error
@@ -104,6 +112,30 @@ def make_parser() -> argparse.ArgumentParser:
     report = _add(commands, "report", write_report, "RUN_DIR/report.html, one page about a run that needs no network")
     report.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     report.add_argument("--open", action="store_true", help="show it in a browser")
+
+    submit = commands.add_parser("submit", help="hand a training to a cluster's scheduler", allow_abbrev=False)
+    schedulers = submit.add_subparsers(title="schedulers", metavar="SCHEDULER", required=True)
+    slurm = _add(schedulers, "slurm", submit_slurm, "fill in a batch script of deploy/slurm and submit it")
+    slurm.add_argument(
+        "--nodes", default="1:4", help="as torchrun's --nnodes: 4, exactly four; 1:4, an elastic job (default: 1:4)"
+    )
+    slurm.add_argument(
+        "--allocate", type=int, metavar="N",
+        help="nodes to ask for, if not the most of --nodes: more are spares, with fewer other jobs are to join",
+    )  # fmt: skip
+    slurm.add_argument("--array", action="store_true", help="each node a job of its own; they meet in --etcd")
+    slurm.add_argument("--name", help="of the run (default: the job's id); in etcd, jobs of one name are one run")
+    slurm.add_argument("--etcd", metavar="H1:2379,...", help="meet in etcd, where any node may die (default: c10d)")
+    slurm.add_argument("--etcd-conf", metavar="KEY=VALUE,...", help="of --rdzv-conf: ca, cert, key, user, ...")
+    slurm.add_argument("--run-dir", metavar="PATH", help="on shared storage (default: runs/slurm-ID, here)")
+    slurm.add_argument("--setup", metavar="COMMAND", help="brings torchrun (default: activates this environment)")
+    slurm.add_argument("--workers", type=int, help="of a node (default: one for each GPU that SLURM gives it)")
+    for option in SLURM_OPTIONS:
+        slurm.add_argument(f"--{option}", metavar="VALUE", help="of sbatch")
+    slurm.add_argument("--sbatch", metavar="OPTION=VALUE", action="append", default=[], help="any other of sbatch")
+    slurm.add_argument("--no-check", action="store_true", help="start at once, without `elastic-train check`")
+    slurm.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
+    slurm.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of the worker")
 
     snapshot = commands.add_parser("snapshot", help="list, verify, hash and export snapshots", allow_abbrev=False)
     actions = snapshot.add_subparsers(title="actions", metavar="ACTION", required=True)
@@ -212,12 +244,41 @@ def write_report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def submit_slurm(arguments: argparse.Namespace) -> int:
+    from elastic_train.submit import SlurmJob, submit, write_script
+
+    given = {option: getattr(arguments, option.replace("-", "_")) for option in SLURM_OPTIONS}
+    options = {option: str(value) for option, value in given.items() if value is not None}
+    for text in arguments.sbatch:
+        name, _, value = text.removeprefix("--").partition("=")
+        options[name] = value
+    script = write_script(
+        SlurmJob(
+            nodes=arguments.nodes,
+            allocate=arguments.allocate,
+            is_array=arguments.array,
+            name=arguments.name,
+            etcd=arguments.etcd,
+            etcd_conf=arguments.etcd_conf,
+            run_dir=arguments.run_dir,
+            setup=arguments.setup,
+            workers=arguments.workers,
+            is_checked=not arguments.no_check,
+            options=options,
+            flags=arguments.flags,
+        )
+    )
+    print(script.rstrip("\n") if arguments.dry_run else submit(script))
+    return 0
+
+
 def serve_store(arguments: argparse.Namespace) -> int:
     from elastic_train.store import serve
 
     ended: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda received, _frame: ended.append(received))
+        if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup has it: what is ignored at the start stays so
+            signal.signal(signum, lambda received, _frame: ended.append(received))
     serve(
         arguments.host,
         arguments.port,

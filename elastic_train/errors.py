@@ -2,6 +2,7 @@
 
 ElasticTrainError            ends a worker with one line; `exit_code` says with which code
 ├── UsageError               a flag or a combination of flags is wrong (exit code 2)
+├── UnsupportedSystem        training needs Linux
 ├── DatasetMissing           the data is not where the flags say
 ├── TaskMismatch             a snapshot, or another member, belongs to another task, seed, batch size, ...
 ├── SnapshotError            a snapshot cannot be written or read
@@ -41,6 +42,10 @@ class UsageError(ElasticTrainError):
     """A flag, or a combination of flags, that cannot work."""
 
     exit_code = 2
+
+
+class UnsupportedSystem(ElasticTrainError):
+    """Training needs Linux."""
 
 
 class DatasetMissing(ElasticTrainError):

@@ -32,12 +32,16 @@ class NetworkError(Exception):
 class Network:
     """The namespaces of one drill; `close` removes them all."""
 
-    def __init__(self, num_nodes: int) -> None:
-        """Raises NetworkError where this machine does not allow it; nothing is left then."""
+    def __init__(self, num_nodes: int, aliases: Sequence[str] = ()) -> None:
+        """`aliases` are further names of the first nodes, one each.
+
+        Raises NetworkError where this machine does not allow it; nothing is left then.
+        """
         self._prefix = f"et{os.getpid()}"
         self._made: list[str] = []
         self._folder = Path(tempfile.mkdtemp(prefix="elastic-train-drill-"))
         self.num_nodes = num_nodes
+        self._aliases = aliases
         try:
             self._make_hub()
             for index in range(num_nodes):
@@ -140,6 +144,7 @@ class Network:
         _ip("-n", hub, "addr", "add", f"{HUB_ADDRESS}/24", "dev", "br0")
         _ip("-n", hub, "link", "set", "br0", "up")
         names = [f"{self.address(index)} {self.host_name(index)}" for index in range(self.num_nodes)]
+        names += [f"{self.address(index)} {alias}" for index, alias in enumerate(self._aliases)]
         (self._folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
 
     def _make_node(self, index: int) -> None:

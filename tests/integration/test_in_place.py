@@ -93,6 +93,7 @@ def test_the_node_of_rank_0_is_killed(cluster: Cluster) -> None:
     check_run(cluster, 600)
 
 
+@pytest.mark.slow
 def test_two_nodes_are_killed_at_once(cluster: Cluster) -> None:
     nodes = start_world(cluster, 4)
     for node in nodes[2:]:
@@ -115,6 +116,7 @@ def test_one_worker_of_a_node_with_two_is_killed(cluster: Cluster) -> None:
     assert detect < 1.0, "no forked child kept the dead worker's sockets open"
 
 
+@pytest.mark.slow
 def test_only_the_agent_is_killed(cluster: Cluster) -> None:
     nodes = start_world(cluster, 3)
     worker = nodes[2].workers()[0]

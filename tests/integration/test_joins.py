@@ -140,6 +140,7 @@ def test_fewer_nodes_than_min_nodes_wait_for_others(cluster: Cluster) -> None:
     assert end["generations"] >= 2
 
 
+@pytest.mark.slow
 @BOTH
 def test_too_few_nodes_for_too_long_save_and_end(cluster: Cluster) -> None:
     nodes = start_world(cluster, 2, "--min-nodes", "2", "--wait-timeout", "2", steps=100000)

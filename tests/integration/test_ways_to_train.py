@@ -99,6 +99,7 @@ def test_srun_tasks_of_two_hosts(cluster: Cluster) -> None:
     check_short_run(cluster.run_dir, 2)
 
 
+@pytest.mark.slow
 def test_data_parallel_and_back_to_ddp(cluster: Cluster) -> None:
     def train(steps: int, *flags: str, start: Callable[..., Node | list[Node]]) -> None:
         started = start("--max-steps", str(steps), "--ledger", *flags)
@@ -176,6 +177,7 @@ def test_flags_of_the_step(cluster: Cluster, flags: tuple[str, ...]) -> None:
     check_short_run(cluster.run_dir, 2)
 
 
+@pytest.mark.slow
 def test_ordered_keeps_its_bits_with_flags_of_the_step(cluster: Cluster) -> None:
     flags = ("--max-steps", "6", "--reduction", "ordered", "--clip-grad-norm", "0.5", "--ema-decay", "0.9")
     ends = []

@@ -1,0 +1,368 @@
+"""The manifests of deploy/kubernetes: built by kustomize, checked strictly, and their commands really run.
+
+There is no API server here, so that CEL rules, defaulting, admission and the controllers stay untested.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_train.drills.audit import audit
+from elastic_train.drills.etcd_cluster import find_program
+from elastic_train.drills.network import Network
+from tests.deploy.tools import DEPLOY, program, programs_folder
+from tests.integration.cluster import Cluster, free_port, is_listening, result, wait_until
+
+Manifest = dict[str, Any]
+
+KUBERNETES = DEPLOY / "kubernetes"
+SCHEMAS = Path(__file__).parents[3] / "shared" / "schemas"
+"""the CRDs of JobSet and Kubeflow, beside the repository"""
+OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
+WITHOUT_OPERATOR = ("c10d", "etcd3", "gpu")
+VERSIONS = ("1.33", "1.37")
+"""of Kubernetes: the first in which everything that is used is stable, and the newest that can be checked"""
+
+
+@functools.cache
+def build(overlay: str) -> tuple[Manifest, ...]:
+    return build_folder(KUBERNETES / "overlays" / overlay)
+
+
+def build_folder(path: Path) -> tuple[Manifest, ...]:
+    import yaml
+
+    command = [program("kubectl"), "kustomize", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "deprecated" not in done.stderr
+    return tuple(yaml.safe_load_all(done.stdout))
+
+
+def find(manifests: tuple[Manifest, ...], kind: str, name: str) -> Manifest:
+    return next(found for found in manifests if found["kind"] == kind and found["metadata"]["name"] == name)
+
+
+def pods(node: Any) -> Iterator[Manifest]:
+    """Every pod template within a manifest."""
+    if isinstance(node, dict):
+        if "containers" in node.get("spec", {}):
+            yield node
+        for value in node.values():
+            yield from pods(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from pods(value)
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+def test_the_files_are_clean() -> None:
+    command = [program("yamllint"), "--strict", "-c", str(DEPLOY / "yamllint.yaml"), str(DEPLOY)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_plain_objects_are_valid(overlay: str, version: str) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    unknown = []
+    for manifest in build(overlay):
+        try:
+            kubernetes_validate.validate(manifest, version, strict=True)
+        except kubernetes_validate.SchemaNotFoundError:
+            unknown.append(manifest["kind"])
+    assert len(unknown) == {"jobset": 1, "pytorchjob": 1, "trainjob": 2}.get(overlay, 0), unknown
+
+
+def test_a_wrong_object_is_not() -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    job = find(build("c10d"), "Job", "trainer")
+    for wrong in ({"paralelism": 4}, {"parallelism": "four"}):
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(job | {"spec": job["spec"] | wrong}, VERSIONS[0], strict=True)
+
+
+@functools.cache
+def crds() -> dict[tuple[str, str], Any]:
+    """Schemas by (apiVersion, kind), closed: a field that they do not name is an error, not dropped."""
+    import yaml
+
+    if not SCHEMAS.is_dir():
+        pytest.skip(f"no CRDs: {SCHEMAS} is not there")
+    found = {}
+    for path in SCHEMAS.glob("*.yaml"):
+        # The parser in C: these are long files, and the one in Python takes seconds for each.
+        spec = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))["spec"]
+        for version in spec["versions"]:
+            key = (f"{spec['group']}/{version['name']}", spec["names"]["kind"])
+            found[key] = closed(version["schema"]["openAPIV3Schema"])
+    return found
+
+
+def closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    shut = {name: closed(part) for name, part in schema.items()}
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        shut.setdefault("additionalProperties", False)
+    if schema.get("x-kubernetes-int-or-string") is True:
+        shut.pop("type", None)
+    return shut
+
+
+@pytest.mark.parametrize("overlay", sorted(set(OVERLAYS) - set(WITHOUT_OPERATOR)))
+def test_objects_of_operators_are_valid(overlay: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    checked = 0
+    for manifest in build(overlay):
+        schema = crds().get((manifest["apiVersion"], manifest["kind"]))
+        if schema is not None:
+            checked += 1
+            jsonschema.Draft202012Validator(schema).validate(manifest)
+            wrong = manifest | {"spec": manifest["spec"] | {"surprise": 1}}
+            assert not jsonschema.Draft202012Validator(schema).is_valid(wrong)
+    assert checked == {"trainjob": 2}.get(overlay, 1)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_pod_is_locked_down(overlay: str) -> None:
+    manifests = build(overlay)
+    policies = [found["spec"] for found in manifests if found["kind"] == "NetworkPolicy"]
+    assert all(found["policyTypes"] == ["Ingress", "Egress"] for found in policies)
+    fenced = [found["podSelector"]["matchLabels"] for found in policies]
+    seen = [pod for manifest in manifests for pod in pods(manifest)]
+    assert seen
+    for pod in seen:
+        labels, spec = pod["metadata"]["labels"], pod["spec"]
+        assert sum(selector.items() <= labels.items() for selector in fenced) == 1, labels
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        for container in (*spec["containers"], *spec.get("initContainers", [])):
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert "memory" in container["resources"]["limits"]
+            mounted = {mount["name"] for mount in container["volumeMounts"]}
+            claims = {"data"} if labels["role"] == "etcd" else set()
+            assert mounted <= {volume["name"] for volume in spec["volumes"]} | claims
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_what_is_referred_to_is_there(overlay: str) -> None:
+    manifests = build(overlay)
+    names = {(found["kind"], found["metadata"]["name"]) for found in manifests}
+    for manifest in manifests:
+        if manifest["kind"] != "Namespace":
+            assert manifest["metadata"]["namespace"] == "elastic-train"
+        for pod in pods(manifest):
+            for volume in pod["spec"]["volumes"]:
+                claim = volume.get("persistentVolumeClaim")
+                assert claim is None or ("PersistentVolumeClaim", claim["claimName"]) in names
+            for container in pod["spec"]["containers"]:
+                for source in container.get("envFrom", []):
+                    assert ("ConfigMap", source["configMapRef"]["name"]) in names
+    labels = [pod["metadata"]["labels"] for manifest in manifests for pod in pods(manifest)]
+    for kind in ("Service", "PodDisruptionBudget"):
+        for manifest in (found for found in manifests if found["kind"] == kind):
+            selector = manifest["spec"]["selector"]
+            selector = selector.get("matchLabels", selector)
+            assert any(selector.items() <= pod.items() for pod in labels), manifest["metadata"]["name"]
+
+
+def test_the_variables_at_the_top_are_enough(tmp_path: Path) -> None:
+    """Another namespace, image and number of pods, by nothing but what stands between the two lines."""
+    shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
+    path = tmp_path / "kubernetes" / "overlays" / "gpu" / "kustomization.yaml"
+    head, variables, rest = re.split(r"# ---[^\n]*\n", path.read_text())
+    changes = {
+        "namespace: elastic-train": "namespace: other",
+        "newName: elastic_train": "newName: registry.example/trainer",
+        "value: 4}": "value: 6}",
+        "WORKERS=1 ": "WORKERS=8 ",
+    }
+    for old, new in changes.items():
+        assert old in variables
+        variables = variables.replace(old, new)
+    path.write_text(head + variables + rest)
+    manifests = build_folder(path.parent)
+    assert {found["metadata"].get("namespace", "other") for found in manifests} == {"other"}
+    assert find(manifests, "Namespace", "other")
+    job = find(manifests, "Job", "trainer")["spec"]
+    container = job["template"]["spec"]["containers"][0]
+    assert job["parallelism"] == job["completions"] == 6
+    assert container["image"] == "registry.example/trainer:latest-cuda"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+class Pods:
+    """Runs containers' commands here, with the environment that a cluster would give them.
+
+    What a cluster provides and this machine has not is given in place of it: names (`names`) and mounts (`folders`).
+    """
+
+    def __init__(self, path: Path, cluster: Cluster, names: Mapping[str, str], folders: Mapping[str, Path]) -> None:
+        self._cluster = cluster
+        self._instead = {**names, **{f"{mount}/": f"{folder}/" for mount, folder in folders.items()}}
+        self._programs = programs_folder(path)
+
+    def here(self, text: str) -> str:
+        for theirs, ours in self._instead.items():
+            text = text.replace(theirs, ours)
+        return text
+
+    def start(
+        self,
+        manifests: tuple[Manifest, ...],
+        container: Manifest,
+        given: Mapping[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
+    ) -> Any:
+        """A container's process; `given` is what an operator or the kubelet adds to its environment."""
+        env: dict[str, str] = {}
+        for source in container.get("envFrom", []):
+            env |= find(manifests, "ConfigMap", source["configMapRef"]["name"])["data"]
+        env |= {one["name"]: one["value"] for one in container.get("env", []) if "value" in one}
+        env |= given or {}
+        for one in container.get("env", []):
+            assert one["name"] in env, "what comes of the pod itself must be given"
+        env = {name: self.here(value) for name, value in env.items()}
+        words = [*container.get("command", []), *container.get("args", [])]
+        words = [self.here(re.sub(r"\$\((\w+)\)", lambda match: env[match[1]], word)) for word in words]
+        path = f"{self._programs}:{os.environ['PATH']}"
+        return self._cluster.launch([*prefix, *words], {**env, "PATH": path})
+
+
+def trainer_of(manifests: tuple[Manifest, ...]) -> Manifest:
+    """The container that trains."""
+    for manifest in manifests:
+        for pod in pods(manifest):
+            if pod["metadata"]["labels"]["role"] == "trainer":
+                container: Manifest = pod["spec"]["containers"][0]
+                return container
+    raise AssertionError("nothing trains")
+
+
+def store_of(manifests: tuple[Manifest, ...]) -> Manifest:
+    for manifest in manifests:
+        for pod in pods(manifest):
+            if pod["metadata"]["labels"]["role"] == "store":
+                container: Manifest = pod["spec"]["containers"][0]
+                return container
+    raise AssertionError("no store")
+
+
+SHORT = {"FLAGS": "--max-steps 30 --no-progress --ledger --reduction ordered"}
+GIVEN = {
+    "c10d": SHORT,
+    "gpu": SHORT | {"WORKERS": "2"},
+    "jobset": SHORT,
+    "trainjob": SHORT
+    | {"NNODES": "1:4", "TRAINJOB": "first", "PET_NPROC_PER_NODE": "1", "PET_NNODES": "4", "PET_NODE_RANK": "1",
+       "PET_MASTER_ADDR": "first-node-0-0.first", "PET_MASTER_PORT": "29400"},
+    "pytorchjob": SHORT
+    | {"PET_NNODES": "1:4", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "store:29400", "PET_RDZV_ID": "train",
+       "PET_RDZV_CONF": "join_timeout=31536000,last_call_timeout=2", "PET_NPROC_PER_NODE": "1"},
+}  # fmt: skip
+"""what an operator adds to the environment, and fewer steps"""
+STORE_NAMES = {"jobset": "train-store-0-0.train:29400", "trainjob": "first-store-0-0.first:29400"}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "overlay",
+    ["c10d", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpu", "jobset", "pytorchjob", "trainjob"))],
+)
+def test_the_containers_train(overlay: str, tmp_path: Path, cluster: Cluster) -> None:
+    manifests, port = build(overlay), free_port()
+    (tmp_path / "runs").mkdir()
+    here = f"localhost:{port}"
+    names = {STORE_NAMES.get(overlay, "store:29400"): here, "$TRAINJOB-store-0-0.$TRAINJOB:29400": here}
+    run = Pods(tmp_path, cluster, {**names, "29400": str(port)}, {"/runs": tmp_path / "runs"})
+    run.start(manifests, store_of(manifests))
+    wait_until(lambda: is_listening(port), "store", 120)
+    container = trainer_of(manifests)
+    trainers = [run.start(manifests, container, GIVEN[overlay]) for _ in range(2)]
+    cluster.finish(trainers, timeout=300)
+    run_dir = tmp_path / "runs" / "first"
+    assert result(run_dir)["step"] == 30
+    found = audit(run_dir)
+    assert found.passed, "\n".join(found.reasons)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_init_container_looks_before_the_job(tmp_path: Path, cluster: Cluster) -> None:
+    manifests, port, folders = build("c10d"), free_port(), {"/runs": tmp_path / "runs"}
+    (tmp_path / "runs").mkdir()
+    template = find(manifests, "Job", "trainer")["spec"]["template"]["spec"]
+    unknown = Pods(tmp_path, cluster, {"store:": "store.invalid:"}, folders)
+    looking = unknown.start(manifests, template["initContainers"][0], SHORT)
+    assert looking.wait(300) == 1
+    assert looking.text().rstrip().endswith("FAIL")
+    run = Pods(tmp_path, cluster, {"store:29400": f"localhost:{port}", "29400": str(port)}, folders)
+    run.start(manifests, store_of(manifests))
+    wait_until(lambda: is_listening(port), "store", 120)
+    looking = run.start(manifests, template["initContainers"][0], SHORT)
+    assert looking.wait(300) == 0, looking.text()
+    assert looking.text().rstrip().endswith("PASS")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(Network.why_not() is not None, reason=f"no network namespaces: {Network.why_not()}")
+def test_the_trainer_meets_in_the_etcd_of_the_overlay(tmp_path: Path, cluster: Cluster) -> None:
+    """Three members with TLS by their commands, each under the name and address that a pod would have."""
+    manifests = build("etcd3")
+    for folder in ("runs", "tls", "client"):
+        (tmp_path / folder).mkdir()
+    make_certificates(tmp_path, [f"etcd-{number}.etcd" for number in range(3)])
+    container = find(manifests, "StatefulSet", "etcd")["spec"]["template"]["spec"]["containers"][0]
+    network = Network(4, aliases=[f"etcd-{number}.etcd" for number in range(3)])
+    try:
+        for number in range(3):
+            folders = {"/runs": tmp_path / "runs", "/tls": tmp_path / "tls", "/data": tmp_path / f"data-{number}"}
+            (tmp_path / f"data-{number}").mkdir(mode=0o700)
+            (tmp_path / "programs").mkdir(exist_ok=True)
+            member = Pods(tmp_path, cluster, {}, folders)
+            link = tmp_path / "programs" / "etcd"
+            link.unlink(missing_ok=True)
+            link.symlink_to(find_program("etcd"))
+            given = {"POD_NAME": f"etcd-{number}", "POD_IP": network.address(number)}
+            member.start(manifests, container, given, tuple(network.node_prefix(number)))
+        run = Pods(tmp_path, cluster, {}, {"/runs": tmp_path / "runs", "/etcd": tmp_path / "client"})
+        trainer = run.start(manifests, trainer_of(manifests), SHORT, tuple(network.node_prefix(3)))
+        cluster.finish([trainer], timeout=300)
+    finally:
+        cluster.end()
+        network.close()
+    assert result(tmp_path / "runs" / "first")["step"] == 30
+
+
+def make_certificates(path: Path, hosts: list[str]) -> None:
+    """The secrets etcd-server (`tls`) and etcd-client (`client`), as the page makes them."""
+    command = [str(programs_folder(path) / "elastic-train"), "certs", str(path / "certs"), "--hosts", ",".join(hosts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    for folder, owner in (("tls", "server"), ("client", "client")):
+        for name in ("ca.pem", f"{owner}.pem", f"{owner}.key"):
+            shutil.copy(path / "certs" / name, path / folder / name)

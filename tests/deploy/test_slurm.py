@@ -1,0 +1,112 @@
+"""What `elastic-train submit slurm` makes of the batch scripts; tests/integration/test_slurm.py runs them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from elastic_train.cli import main
+from elastic_train.errors import UsageError
+from elastic_train.submit import SlurmJob, set_option, set_variable, write_script
+from tests.deploy.tools import DEPLOY, program
+
+
+def options(script: str) -> dict[str, str]:
+    words = [line.split()[1] for line in script.splitlines() if line.startswith("#SBATCH --")]
+    return dict(word.removeprefix("--").partition("=")[::2] for word in words)
+
+
+def variables(script: str, *names: str) -> list[str]:
+    """Their values, as bash understands the part of the script that is to be edited."""
+    top = script.partition("# --- nothing to edit below")[0]
+    show = "".join(f'printf "%s\\n" "${{{name}[*]}}"\n' for name in names)
+    done = subprocess.run(
+        ["bash", "-uc", f"SLURM_JOB_ID=7\n{top}\n{show}"], capture_output=True, text=True, check=True, env={}
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("nodes", ["4", "1:4"])
+def test_a_filled_script_is_clean(nodes: str) -> None:
+    job = SlurmJob(
+        nodes=nodes, options={"partition": "gpu"}, run_dir="a b", flags=["--task", "x y:Z"], setup="true",
+        is_checked=False,
+    )  # fmt: skip
+    script = write_script(job)
+    done = subprocess.run([program("shellcheck"), "-"], input=script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert variables(script, "RUN_DIR", "FLAGS", "SETUP", "CHECK") == ["a b", "--task x y:Z", "true", ""]
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.sbatch")), ids=lambda path: path.name)
+def test_the_scripts_are_clean_as_they_stand(path: Path) -> None:
+    done = subprocess.run([program("shellcheck"), str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "torchrun " in path.read_text()
+
+
+def test_a_fixed_allocation() -> None:
+    script = write_script(SlurmJob(nodes="4", options={"time": "5:00", "nice": ""}))
+    found = options(script)
+    assert (found["nodes"], found["time"], found["nice"]) == ("4", "5:00", "")
+    assert "requeue" in found
+    assert "no-kill" not in found
+
+
+def test_an_elastic_job_with_a_spare() -> None:
+    script = write_script(SlurmJob(nodes="2:4", allocate=5))
+    assert options(script)["nodes"] == "5"
+    assert "no-kill" in options(script)
+    assert variables(script, "NNODES", "JOB", "RUN_DIR", "ETCD") == ["2:4", "7", "runs/slurm-7", ""]
+
+
+def test_an_array_meets_in_etcd() -> None:
+    script = write_script(SlurmJob(nodes="1:4", is_array=True, etcd="a:1,b:2", etcd_conf="ca=x", name="big"))
+    assert options(script)["array"] == "0-3"
+    assert options(script)["nodes"] == "1"
+    assert variables(script, "ETCD", "ETCD_CONF", "JOB", "RUN_DIR") == ["a:1,b:2", "ca=x", "big", "runs/slurm-big"]
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        (SlurmJob(nodes="4:1"), "--nodes 4:1"),
+        (SlurmJob(nodes="0"), "--nodes 0"),
+        (SlurmJob(nodes="many"), "--nodes many"),
+        (SlurmJob(nodes="4", allocate=5), "--allocate"),
+        (SlurmJob(nodes="4", etcd="a:1"), "--etcd"),
+        (SlurmJob(is_array=True), "--array"),
+        (SlurmJob(etcd_conf="ca=x"), "--etcd-conf"),
+        (SlurmJob(workers=0), "--workers 0"),
+        (SlurmJob(options={"nodes": "3"}), "--sbatch nodes"),
+        (SlurmJob(flags=["--fresh"]), "begin anew"),
+        (SlurmJob(flags=["--run-dir=x"]), "--run-dir"),
+        (SlurmJob(flags=["--epochz", "3"]), "--epochz"),
+    ],
+)
+def test_what_cannot_be(job: SlurmJob, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        write_script(job)
+
+
+def test_an_option_is_replaced_or_added() -> None:
+    script = "#!/bin/bash\n#SBATCH --time=1  # limit\n#SBATCH --time-min=1\n\nA=1  # a\n"
+    assert set_option(script, "time", "2").splitlines()[1] == "#SBATCH --time=2"
+    assert set_option(script, "time", "2").splitlines()[2] == "#SBATCH --time-min=1"
+    assert set_option(script, "qos", "x").splitlines()[3] == "#SBATCH --qos=x"
+    assert set_variable(script, "A", r"'\1'").splitlines()[-1] == r"A='\1'"
+
+
+def test_a_dry_run_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "slurm", "--nodes", "2", "--dry-run", "--sbatch", "qos=low", "--", "--epochs", "3"]) == 0
+    script = capsys.readouterr().out
+    assert (options(script)["nodes"], options(script)["qos"]) == ("2", "low")
+    assert "FLAGS=(--epochs 3)" in script
+
+
+def test_without_slurm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["submit", "slurm", "--nodes", "2"]) == 1
+    assert "there is no sbatch here" in capsys.readouterr().err

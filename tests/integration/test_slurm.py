@@ -1,0 +1,235 @@
+"""The batch scripts of deploy/slurm on a real SLURM of four nodes: lose one, requeue, cancel, join through etcd.
+
+After each of them the run's own files must pass the audit, and its weights be those of the undisturbed run.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_train.drills.audit import audit
+from elastic_train.drills.etcd_cluster import EtcdCluster
+from elastic_train.drills.network import HUB_ADDRESS
+from elastic_train.drills.nodes import wait_until
+from elastic_train.drills.record import PACE_VARIABLE
+from elastic_train.drills.reference import undisturbed
+from tests import slurm_cluster
+from tests.deploy.tools import programs_folder
+from tests.integration.cluster import events, last_step, newest_snapshot, outcomes, result, wait_for_step
+from tests.slurm_cluster import SlurmCluster
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(2400),
+    pytest.mark.skipif(slurm_cluster.why_not() is not None, reason=f"no SLURM: {slurm_cluster.why_not()}"),
+]
+
+STEPS = 400
+FLAGS = (
+    "--task", "elastic_train.drills.task:PacedDigits", "--epochs", "100000", "--max-steps", str(STEPS),
+    "--reduction", "ordered", "--ledger", "--eval-every", "100000", "--snapshot-every", "50", "--peer-timeout", "30",
+)  # fmt: skip
+SLOW = 0.01
+"""seconds a sample: about four steps a second, however many workers there are"""
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+LIVES, TRAINS = 300.0, 600.0
+"""seconds, for what SLURM does and for what ends in training; a tenth of it on an idle machine"""
+
+
+@pytest.fixture(scope="module")
+def undisturbed_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
+    found = undisturbed(FLAGS, is_own_task=True, cwd=tmp_path_factory.mktemp("undisturbed"))
+    assert found["step"] == STEPS
+    return str(found["state_sha256"])
+
+
+class Site:
+    """A SLURM cluster, a login node, and a folder that all nodes share."""
+
+    def __init__(self, path: Path, slurm: SlurmCluster) -> None:
+        self.path, self.slurm = path, slurm
+        self.run_dir = path / "run"
+        self._pace = path / "pace"
+        self.set_pace(SLOW)
+
+    def set_pace(self, seconds: float) -> None:
+        draft = self.path / "pace.tmp"
+        draft.write_text(str(seconds))
+        draft.replace(self._pace)
+
+    def submit(self, *arguments: str) -> str:
+        given = ["--run-dir", str(self.run_dir), "--setup", self.setup(), "--cpus-per-task", "1", "--no-check"]
+        return self.slurm.submit(*given, *arguments, "--", *FLAGS, cwd=self.path, env={PACE_VARIABLE: str(self._pace)})
+
+    def setup(self) -> str:
+        programs = programs_folder(self.path)
+        return f"export PATH={shlex.quote(str(programs))}:$PATH"
+
+    def wait_for_world(self, num_hosts: int, *, without: str = "", after: int = -1) -> set[str]:
+        """Until a world of so many nodes, of a later generation, trains; their host names."""
+
+        def hosts() -> set[str]:
+            found = max(events(self.run_dir, "world"), key=lambda event: event["generation"], default=None)
+            if found is None or found["generation"] <= after:
+                return set()
+            names = {str(member).split("/")[0] for member in found["members"]}
+            return names if len(names) == num_hosts and without not in names else set()
+
+        names = wait_until(hosts, f"world of {num_hosts} nodes", TRAINS)
+        wait_for_step(self.run_dir, last_step(self.run_dir) + 5, LIVES)
+        return set(names)
+
+    def finish(self, *jobs: str) -> None:
+        """Let it train to its end at full speed; every job must have been a success to SLURM."""
+        self.set_pace(0.0)
+        for job in jobs:
+            wait_until(lambda job=job: self.slurm.job(job)["JobState"] in ENDED, "end", TRAINS)
+            assert (self.slurm.job(job)["JobState"], self.slurm.job(job)["ExitCode"]) == ("COMPLETED", "0:0")
+
+    def check(self, expected_hash: str) -> None:
+        found = audit(self.run_dir)
+        assert found.passed, "\n".join(found.reasons)
+        assert result(self.run_dir)["state_sha256"] == expected_hash
+        steps = sorted(event["step"] for event in events(self.run_dir, "step"))
+        assert steps == list(range(1, STEPS + 1)), "every committed step once"
+
+    def logs(self) -> str:
+        paths = [*self.path.glob("slurm-*.log"), *(self.run_dir / "slurm").glob("*.log")]
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(paths))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    (tmp_path / "slurm").mkdir()
+    with slurm_cluster.slurm_running(tmp_path / "slurm", 4) as slurm:
+        site = Site(tmp_path, slurm)
+        yield site
+        print(site.logs())  # pytest shows it where the test failed
+
+
+def test_a_node_is_lost_and_the_spare_steps_in(site: Site, undisturbed_hash: str) -> None:
+    job = site.submit("--nodes", "1:3", "--allocate", "4")
+    trained = site.wait_for_world(3)
+    lost = max(trained)  # not node1, which runs the batch script and with it the job
+    site.slurm.lose_power(int(lost.removeprefix("node")) - 1)
+    generation = max(event["generation"] for event in events(site.run_dir, "world"))
+    site.wait_for_world(3, without=lost, after=generation)
+    wait_until(lambda: site.slurm.job(job)["NumNodes"] == "3", "allocation without the lost node", LIVES)
+    assert site.slurm.job(job)["Restarts"] == "0"
+    site.finish(job)
+    site.check(undisturbed_hash)
+    assert {path.name for path in (site.run_dir / "slurm").glob("*.log")} == {
+        f"{job}-node{number}.log" for number in range(1, 5)
+    }
+
+
+def test_the_first_node_is_lost_and_the_job_starts_again(site: Site, undisturbed_hash: str) -> None:
+    """A fixed allocation, of nodes with two GPUs each as far as SLURM knows."""
+    job = site.submit("--nodes", "2", "--gpus-per-node", "2")
+    assert site.wait_for_world(2) == {"node1", "node2"}
+    assert max(event["world_size"] for event in events(site.run_dir, "world")) == 4, "a worker for each GPU"
+    generation = max(event["generation"] for event in events(site.run_dir, "world"))
+    site.slurm.lose_power(0)
+    wait_until(lambda: site.slurm.job(job)["Restarts"] == "1", "requeue", LIVES)
+    site.slurm.wait_for_state(job, "PENDING", LIVES)
+    site.slurm.start_again_soon(job)
+    assert "node1" not in site.wait_for_world(2, after=generation)
+    site.finish(job)
+    site.check(undisturbed_hash)
+
+
+def test_the_first_node_of_an_elastic_job_is_lost(site: Site, undisturbed_hash: str) -> None:
+    """SLURM itself would leave the other nodes allocated, with nobody there to end the job."""
+    job = site.submit("--nodes", "1:2")
+    site.wait_for_world(2)
+    generation = max(event["generation"] for event in events(site.run_dir, "world"))
+    site.slurm.lose_power(0)
+    wait_until(lambda: site.slurm.job(job)["Restarts"] == "1", "requeue", LIVES)
+    site.slurm.wait_for_state(job, "PENDING", LIVES)
+    site.slurm.start_again_soon(job)
+    assert "node1" not in site.wait_for_world(2, after=generation)
+    site.finish(job)
+    site.check(undisturbed_hash)
+
+
+def test_time_runs_out_then_the_job_is_cancelled(site: Site, undisturbed_hash: str) -> None:
+    """Each time the state is saved at the step where all of them stop."""
+    job = site.submit("--nodes", "1:2")
+    site.wait_for_world(2)
+    site.slurm.run(["scancel", "--batch", "--signal=USR1", job])  # what --signal=B:USR1@120 sends
+    site.slurm.wait_for_state(job, "PENDING", LIVES)
+    stopped_at = last_step(site.run_dir)
+    assert newest_snapshot(site.run_dir)[0].step == stopped_at
+    assert outcomes(site.run_dir) == ["stopped", "stopped"]
+    generation = max(event["generation"] for event in events(site.run_dir, "world"))
+    site.slurm.start_again_soon(job)
+    site.wait_for_world(2, after=generation)
+    assert {event["restored_step"] for event in events(site.run_dir, "restore")} >= {stopped_at}
+
+    site.slurm.run(["scancel", job])
+    site.slurm.wait_for_state(job, "CANCELLED", LIVES)
+    wait_until(lambda: len(outcomes(site.run_dir)) == 4, "end of the workers", LIVES)
+    assert newest_snapshot(site.run_dir)[0].step == last_step(site.run_dir) > stopped_at
+    site.finish(site.submit("--nodes", "1:2"))
+    site.check(undisturbed_hash)
+
+
+def test_an_array_of_nodes_and_a_job_that_joins(site: Site, undisturbed_hash: str) -> None:
+    """Through etcd: each node is a job of its own; any of them may be lost, and others join."""
+    path = site.path / "etcd"
+    path.mkdir()
+    etcd = EtcdCluster(path, 3, host=HUB_ADDRESS, prefix=site.slurm.network.hub_prefix())
+    try:
+        etcd.start()
+        common = [
+            "--nodes",
+            "1:3",
+            "--name",
+            "shared",
+            "--etcd",
+            etcd.endpoint,
+            "--sbatch",
+            "exclusive",
+            "--workers",
+            "1",
+        ]
+        array = site.submit(*common, "--array", "--allocate", "2")
+        site.wait_for_world(2)
+        joining = site.submit(*common, "--allocate", "1")
+        names = site.wait_for_world(3)
+        generation = max(event["generation"] for event in events(site.run_dir, "world"))
+        site.slurm.lose_power(0)
+        site.wait_for_world(2, without="node1", after=generation)
+        assert "node1" in names
+        # SLURM starts the job of the lost node again, by itself; here it need not wait two minutes for it.
+        first = f"{array}_0"
+        wait_until(lambda: site.slurm.job(first)["Restarts"] == "1", "requeue", LIVES)
+        site.slurm.wait_for_state(first, "PENDING", LIVES)
+        generation = max(event["generation"] for event in events(site.run_dir, "world"))
+        site.slurm.start_again_soon(first)
+        site.wait_for_world(3, without="node1", after=generation)
+        site.finish(first, f"{array}_1", joining)
+        site.check(undisturbed_hash)
+    finally:
+        etcd.end()
+
+
+def test_what_is_submitted_is_the_script_as_it_stands_in_the_repository(site: Site) -> None:
+    """`sbatch deploy/slurm/fixed.sbatch`, with nothing but its variables edited."""
+    script = site.path / "fixed.sbatch"
+    shutil.copy(Path(__file__).parents[2] / "deploy" / "slurm" / "fixed.sbatch", script)
+    text = script.read_text().replace("SETUP='source .venv/bin/activate'", f"SETUP={shlex.quote(site.setup())}")
+    text = text.replace("FLAGS=()", "FLAGS=(--max-steps 20 --no-progress)").replace("task=4 ", "task=1 ")
+    script.write_text(text)
+    job = site.slurm.run(["sbatch", "fixed.sbatch"], site.path).split()[-1]
+    site.slurm.wait_for_state(job, "COMPLETED", TRAINS)
+    run_dir = site.path / "runs" / f"slurm-{job}"
+    assert result(run_dir)["step"] == 20
+    checked = [path.read_text() for path in (run_dir / "slurm").glob("*.check.log")]
+    assert len(checked) == 4
+    assert all(text.rstrip().endswith("PASS") for text in checked), checked
