@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic_train.config import Config
-    from elastic_train.errors import ElasticTrainError
+    from elastic_train.errors import ElasticTrainError, SnapshotError, TrainingDiverged, UsageError
     from elastic_train.own_loop import Training, parse_flags, run
     from elastic_train.sampler import MicroBatch, StepSampler
     from elastic_train.snapshot_store import SnapshotStore
@@ -25,12 +25,15 @@ _HOMES = {
     "Config": "config",
     "ElasticTrainError": "errors",
     "MicroBatch": "sampler",
+    "SnapshotError": "errors",
     "SnapshotStore": "snapshot_store",
     "Stateful": "state",
     "StepSampler": "sampler",
     "Task": "tasks",
     "TrainState": "state",
     "Training": "own_loop",
+    "TrainingDiverged": "errors",
+    "UsageError": "errors",
     "World": "world",
     "parse_flags": "own_loop",
     "run": "own_loop",
@@ -40,12 +43,15 @@ __all__ = [
     "Config",
     "ElasticTrainError",
     "MicroBatch",
+    "SnapshotError",
     "SnapshotStore",
     "Stateful",
     "StepSampler",
     "Task",
     "TrainState",
     "Training",
+    "TrainingDiverged",
+    "UsageError",
     "World",
     "parse_flags",
     "run",

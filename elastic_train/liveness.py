@@ -144,6 +144,8 @@ class Watcher:
         """ranks of the present world that are out, whatever their listener says, and why"""
         self.slowest_step = 0.0
         """seconds of the slowest of the last steps: what a training thread may take before it is called stuck"""
+        self.least_patience = 0.0
+        """seconds that it may take at least, however fast the steps before were"""
         self.reason: str | None = None
         """why the present world was broken, as far as this member knows"""
         self._count = 0
@@ -191,7 +193,7 @@ class Watcher:
         with self._lock:
             self._world, self._world_key, self._is_standing = world, key, False
             self._broken_at = None
-            self.verdicts, self.reason = {}, None
+            self.verdicts, self.reason, self.least_patience = {}, None, 0.0
 
     def enter(self, world: World, key: str) -> None:
         """The process group of this world stands: it is watched until `leave`."""
@@ -369,7 +371,8 @@ class Watcher:
     @property
     def _patience(self) -> float:
         """Seconds that a training thread may take before it is called stuck."""
-        return self._peer_timeout + 10 * self.slowest_step if self.slowest_step else 6 * self._peer_timeout
+        patience = self._peer_timeout + 10 * self.slowest_step if self.slowest_step else 6 * self._peer_timeout
+        return max(patience, self.least_patience)
 
     def _end_if_stuck(self) -> None:
         (activity, since), broken_at = self._activity, self._broken_at

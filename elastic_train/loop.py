@@ -15,7 +15,7 @@ from elastic_train.evaluation import evaluate, share_buffers
 from elastic_train.goodput import Phase
 from elastic_train.membership import Membership
 from elastic_train.ordered import OrderedReduction
-from elastic_train.process_group import gather_json, require_unbroken
+from elastic_train.process_group import GROUP_TIMEOUT, gather_json, require_unbroken
 from elastic_train.reduction import Clipping, FastReduction, Loss, Reduction, Share, StepTotals
 from elastic_train.rules import Activity
 from elastic_train.sampler import MicroBatch
@@ -24,6 +24,9 @@ from elastic_train.state import TrainState
 from elastic_train.train import NO_VOTES, Outcome, StepResult, Votes, task_loss, train
 from elastic_train.worker import Worker
 from elastic_train.world import World
+
+FIRST_STEP_SECONDS = GROUP_TIMEOUT.total_seconds()
+"""what a world's first step may take where it may compile, before a rank is called stuck: what a collective may"""
 
 
 def votes_of(worker: Worker, membership: Membership) -> Votes:
@@ -75,6 +78,8 @@ class Loop:
         """The same for several stretches of steps in one world: what is built for the world is built once."""
         worker, state = self._worker, self._worker.state
         state.model.train()
+        if worker.config.compile:  # for every world anew: the shapes of the shares are others
+            self._membership.watcher.least_patience = FIRST_STEP_SECONDS
         reduction = self._make_reduction(world)
         evaluate_if_due = self.make_evaluate(world)
         observer = LoopObserver(self, worker, self._membership, world)
@@ -125,10 +130,8 @@ class Loop:
 
         def watched(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> torch.Tensor:
             # The step's data is there; from its first forward pass on, in which DDP may broadcast BatchNorm's buffers,
-            # this rank may be waiting for others. Or it compiles, which takes as long as it takes.
-            watcher = self._membership.watcher
-            is_compiling = self._worker.config.compile and watcher.slowest_step == 0.0
-            watcher.do(Activity.FORM if is_compiling else Activity.REDUCE)
+            # this rank may be waiting for others.
+            self._membership.watcher.do(Activity.REDUCE)
             return loss(module, micro_batch, batch)
 
         return watched
@@ -147,7 +150,8 @@ class Loop:
         test_set = worker.task.test_set
 
         def evaluate_if_due(state: TrainState) -> None:
-            if test_set is None or not (state.is_finished or state.epoch % config.eval_every == 0):
+            # Over an empty one there are no means.
+            if not test_set or not (state.is_finished or state.epoch % config.eval_every == 0):
                 return
             watcher, started = self._membership.watcher, time.monotonic()
 
@@ -158,22 +162,24 @@ class Loop:
 
             model = state.averaged.model if state.averaged else state.model
             slowest_step = watcher.slowest_step
-            with state.clock.during(Phase.EVALUATE):
-                watcher.do(Activity.REDUCE)
-                share_buffers(model, world, self._membership.sockets)
-                watcher.do(Activity.COMPUTE)
-                found = evaluate(
-                    model,
-                    worker.task,
-                    test_set,
-                    world,
-                    worker.device,
-                    seed=config.seed,
-                    num_workers=config.num_workers,
-                    before_exchange=begin_to_wait,
-                )
+            try:
+                with state.clock.during(Phase.EVALUATE):
+                    watcher.do(Activity.REDUCE)
+                    share_buffers(model, world, self._membership.sockets)
+                    watcher.do(Activity.COMPUTE)
+                    found = evaluate(
+                        model,
+                        worker.task,
+                        test_set,
+                        world,
+                        worker.device,
+                        seed=config.seed,
+                        num_workers=config.num_workers,
+                        before_exchange=begin_to_wait,
+                    )
+            finally:  # an evaluation in which a peer is lost must not make the next world as patient as it was
+                watcher.slowest_step = slowest_step
             watcher.do(Activity.COMPUTE)
-            watcher.slowest_step = slowest_step
             state.evaluated_step = state.step
             if found.accuracy is not None:
                 state.last_accuracy = (state.step, found.accuracy)
@@ -230,6 +236,7 @@ class LoopObserver:
         watcher.do(Activity.COMPUTE)
         now = time.monotonic()
         watcher.slowest_step = max(0.99 * watcher.slowest_step, now - self._loop.step_started)
+        watcher.least_patience = 0.0
         self._loop.step_started = now
 
 

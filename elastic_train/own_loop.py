@@ -27,12 +27,13 @@ from typing import Any, NoReturn, TypeVar, overload
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
 
 from elastic_train.config import Config, flag, parse
 from elastic_train.errors import ElasticTrainError, FormationFailed, TrainingDiverged, UsageError, tell
-from elastic_train.loop import LoopObserver, stand_in_batch, votes_of
+from elastic_train.loop import FIRST_STEP_SECONDS, LoopObserver, stand_in_batch, votes_of
 from elastic_train.membership import Membership
 from elastic_train.process_group import is_communication_error
 from elastic_train.recovery import run_worker
@@ -89,6 +90,8 @@ class Training:
         self._steps = iter(steps)
         self._share: Share | None = None
         self._is_applied = False
+        self._is_stand_in = False
+        self._hushed: list[nn.Module] = []
         self._lost: Exception | None = None
         self._outcome: Outcome | None = None
         self._saved_step = self.state.step
@@ -136,9 +139,12 @@ class Training:
         the model is on CUDA).
 
         A step takes the next `global_batch_size` samples of the epoch's order, fewer at its end, and splits them over
-        the ranks; the sizes of the shares differ by 1 at most. Torch's random numbers are seeded for each step by
-        (seed, step, share), so that dropout does not depend on what happened before. Each batch must be committed
-        before the next one is asked for.
+        the ranks; the sizes of the shares differ by 1 at most. So the last step of an epoch may leave a rank a single
+        sample, or none: a stand-in then, of which neither gradients nor BatchNorm take notice. Each batch must be
+        committed before the next one is asked for.
+
+        Torch's random numbers are seeded for each step by (seed, step, share), so that dropout does not depend on what
+        happened before.
 
         Raises:
             UsageError: the step before was not committed.
@@ -152,8 +158,9 @@ class Training:
     def commit(self, loss: torch.Tensor | float) -> None:
         """The step is done: the optimizer (scheduler, scaler) has stepped. Blocks until every rank has committed.
 
-        Whatever happens from here on, its samples count as trained. Collectives of the function's own belong before
-        the optimizer's step or after the commit.
+        Whatever happens from here on, its samples count as trained. What is done before the optimizer's step (that of
+        a scheduler, say) is done once more where a lost peer makes the step be redone. Collectives of the function's
+        own belong before the optimizer's step or after the commit.
 
         Args:
             loss: mean over this rank's batch, a scalar; the mean over the step's samples is logged.
@@ -183,11 +190,13 @@ class Training:
                 "snapshot is kept"
             )
         self._commit(StepResult(mean_loss, (int(told_to_stop), int(leaving), int(joining))))
+        if self.state.is_finished:
+            return  # whatever else was asked for has come too late
         if told_to_stop == self.world.world_size:
             self._outcome = Outcome.STOPPED
         elif leaving:
             self._outcome = Outcome.SOME_LEAVE
-        elif joining and not self.state.is_finished:
+        elif joining:
             self._outcome = Outcome.SOME_JOIN
 
     def say(self, message: str) -> None:
@@ -229,6 +238,7 @@ class Training:
         """Lets go of everything that belongs to the world."""
         self._steps = iter(())
         self._share = self._lost = None
+        self._unhush()
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -247,6 +257,7 @@ class Training:
         share = next(self._steps)
         self._share, self._is_applied = share, False
         ((micro_batch, batch),) = share  # one each: shares are not cut where the loop is the user's
+        self._is_stand_in = batch is None
         self._observer.before_reduction(share)
         self.state.remember()
         seed_model_draws(self._worker.config.seed, micro_batch.step, micro_batch.shard, self.device)
@@ -260,13 +271,32 @@ class Training:
     def _commit(self, result: StepResult) -> None:
         share = self._step_in_hand()
         self._share = None
+        self._unhush()
         self.state.commit(result.loss)
         self._observer.after_commit(self.state, result, share)
         self._watcher.do(Activity.FORM)  # what is done between steps, by one rank perhaps, is nobody's to judge
 
-    def _enter_reduction(self, _module: nn.Module, _arguments: Any) -> None:
+    def _enter_reduction(self, module: nn.Module, _arguments: Any) -> None:
         if self._share is not None:
             self._watcher.do(Activity.REDUCE)  # from the first forward pass on it may be waiting for its peers
+            if self._is_stand_in:
+                self._hush(module)
+
+    def _hush(self, module: nn.Module) -> None:
+        """An absent sample leaves no trace in BatchNorm's statistics, which are rank 0's in the end.
+
+        The statistics' layers alone, because other models than ours give something else in eval mode, or take part in
+        collectives (SyncBatchNorm) in train mode only; and until the commit, because activation checkpoints run
+        forward passes again in the backward pass.
+        """
+        for layer in module.modules():
+            if layer.training and isinstance(layer, _NormBase) and not isinstance(layer, nn.SyncBatchNorm):
+                layer.training = False
+                self._hushed.append(layer)
+
+    def _unhush(self) -> None:
+        while self._hushed:
+            self._hushed.pop().training = True
 
 
 def _average_by_samples(training: Training, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -310,6 +340,7 @@ class OwnLoop:
         state.model.train()
         self._training = training = Training(self, worker, self._membership, world, steps)
         self._membership.watcher.do(Activity.FORM)
+        self._membership.watcher.least_patience = FIRST_STEP_SECONDS  # it may compile; nobody knows
         try:
             self._train(training)
             training.require_committed()
@@ -321,6 +352,7 @@ class OwnLoop:
             self._membership.sockets.shut()
             if is_communication_error(error):
                 training.commit_what_is_applied()
+                begin_scalers_anew(state)
             raise
         finally:
             training.close()
@@ -350,6 +382,14 @@ class OwnLoop:
     def _note_step(self, *_arguments: Any) -> None:
         if self._training is not None:
             self._training.note_applied()
+
+
+def begin_scalers_anew(state: TrainState) -> None:
+    """Have GradScalers forget the step that was broken off between `unscale_` or `step` and `update`: they would take
+    its gradients, when it is done again, for unscaled ones."""
+    for extra in state.extras.values():
+        if isinstance(extra, torch.amp.GradScaler) and extra._scale is not None:  # else `scale` was never called
+            extra.update(extra.get_scale())  # the only public way; the scale stays
 
 
 class OwnTask(Task):
@@ -417,7 +457,9 @@ def run(
 
     Raises:
         SystemExit: training is not finished: stopped by a signal with the state saved (143, 130), or an error that
-            training cannot get past (1, 2), which was told in one line. What the training function raises.
+            training cannot get past (1, 2), which was told in one line.
+        What the training function raises, where no others train on. Where they do, its traceback is shown, this
+            worker's agent is told to stop, and SystemExit(1) follows.
     """
     require_linux()
     config = config or Config()
@@ -445,11 +487,18 @@ def run(
         code = run_worker(worker, partial(OwnLoop, train))
     except ElasticTrainError as error:
         _exit(error, is_debug=config.debug)
+    except BaseException:
+        _restore(handlers)
+        raise
     if code != 0:
-        sys.exit(code)
+        sys.exit(code)  # with the handlers that there are: another signal would change the code of a process that ends
+    _restore(handlers)
+    return state
+
+
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
-    return state
 
 
 def _check_config(config: Config) -> None:

@@ -21,9 +21,15 @@ class SnapshotStore:
     Written aside, flushed, checksummed and renamed: a kill or a full disk at any moment leaves the whole snapshot or
     none. Loading never runs code from a snapshot. The folder is made at the first `save`.
 
+    The newest is the one of the highest step, whoever wrote it and when: a training that starts anew, from a lower step
+    than the folder has, takes another folder.
+
     Args:
         directory: the folder; `elastic-train snapshot list|verify|export` understand it.
         keep: newest snapshots of this host that stay.
+
+    Raises:
+        ValueError: keep is less than 1.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
@@ -31,7 +37,8 @@ class SnapshotStore:
         self._writer = SnapshotWriter(self.directory, keep=keep, host=host_name(), run_uid="", task={})
 
     def save(self, state: dict[str, Any], *, step: int) -> Path:
-        """Write a state dict of tensors and plain values; blocks until it is durable. A step is written once.
+        """Write a state dict of tensors and plain values; blocks until it is durable. A step is written once: a
+        whole snapshot of it that is there stays, though `state` be another.
 
         Raises:
             SnapshotError: it cannot be written, or holds something else; the older snapshots are untouched.

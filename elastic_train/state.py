@@ -14,6 +14,11 @@ from elastic_train.averaging import AveragedWeights
 from elastic_train.goodput import PhaseClock
 from elastic_train.sampler import steps_per_epoch
 
+Buffers = dict[str, torch.Tensor | None]
+"""of one layer, as its forward pass finds them"""
+Remembered = dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]
+"""which tensor each of them was, and a copy of what it held"""
+
 
 class Stateful(Protocol):
     """Anything else that belongs to the state: a learning rate scheduler, a scaler, averaged weights."""
@@ -90,7 +95,7 @@ class TrainState:
         self.global_batch_size = global_batch_size
         self.num_epochs = epochs
         self.last_step = total_steps(length, global_batch_size, epochs, max_steps)
-        self._remembered: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._remembered: list[tuple[Buffers, Remembered]] | None = None
         self._is_step_open = False
         self._schedule = schedule
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
@@ -113,10 +118,12 @@ class TrainState:
     def remember(self) -> None:
         """A step begins: keep what it may change before its reduction is through, BatchNorm's statistics."""
         self._is_step_open = True
-        if self._remembered is None:
-            self._remembered = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        for buffer, kept in self._remembered:
-            kept.copy_(buffer)
+        if self._remembered is None:  # once, because walking through a large model costs more than many a step
+            self._remembered = [(layer._buffers, {}) for layer in self.model.modules() if layer._buffers]
+        if self._remembered:
+            with torch.no_grad():
+                for buffers, kept in self._remembered:
+                    _remember(buffers, kept)
 
     def rollback(self) -> bool:
         """Back to the last commit, after a step that failed in its reduction: the weights were not touched yet.
@@ -126,8 +133,9 @@ class TrainState:
         if not self._is_step_open:
             return False
         self._is_step_open = False
-        for buffer, kept in self._remembered or ():
-            buffer.copy_(kept)
+        with torch.no_grad():
+            for buffers, kept in self._remembered or ():
+                _put_back(buffers, kept)
         return True
 
     def commit(self, loss: float) -> bool:
@@ -226,6 +234,22 @@ class TrainState:
         self.generations = int(run["generations"])
         self.fingerprint = dict(run.get("fingerprint", {}))
         self._apply_schedule()
+
+
+def _remember(buffers: Buffers, kept: Remembered) -> None:
+    for name, buffer in buffers.items():
+        last, copy = kept.get(name, (None, None))
+        if buffer is last and buffer is not None and copy is not None:
+            copy.copy_(buffer)
+        else:  # a forward pass may put another tensor in its place, of another size perhaps
+            kept[name] = (buffer, None if buffer is None else buffer.detach().clone())
+
+
+def _put_back(buffers: Buffers, kept: Remembered) -> None:
+    for name, (buffer, copy) in kept.items():
+        if buffer is not None and copy is not None:
+            buffer.copy_(copy)
+        buffers[name] = buffer
 
 
 def total_steps(length: int, global_batch_size: int, epochs: int, max_steps: int | None) -> int:

@@ -31,6 +31,10 @@ SAFETENSORS_TYPES = {
 """torch's data types by their names in the format (https://github.com/huggingface/safetensors#format)"""
 
 
+WRAPPED = "module."
+"""before every name in the state dict of a wrapped model; some models have a layer of that name themselves"""
+
+
 def export_weights(weights: Mapping[str, Tensor], path: Path, file_format: str) -> None:
     """Write a state dict as `pt` (for torch.load) or `safetensors`, whole or not at all.
 
@@ -100,7 +104,7 @@ def read_safetensors(data: bytes, source: str) -> dict[str, Tensor]:
 
 def read_weights(path: Path, *, warn: Callable[[str], None]) -> dict[str, Tensor]:
     """A model's state dict from a snapshot, a run or a folder of snapshots (the newest whole one), or a file that
-    torch.save or safetensors wrote; without the `module.` that DDP and DataParallel put before names.
+    torch.save or safetensors wrote.
 
     Runs no code from the file.
 
@@ -121,7 +125,7 @@ def read_weights(path: Path, *, warn: Callable[[str], None]) -> dict[str, Tensor
     for container in ("model", "state_dict"):  # as training scripts nest it
         if isinstance(loaded.get(container), Mapping):
             loaded = loaded[container]
-    weights = {name.removeprefix("module."): value for name, value in loaded.items() if isinstance(value, Tensor)}
+    weights = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
     if not weights:
         raise SnapshotError(f"{path} holds no weights")
     return weights
@@ -149,12 +153,14 @@ def read_state(path: Path, *, warn: Callable[[str], None]) -> dict[str, Any]:
 
 
 def initialise(model: nn.Module, path: Path, *, warn: Callable[[str], None]) -> None:
-    """Load weights into a model (`--init-from`).
+    """Load weights into a model (`--init-from`), also with the `module.` that DDP and DataParallel put before names.
 
     Raises:
         UsageError: names or shapes do not fit; names each. SnapshotError: as `read_weights`.
     """
     weights, own = read_weights(path, warn=warn), model.state_dict()
+    if own.keys().isdisjoint(weights) and all(name.startswith(WRAPPED) for name in weights):
+        weights = {name.removeprefix(WRAPPED): value for name, value in weights.items()}
     problems = [f"{name} is missing" for name in own if name not in weights]
     problems += [f"{name} is not in the model" for name in weights if name not in own]
     problems += [

@@ -94,9 +94,14 @@ print("back at step", state.step)
 
 
 def start_script(cluster: Cluster, world_size: int, before_commit: str = "", *flags: str) -> list[Node]:
+    """SCRIPT, with a line of a test's own in each step."""
+    return start_workers(cluster, world_size, SCRIPT.replace("BEFORE_COMMIT", before_commit or "pass"), *flags)
+
+
+def start_workers(cluster: Cluster, world_size: int, text: str, *flags: str) -> list[Node]:
     """Workers with RANK and its companions alone, as torch.multiprocessing.spawn's users set them."""
     script = cluster.path / "script.py"
-    script.write_text(SCRIPT.replace("BEFORE_COMMIT", before_commit or "pass"))
+    script.write_text(text)
     run_dir = cluster.path / f"run-{world_size}"
     command = [PYTHON, str(script), "--run-dir", str(run_dir), "--epochs", "5", "--global-batch-size", "16", "--ledger"]
     where = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
@@ -127,6 +132,178 @@ def test_a_peer_dies_between_the_optimizers_step_and_the_commit(cluster: Cluster
     _, state = newest_snapshot(run_dir)
     assert state["extras"]["scheduler"]["last_epoch"] == 5
     assert state["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.1 * 0.9**5)
+
+
+def test_a_stop_that_comes_with_the_last_step_finishes(cluster: Cluster) -> None:
+    fault = "if training.state.step == training.state.last_step - 1: os.kill(os.getpid(), signal.SIGTERM)"
+    (node,) = start_script(cluster, 1, fault)
+    cluster.finish([node])
+    assert result(cluster.path / "run-1")["step"] == 35
+    assert outcomes(cluster.path / "run-1") == ["finished"]
+
+
+SCALED = """
+import torch
+from torch.utils.data import TensorDataset
+import elastic_train
+
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.ones_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+broken = set()
+
+
+def train(training):
+    ddp = training.parallel()
+    for epoch in training.epochs():
+        for inputs, targets in training.batches():
+            optimizer.zero_grad()
+            loss = (ddp(inputs) - targets).square().mean()
+            scaler.scale(loss).backward()
+            step = training.state.step
+            if step == 3:
+                scaler.unscale_(optimizer)
+            if step in (1, 3) and step not in broken:
+                broken.add(step)
+                training._loop._membership.sockets.shut()  # as the watcher does when a peer is lost
+            scaler.step(optimizer)
+            scaler.update()
+            training.commit(loss)
+
+
+data = TensorDataset(torch.ones(16, 1), torch.zeros(16, 1))
+elastic_train.run(train, model, optimizer, data, elastic_train.parse_flags(), extras={"scaler": scaler})
+assert broken == {1, 3}
+print("weight", model.weight.item())
+"""
+
+
+def test_a_step_that_is_redone_is_unscaled(cluster: Cluster) -> None:
+    (node,) = start_workers(cluster, 1, SCALED)
+    cluster.finish([node])
+    (weight,) = [float(line.split()[1]) for line in node.text().splitlines() if line.startswith("weight ")]
+    assert weight == pytest.approx(0.98**5)
+
+
+ABSENT = """
+import torch
+from torch.utils.data import TensorDataset
+import elastic_train
+
+model = torch.nn.Sequential(
+    torch.nn.Conv1d(1, 1, 1), torch.nn.BatchNorm1d(1), torch.nn.Dropout(), torch.nn.Flatten(), torch.nn.Linear(4, 1)
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(training):
+    ddp = training.parallel()
+    for epoch in training.epochs():
+        for inputs, targets in training.batches():
+            is_absent = training.weight == 0
+            kept = [buffer.clone() for buffer in model.buffers()]
+            optimizer.zero_grad()
+            loss = (ddp(inputs) - targets).square().mean()
+            loss.backward()
+            optimizer.step()
+            training.commit(loss)
+            assert all(layer.training for layer in model.modules())
+            same = [torch.equal(*pair) for pair in zip(model.buffers(), kept)]
+            assert all(same) or not is_absent, (training.state.step, same)
+            if is_absent:
+                print("absent in step", training.state.step, flush=True)
+
+
+inputs = torch.zeros(33, 1, 4)
+inputs[0] = 1000.0
+elastic_train.run(train, model, optimizer, TensorDataset(inputs, torch.zeros(33, 1)), elastic_train.parse_flags())
+"""
+
+
+def test_an_absent_sample_leaves_no_trace_in_batch_norm(cluster: Cluster) -> None:
+    """Rank 0 has none of the last sample of an epoch; its statistics are those that are saved."""
+    nodes = start_workers(cluster, 2, ABSENT)
+    cluster.finish(nodes)
+    found = [line for line in nodes[0].text().splitlines() if line.startswith("absent")]
+    assert found == [f"absent in step {step}" for step in (3, 6, 9, 12, 15)]
+
+
+COLD = """
+import os, signal, time
+import torch
+from torch.utils.data import TensorDataset
+import elastic_train
+
+
+class Cold(torch.nn.Linear):
+    is_cold = False
+
+    def forward(self, inputs):
+        if self.is_cold:
+            self.is_cold = False
+            time.sleep(10)
+        return super().forward(inputs)
+
+
+model = Cold(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def train(training):
+    ddp = training.parallel()
+    model.is_cold = training.world.generation > 0  # as a compiler that meets another batch size
+    for epoch in training.epochs():
+        for inputs, targets in training.batches():
+            optimizer.zero_grad()
+            loss = (ddp(inputs) - targets).square().mean()
+            loss.backward()
+            optimizer.step()
+            training.commit(loss)
+            if training.state.step == 60 and training.world.generation == 0 and training.world.rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+data = TensorDataset(torch.ones(256, 1), torch.zeros(256, 1))
+elastic_train.run(train, model, optimizer, data, elastic_train.parse_flags())
+"""
+
+
+def test_the_first_step_of_a_world_may_take_its_time(cluster: Cluster) -> None:
+    nodes = start_workers(cluster, 3, COLD, "--peer-timeout", "2")
+    cluster.finish(nodes[:2])
+    assert {e["generation"] for e in events(cluster.path / "run-3", "world")} == {0, 1}
+    assert result(cluster.path / "run-3")["step"] == 80
+
+
+RAISES = """
+import signal
+import torch
+from torch.utils.data import TensorDataset
+import elastic_train
+
+
+def train(training):
+    for batch in training.batches():
+        raise KeyError("mine")
+
+
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+handlers = [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)]
+try:
+    elastic_train.run(train, model, optimizer, TensorDataset(torch.ones(16, 1)), elastic_train.parse_flags())
+except KeyError as error:
+    assert error.args == ("mine",)
+    assert handlers == [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)]
+    print("as before")
+"""
+
+
+def test_after_the_functions_own_error_signals_do_what_they_did(cluster: Cluster) -> None:
+    (node,) = start_workers(cluster, 1, RAISES)
+    cluster.finish([node])
+    assert "as before" in node.text()
 
 
 @pytest.mark.slow

@@ -356,6 +356,22 @@ def test_before_any_step_was_timed_a_training_thread_gets_longer(group: Group) -
     assert blamed <= {1, 2}
 
 
+def test_where_a_step_may_compile_nobody_is_judged_by_the_steps_before(group: Group) -> None:
+    for watcher in group.watchers:
+        watcher.slowest_step, watcher.least_patience = 0.1, 600.0
+        watcher.do(Activity.REDUCE)
+    group.pass_time(590)
+    assert group.cuts == [0, 0, 0]
+    group.pass_time(20)
+    assert min(group.cuts) >= 1, "not for ever"
+
+
+def test_a_new_world_is_judged_by_the_steps_before(group: Group) -> None:
+    group.watchers[0].least_patience = 600.0
+    group.enter()
+    assert group.watchers[0].least_patience == 0.0
+
+
 def test_a_reduction_that_cannot_end_is_broken_off_without_blame(group: Group) -> None:
     for watcher in group.watchers:
         watcher.slowest_step = 0.1

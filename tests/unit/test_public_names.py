@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +29,16 @@ def test_every_public_name_exists_and_says_what_it_is(name: str) -> None:
                 f"{name}.{method_name}"
             )
     assert name in dir(elastic_train)
+
+
+def test_what_can_be_caught_is_public() -> None:
+    known = {*elastic_train.__all__, *vars(builtins)}
+    for name in elastic_train.__all__:
+        found = getattr(elastic_train, name)
+        for owner in [found, *(vars(found).values() if inspect.isclass(found) else ())]:
+            raised = (inspect.getdoc(owner) or "").partition("Raises:")[2]
+            errors = re.findall(r"\b[A-Z]\w+(?:Error|Diverged|Missing|Mismatch|Damaged|Failed)\b", raised)
+            assert known.issuperset(errors), f"{name}: {errors}"
 
 
 def test_unknown_names_are_refused() -> None:

@@ -198,6 +198,62 @@ class TestRoundTrip:
             make_state().load_state_dict(saved)
 
 
+class Counting(nn.Module):
+    """Puts new tensors in its buffers' places, as many do."""
+
+    seen: torch.Tensor
+    rows: torch.Tensor
+    first: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("rows", torch.zeros(0, 1))
+        self.register_buffer("first", None)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(inputs)
+        if self.first is None:
+            self.first = outputs[0]
+        self.seen = self.seen + len(inputs)
+        self.rows = torch.cat([self.rows, outputs])  # with the graph that made them
+        return outputs
+
+
+class TestRollback:
+    def test_statistics_are_those_of_the_last_commit(self) -> None:
+        state = make_state()
+        for seed in range(2):
+            state.remember()
+            step(state, seed)
+        kept = [buffer.clone() for buffer in state.model.buffers()]
+        assert not state.rollback(), "no step is in hand"
+        state.remember()
+        state.model(torch.randn(8, 4))
+        assert state.rollback()
+        assert all(torch.equal(*pair) for pair in zip(state.model.buffers(), kept, strict=True))
+
+    def test_buffers_that_forward_passes_replace(self) -> None:
+        model = Counting()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = TrainState(model, optimizer, length=10, global_batch_size=5, epochs=3)
+        state.remember()
+        model(torch.ones(5, 1))
+        assert state.rollback()
+        assert (model.seen.item(), len(model.rows), model.first) == (0, 0, None)
+        for done in range(1, 4):
+            state.remember()
+            model(torch.ones(5, 1))
+            state.commit(0.0)
+            state.remember()
+            rows = model.rows.detach().clone()
+            model(torch.ones(5, 1))
+            assert state.rollback()
+            assert model.seen.item() == 5 * done
+            assert torch.equal(model.rows, rows)
+
+
 class TestHash:
     def test_as_the_contract_words_it(self) -> None:
         state = {

@@ -69,6 +69,22 @@ def test_prefixes_and_containers_of_training_scripts(tmp_path: Path, container: 
     assert equal(target.state_dict(), source.state_dict())
 
 
+class Wrapper(nn.Module):
+    def __init__(self, has_head: bool) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 1)
+        self.head = nn.Linear(1, 1) if has_head else None
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_model_with_a_layer_of_that_name(tmp_path: Path, has_head: bool, prefix: str) -> None:
+    source, target = Wrapper(has_head), Wrapper(has_head)
+    torch.save({f"{prefix}{name}": value for name, value in source.state_dict().items()}, tmp_path / "w.pt")
+    initialise(target, tmp_path / "w.pt", warn=warn)
+    assert equal(target.state_dict(), source.state_dict())
+
+
 def test_every_misfit_is_named(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2, 2), "extra": torch.ones(1)}, tmp_path / "w.pt")
     with pytest.raises(UsageError) as caught:

@@ -1,0 +1,116 @@
+"""What the bundled loop tells the watcher, in a world of one and without a process group."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from elastic_train.config import Config
+from elastic_train.goodput import Phase
+from elastic_train.loop import FIRST_STEP_SECONDS, Loop
+from elastic_train.sampler import MicroBatch
+from elastic_train.state import TrainState
+from elastic_train.tasks import Task
+from elastic_train.world import World
+from tests.unit.test_liveness import make_member
+
+WORLD = World(rank=0, generation=0, members=(make_member(0),))
+
+
+class Watched(Task):
+    """Notes how patient the watcher is while it trains; its evaluation fails as one does in which a peer is lost."""
+
+    name = "watched"
+
+    def __init__(self, test_samples: int | None = None) -> None:
+        self.watcher = SimpleNamespace(do=lambda _activity: None, slowest_step=0.5, least_patience=0.0)
+        self.patience: list[float] = []
+        self._test_samples = test_samples
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(1, 2)
+
+    def train_dataset(self) -> Any:
+        return TensorDataset(torch.ones(4, 1), torch.zeros(4, dtype=torch.int64))
+
+    def test_dataset(self) -> Any:
+        length = self._test_samples
+        return None if length is None else TensorDataset(torch.ones(length, 1), torch.zeros(length, dtype=torch.int64))
+
+    def loss(self, module: nn.Module, batch: Any) -> torch.Tensor:
+        self.patience.append(self.watcher.least_patience)
+        return super().loss(module, batch)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        self.watcher.slowest_step = 100.0
+        raise RuntimeError("gloo/ is gone")
+
+
+def make_loop(task: Watched, **flags: Any) -> tuple[Loop, TrainState, list[str]]:
+    told: list[str] = []
+    model = task.build_model()
+    state = TrainState(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), length=4, global_batch_size=2, epochs=1, max_steps=2
+    )
+    reporter = SimpleNamespace(
+        ledger=None, step=lambda *_, **__: told.append("step"), evaluation=lambda *_: told.append("evaluation")
+    )
+    worker: Any = SimpleNamespace(
+        config=Config(**flags),
+        task=task,
+        state=state,
+        device=torch.device("cpu"),
+        reporter=reporter,
+        reach=lambda *_: None,
+        stop=SimpleNamespace(votes=lambda _is_join_pending: (0, 0)),
+    )
+    membership: Any = SimpleNamespace(
+        watcher=task.watcher,
+        sockets=SimpleNamespace(is_shut=False),
+        is_join_pending=False,
+        is_join_due=False,
+    )
+    saver: Any = SimpleNamespace(is_due=lambda _state: False)
+    return Loop(worker, membership, saver), state, told
+
+
+def steps(task: Watched) -> list[list[tuple[MicroBatch, Any]]]:
+    def micro_batch(step: int) -> MicroBatch:
+        indices = np.arange(2 * step - 2, 2 * step)
+        return MicroBatch(epoch=0, step=step, shard=0, indices=indices, step_samples=2, is_last=True)
+
+    batch = (torch.ones(2, 1), torch.zeros(2, dtype=torch.int64))
+    return [[(micro_batch(step), batch)] for step in (1, 2)]
+
+
+@pytest.mark.parametrize(("compiles", "patience"), [(True, FIRST_STEP_SECONDS), (False, 0.0)])
+def test_where_it_compiles_the_first_step_of_each_world_may_take_its_time(compiles: bool, patience: float) -> None:
+    task = Watched()
+    loop, state, told = make_loop(task, compile=compiles)
+    loop.run(WORLD, steps(task))
+    assert state.is_finished
+    assert told == ["step", "step"]
+    assert task.patience == [patience, 0.0]
+
+
+def test_a_broken_evaluation_makes_nobody_more_patient() -> None:
+    task = Watched(test_samples=3)
+    loop, state, _ = make_loop(task)
+    state.clock.enter(Phase.TRAIN)
+    with pytest.raises(RuntimeError, match="gloo"):
+        loop.run(WORLD, steps(task))
+    assert task.watcher.slowest_step < 1.0
+
+
+def test_an_empty_test_set_is_not_evaluated() -> None:
+    task = Watched(test_samples=0)
+    loop, state, told = make_loop(task)
+    loop.run(WORLD, steps(task))
+    assert state.is_finished
+    assert told == ["step", "step"]
