@@ -60,7 +60,11 @@ class EtcdStore:
             if mirror.wait_for_known(MIRROR_LAG_SECONDS):
                 return [text_of(mirror.get(key)) for key in keys]
             mirror.reconnect()
-        return [text_of(entry) for entry in self.etcd.get_many(keys)]
+        entries = self.etcd.get_many(keys)
+        for entry in entries:
+            if entry is not None:  # the mirror may lag behind what has been seen here
+                self._note(entry.key, entry.mod_revision)
+        return [text_of(entry) for entry in entries]
 
     def put(self, key: str, value: str) -> None:
         stamped = stamp() + value.encode()

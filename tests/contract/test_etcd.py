@@ -198,6 +198,26 @@ def test_a_mirror_survives_compaction(trio: EtcdCluster, etcd: Etcd) -> None:
     mirror.close()
 
 
+def test_what_was_seen_past_a_lagging_mirror_is_not_forgotten(
+    trio: EtcdCluster, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that was read from etcd itself may tell of others: no later read may lack those."""
+    mirror = Mirror(etcd, "seen/")
+    store, other = EtcdStore(etcd, mirror=mirror), EtcdStore(etcd)
+    assert store.get("seen/list") is None
+    with monkeypatch.context() as lagging:
+        lagging.setattr(mirror, "wait_for_known", lambda _seconds: False)
+        lagging.setattr(mirror, "reconnect", lambda: None)
+        other.put("seen/member", "here")
+        other.put("seen/list", "member")
+        assert store.get("seen/list") == "member"
+    entry = etcd.get("seen/list")
+    assert entry is not None
+    assert mirror._known >= entry.mod_revision
+    assert store.get("seen/member") == "here"
+    mirror.close()
+
+
 # --- writes without an answer -----------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,8 @@ class Soak:
 
     def start(self, count: int) -> None:
         nnodes = f"1:{self.max_nodes}"
-        self.nodes += self.cluster.start(*self.flags, nodes=count, nproc=self.nproc, nnodes=nnodes)
+        conf = None if self.cluster.etcd is None else "last_call=2"  # who comes later joins in place
+        self.nodes += self.cluster.start(*self.flags, nodes=count, nproc=self.nproc, nnodes=nnodes, conf=conf)
 
     def possible(self) -> list[str]:
         return [
@@ -103,8 +104,8 @@ def test_twenty_changes_leave_the_bits_of_the_undisturbed_run(
     cluster.host_store()
     soak = Soak(cluster, chance, (*FLAGS, "--num-workers", str(loaders)), nproc, max_nodes)
     soak.start(2)
-    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events")
-    wait_until(lambda: worlds(cluster.run_dir), "first world")
+    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events", 120)
+    wait_until(lambda: worlds(cluster.run_dir), "first world", 120)
     soak.settle(-1)
     done: Counter[str] = Counter()
     for number in range(NUM_CHANGES):
