@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from elastic_train.config import Config, parse
@@ -107,12 +107,18 @@ def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list
         if unknown:
             raise UsageError(f"--faults: no {', '.join(unknown)}; --list shows what there is")
         every = arguments.every or EVERY_SECONDS[arguments.backend]
+        _require_available(names, available, arguments.backend)  # also those that this seed does not draw
         plan = random_plan(seed, names, arguments.duration, every, arguments.nodes, sizes)
-    for name in sorted({planned.fault for planned in plan} - set(available)):
-        if (backend := FAULTS[name].backend) not in (None, arguments.backend):
+    _require_available([planned.fault for planned in plan], available, arguments.backend)
+    return plan
+
+
+def _require_available(names: Iterable[str], available: Iterable[str], given: str) -> None:
+    """Raises UsageError naming the first fault that this drill cannot do."""
+    for name in sorted(set(names) - set(available)):
+        if (backend := FAULTS[name].backend) not in (None, given):
             raise UsageError(f"{name}: goes with --backend {backend} only")
         raise UsageError(f"{name}: needs network namespaces, which this machine or --nodes-as does not allow")
-    return plan
 
 
 def default_flags(last_step: int | None) -> list[str]:
