@@ -412,17 +412,14 @@ class EtcdMembership(Membership):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _last_words(self) -> EtcdStore:
-        """The store for a worker that ends, told to or not: it waits for no long answer, and nothing stops its word."""
+        """As Membership's; it waits for no long answer, and is not stopped by the stop that it tells of."""
         return self.store.with_patience(CLOSE_SECONDS, CLOSE_SECONDS / 2, lambda _why: None)
 
     def leave(self, world: World, reason: str) -> None:
-        store, self.store = self.store, self._last_words()
         try:
             super().leave(world, reason)
         except StoreUnreachable as error:  # then the others lose it as a peer
             self._warn(f"{error}; the others are not told that this worker leaves")
-        finally:
-            self.store = store
 
     def release_agents(self, world: World) -> None:
         """At the end of training: tell those who wait in the lobby. No agent waits for another one here."""

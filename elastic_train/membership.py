@@ -372,9 +372,14 @@ class Membership:
 
     def leave(self, world: World, reason: str) -> None:
         """Tell the others that this worker leaves on purpose, so that nobody waits for it or looks for it."""
-        self.store.put(f"{self._key}/left/{world.rank}", reason)
+        store = self._last_words()
+        store.put(f"{self._key}/left/{world.rank}", reason)
         if not world.is_spare:  # nobody's step needs a spare
-            announce_broken(self.store, self._key)
+            announce_broken(store, self._key)
+
+    def _last_words(self) -> KeyValueStore:
+        """The store for what a worker says as it ends."""
+        return self.store
 
     def stand_by(self, world: World) -> str | None:
         """Wait, as a spare of `world`, until it ends. Returns what `announce_finished` was given; None where a member

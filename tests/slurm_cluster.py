@@ -162,8 +162,7 @@ class SlurmCluster:
 
     def submit(self, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> str:
         """`elastic-train submit slurm ARGUMENTS`; the job's id."""
-        console = "import sys; from elastic_train.cli import main; sys.exit(main())"
-        said = self.run([sys.executable, "-c", console, "submit", "slurm", *arguments], cwd, env)
+        said = self.run([sys.executable, "-m", "elastic_train.cli", "submit", "slurm", *arguments], cwd, env)
         return said.split()[-1]
 
     def job(self, job: str) -> dict[str, str]:

@@ -24,7 +24,6 @@ from elastic_train.drills.nodes import (
 )
 from elastic_train.etcd_settings import EtcdSettings
 
-CONSOLE = "import sys; from elastic_train.cli import main; sys.exit(main())"
 ENDPOINT_SECONDS = 300.0
 """it imports torch, on a machine that may be busy with anything"""
 ENDING_SECONDS = 60.0
@@ -77,7 +76,7 @@ class C10d:
             self._port = free_port()  # the last one's may be waiting for its connections to time out
         self._num_started += 1
         self._process = Node(
-            [*dying_with_parent(), sys.executable, "-c", CONSOLE, "store", "--port", str(self._port)],
+            [*dying_with_parent(), sys.executable, "-m", "elastic_train.cli", "store", "--port", str(self._port)],
             self._folder / f"store-{self._num_started}.log",
             Path.cwd(),
             clean_environment(),

@@ -96,21 +96,20 @@ def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list
         if arguments.faults is not None or arguments.every is not None:
             raise UsageError("--scenario says what happens when: it goes without --faults and --every")
         plan = read_scenario(arguments.scenario, list(FAULTS))
-    elif arguments.faults is None and arguments.every is None:
+        _require_available([planned.fault for planned in plan], available, arguments.backend)
+        return plan
+    if arguments.faults is None and arguments.every is None:
         if arguments.nodes < len(DEFAULT_FAULTS) - 1:
             every = arguments.duration / (len(DEFAULT_FAULTS) + 1)
             return random_plan(seed, DEFAULT_FAULTS, arguments.duration, every, arguments.nodes, sizes)
         return default_plan(seed, arguments.duration, arguments.nodes, sizes)
-    else:
-        names = arguments.faults.split(",") if arguments.faults else available
-        unknown = sorted(set(names) - set(FAULTS))
-        if unknown:
-            raise UsageError(f"--faults: no {', '.join(unknown)}; --list shows what there is")
-        every = arguments.every or EVERY_SECONDS[arguments.backend]
-        _require_available(names, available, arguments.backend)  # also those that this seed does not draw
-        plan = random_plan(seed, names, arguments.duration, every, arguments.nodes, sizes)
-    _require_available([planned.fault for planned in plan], available, arguments.backend)
-    return plan
+    names = arguments.faults.split(",") if arguments.faults else available
+    unknown = sorted(set(names) - set(FAULTS))
+    if unknown:
+        raise UsageError(f"--faults: no {', '.join(unknown)}; --list shows what there is")
+    _require_available(names, available, arguments.backend)  # also those that this seed does not draw
+    every = arguments.every or EVERY_SECONDS[arguments.backend]
+    return random_plan(seed, names, arguments.duration, every, arguments.nodes, sizes)
 
 
 def _require_available(names: Iterable[str], available: Iterable[str], given: str) -> None:

@@ -8,7 +8,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack
 from pathlib import Path
 
 from elastic_train.drills.etcd_cluster import EtcdCluster, EtcdMember, make_tls
@@ -33,7 +33,8 @@ def serve_etcd(arguments: argparse.Namespace) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         cluster = EtcdCluster(folder, arguments.members, make_tls(folder) if arguments.tls else None)
-        with closing(Ending(cluster)):
+        with ExitStack() as ends:
+            ends.callback(cluster.end)  # also the members of a start that fails half way
             cluster.start()
             print("\n".join(describe(cluster, folder, keeps=arguments.dir is not None)), flush=True)
             watch(cluster, lambda: bool(ended))
@@ -41,13 +42,6 @@ def serve_etcd(arguments: argparse.Namespace) -> int:
         if arguments.dir is None:
             shutil.rmtree(folder, ignore_errors=True)
     return 0
-
-
-class Ending:
-    """Ends the members, also those of a start that failed half way."""
-
-    def __init__(self, cluster: EtcdCluster) -> None:
-        self.close = cluster.end
 
 
 def describe(cluster: EtcdCluster, folder: Path, *, keeps: bool) -> list[str]:

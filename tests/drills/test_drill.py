@@ -15,12 +15,10 @@ from elastic_train.drills.nodes import clean_environment
 from elastic_train.drills.record import read_drill
 from tests.etcd_cluster import etcd_running
 
-CONSOLE = "import sys; from elastic_train.cli import main; sys.exit(main())"
-
 
 def drill(cwd: Path, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
     environment = clean_environment() | {"XDG_CACHE_HOME": str(cwd / "cache")}
-    command = [sys.executable, "-c", CONSOLE, "drill", "--run-dir", "run", *arguments]
+    command = [sys.executable, "-m", "elastic_train.cli", "drill", "--run-dir", "run", *arguments]
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )

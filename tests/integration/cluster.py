@@ -87,8 +87,7 @@ class Cluster:
         """Serve the endpoint's store from a process of its own, so that any node may die; etcd is one already."""
         if self.etcd is not None:
             return
-        console = "import sys; from elastic_train.cli import main; sys.exit(main())"
-        self.launch([sys.executable, "-c", console, "store", "--port", str(self.port)], {})
+        self.launch([PYTHON, "-m", "elastic_train.cli", "store", "--port", str(self.port)], {})
         wait_until(lambda: is_listening(self.port), "store")
 
     def launch(self, command: Sequence[str], env: dict[str, str], terminal: int | None = None) -> Node:

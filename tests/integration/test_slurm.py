@@ -128,11 +128,8 @@ def test_a_node_is_lost_and_the_spare_steps_in(site: Site, undisturbed_hash: str
     }
 
 
-def test_the_first_node_is_lost_and_the_job_starts_again(site: Site, undisturbed_hash: str) -> None:
-    """A fixed allocation, of nodes with two GPUs each as far as SLURM knows."""
-    job = site.submit("--nodes", "2", "--gpus-per-node", "2")
-    assert site.wait_for_world(2) == {"node1", "node2"}
-    assert max(event["world_size"] for event in events(site.run_dir, "world")) == 4, "a worker for each GPU"
+def lose_the_first_node(site: Site, job: str) -> None:
+    """The job is put in the queue again, and two others bring it to its end."""
     generation = max(event["generation"] for event in events(site.run_dir, "world"))
     site.slurm.lose_power(0)
     wait_until(lambda: site.slurm.job(job)["Restarts"] == "1", "requeue", LIVES)
@@ -140,6 +137,14 @@ def test_the_first_node_is_lost_and_the_job_starts_again(site: Site, undisturbed
     site.slurm.start_again_soon(job)
     assert "node1" not in site.wait_for_world(2, after=generation)
     site.finish(job)
+
+
+def test_the_first_node_is_lost_and_the_job_starts_again(site: Site, undisturbed_hash: str) -> None:
+    """A fixed allocation, of nodes with two GPUs each as far as SLURM knows."""
+    job = site.submit("--nodes", "2", "--gpus-per-node", "2")
+    assert site.wait_for_world(2) == {"node1", "node2"}
+    assert max(event["world_size"] for event in events(site.run_dir, "world")) == 4, "a worker for each GPU"
+    lose_the_first_node(site, job)
     site.check(undisturbed_hash)
 
 
@@ -147,13 +152,7 @@ def test_the_first_node_of_an_elastic_job_is_lost(site: Site, undisturbed_hash: 
     """SLURM itself would leave the other nodes allocated, with nobody there to end the job."""
     job = site.submit("--nodes", "1:2")
     site.wait_for_world(2)
-    generation = max(event["generation"] for event in events(site.run_dir, "world"))
-    site.slurm.lose_power(0)
-    wait_until(lambda: site.slurm.job(job)["Restarts"] == "1", "requeue", LIVES)
-    site.slurm.wait_for_state(job, "PENDING", LIVES)
-    site.slurm.start_again_soon(job)
-    assert "node1" not in site.wait_for_world(2, after=generation)
-    site.finish(job)
+    lose_the_first_node(site, job)
     site.check(undisturbed_hash)
 
 
