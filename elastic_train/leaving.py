@@ -43,10 +43,8 @@ class WaysOut:
         self._membership.watcher.leave()  # who is through goes now, and is not missed
         if world.is_first_of_node:
             remove_handoffs(worker.directory)
-        try:
+        with suppress(StoreUnreachable):  # the run is finished all the same
             self._membership.release_agents(world)
-        except StoreUnreachable as error:  # the run is finished all the same
-            reporter.debug(str(error))
         worker.reach("exit", world)
         reporter.events.write("done", outcome=outcome)
         reporter.say_for_node(f"{outcome.replace('_', ' ')} at step {state.step}")

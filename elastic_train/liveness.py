@@ -159,13 +159,18 @@ class Watcher:
         self._beat()  # before anybody can look for it
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread; it holds no key that others would wait for."""
+    def stop(self, *, keeps_listening: bool = False) -> None:
+        """End the thread; it holds no key that others would wait for.
+
+        Args:
+            keeps_listening: others see that this process lives for as long as it does.
+        """
         self._is_stopping = True
         os.write(self._wake_write, b"x")
         self._thread.join(self._peer_timeout + 5)
         if not self._thread.is_alive():
-            self.listener.close()
+            if not keeps_listening:
+                self.listener.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
 

@@ -8,6 +8,7 @@ MASTER_ADDR's or a store inside the process serves.
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
@@ -27,7 +28,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from elastic_train.errors import FormationFailed, LeftOut, StoreUnreachable, first_line
-from elastic_train.liveness import Probe, Watcher, announce_broken, probe, unreachable_members
+from elastic_train.liveness import Probe, Watcher, announce_broken, probe, probe_all, unreachable_members
 from elastic_train.meeting import Decision, Sight, meet, world_of
 from elastic_train.process_group import GroupSockets, address_towards
 from elastic_train.rules import Failure, disagreement, judge_error, require_agreement
@@ -49,6 +50,10 @@ POLL_SECONDS = 0.003
 STORE_TIMEOUT = timedelta(seconds=10)
 SPARE_POLL_SECONDS = 0.01
 """between two looks of a spare; a part of what a recovery takes that waits for it"""
+EXIT_BARRIER_SECONDS = 300.0
+"""torch's own"""
+AGENT_SECONDS = 3.0
+"""that an agent may take to see that its last worker has ended, and to say so"""
 JOIN_SIGNAL_SECONDS = 5.0
 """how long after a join showed the agents' SIGTERM may take; they look once a second"""
 WORD_SECONDS = 10.0
@@ -107,6 +112,7 @@ class Membership:
         self._key = f"{self.prefix}/start"
         """prefix of the keys of the present world, or of the first meeting"""
         self._watcher: Watcher | None = None
+        self._is_through = False
         self._world: World | None = None
         self._dead_agents: frozenset[tuple[str, int]] = frozenset()
         self.came_later = False
@@ -551,24 +557,38 @@ class Membership:
             time.sleep(0.01)
 
     def release_agents(self, world: World) -> None:
-        """At the end of training, on rank 0, when everybody else is through: let no agent wait for a dead one.
+        """At the end of training: when this process ends, let no agent wait for a dead one, nor leave a living one.
 
-        torchrun's agents meet in an exit barrier that counts every agent of the last rendezvous and waits 300 s. This
-        arrives for the dead, and then, for some seconds at the most, waits for the living, in case one dies yet.
+        torchrun's agents meet in an exit barrier that counts every agent of the last rendezvous and waits 300 s. Until
+        a worker has ended its agent asks the store, which the agent of another node may serve: nobody is to leave
+        before. So rank 0's process goes last.
         """
-        if not self._has_agents_state or world.rank != 0 or self._launch.num_nodes == 1:
+        if not self._has_agents_state or self._launch.num_nodes == 1:
             return
+        self._is_through = True
+        if world.rank == 0:
+            atexit.register(self._see_agents_off, world)  # a training function's script may have more to do
+
+    def _see_agents_off(self, world: World) -> None:
+        """Arrive at the exit barrier for the dead, and wait for the living, however slow they are to go."""
         total = self._launch.num_nodes
         counter, flag = exit_barrier_keys(self._launch.run_id, int(self.round))
-        arrived = self.store.add(counter, total - world.num_nodes)
-        deadline = time.monotonic() + 4.0
-        while arrived < total - 1 and time.monotonic() < deadline:  # the last one is our own, which waits for us
-            time.sleep(0.02)
-            arrived = self.store.add(counter, 0)
-        if arrived < total - 1:
-            arrived = self.store.add(counter, total - 1 - arrived)
-        if arrived >= total:
-            self.store.put(flag, "everybody who lives has arrived")
+        others = [member for rank, member in enumerate(world.members) if rank != world.rank]
+        seen_at = time.monotonic()
+        deadline = seen_at + EXIT_BARRIER_SECONDS
+        with suppress(StoreUnreachable):  # the run is finished all the same
+            arrived = self.store.add(counter, total - world.num_nodes)
+            while arrived < total - 1:  # the last one is our own, which waits for us
+                now = time.monotonic()
+                if Probe.ACCEPTED in probe_all(others):
+                    seen_at = now
+                if now > deadline or now - seen_at > AGENT_SECONDS:
+                    arrived = self.store.add(counter, total - 1 - arrived)
+                    break
+                time.sleep(0.05)
+                arrived = self.store.add(counter, 0)
+            if arrived >= total:
+                self.store.put(flag, "everybody who lives has arrived")
 
     def end_own_agent(self) -> None:
         """Leave a job that goes on without this worker: have the agent told to stop, and wait for its SIGTERM.
@@ -585,7 +605,7 @@ class Membership:
 
     def close(self) -> None:
         if self._watcher is not None:
-            self._watcher.stop()
+            self._watcher.stop(keeps_listening=self._is_through)
             self._watcher = None
 
 
