@@ -61,13 +61,14 @@ class Cluster:
         """Start nodes with `-m elastic_train`, or a `program` that takes its flags; returns at once. Another `port`
         makes them a job of their own.
 
-        By default 1:4 nodes; in etcd, where nodes are there when their workers are ready, exactly those that are
-        started together make the first world, however slowly they start.
+        By default 1:4 nodes; where several are started together, exactly these make the first world, however slowly
+        they start. A test in which more come later says so with `nnodes`.
         """
-        if nnodes is None:
-            nnodes = "1:4" if self.etcd is None or nodes == 1 else f"1:{nodes}"
-        if self.etcd is not None and nodes > 1 and conf is None:
-            conf = "last_call=60" if nnodes.startswith("1:") else "last_call=2"
+        are_all = nodes > 1 and nnodes is None
+        nnodes = nnodes or (f"1:{nodes}" if are_all else "1:4")
+        if conf is None and (are_all or (self.etcd is not None and nodes > 1)):
+            seconds = 60 if nnodes.startswith("1:") else 2
+            conf = f"last_call{'' if self.etcd else '_timeout'}={seconds}"
         endpoint = f"localhost:{port or self.port}" if self.etcd is None else self.etcd.endpoint
         command = [
             *TORCHRUN, f"--rdzv-backend={'etcd3' if self.etcd else 'c10d'}", f"--rdzv-endpoint={endpoint}",

@@ -71,6 +71,7 @@ def check_run(cluster: Cluster, steps: int, batch: int = BATCH) -> dict[str, Any
     return end
 
 
+@pytest.mark.slow
 def test_a_killed_node_costs_the_others_no_step(cluster: Cluster) -> None:
     nodes = start_world(cluster, 3)
     pids = [node.workers()[0].pid for node in nodes]
@@ -155,8 +156,9 @@ def test_a_node_told_to_stop_leaves_without_an_error(cluster: Cluster) -> None:
         assert "error" not in node.text().lower()
 
 
+@pytest.mark.slow
 def test_a_node_joins_and_no_step_is_lost(cluster: Cluster) -> None:
-    nodes = start_world(cluster, 2, steps=2000, nnodes="2:3" if cluster.etcd else None)
+    nodes = start_world(cluster, 2, steps=2000, nnodes="2:3" if cluster.etcd else "1:4")
     nodes += cluster.start(*ENDLESS, "--max-steps", "2000")
     wait_until(lambda: any(e["world_size"] == 3 for e in events(cluster.run_dir, "world")), "world of 3", 40)
     cluster.finish(nodes)
@@ -166,6 +168,7 @@ def test_a_node_joins_and_no_step_is_lost(cluster: Cluster) -> None:
     assert {e["source"] for e in restored} == {"peer" if cluster.etcd else "handoff"}
 
 
+@pytest.mark.slow
 def test_a_killed_node_comes_back(cluster: Cluster) -> None:
     nodes = start_world(cluster, 3, steps=2000)
     nodes[2].kill()

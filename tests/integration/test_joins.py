@@ -124,6 +124,7 @@ def test_a_node_that_crashes_at_every_start(cluster: Cluster) -> None:
     stop_all(cluster, nodes)
 
 
+@pytest.mark.slow
 @BOTH
 def test_fewer_nodes_than_min_nodes_wait_for_others(cluster: Cluster) -> None:
     flags = ("--min-nodes", "2")
@@ -155,6 +156,7 @@ def test_too_few_nodes_for_too_long_save_and_end(cluster: Cluster) -> None:
     check_run(cluster, steps + 5)
 
 
+@pytest.mark.slow
 @BOTH
 def test_four_become_one_and_memory_suffices(cluster: Cluster) -> None:
     """What a forward pass is given never grows beyond the first world's share: 64 / 4 samples."""
@@ -169,7 +171,7 @@ def test_four_become_one_and_memory_suffices(cluster: Cluster) -> None:
 @pytest.mark.slow
 def test_a_death_while_only_agents_are_alive(cluster: Cluster) -> None:
     """Inside the window of a c10d join: fatal or not, as the README says; no committed step is lost either way."""
-    nodes = start_world(cluster, 3, steps=1000000)
+    nodes = start_world(cluster, 3, steps=1000000, nnodes="1:4")
     victim = nodes[2]
     workers = victim.workers()
     joiner = cluster.start(*ENDLESS, "--max-steps", "1000000")[0]

@@ -35,15 +35,13 @@ def listens(process: psutil.Process, port: int) -> bool:
 @pytest.mark.timeout(600)
 def test_the_endpoint_outlives_the_node_that_had_it(cluster: Cluster) -> None:
     port = free_port()
-    nodes = start_world(cluster, 2, "--metrics-port", str(port), "--snapshot-every", "20", steps=100000)
+    nodes = start_world(cluster, 2, "--metrics-port", str(port), steps=100000)
     before = wait_until(
-        lambda: (found := scrape(port)).get("elastic_train_snapshot_step", 0) > 0 and found, "a told snapshot", PATIENCE
+        lambda: (found := scrape(port)).get("elastic_train_samples_per_second", 0) > 0 and found, "a rate", PATIENCE
     )
     assert before["elastic_train_members"] == before["elastic_train_nodes"] == 2
-    assert before["elastic_train_max_nodes"] == 4
-    assert before["elastic_train_generation"] == 0
-    assert before["elastic_train_step"] >= 20
-    assert before["elastic_train_samples_per_second"] > 0
+    assert before["elastic_train_max_nodes"] == 2
+    assert before["elastic_train_step"] > 0
     assert 0 < before["elastic_train_goodput_ratio"] < 1
     (victim,) = [node for node in nodes if listens(node.workers()[0], port)]
     victim.kill()
@@ -57,5 +55,5 @@ def test_the_endpoint_outlives_the_node_that_had_it(cluster: Cluster) -> None:
         PATIENCE,
     )
     assert after["elastic_train_members"] == 1
-    assert after["elastic_train_generation"] >= 1
+    assert after["elastic_train_generation"] > before["elastic_train_generation"]
     assert 0 < after["elastic_train_last_recovery_seconds"] < PATIENCE

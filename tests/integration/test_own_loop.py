@@ -269,6 +269,7 @@ elastic_train.run(train, model, optimizer, data, elastic_train.parse_flags())
 """
 
 
+@pytest.mark.slow
 def test_the_first_step_of_a_world_may_take_its_time(cluster: Cluster) -> None:
     nodes = start_workers(cluster, 3, COLD, "--peer-timeout", "2")
     cluster.finish(nodes[:2])

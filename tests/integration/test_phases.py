@@ -37,14 +37,16 @@ def finish_but(cluster: Cluster, nodes: list[Node], struck: int) -> list[Node]:
     return [node for node in nodes if node not in failed]
 
 
-@pytest.mark.parametrize("point", ["step", "commit"])
+@pytest.mark.parametrize("point", [pytest.param("step", marks=pytest.mark.slow), "commit"])
 def test_death_within_a_step(cluster: Cluster, point: str) -> None:
     nodes = start_with_fault(cluster, f"kill-node@{point}:rank=1,step=60,generation=0")
     finish_but(cluster, nodes, 1)
     check_run(cluster, STEPS)
 
 
-@pytest.mark.parametrize("point", ["meet", "init", "sync"])
+@pytest.mark.parametrize(
+    "point", [pytest.param("meet", marks=pytest.mark.slow), "init", pytest.param("sync", marks=pytest.mark.slow)]
+)
 def test_another_death_during_the_re_form(cluster: Cluster, point: str) -> None:
     generation = 0 if point == "meet" else 1
     nodes = start_with_fault(
@@ -55,6 +57,7 @@ def test_another_death_during_the_re_form(cluster: Cluster, point: str) -> None:
     assert all(sum(incident["seconds"].values()) < 3.0 for incident in end["incidents"])
 
 
+@pytest.mark.slow
 def test_a_world_that_commits_nothing_writes_nothing_twice(cluster: Cluster) -> None:
     """Rank 0 has written its last step; in the next world another member dies before there is a further one."""
     fault = "kill-node@step:rank=0,step=60,generation=0;kill-node@step:rank=1,generation=1"
@@ -75,7 +78,7 @@ def test_the_source_of_the_state_dies_while_it_sends(cluster: Cluster) -> None:
     assert [e["source"] for e in events(cluster.run_dir, "restore")][-1] == "peer"
 
 
-@pytest.mark.parametrize("point", ["finish", "exit"])
+@pytest.mark.parametrize("point", [pytest.param("finish", marks=pytest.mark.slow), "exit"])
 def test_death_after_the_last_step_does_not_hold_up_the_others(cluster: Cluster, point: str) -> None:
     nodes = start_with_fault(cluster, f"kill-node@{point}:rank=1,generation=0", steps=60)
     finish_but(cluster, nodes, 1)
@@ -93,6 +96,7 @@ def test_an_error_on_one_rank_only(cluster: Cluster) -> None:
     check_run(cluster, STEPS)
 
 
+@pytest.mark.slow
 def test_out_of_memory_on_one_rank(cluster: Cluster) -> None:
     nodes = start_with_fault(cluster, "memory@step:rank=2,step=60,generation=0")
     finish_but(cluster, nodes, 1)
@@ -108,6 +112,7 @@ def test_an_error_on_every_rank_ends_the_job(cluster: Cluster) -> None:
     assert max(e["generation"] for e in events(cluster.run_dir, "world")) <= 2, "no endless re-forming"
 
 
+@pytest.mark.slow
 def test_a_poisoned_step_ends_the_job(cluster: Cluster) -> None:
     """Rank 0 of whatever world fails at the same step: the second member that meets it ends the job."""
     nodes = start_with_fault(cluster, "error@step:rank=0,step=60")
@@ -150,6 +155,7 @@ class Stuck(ImageClassification):
 """
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_stuck_on_one_rank(cluster: Cluster) -> None:
     """Its heart beats and no step is under way; it is expelled all the same."""
     (cluster.path / "stuck.py").write_text(STUCK_TASK)

@@ -121,6 +121,7 @@ def test_stop_in_mid_epoch_and_continue_with_other_world_sizes(cluster: Cluster)
     assert worlds(cluster.run_dir) == [(0, 3), (1, 2), (2, 4)]
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_later_joins(cluster: Cluster) -> None:
     """torchrun ends all workers for a newcomer and starts them anew: nothing is lost, and --fresh acts once per job."""
     cluster.run_dir.mkdir()

@@ -90,6 +90,7 @@ def kill_rounds(cluster: Cluster, *, seed: int, rounds: int, max_steps: int, nod
     assert len(names) == 3
 
 
+@pytest.mark.slow
 def test_kill_of_every_process(cluster: Cluster) -> None:
     kill_rounds(cluster, seed=1, rounds=2, nproc=3, max_steps=120)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.integration.cluster import (
     Cluster,
     Node,
@@ -86,6 +88,7 @@ def test_a_spare_does_not_begin_anew_what_others_had_trained(cluster: Cluster) -
     assert worlds(cluster.run_dir)[-1] == (0, 1)
 
 
+@pytest.mark.slow
 def test_a_spare_comes_and_goes_and_sees_the_end(cluster: Cluster) -> None:
     """In fast mode, two samples per step and four workers on disks of their own: one spare is stopped, one stays."""
     flags = (*ENDLESS, "--global-batch-size", "2")
