@@ -81,6 +81,7 @@ class FastReduction:
         self._device = device
         self._module: nn.Module = model
         self._totals = nn.Parameter(torch.zeros(1 + num_votes, device=device))
+        self._no_votes = torch.zeros(1 + num_votes, device=device)
         self._rides_along = not any(options.values())
         if world.world_size > 1:
             ddp = DistributedDataParallel(
@@ -121,6 +122,8 @@ class FastReduction:
 
     def _make_totals(self, votes: Sequence[int]) -> torch.Tensor:
         """(loss, votes...) of this rank times the world size, on its device, before its first micro-batch."""
+        if not any(votes):
+            return self._no_votes.clone()
         is_cuda = self._device.type == "cuda"
         # From pinned memory, else the copy would wait until the device has done all that it was given.
         totals = torch.tensor(

@@ -2,9 +2,9 @@
 
 Both train the same model on the same tensors with the same optimizer, a block of steps of the one after a block of the
 other. The plain loop is what a good user would write: DDP, the data set in memory, one `index_select` per step from a
-permutation, the loss read every 50th step. Ours is the real thing with the defaults of its flags: sampler, loader,
-reduction with votes and the loss of every step, a check of each loss, an event per step, TensorBoard, the watcher with
-its heartbeats; snapshots in the cases that say so.
+permutation, the optimizer in the form that torch chooses, the loss read every 50th step. Ours is the real thing with
+the defaults of its flags: sampler, loader, reduction with votes and the loss of every step, a check of each loss, an
+event per step, TensorBoard, the watcher with its heartbeats; snapshots in the cases that say so.
 
 Each loop has processes of its own, which are stopped (SIGSTOP) while the other's run: what ours does in threads beside
 the loop, heartbeats and the writing of snapshots, is then charged to ours.
@@ -242,7 +242,7 @@ class PlainLoop:
         config = case.config(self._scratch)
         task = make_task(config)
         ours = make_state(config, task, torch.device("cpu"))
-        optimizer = type(ours.optimizer)(ours.model.parameters(), **ours.optimizer.defaults)
+        optimizer = type(ours.optimizer)(ours.model.parameters(), **{**ours.optimizer.defaults, "fused": None})
         images, labels = _all_samples(task.train_set)
         self._steps = plain_ddp_loop(ours.model, optimizer, images, labels, case.batch)
         return ours.length
