@@ -134,10 +134,7 @@ def kill(cluster: Cluster, victim: Place) -> dict[str, float]:
     generation = cluster.watch.generation
     started = time.time()
     cluster.kill([victim])
-    wait_for_step_after(cluster, generation)
-    assert cluster.watch.world is not None
-    assert cluster.watch.world.first_step_at is not None
-    return in_phases(cluster, generation, cluster.watch.world.first_step_at - started)
+    return in_phases(cluster, generation, first_step_after(cluster, generation) - started)
 
 
 def in_phases(cluster: Cluster, generation: int, total: float) -> dict[str, float]:
@@ -157,22 +154,19 @@ def join_in_place(cluster: Cluster, place: Place) -> dict[str, float]:
     """The same for a join that restarts nobody."""
     generation, before = cluster.watch.generation, time.time()
     cluster.start(place)
-    wait_for_step_after(cluster, generation)
-    assert cluster.watch.world is not None
-    assert cluster.watch.world.first_step_at is not None
+    first_step = first_step_after(cluster, generation)
     events = [event for event in all_events(cluster) if event["time"] > before]
     last_step = max(e["time"] for e in events if e["event"] == "step" and e["generation"] == generation)
-    return in_phases(cluster, generation, cluster.watch.world.first_step_at - last_step)
+    return in_phases(cluster, generation, first_step - last_step)
 
 
 def join(cluster: Cluster, place: Place) -> dict[str, float]:
     """Seconds that the others stand still for a newcomer: `all`, then by phase."""
     generation, before = cluster.watch.generation, time.time()
     cluster.start(place)
-    wait_for_step_after(cluster, generation)
+    first_step = first_step_after(cluster, generation)
     world = cluster.watch.world
     assert world is not None
-    assert world.first_step_at is not None
     events = [event for event in all_events(cluster) if event["time"] > before]
     last_step = max(e["time"] for e in events if e["event"] == "step" and e["generation"] == generation)
     ended = max(e["time"] for e in events if e["event"] == "done")
@@ -180,23 +174,23 @@ def join(cluster: Cluster, place: Place) -> dict[str, float]:
     created = max(psutil.Process(pid).create_time() for pid in pids)
     ready = max(e["time"] for e in events if e["event"] == "start" and e["pid"] in pids)
     return {
-        "all": world.first_step_at - last_step,
+        "all": first_step - last_step,
         "stop": ended - last_step,
         "agents": created - ended,
         "start": ready - created,
-        "form": world.first_step_at - ready,
+        "form": first_step - ready,
     }
 
 
-def wait_for_step_after(cluster: Cluster, generation: int) -> None:
-    """Until a world after `generation` has committed a step."""
+def first_step_after(cluster: Cluster, generation: int) -> float:
+    """When a world after `generation` committed its first step; waits for it."""
 
-    def stands() -> bool:
+    def first_step() -> float | None:
         cluster.watch.poll()
         world = cluster.watch.world
-        return world is not None and world.generation > generation and world.first_step_at is not None
+        return world.first_step_at if world is not None and world.generation > generation else None
 
-    wait_until(stands, f"step after generation {generation}", SETTLE_SECONDS)
+    return float(wait_until(first_step, f"step after generation {generation}", SETTLE_SECONDS))
 
 
 def all_events(cluster: Cluster) -> list[dict[str, Any]]:

@@ -47,6 +47,12 @@ def by_value_of(values: list[str]) -> dict[str, list[int]]:
     return found
 
 
+def errors(gathered: Gathered, error_of: Callable[[WorkerFacts], str | None]) -> list[tuple[str, list[int]]]:
+    """The different errors that workers have met, and the ranks that met each."""
+    found = by_value(gathered, lambda rank: error_of(gathered.workers[rank]) or "")
+    return [(error, ranks) for error, ranks in found.items() if error]
+
+
 def nodes_of(gathered: Gathered, ranks: Iterable[int]) -> str:
     """The nodes of ranks, in words; a few of them where they are many."""
     names = list(dict.fromkeys(gathered.name(rank) for rank in ranks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_train.check.facts import Gathered
-from elastic_train.check.finding import Finding, Level, by_value, by_value_of, fine, first_of_nodes, nodes_of, skipped
+from elastic_train.check.finding import Finding, Level, by_value_of, errors, fine, first_of_nodes, nodes_of, skipped
 from elastic_train.status import human_bytes
 
 FRAMEWORK_SHARE = 0.9
@@ -15,16 +15,15 @@ LOADER_BYTES = 256 * 2**20
 def gpus_are_visible_and_not_shared(gathered: Gathered) -> list[Finding]:
     findings = []
     workers = gathered.workers
-    for error, ranks in by_value(gathered, lambda rank: workers[rank].device_error or "").items():
-        if error:
-            findings.append(
-                Finding(
-                    Level.BREAKS,
-                    f"{nodes_of(gathered, ranks)}: {error}",
-                    "the worker will not start",
-                    "see that nvidia-smi works there, that the container was given its GPUs, and CUDA_VISIBLE_DEVICES",
-                )
+    for error, ranks in errors(gathered, lambda worker: worker.device_error):
+        findings.append(
+            Finding(
+                Level.BREAKS,
+                f"{nodes_of(gathered, ranks)}: {error}",
+                "the worker will not start",
+                "see that nvidia-smi works there, that the container was given its GPUs, and CUDA_VISIBLE_DEVICES",
             )
+        )
     blind = [rank for rank, worker in enumerate(workers) if worker.num_gpu_devices > 0 and worker.num_gpus == 0]
     if blind and not findings:
         findings.append(
@@ -82,32 +81,30 @@ def gpus_are_visible_and_not_shared(gathered: Gathered) -> list[Finding]:
 
 def state_can_be_built(gathered: Gathered) -> list[Finding]:
     findings = []
-    for error, ranks in by_value(gathered, lambda rank: gathered.workers[rank].state_error or "").items():
-        if error:
-            findings.append(
-                Finding(
-                    Level.BREAKS,
-                    f"{nodes_of(gathered, ranks)}: {error}",
-                    "the worker will not start",
-                    "put the data there, or correct the flags after --",
-                )
+    for error, ranks in errors(gathered, lambda worker: worker.state_error):
+        findings.append(
+            Finding(
+                Level.BREAKS,
+                f"{nodes_of(gathered, ranks)}: {error}",
+                "the worker will not start",
+                "put the data there, or correct the flags after --",
             )
+        )
     return findings
 
 
 def snapshot_directory_is_one(gathered: Gathered) -> list[Finding]:
     findings = []
     workers = gathered.workers
-    for error, ranks in by_value(gathered, lambda rank: workers[rank].snapshot_dir_error or "").items():
-        if error:
-            findings.append(
-                Finding(
-                    Level.BREAKS,
-                    f"{nodes_of(gathered, ranks)} cannot write to {workers[ranks[0]].snapshot_dir}: {error}",
-                    "nothing could be saved there: a job that is stopped begins again from an older state",
-                    "mount it, give its user the right to write, or choose another --run-dir or --snapshot-dir",
-                )
+    for error, ranks in errors(gathered, lambda worker: worker.snapshot_dir_error):
+        findings.append(
+            Finding(
+                Level.BREAKS,
+                f"{nodes_of(gathered, ranks)} cannot write to {workers[ranks[0]].snapshot_dir}: {error}",
+                "nothing could be saved there: a job that is stopped begins again from an older state",
+                "mount it, give its user the right to write, or choose another --run-dir or --snapshot-dir",
             )
+        )
     if findings or not gathered.shared:
         return findings or fine(f"snapshot directory {workers[0].snapshot_dir}: writable")
     groups = by_value_of([",".join(map(str, shared.sees_directory_of)) for shared in gathered.shared])
