@@ -90,14 +90,14 @@ class WaysOut:
 
     def _is_join_pending(self) -> bool:
         try:
-            return self._membership.look_for_join()
+            return self._membership.agents.look(self._membership.store)
         except StoreUnreachable:  # its host died, and the agents stop everybody for that
             return False
 
     def stop_between_worlds(self, world: World) -> int:
         """Told to stop while meeting: no process group to agree with anybody, so each node keeps what it has."""
         if world.is_first_of_node:
-            if self._membership.is_join_pending:
+            if self._membership.agents.is_join_pending:
                 self._saver.hand_off(self._worker.state)
             else:
                 self._saver.save_and_wait(self._worker.state)

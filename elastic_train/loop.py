@@ -31,7 +31,7 @@ FIRST_STEP_SECONDS = GROUP_TIMEOUT.total_seconds()
 
 def votes_of(worker: Worker, membership: Membership) -> Votes:
     """What this rank contributes to the decisions of the step in hand."""
-    return (*worker.stop.votes(membership.is_join_pending), int(membership.is_join_due))
+    return (*worker.stop.votes(membership.agents.is_join_pending), int(membership.is_join_due))
 
 
 class WorldLoop(Protocol):

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import queue
-import signal
 import socket
 import threading
 import time
@@ -27,33 +26,21 @@ from typing import Any
 import torch
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
+from elastic_train.agents import Agents
 from elastic_train.errors import FormationFailed, LeftOut, StoreUnreachable, first_line
-from elastic_train.liveness import Probe, Watcher, announce_broken, probe, probe_all, unreachable_members
+from elastic_train.liveness import Probe, Watcher, announce_broken, probe, unreachable_members
 from elastic_train.meeting import Decision, Sight, meet, world_of
 from elastic_train.process_group import GroupSockets, address_towards
 from elastic_train.rules import Failure, disagreement, judge_error, require_agreement
 from elastic_train.stopping import StopSignal
 from elastic_train.store import KeyValueStore, TorchStore
-from elastic_train.torchrun import (
-    AgentsState,
-    Launch,
-    agents_key,
-    exit_barrier_keys,
-    mend_agents_state,
-    read_agents_state,
-    split_endpoint,
-    torchrun_round,
-)
+from elastic_train.torchrun import Launch, agents_key, split_endpoint, torchrun_round
 from elastic_train.world import Member, World
 
 POLL_SECONDS = 0.003
 STORE_TIMEOUT = timedelta(seconds=10)
 SPARE_POLL_SECONDS = 0.01
 """between two looks of a spare; a part of what a recovery takes that waits for it"""
-EXIT_BARRIER_SECONDS = 300.0
-"""torch's own"""
-AGENT_SECONDS = 3.0
-"""that an agent may take to see that its last worker has ended, and to say so"""
 JOIN_SIGNAL_SECONDS = 5.0
 """how long after a join showed the agents' SIGTERM may take; they look once a second"""
 WORD_SECONDS = 10.0
@@ -108,17 +95,15 @@ class Membership:
         self.run_prefix = f"elastic_train/{launch.run_id}"
         """prefix of the keys that outlive a round: those of the job"""
         self.store, self.round = self._connect()
+        self.agents = Agents(launch, self.round)
         self.prefix = f"{self.run_prefix}/round-{self.round}"
         self._key = f"{self.prefix}/start"
         """prefix of the keys of the present world, or of the first meeting"""
         self._watcher: Watcher | None = None
         self._is_through = False
         self._world: World | None = None
-        self._dead_agents: frozenset[tuple[str, int]] = frozenset()
         self.came_later = False
         """whether others of this job trained before this worker was taken in, with no restart of all in between"""
-        self.is_join_pending = False
-        """whether nodes wait to be let in, by the watcher's last look"""
 
     # --- the store ----------------------------------------------------------------------------------------------------
 
@@ -266,9 +251,9 @@ class Membership:
             now = time.monotonic()
             if now > deadline:
                 return Sight.DEAD
-            if self._is_agent_gone(rank // launch.local_world_size):
+            if self.agents.is_gone(rank // launch.local_world_size):
                 return Sight.DEAD
-            if self._agents is not None and self._agents.is_closed:  # an agent has ended, and its workers with it
+            if self.agents.are_closed:  # an agent has ended, and its workers with it
                 closed_since.append(now)
                 return Sight.DEAD if now - closed_since[0] > CLOSED_SECONDS else Sight.ALIVE
             return Sight.ALIVE
@@ -342,7 +327,7 @@ class Membership:
                 f"the others went on as generation {decision.generation} without this worker"
                 + (f": {watcher.reason}" if watcher.reason else "")
             )
-        self._note_dead_agents(world, following, decision)
+        self.agents.note_lost([world.members[rank] for rank in decision.lost if rank < len(world.members)], following)
         self._enter(following)
         return following, Change(
             lost=tuple(world.members[rank] for rank in decision.lost if rank < len(world.members)),
@@ -498,58 +483,15 @@ class Membership:
 
     # --- torchrun's agents --------------------------------------------------------------------------------------------
 
-    @property
-    def _has_agents_state(self) -> bool:
-        return self._launch.endpoint is not None
-
-    _agents: AgentsState | None = None
-
     def _errands(self) -> None:
         """On the watcher's thread, once a second: what the agents are about to do, and what has to be mended there."""
-        if not self._has_agents_state:
-            return
-        store = self.watcher.store
-        encoded = store.get(agents_key(self._launch.run_id))
-        if encoded is None:
-            return
-        self._agents = read_agents_state(encoded)
-        self.is_join_pending = self._agents.num_waiting > 0
-        if not self.watcher.is_spokesman:
-            return
-        mended = mend_agents_state(encoded, self._dead_agents) if self._needs_mending(self._agents) else None
-        if mended is not None:
-            store.swap(agents_key(self._launch.run_id), encoded, mended)
-
-    def _is_agent_gone(self, node_rank: int) -> bool:
-        """Whether the agents have dropped a node of this round, whose keep-alive they have not seen for 15 s."""
-        agents = self._agents
-        if agents is None or str(agents.round) != self.round or not agents.is_complete:
-            return False
-        return not any(node_rank in node_ranks for node_ranks in agents.ranks_by_pid.values())
-
-    def _needs_mending(self, agents: AgentsState) -> bool:
-        return agents.is_closed or any(pid in agents.ranks_by_pid for _, pid in self._dead_agents)
-
-    def _note_dead_agents(self, world: World, following: World, decision: Decision) -> None:
-        """Agents all of whose workers are proven dead (nobody listens there any more) are dead, or about to end."""
-        alive = {member.node for member in following.members}
-        for rank in decision.lost:
-            if rank >= len(world.members):
-                continue
-            member = world.members[rank]
-            if member.node not in alive and probe(member.address) is Probe.REFUSED:
-                self._dead_agents |= {member.node}
-
-    def look_for_join(self) -> bool:
-        """Whether nodes wait to be let in: torchrun's agents are then about to restart every worker."""
-        if self._has_agents_state:
-            encoded = self.store.get(agents_key(self._launch.run_id))
-            self.is_join_pending = encoded is not None and read_agents_state(encoded).num_waiting > 0
-        return self.is_join_pending
+        self.agents.look(self.watcher.store)
+        if self.watcher.is_spokesman:
+            self.agents.mend(self.watcher.store)
 
     def _wait_out_join(self) -> None:
         """A join under c10d: this worker waits for the SIGTERM that it is about to get, instead of re-forming."""
-        if not self.look_for_join():
+        if not self.agents.look(self.store):
             return
         deadline = time.monotonic() + JOIN_SIGNAL_SECONDS
         while time.monotonic() < deadline:
@@ -557,51 +499,12 @@ class Membership:
             time.sleep(0.01)
 
     def release_agents(self, world: World) -> None:
-        """At the end of training: when this process ends, let no agent wait for a dead one, nor leave a living one.
-
-        torchrun's agents meet in an exit barrier that counts every agent of the last rendezvous and waits 300 s. Until
-        a worker has ended its agent asks the store, which the agent of another node may serve: nobody is to leave
-        before. So rank 0's process goes last.
-        """
-        if not self._has_agents_state or self._launch.num_nodes == 1:
+        """At the end of training: when this process ends, let no agent wait for a dead one, nor leave a living one."""
+        if not self.agents.have_exit_barrier:
             return
         self._is_through = True
         if world.rank == 0:
-            atexit.register(self._see_agents_off, world)  # a training function's script may have more to do
-
-    def _see_agents_off(self, world: World) -> None:
-        """Arrive at the exit barrier for the dead, and wait for the living, however slow they are to go."""
-        total = self._launch.num_nodes
-        counter, flag = exit_barrier_keys(self._launch.run_id, int(self.round))
-        others = [member for rank, member in enumerate(world.members) if rank != world.rank]
-        seen_at = time.monotonic()
-        deadline = seen_at + EXIT_BARRIER_SECONDS
-        with suppress(StoreUnreachable):  # the run is finished all the same
-            arrived = self.store.add(counter, total - world.num_nodes)
-            while arrived < total - 1:  # the last one is our own, which waits for us
-                now = time.monotonic()
-                if Probe.ACCEPTED in probe_all(others):
-                    seen_at = now
-                if now > deadline or now - seen_at > AGENT_SECONDS:
-                    arrived = self.store.add(counter, total - 1 - arrived)
-                    break
-                time.sleep(0.05)
-                arrived = self.store.add(counter, 0)
-            if arrived >= total:
-                self.store.put(flag, "everybody who lives has arrived")
-
-    def end_own_agent(self) -> None:
-        """Leave a job that goes on without this worker: have the agent told to stop, and wait for its SIGTERM.
-
-        Any exit of a worker, with whatever code, makes its agent close the rendezvous for all newcomers; an agent that
-        is told to stop does not.
-        """
-        if self._launch.agent_pid is None or os.getppid() != self._launch.agent_pid:
-            return
-        os.kill(self._launch.agent_pid, signal.SIGTERM)
-        deadline = time.monotonic() + 5.0
-        while not self._stop.is_requested and time.monotonic() < deadline:
-            time.sleep(0.01)
+            atexit.register(self.agents.see_off, self.store, world)  # a training function's script may have more to do
 
     def close(self) -> None:
         if self._watcher is not None:

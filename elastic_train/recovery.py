@@ -93,7 +93,7 @@ def run_worker(worker: Worker, make_loop: MakeLoop) -> int:
         if membership is not None and membership.is_among_others and is_own(error):
             # The traceback first: ending the agent ends this process too.
             show_error(error, config.debug)
-            membership.end_own_agent()
+            membership.agents.end_own(stop)
             return error.exit_code if isinstance(error, ElasticTrainError) else 1
         raise
     finally:

@@ -73,7 +73,7 @@ def make_loop(task: Watched, **flags: Any) -> tuple[Loop, TrainState, list[str]]
     membership: Any = SimpleNamespace(
         watcher=task.watcher,
         sockets=SimpleNamespace(is_shut=False),
-        is_join_pending=False,
+        agents=SimpleNamespace(is_join_pending=False),
         is_join_due=False,
     )
     saver: Any = SimpleNamespace(is_due=lambda _state: False)

@@ -1,0 +1,135 @@
+"""torchrun's agents as their workers see them: what they are about to do, what is mended in their state, how they end.
+
+Under c10d the agents of all nodes share a state in the rendezvous store; torchrun.py knows its form. Elsewhere nothing
+is known of them, and every question here has the answer that changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+from elastic_train.errors import StoreUnreachable
+from elastic_train.liveness import Probe, probe, probe_all
+from elastic_train.stopping import StopSignal
+from elastic_train.store import KeyValueStore
+from elastic_train.torchrun import (
+    AgentsState,
+    Launch,
+    agents_key,
+    exit_barrier_keys,
+    mend_agents_state,
+    read_agents_state,
+)
+from elastic_train.world import Member, World
+
+EXIT_BARRIER_SECONDS = 300.0
+"""torch's own"""
+ARRIVAL_SECONDS = 3.0
+"""that an agent may take to see that its last worker has ended, and to say so"""
+END_SECONDS = 5.0
+"""that this worker's agent may take to pass a SIGTERM on"""
+
+
+class Agents:
+    """The agents of one torchrun round. The training thread and the watcher's both look, each with a store of its own.
+
+    Args:
+        round_: the rendezvous round that this worker is of.
+    """
+
+    def __init__(self, launch: Launch, round_: str) -> None:
+        self._launch = launch
+        self._round = round_
+        self._encoded: str | None = None
+        self._state: AgentsState | None = None
+        self._dead: frozenset[tuple[str, int]] = frozenset()
+
+    def look(self, store: KeyValueStore) -> bool:
+        """Read what they share. Returns whether nodes wait to be let in: all workers are then about to be restarted."""
+        if self._launch.endpoint is not None:
+            encoded = store.get(agents_key(self._launch.run_id))
+            self._state = None if encoded is None else read_agents_state(encoded)
+            self._encoded = encoded
+        return self.is_join_pending
+
+    @property
+    def is_join_pending(self) -> bool:
+        """Whether nodes wait to be let in, by the last look."""
+        return self._state is not None and self._state.num_waiting > 0
+
+    @property
+    def are_closed(self) -> bool:
+        """Whether newcomers are refused, by the last look: an agent has ended, and its workers with it."""
+        return self._state is not None and self._state.is_closed
+
+    def is_gone(self, node_rank: int) -> bool:
+        """Whether they have dropped a node of this round, whose keep-alive they have not seen for 15 s."""
+        state = self._state
+        if state is None or str(state.round) != self._round or not state.is_complete:
+            return False
+        return not any(node_rank in node_ranks for node_ranks in state.ranks_by_pid.values())
+
+    def note_lost(self, lost: Iterable[Member], following: World) -> None:
+        """The agent of a node of which nobody is left is dead, or about to end, where its workers are proven dead."""
+        living = {member.node for member in following.members}
+        for member in lost:
+            if member.node not in living and probe(member.address) is Probe.REFUSED:
+                self._dead |= {member.node}
+
+    def mend(self, store: KeyValueStore) -> None:
+        """By the last look: let newcomers in again, and drop the dead. One worker of the world does."""
+        state, encoded = self._state, self._encoded
+        if state is None or encoded is None:
+            return
+        if state.is_closed or any(pid in state.ranks_by_pid for _, pid in self._dead):
+            mended = mend_agents_state(encoded, self._dead)
+            if mended is not None:
+                store.swap(agents_key(self._launch.run_id), encoded, mended)
+
+    @property
+    def have_exit_barrier(self) -> bool:
+        """Whether, at the end, each of them waits for all others, 300 s for those that died."""
+        return self._launch.endpoint is not None and self._launch.num_nodes > 1
+
+    def see_off(self, store: KeyValueStore, world: World) -> None:
+        """On rank 0, as the last thing that its process does: arrive at the exit barrier for the dead, and wait for the
+        living, however slow they are to go.
+
+        Until a worker has ended its agent asks the store, which the agent of another node may serve. The barrier
+        counts the agents of the last rendezvous, so none leaves before rank 0's own, which waits for this.
+        """
+        total = self._launch.num_nodes
+        counter, flag = exit_barrier_keys(self._launch.run_id, int(self._round))
+        others = [member for rank, member in enumerate(world.members) if rank != world.rank]
+        seen_at = time.monotonic()
+        deadline = seen_at + EXIT_BARRIER_SECONDS
+        with suppress(StoreUnreachable):  # the run is finished all the same
+            arrived = store.add(counter, total - world.num_nodes)
+            while arrived < total - 1:
+                now = time.monotonic()
+                if Probe.ACCEPTED in probe_all(others):
+                    seen_at = now
+                if now > deadline or now - seen_at > ARRIVAL_SECONDS:
+                    arrived = store.add(counter, total - 1 - arrived)
+                    break
+                time.sleep(0.05)
+                arrived = store.add(counter, 0)
+            if arrived >= total:
+                store.put(flag, "everybody who lives has arrived")
+
+    def end_own(self, stop: StopSignal) -> None:
+        """Leave a job that goes on without this worker: have its agent told to stop, and wait for the agent's SIGTERM.
+
+        Any exit of a worker, with whatever code, makes its agent close the rendezvous for all newcomers; an agent that
+        is told to stop does not.
+        """
+        if self._launch.agent_pid is None or os.getppid() != self._launch.agent_pid:
+            return
+        os.kill(self._launch.agent_pid, signal.SIGTERM)
+        deadline = time.monotonic() + END_SECONDS
+        while not stop.is_requested and time.monotonic() < deadline:
+            time.sleep(0.01)
