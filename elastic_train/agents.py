@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from elastic_train.errors import StoreUnreachable
-from elastic_train.liveness import Probe, probe, probe_all
+from elastic_train.liveness import Probe, probe
 from elastic_train.stopping import StopSignal
 from elastic_train.store import KeyValueStore
 from elastic_train.torchrun import (
@@ -28,8 +28,8 @@ from elastic_train.world import Member, World
 
 EXIT_BARRIER_SECONDS = 300.0
 """torch's own"""
-ARRIVAL_SECONDS = 3.0
-"""that an agent may take to see that its last worker has ended, and to say so"""
+ARRIVAL_SECONDS = 30.0
+"""that a busy machine may take to end a process that has said goodbye, and its agent to see that"""
 END_SECONDS = 5.0
 """that this worker's agent may take to pass a SIGTERM on"""
 
@@ -95,31 +95,71 @@ class Agents:
         """Whether, at the end, each of them waits for all others, 300 s for those that died."""
         return self._launch.endpoint is not None and self._launch.num_nodes > 1
 
-    def see_off(self, store: KeyValueStore, world: World) -> None:
-        """On rank 0, as the last thing that its process does: arrive at the exit barrier for the dead, and wait for the
-        living, however slow they are to go.
+    def see_off(self, store: KeyValueStore, key: str, world: World, stop: StopSignal) -> None:
+        """The last thing that a worker's process does at the end of training.
 
-        Until a worker has ended its agent asks the store, which the agent of another node may serve. The barrier
-        counts the agents of the last rendezvous, so none leaves before rank 0's own, which waits for this.
+        Until a worker has ended its agent asks the store, which the agent of another node may serve: no agent is to
+        leave before all living workers have ended. The agents' exit barrier sees to that, but counts the dead too. So
+        one worker stays until the last one, and arrives there for them: rank 0, or where its node dies before it could
+        begin, a deputy on another node. Threads cannot be started any more at this point.
+
+        Args:
+            key: prefix of keys that this world has for itself.
         """
+        with suppress(StoreUnreachable):  # the run is finished all the same
+            if self._is_keeper(store, key, world, stop):
+                self._keep_barrier(store, key, world, stop)
+            store.put(f"{key}/bye/{world.rank}", "")
+
+    def _is_keeper(self, store: KeyValueStore, key: str, world: World, stop: StopSignal) -> bool:
+        if world.rank == 0:
+            store.put(f"{key}/keeper", "")
+            return True
+        first = world.members[0]
+        deputies = (rank for rank, member in enumerate(world.members) if member.node != first.node)
+        if world.rank != next(deputies, None):
+            return False
+        deadline = time.monotonic() + EXIT_BARRIER_SECONDS
+        while store.get(f"{key}/keeper") is None:
+            if probe(first.address) is Probe.REFUSED:
+                return store.get(f"{key}/keeper") is None
+            if stop.is_requested or time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return False
+
+    def _keep_barrier(self, store: KeyValueStore, key: str, world: World, stop: StopSignal) -> None:
         total = self._launch.num_nodes
         counter, flag = exit_barrier_keys(self._launch.run_id, int(self._round))
-        others = [member for rank, member in enumerate(world.members) if rank != world.rank]
-        seen_at = time.monotonic()
-        deadline = seen_at + EXIT_BARRIER_SECONDS
-        with suppress(StoreUnreachable):  # the run is finished all the same
-            arrived = store.add(counter, total - world.num_nodes)
-            while arrived < total - 1:
-                now = time.monotonic()
-                if Probe.ACCEPTED in probe_all(others):
-                    seen_at = now
-                if now > deadline or now - seen_at > ARRIVAL_SECONDS:
-                    arrived = store.add(counter, total - 1 - arrived)
-                    break
-                time.sleep(0.05)
-                arrived = store.add(counter, 0)
-            if arrived >= total:
-                store.put(flag, "everybody who lives has arrived")
+        ranks_by_node: dict[tuple[str, int], list[int]] = {}
+        for rank, member in enumerate(world.members):
+            if member.node != world.me.node:
+                ranks_by_node.setdefault(member.node, []).append(rank)
+        said_bye: dict[int, float] = {}
+        arrived = store.add(counter, total - world.num_nodes)
+        deadline = time.monotonic() + EXIT_BARRIER_SECONDS
+        while arrived < total - 1:  # the last one is our own agent, which waits for this
+            now = time.monotonic()
+            if stop.is_requested or now > deadline:
+                arrived = store.add(counter, total - 1 - arrived)
+                break
+            for node, ranks in list(ranks_by_node.items()):
+                for rank, bye in zip(ranks, store.get_many([f"{key}/bye/{rank}" for rank in ranks]), strict=True):
+                    if bye is not None:
+                        said_bye.setdefault(rank, now)
+                if all(self._is_lost(world.members[rank], said_bye.get(rank), now) for rank in ranks):
+                    del ranks_by_node[node]
+                    store.add(counter, 1)
+            time.sleep(0.05)
+            arrived = store.add(counter, 0)
+        if arrived >= total:
+            store.put(flag, "everybody who lives has arrived")
+
+    def _is_lost(self, member: Member, said_bye_at: float | None, now: float) -> bool:
+        """Whether a worker's agent will not arrive: the worker died, or ended by itself long ago."""
+        if said_bye_at is not None:
+            return now - said_bye_at > ARRIVAL_SECONDS
+        return probe(member.address) is Probe.REFUSED
 
     def end_own(self, stop: StopSignal) -> None:
         """Leave a job that goes on without this worker: have its agent told to stop, and wait for the agent's SIGTERM.

@@ -194,11 +194,7 @@ class EpochDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any] = default_collate) -> None:
-        if isinstance(dataset, IterableDataset):
-            raise UsageError(
-                f"{type(dataset).__name__} is an IterableDataset, whose samples have no index to share out by; "
-                "give a map-style data set with __len__ and __getitem__"
-            )
+        length_of(dataset)
         self.dataset = dataset
         self._seed = seed
         self._collate = collate
@@ -226,6 +222,16 @@ class EpochDataset(Dataset[Any]):
         """What default_collate makes of a TensorDataset's items."""
         assert isinstance(self.dataset, TensorDataset)
         return [tensor.index_select(0, indices.to(tensor.device)) for tensor in self.dataset.tensors]
+
+
+def length_of(dataset: Dataset[Any]) -> int:
+    """Samples of a map-style data set. Raises: UsageError for one of another kind."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise UsageError(
+            f"{type(dataset).__name__} has no length, and its samples no index to share out by; give a map-style data "
+            "set with __len__ and __getitem__"
+        )
+    return len(dataset)
 
 
 def as_fetched(fetched: T) -> T:

@@ -27,7 +27,7 @@ from elastic_train.etcd import ATTEMPT_SECONDS, Connections, Etcd
 from elastic_train.etcd_job import Job, open_job, take_away
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.etcd_store import EtcdStore, Mirror
-from elastic_train.liveness import Probe, Watcher, probe, refusing
+from elastic_train.liveness import Probe, Watcher, probe, probe_all, refusing
 from elastic_train.lobby import Admission, Standing, Waiting, is_start_due, nobody, ready_nodes, standing
 from elastic_train.meeting import Sight, meet, world_of
 from elastic_train.membership import WORD_SECONDS, Change, Membership
@@ -270,6 +270,7 @@ class EtcdMembership(Membership):
     def next_world(self, world: World, *, has_formed: bool) -> tuple[World, Change]:
         following, change = super().next_world(world, has_formed=has_formed)
         self._dead.update(member.name for member in (*change.lost, *change.left))
+        self._dead -= {member.name for member in following.members}  # a container's second life has its name
         return following, change
 
     def _members_to_take_in(self, world: World) -> tuple[Member, ...]:
@@ -325,6 +326,13 @@ class EtcdMembership(Membership):
         """Those of whose nodes nobody has just died. Blocks up to PROBE_SECONDS."""
         gone = {member.node for member in refusing(ready)}
         return tuple(member for member in ready if member.node not in gone)
+
+    def _reachable(self, ready: tuple[Member, ...]) -> tuple[Member, ...]:
+        """Those of whose nodes all workers answer: with one behind a firewall no process group can be made, and each
+        attempt would cost the others a world. Blocks up to PROBE_SECONDS."""
+        found = zip(ready, probe_all(ready), strict=True)
+        mute = {member.node for member, answer in found if answer is not Probe.ACCEPTED}
+        return tuple(member for member in ready if member.node not in mute)
 
     def _consider_start(self, key: str) -> None:
         members = self._ready_members()
@@ -402,7 +410,7 @@ class EtcdMembership(Membership):
                 self._ready = (names, now)
             if not ready or now - self._ready[1] < SETTLE_SECONDS:
                 return
-            ready = self._without_dead(ready)
+            ready = self._reachable(ready)
             if not ready:
                 return
             text = store.create(f"{key}/admit", Admission(world.members, ready).to_json())

@@ -165,6 +165,8 @@ class AgentsHandler(RendezvousHandler):
         """
         join_seconds = int(self._parameters.get_as_int("join_timeout", JOIN_SECONDS) or JOIN_SECONDS)
         try:
+            if self._why_over is not None:
+                raise LeftOut(self._why_over)
             if not self._keeper.is_alive():
                 self._keep_leases()
                 self._keeper.start()
@@ -189,8 +191,7 @@ class AgentsHandler(RendezvousHandler):
             deadline = time.monotonic() + FAREWELL_SECONDS
             while self._server is not None and time.monotonic() < deadline and self._others_of_round():
                 self._mirror.wait_for_change(0.1)
-            if not store.etcd.below(f"{self._prefix}/nodes/")[0]:
-                take_away(store.etcd, self._job)
+            take_away(store.etcd, self._job, unless_below=(f"{self._prefix}/nodes/", f"{self._prefix}/waiting/"))
         self._mirror.close()
         self._connections.close()
         return True
@@ -264,6 +265,8 @@ class AgentsHandler(RendezvousHandler):
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"the agent of rank 0 of round {number} has not come to it")
             self._mirror.wait_for_change(0.1)
+        if not self._has_everybody_entered(members, number, deadline):
+            return None
         host, port = json.loads(text)
         timeout = timedelta(seconds=int(self._parameters.get_as_int("read_timeout", READ_SECONDS) or READ_SECONDS))
         try:
@@ -277,6 +280,22 @@ class AgentsHandler(RendezvousHandler):
         prefix, _, _ = barrier.partition("/")
         self._group = raw
         return RendezvousInfo(PrefixStore(prefix, raw), rank, len(members), RendezvousStoreInfo(host, port))
+
+    def _has_everybody_entered(self, members: tuple[str, ...], number: int, deadline: float) -> bool:
+        """Wait until all members of a round have seen that they are in it. False, for all of them, where one died, or
+        was stopped, before it could: torchrun's agents would wait for it, and all of them end.
+
+        Its keys below `waiting/` and `nodes/` go at one moment, so whoever is in neither has not entered.
+        """
+        while True:
+            waiting, alive = self._names("waiting"), self._names("nodes")
+            if any(node not in alive for node in members) or self._newest_round()[0] > number:
+                return False
+            if not any(node in waiting for node in members):
+                return True
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(f"not every node of round {number} has come to it")
+            self._mirror.wait_for_change(0.1)
 
     def _newest_round(self) -> tuple[int, tuple[str, ...]]:
         rounds = self._mirror.below(f"{self._prefix}/rounds/")

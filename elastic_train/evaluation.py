@@ -16,6 +16,7 @@ from elastic_train.batches import start_loader_process
 from elastic_train.datasets import EpochDataset, as_fetched
 from elastic_train.process_group import GroupSockets, broadcast_bytes, require_unbroken
 from elastic_train.sampler import MicroBatch
+from elastic_train.state import modes_kept
 from elastic_train.tasks import Task
 from elastic_train.world import World
 
@@ -99,13 +100,12 @@ def evaluate(
         worker_init_fn=start_loader_process if num_workers else None,
     )
     sums: dict[str, torch.Tensor] = {}
-    was_training = model.training
-    model.eval()
-    for micro_batch, batch in loader:
-        for name, value in task.evaluate(model, task.to_device(batch, device)).items():
-            by_block = sums.setdefault(name, torch.zeros(sampler.num_blocks, dtype=torch.float64))
-            by_block[micro_batch.shard] = value.double().cpu()
-    model.train(was_training)
+    with modes_kept(model):
+        model.eval()
+        for micro_batch, batch in loader:
+            for name, value in task.evaluate(model, task.to_device(batch, device)).items():
+                by_block = sums.setdefault(name, torch.zeros(sampler.num_blocks, dtype=torch.float64))
+                by_block[micro_batch.shard] = value.double().cpu()
     before_exchange()
     names = _agreed_names(sums, world)
     table = torch.stack([sums.get(name, torch.zeros(sampler.num_blocks, dtype=torch.float64)) for name in names])

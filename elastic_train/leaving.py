@@ -71,6 +71,8 @@ class WaysOut:
             save_result(worker, result.encode())
         if world.is_first_of_node:
             remove_handoffs(worker.directory)
+        with suppress(StoreUnreachable):
+            self._membership.release_agents(world)
         reporter.events.write("done", outcome="finished")
         reporter.speak(f"the run is finished; this spare was not needed; {worker.directory.result_path}")
         return 0
@@ -96,14 +98,15 @@ class WaysOut:
 
     def stop_between_worlds(self, world: World) -> int:
         """Told to stop while meeting: no process group to agree with anybody, so each node keeps what it has."""
+        is_join = self._is_join_pending()
         if world.is_first_of_node:
-            if self._membership.agents.is_join_pending:
-                self._saver.hand_off(self._worker.state)
-            else:
-                self._saver.save_and_wait(self._worker.state)
-        with suppress(OwnershipLost):  # the others may be a generation further
-            self._saver.wait()
-        return self._say_stopped(is_join=False)
+            with suppress(OwnershipLost):  # the others may be a generation further
+                if is_join:
+                    self._saver.hand_off(self._worker.state)
+                else:
+                    self._saver.save_and_wait(self._worker.state)
+                self._saver.wait()
+        return self._say_stopped(is_join=is_join)
 
     def leave(self, world: World) -> int:
         """This node alone was told to stop; the step in hand is committed and the others have the state."""
@@ -131,7 +134,11 @@ class WaysOut:
         )
         return 128 + signum
 
-    def save_for_next_start(self, world: World) -> None:
-        """Each node for itself: nobody knows which others live."""
+    def save_for_next_start(self, world: World) -> str:
+        """Each node for itself: nobody knows which others live. Returns what a person should do next."""
         if world.is_first_of_node:
-            self._saver.save_and_wait(self._worker.state)
+            try:
+                self._saver.save_and_wait(self._worker.state)
+            except OwnershipLost as error:
+                return str(error)
+        return f"the state of step {self._worker.state.step} is saved, start all nodes again to continue"

@@ -182,9 +182,13 @@ class Watcher:
         Raises:
             Whatever ended the watcher's thread: a bug, without which this worker would silently look dead to others.
         """
+        self.check()
+        self._activity = (activity, self._monotonic())
+
+    def check(self) -> None:
+        """Raises: as `do`."""
         if self._crash is not None:
             raise self._crash
-        self._activity = (activity, self._monotonic())
 
     def observe(self, members: tuple[Member, ...]) -> None:
         """Whose heartbeats to follow from now on."""
@@ -268,8 +272,8 @@ class Watcher:
                     f"{error}; training goes on for up to {self._store_grace:.0f} s without it, but nobody can join, "
                     "and a lost member cannot be replaced"
                 )
-            if world is not None and self.store_silence > self._store_grace:
-                if world.world_size > 1:
+            if self.store_silence > self._store_grace:
+                if world is not None and world.world_size > 1:
                     self.reason = str(error)
                     self._break_off(world, {})
                 elif self._has_grace:

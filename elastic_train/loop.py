@@ -77,7 +77,7 @@ class Loop:
     def over(self, world: World) -> Callable[[Iterable[Share]], Outcome]:
         """The same for several stretches of steps in one world: what is built for the world is built once."""
         worker, state = self._worker, self._worker.state
-        state.model.train()
+        state.set_modes()
         if worker.config.compile:  # for every world anew: the shapes of the shares are others
             self._membership.watcher.least_patience = FIRST_STEP_SECONDS
         reduction = self._make_reduction(world)

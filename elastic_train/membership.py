@@ -294,6 +294,7 @@ class Membership:
         started = time.monotonic()
         watcher = self.watcher
         watcher.leave()
+        self._renew_store()
         watcher.verdicts |= announce_broken(self.store, self._key)
         self._wait_out_join()
         me = replace(world.me, max_generation=world.generation)
@@ -336,6 +337,17 @@ class Membership:
             reason=watcher.reason or "; ".join(watcher.verdicts.values()) or None,
             seconds_meet=time.monotonic() - started,
         )
+
+    def _renew_store(self) -> None:
+        """A new connection for the training thread, if need be: the last one was silent while the world stood, perhaps
+        for days, and firewalls on the way forget such connections."""
+        address = split_endpoint(self._launch.endpoint) if self._launch.endpoint else self._launch.master
+        try:
+            self.store.get(f"{self._key}/broken")
+        except StoreUnreachable:
+            if address is None or probe(address) is not Probe.ACCEPTED:
+                raise
+            self.store = self.store.clone()
 
     def wait_for_workers(self, world: World) -> None:
         """Wait until all who train are about to make the process group, so that making it takes milliseconds.
@@ -381,7 +393,9 @@ class Membership:
             StoreUnreachable: the store is gone, and the job with it.
         """
         while True:
-            is_broken = self.store.get(f"{self._key}/broken") is not None
+            self.watcher.check()
+            # The watcher breaks the world off, too, where the store is gone and what is read here is a copy.
+            is_broken = self.watcher.reason is not None or self.store.get(f"{self._key}/broken") is not None
             finished = self.store.get(f"{self._key}/finished")  # after it: who finished and went looks lost
             if finished is not None or is_broken:
                 return finished
@@ -500,11 +514,10 @@ class Membership:
 
     def release_agents(self, world: World) -> None:
         """At the end of training: when this process ends, let no agent wait for a dead one, nor leave a living one."""
-        if not self.agents.have_exit_barrier:
-            return
-        self._is_through = True
-        if world.rank == 0:
-            atexit.register(self.agents.see_off, self.store, world)  # a training function's script may have more to do
+        if self.agents.have_exit_barrier:
+            self._is_through = True
+            # Not before the process ends: a training function's script may have more to do.
+            atexit.register(self.agents.see_off, self.store, self._key, world, self._stop)
 
     def close(self) -> None:
         if self._watcher is not None:

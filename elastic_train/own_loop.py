@@ -27,11 +27,11 @@ from typing import Any, NoReturn, TypeVar, overload
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
 
-from elastic_train.config import Config, flag, parse
+from elastic_train.config import Config, check, flag, parse
+from elastic_train.datasets import length_of
 from elastic_train.errors import ElasticTrainError, FormationFailed, TrainingDiverged, UsageError, tell
 from elastic_train.loop import FIRST_STEP_SECONDS, LoopObserver, stand_in_batch, votes_of
 from elastic_train.membership import Membership
@@ -45,7 +45,7 @@ from elastic_train.stopping import StopSignal, die_with_parent
 from elastic_train.system import require_linux
 from elastic_train.tasks import Task
 from elastic_train.torchrun import Launch
-from elastic_train.train import NO_VOTES, Outcome, StepResult, Votes, seed_model_draws
+from elastic_train.train import NO_VOTES, Outcome, StepResult, Votes, hush_statistics, seed_model_draws
 from elastic_train.worker import Parts, Worker, build
 from elastic_train.world import World
 
@@ -280,19 +280,8 @@ class Training:
         if self._share is not None:
             self._watcher.do(Activity.REDUCE)  # from the first forward pass on it may be waiting for its peers
             if self._is_stand_in:
-                self._hush(module)
-
-    def _hush(self, module: nn.Module) -> None:
-        """An absent sample leaves no trace in BatchNorm's statistics, which are rank 0's in the end.
-
-        The statistics' layers alone, because other models than ours give something else in eval mode, or take part in
-        collectives (SyncBatchNorm) in train mode only; and until the commit, because activation checkpoints run
-        forward passes again in the backward pass.
-        """
-        for layer in module.modules():
-            if layer.training and isinstance(layer, _NormBase) and not isinstance(layer, nn.SyncBatchNorm):
-                layer.training = False
-                self._hushed.append(layer)
+                # Until the commit, because activation checkpoints run forward passes again in the backward pass.
+                self._hushed += hush_statistics(module)
 
     def _unhush(self) -> None:
         while self._hushed:
@@ -337,7 +326,7 @@ class OwnLoop:
                 "make it with training.parallel() in the function and keep it in a local variable"
             )
         self._parallel.clear()
-        state.model.train()
+        state.set_modes()  # the function may have been interrupted in an evaluation of its own
         self._training = training = Training(self, worker, self._membership, world, steps)
         self._membership.watcher.do(Activity.FORM)
         self._membership.watcher.least_patience = FIRST_STEP_SECONDS  # it may compile; nobody knows
@@ -470,12 +459,13 @@ def run(
         die_with_parent()
     try:
         _check_config(config)
+        check(config)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         task = OwnTask(getattr(train, "__name__", type(train).__name__), model, dataset, collate)
         state = TrainState(
             model,
             optimizer,
-            length=len(dataset),  # type: ignore[arg-type]  # map-style, as documented
+            length=length_of(dataset),
             global_batch_size=config.global_batch_size,
             epochs=config.epochs,
             max_steps=config.max_steps,

@@ -20,6 +20,7 @@ from elastic_train.errors import (
     JobFinished,
     LeftOut,
     OwnershipLost,
+    Refused,
     RunDirectoryError,
     RunDirectoryInUse,
     Stopped,
@@ -159,18 +160,17 @@ class Run:
         Raises:
             StoreUnreachable: the store is gone, and the job with it; the state is saved.
             FormationFailed: the job cannot go on; the state is saved.
+            LeftOut: others have gone on, or all were suspended for so long that their job ran out; the state is saved
+                where nobody else has the run directory.
         """
         try:
             return self._through_worlds()
-        except (StoreUnreachable, StoreRefused, FormationFailed) as error:
-            if self._world is None or not self._has_state:
+        except (StoreUnreachable, StoreRefused, FormationFailed, LeftOut) as error:
+            if isinstance(error, Refused) or self._world is None or not self._has_state:
                 raise
             self._worker.state.rollback()
             self._saver.enter(self._world)
-            self._ways_out.save_for_next_start(self._world)
-            raise type(error)(
-                f"{error}; the state of step {self._worker.state.step} is saved, start all nodes again to continue"
-            ) from error
+            raise type(error)(f"{error}; {self._ways_out.save_for_next_start(self._world)}") from error
         finally:
             with suppress(OwnershipLost):  # whatever ended this says more
                 self._saver.wait()  # the snapshot in flight is a good one

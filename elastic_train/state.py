@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -95,6 +96,9 @@ class TrainState:
         self.global_batch_size = global_batch_size
         self.num_epochs = epochs
         self.last_step = total_steps(length, global_batch_size, epochs, max_steps)
+        if not model.training:  # as a whole; then that is no choice of layers
+            model.train()
+        self._modes = [(module, module.training) for module in model.modules()]
         self._remembered: list[tuple[Buffers, Remembered]] | None = None
         self._is_step_open = False
         self._schedule = schedule
@@ -114,6 +118,10 @@ class TrainState:
     def next_step_samples(self) -> int:
         """Samples of the step in hand: the global batch, fewer in the last step of an epoch."""
         return min(self.global_batch_size, self.length - self.samples_done)
+
+    def set_modes(self) -> None:
+        """Put every module of the model into the mode, `train()` or `eval()`, that it had when this state was made."""
+        _set_modes(self._modes)
 
     def remember(self) -> None:
         """A step begins: keep what it may change before its reduction is through, BatchNorm's statistics."""
@@ -271,17 +279,25 @@ def learning_rate_factor(schedule: str, step: int, last_step: int) -> float:
 def build_optimizer(
     parameter_groups: list[dict[str, Any]], *, name: str, lr: float, momentum: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """`sgd` or `adamw`; a value that a group sets for itself wins.
-
-    On the CPU in torch's fused form, one kernel per parameter: its default there takes several times as long for a
-    small model.
-    """
-    parameter_groups = [{**group, "params": list(group["params"])} for group in parameter_groups]
-    is_on_cpu = all(parameter.device.type == "cpu" for group in parameter_groups for parameter in group["params"])
-    fused = True if is_on_cpu else None
+    """`sgd` or `adamw`; a value that a group sets for itself wins."""
     if name == "adamw":
-        return torch.optim.AdamW(parameter_groups, lr=lr, weight_decay=weight_decay, fused=fused)
-    return torch.optim.SGD(parameter_groups, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=fused)
+        return torch.optim.AdamW(parameter_groups, lr=lr, weight_decay=weight_decay)
+    return torch.optim.SGD(parameter_groups, lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Leave every module in the mode, `train()` or `eval()`, in which it was: users freeze some of them."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        _set_modes(modes)
+
+
+def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    for module, is_training in modes:
+        module.training = is_training
 
 
 def state_sha256(model_state: Mapping[str, torch.Tensor]) -> str:

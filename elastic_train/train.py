@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from elastic_train.errors import TrainingDiverged
 from elastic_train.reduction import Loss, Reduction, Share
@@ -148,13 +149,31 @@ def task_loss(task: Task, *, seed: int, precision: str, device: torch.device, st
         with autocast():
             if batch is not None:
                 return task.loss(module, task.to_device(batch, device))
-            module.eval()  # an absent sample leaves no trace in BatchNorm's statistics
+            hushed = hush_statistics(module)
             try:
                 return task.loss(module, task.to_device(stand_in(), device)) * 0.0
             finally:
-                module.train()
+                for layer in hushed:
+                    layer.training = True
 
     return loss
+
+
+def hush_statistics(module: nn.Module) -> list[nn.Module]:
+    """Have BatchNorm's layers use their statistics and not change them, so that an absent sample leaves no trace there;
+    returns the layers, to be put back into train mode.
+
+    These alone, because other models than ours give something else in eval mode, or take part in collectives
+    (SyncBatchNorm) in train mode only.
+    """
+    hushed: list[nn.Module] = [
+        layer
+        for layer in module.modules()
+        if layer.training and isinstance(layer, _NormBase) and not isinstance(layer, nn.SyncBatchNorm)
+    ]
+    for layer in hushed:
+        layer.training = False
+    return hushed
 
 
 def seed_model_draws(seed: int, step: int, shard: int, device: torch.device) -> None:

@@ -13,7 +13,7 @@ import torch
 from elastic_train import determinism
 from elastic_train.averaging import AveragedWeights
 from elastic_train.config import Config, as_json, flag, own_values
-from elastic_train.datasets import download
+from elastic_train.datasets import download, length_of
 from elastic_train.errors import UsageError
 from elastic_train.events import EventLog, Ledger
 from elastic_train.faults import VARIABLE as FAULT_VARIABLE
@@ -146,6 +146,8 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
             determinism.switch_on(strict=config.strict, warn=reporter.warn)
         task = make_task(config) if parts is None else parts.task
         state = make_state(config, task, device) if parts is None else parts.state
+        if state.length == 0:
+            raise UsageError(f"the training set of {task.name} is empty: there is nothing to train on")
         if config.reduction == "ordered":
             check_model(state.model)
         if config.parallel == "dp":
@@ -195,7 +197,7 @@ def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
         optimizer,
         torch.amp.GradScaler(device.type) if config.precision == "fp16" else None,
         schedule=task.schedule() or (defaults["schedule"] if config.schedule == "auto" else config.schedule),
-        length=len(task.train_set),  # type: ignore[arg-type]  # a map-style data set, as Task promises
+        length=length_of(task.train_set),
         global_batch_size=config.global_batch_size,
         epochs=config.epochs,
         max_steps=config.max_steps,

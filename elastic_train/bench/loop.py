@@ -242,7 +242,7 @@ class PlainLoop:
         config = case.config(self._scratch)
         task = make_task(config)
         ours = make_state(config, task, torch.device("cpu"))
-        optimizer = type(ours.optimizer)(ours.model.parameters(), **{**ours.optimizer.defaults, "fused": None})
+        optimizer = type(ours.optimizer)(ours.model.parameters(), **ours.optimizer.defaults)
         images, labels = _all_samples(task.train_set)
         self._steps = plain_ddp_loop(ours.model, optimizer, images, labels, case.batch)
         return ours.length

@@ -95,6 +95,25 @@ def test_the_death_of_rank_0_costs_one_round(cluster: Cluster) -> None:
             node.wait(60)
 
 
+@pytest.mark.slow
+def test_a_node_that_dies_while_it_waits_is_not_waited_for(cluster: Cluster) -> None:
+    """Its keys outlive it for as long as its lease, and the round is decided with it."""
+    assert cluster.etcd is not None
+    options = {"nnodes": "3:3", "conf": "last_call=2,lease=30"}
+    [first, dead] = start(cluster, steps=100, count=2, **options)
+    wait_until(lambda: waiting(cluster) == 2, "two nodes that wait", PATIENCE)
+    dead.kill()
+    others = start(cluster, steps=100, count=2, **options)
+    wait_until(lambda: rounds(cluster) >= 1, "a round with the dead one", PATIENCE)
+    cluster.finish([first, *others], timeout=PATIENCE)
+    assert {size for _, size in progress(cluster)} == {3}
+
+
+def waiting(cluster: Cluster) -> int:
+    assert cluster.etcd is not None
+    return sum("/waiting/" in key for key in cluster.etcd.keys())  # noqa: SIM118
+
+
 def rounds(cluster: Cluster) -> int:
     assert cluster.etcd is not None
     return sum("/rounds/" in key for key in cluster.etcd.keys())  # noqa: SIM118

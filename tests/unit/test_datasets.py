@@ -245,7 +245,7 @@ class TestEpochDataset:
             def __iter__(self) -> Iterator[int]:
                 return iter(())
 
-        with pytest.raises(UsageError, match="Stream is an IterableDataset"):
+        with pytest.raises(UsageError, match="Stream has no length"):
             EpochDataset(Stream(), seed=0)
 
 
