@@ -101,7 +101,7 @@ class Cluster:
         """SIGKILL to every process of every node: all are gone when it returns."""
         kill_at_once(self.nodes)
 
-    def finish(self, nodes: Sequence[Node], code: int = 0, timeout: float = 120.0) -> None:
+    def finish(self, nodes: Sequence[Node], code: int = 0, timeout: float = 240.0) -> None:
         """Wait for nodes; every one must exit with `code`."""
         codes = [node.wait(timeout) for node in nodes]
         logs = "\n".join(f"--- {node.log.name}\n{node.text()[-3000:]}" for node in nodes)

@@ -78,9 +78,11 @@ def test_the_source_of_the_state_dies_while_it_sends(cluster: Cluster) -> None:
     assert [e["source"] for e in events(cluster.run_dir, "restore")][-1] == "peer"
 
 
-@pytest.mark.parametrize("point", [pytest.param("finish", marks=pytest.mark.slow), "exit"])
-def test_death_after_the_last_step_does_not_hold_up_the_others(cluster: Cluster, point: str) -> None:
-    nodes = start_with_fault(cluster, f"kill-node@{point}:rank=1,generation=0", steps=60)
+@pytest.mark.parametrize(
+    ("point", "rank"), [pytest.param("finish", 1, marks=pytest.mark.slow), ("exit", 0), ("exit", 1)]
+)
+def test_death_after_the_last_step_does_not_hold_up_the_others(cluster: Cluster, point: str, rank: int) -> None:
+    nodes = start_with_fault(cluster, f"kill-node@{point}:rank={rank},generation=0", steps=60)
     finish_but(cluster, nodes, 1)
     ended = time.time()
     assert result(cluster.run_dir)["step"] == 60
