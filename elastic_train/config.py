@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_type_hints
 
 from elastic_train.errors import UsageError
 
@@ -130,8 +130,9 @@ class Config:
     """the values of the task's own flags, a dataclass; None where it has none"""
 
 
-def parse(arguments: Sequence[str], own_flags: type | None = None) -> Config:
-    """The checked configuration; `own_flags` is a dataclass whose fields are flags too.
+def parse(arguments: Sequence[str], own_flags: type | None = None, *, left_out: Collection[str] = ()) -> Config:
+    """The checked configuration; `own_flags` is a dataclass whose fields are flags too. Fields that are `left_out` are
+    no flags, and their names are free for own ones.
 
     Raises:
         UsageError: an unknown flag or a bad value. `--help` prints and raises SystemExit(0).
@@ -149,14 +150,30 @@ def parse(arguments: Sequence[str], own_flags: type | None = None) -> Config:
         allow_abbrev=False,
         add_option_string_dash_variants=DashVariant.DASH,
     )
-    parser.add_arguments(Config, dest="config")
+    flags = _without(left_out) if left_out else Config
+    parser.add_arguments(flags, dest="config")
     if own_flags is not None:
-        check_own_flags(own_flags)
+        check_own_flags(own_flags, flags)
         parser.add_arguments(own_flags, dest="own_flags")
     parsed = parser.parse_args(list(arguments))
-    config: Config = dataclasses.replace(parsed.config, own_flags=getattr(parsed, "own_flags", None))
+    config = Config(**{**vars(parsed.config), "own_flags": getattr(parsed, "own_flags", None)})
     check(config)
     return config
+
+
+def _without(left_out: Collection[str]) -> type:
+    """`Config` with fewer fields, for a parser."""
+    from simple_parsing.docstring import get_attribute_docstring
+
+    hints = get_type_hints(Config)
+    kept = []
+    for entry in dataclasses.fields(Config):
+        if entry.name not in left_out:
+            text = get_attribute_docstring(Config, entry.name).docstring_below
+            arguments = {**entry.metadata.get("custom_args", {}), "help": text}
+            metadata = {**entry.metadata, "custom_args": arguments}
+            kept.append((entry.name, hints[entry.name], dataclasses.field(default=entry.default, metadata=metadata)))
+    return dataclasses.make_dataclass(Config.__name__, kept, namespace={"__doc__": Config.__doc__}, frozen=True)
 
 
 def task_of(arguments: Sequence[str]) -> str | None:
@@ -170,9 +187,9 @@ def task_of(arguments: Sequence[str]) -> str | None:
     return task
 
 
-def check_own_flags(own_flags: type) -> None:
+def check_own_flags(own_flags: type, flags: type = Config) -> None:
     """Raises: UsageError where a field is named like one of our flags."""
-    ours = {entry.name for entry in dataclasses.fields(Config)}
+    ours = {entry.name for entry in dataclasses.fields(flags)}
     for entry in dataclasses.fields(own_flags):
         if entry.name in ours:
             raise UsageError(f"{own_flags.__name__}.{entry.name}: {flag(entry.name)} exists already; rename the field")

@@ -36,6 +36,7 @@ class ElasticTrainError(Exception):
     """Base of all of them. The message is one line: what is wrong, with the value, and what to do."""
 
     exit_code = 1
+    """of a worker that ends with it"""
 
 
 class UsageError(ElasticTrainError):

@@ -108,7 +108,11 @@ class Training:
 
     @property
     def weight(self) -> float:
-        """This rank's share of the samples of the step in hand, 0 to 1; 0 where it has none and gets a stand-in."""
+        """This rank's share of the samples of the step in hand, 0 to 1; 0 where it has none and gets a stand-in.
+
+        Raises:
+            UsageError: no step is in hand.
+        """
         micro_batch = self._step_in_hand()[0][0]
         return len(micro_batch.indices) / micro_batch.step_samples
 
@@ -118,6 +122,9 @@ class Training:
         Gradients are averaged by samples, not by ranks: what the optimizer sees is the mean over the step's samples,
         also where shares differ in size. The loss of a rank is the mean over its own batch, as usual. `model` itself
         is for evaluation.
+
+        Raises:
+            RuntimeError: from the communication library, when a peer is lost; `run` enters the function anew then.
         """
         ddp = DistributedDataParallel(self.model if module is None else module, **options)
         ddp.register_comm_hook(self, _average_by_samples)
@@ -411,8 +418,8 @@ def parse_flags(own_flags: type[F] | None = None) -> Config | tuple[Config, F]:
     A bad flag ends the process with one line and exit code 2; `--help` lists all.
     """
     try:
-        config = parse(sys.argv[1:], own_flags)
-        _check_config(config)
+        _check_arguments(sys.argv[1:], own_flags)
+        config = parse(sys.argv[1:], own_flags, left_out=NOT_FOR_OWN_LOOPS)
     except UsageError as error:
         _exit(error, is_debug=False)
     return config if own_flags is None else (config, config.own_flags)
@@ -491,12 +498,23 @@ def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
         signal.signal(signum, handler)
 
 
+def _check_arguments(arguments: list[str], own_flags: type | None) -> None:
+    """Raises: UsageError for a flag of the bundled loop, which people try."""
+    own = set() if own_flags is None else {entry.name for entry in fields(own_flags)}
+    given = {argument.partition("=")[0] for argument in arguments}
+    for name in NOT_FOR_OWN_LOOPS:
+        if name not in own and flag(name) in given:
+            _refuse(name)
+
+
 def _check_config(config: Config) -> None:
     for entry in fields(Config):
         if entry.name in NOT_FOR_OWN_LOOPS and getattr(config, entry.name) != entry.default:
-            raise UsageError(
-                f"{flag(entry.name)} is for the bundled loop: a training function of your own decides that itself"
-            )
+            _refuse(entry.name)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise UsageError(f"{flag(name)} is for the bundled loop: a training function of your own decides that itself")
 
 
 def _exit(error: ElasticTrainError, *, is_debug: bool) -> NoReturn:

@@ -28,7 +28,8 @@ class Stateful(Protocol):
         """Tensors and plain values only."""
         ...
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take over what `state_dict` gave, perhaps in another process and on another device."""
 
 
 class TrainState:
@@ -107,6 +108,7 @@ class TrainState:
 
     @property
     def is_finished(self) -> bool:
+        """Whether all steps of the training are committed."""
         return self.step >= self.last_step
 
     @property

@@ -89,6 +89,7 @@ class World:
 
     @property
     def num_spares(self) -> int:
+        """Members beyond the work that a step has, behind those who train."""
         return len(self.members) - self.world_size
 
     @property
@@ -98,14 +99,17 @@ class World:
 
     @property
     def me(self) -> Member:
+        """This worker."""
         return self.members[self.rank]
 
     @property
     def local_rank(self) -> int:
+        """This worker's number among those of its node, from 0."""
         return self.me.local_rank
 
     @property
     def num_nodes(self) -> int:
+        """Nodes that have a member, spares included."""
         return len({member.node for member in self.members})
 
     @property

@@ -213,3 +213,26 @@ def cpu_seconds(*arguments: str) -> float:
 
 def test_help_comes_within_a_second() -> None:
     assert min(cpu_seconds("--help") for _ in range(5)) < 1.0
+
+
+@dataclasses.dataclass
+class Rates:
+    lr: float = 0.1
+    epochs_of_warmup: int = 2
+
+
+def test_names_that_are_left_out_are_free_for_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="--lr exists already"):
+        parse(["--lr", "0.5"], Rates)
+    config = parse(["--lr", "0.5", "--epochs", "7", "--ledger"], Rates, left_out=("lr", "model"))
+    assert type(config) is Config
+    assert (config.lr, config.model, config.epochs, config.ledger) == (None, "cnn", 7, True)
+    assert config.own_flags == Rates(lr=0.5)
+    assert config == dataclasses.replace(parse(["--epochs", "7", "--ledger"]), own_flags=Rates(lr=0.5))
+    with pytest.raises(UsageError, match="--model"):
+        parse(["--model", "mlp"], left_out=("lr", "model"))
+    with pytest.raises(SystemExit):
+        parse(["--help"], left_out=("lr", "model"))
+    said = capsys.readouterr().out
+    assert "passes over the training set" in said
+    assert "--model str" not in said
