@@ -49,6 +49,8 @@ class TrainState:
             that gives its share of the peak; None leaves learning rates alone, and a snapshot's are taken over with it.
         micro_batch_size: most samples per forward pass on a rank; None for what a rank has in the first world.
         extras: what else is saved and restored, by name.
+        has_own_optimizer: its groups may hold more than flags say (some optimizers keep what they have learned there):
+            a snapshot's are taken over, as torch does, but for the learning rate.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class TrainState:
         schedule: str | Callable[[int, int], float] | None = None,
         micro_batch_size: int | None = None,
         extras: Mapping[str, Stateful] | None = None,
+        has_own_optimizer: bool = False,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -103,6 +106,7 @@ class TrainState:
         self._remembered: list[tuple[Buffers, Remembered]] | None = None
         self._is_step_open = False
         self._schedule = schedule
+        self._has_own_optimizer = has_own_optimizer
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._apply_schedule()
 
@@ -210,7 +214,8 @@ class TrainState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, but for the clock, which the caller decides about.
 
-        Hyper-parameters (learning rate, momentum, ...) stay those of this process's flags, where there is a schedule.
+        Hyper-parameters (learning rate, momentum, ...) stay those of this process's flags, where there is a schedule;
+        of an optimizer of the task's own the learning rate alone.
 
         Raises:
             KeyError, TypeError, ValueError, RuntimeError: it is of another model, optimizer or extras.
@@ -221,7 +226,7 @@ class TrainState:
         self._is_step_open = False
         self.model.load_state_dict(state["model"])
         loaded = state["optimizer"]
-        if self._schedule is not None:
+        if self._schedule is not None and not self._has_own_optimizer:
             loaded = {"state": loaded["state"], "param_groups": self.optimizer.state_dict()["param_groups"]}
         self.optimizer.load_state_dict(loaded)
         for name, extra in self.extras.items():

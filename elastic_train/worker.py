@@ -203,6 +203,7 @@ def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
         max_steps=config.max_steps,
         micro_batch_size=config.micro_batch_size,
         extras={} if config.ema_decay is None else {"ema": AveragedWeights(model, config.ema_decay)},
+        has_own_optimizer=own is not None,
     )
     if config.compile:
         model.compile()  # in place: no `_orig_mod.` in any name; after the averaged copy was made

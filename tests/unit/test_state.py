@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from elastic_train.snapshot import deserialize_state, serialize_state
-from elastic_train.state import TrainState, build_optimizer, learning_rate_factor, state_sha256, total_steps
+from elastic_train.state import (
+    TrainState,
+    build_optimizer,
+    learning_rate_factor,
+    modes_kept,
+    state_sha256,
+    total_steps,
+)
 
 LENGTH, BATCH = 1437, 64
 STEPS_PER_EPOCH = 23
@@ -284,3 +291,34 @@ class TestHash:
     @pytest.mark.parametrize("tensor", [torch.zeros(0), torch.zeros(2, 0), torch.ones(3, dtype=torch.bfloat16)])
     def test_empty_and_half_tensors(self, tensor: torch.Tensor) -> None:
         assert len(state_sha256({"w": tensor})) == 64
+
+
+def test_what_an_own_optimizer_keeps_in_its_groups_is_restored() -> None:
+    """Prodigy's `d`, ScheduleFree's `weight_sum`: no flag says them, and a newcomer must have them."""
+
+    def make(lr: float) -> TrainState:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        plan: dict[str, Any] = {"length": 8, "global_batch_size": 4, "epochs": 2}
+        return TrainState(model, optimizer, schedule="constant", has_own_optimizer=True, **plan)
+
+    old, new = make(0.1), make(0.2)
+    old.optimizer.param_groups[0]["learned"] = 7.5
+    new.load_state_dict(old.state_dict())
+    assert new.optimizer.param_groups[0]["learned"] == 7.5
+    assert learning_rate(new) == 0.2, "of this process's code"
+
+
+def test_layers_that_are_frozen_stay_frozen() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).eval(), nn.Dropout())
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), length=8, global_batch_size=4, epochs=2)
+    model.eval()
+    state.set_modes()
+    assert [module.training for module in model] == [True, False, True]
+    with modes_kept(model):
+        model.eval()
+    assert [module.training for module in model] == [True, False, True]
+
+    whole = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
+    TrainState(whole, torch.optim.SGD(whole.parameters(), lr=0.1), length=8, global_batch_size=4, epochs=2).set_modes()
+    assert all(module.training for module in whole.modules()), "as a whole that is no choice of layers"
