@@ -13,6 +13,8 @@ from elastic_train.system import require_linux
 
 def main() -> int:
     """Run this worker; returns its exit code. Expected errors are one line on stderr, others a traceback."""
+    if "RANK" in os.environ:
+        die_with_parent()  # first of all: a task of one's own may be imported for long
     is_debug = "--debug" in sys.argv
     try:
         require_linux()
@@ -23,8 +25,6 @@ def main() -> int:
             return spawn(config.spawn, sys.argv[1:])
         stop = StopSignal()
         stop.install()
-        if "RANK" in os.environ:
-            die_with_parent()
         # After the command line, for these imports take seconds and a mistake in a flag should not.
         from elastic_train.recovery import run
         from elastic_train.torchrun import Launch

@@ -11,7 +11,7 @@ agent), `error` (a RuntimeError, as from the code that is trained), `memory` (a 
 thread never comes back). Points, in the order of a worker's life: `meet` (before it asks to be in a world), `init` (on
 the list, before the process group is made), `sync` (the group stands, before the state is compared), `send` (this
 worker's state is the freshest, and another waits for its bytes), `step` (before a step's reduction), `commit` (right
-after a commit), `finish` (training is through, before result.json), `exit` (after the last message to the others).
+after a commit), `finish` (training is through, before result.json), `exit` (the process is about to end).
 Conditions: `rank`, `generation`, `step` (committed steps so far), `local_rank`, `host`; a fault strikes once per
 process.
 """

@@ -218,11 +218,14 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def choose_backend(device: torch.device, local_world_size: int) -> str:
-    """NCCL where each local rank has a GPU of its own, else gloo; gloo for CPU tensors always."""
-    if device.type == "cuda" and dist.is_nccl_available() and local_world_size <= torch.cuda.device_count():
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
+def choose_backend(device: torch.device) -> str:
+    """NCCL for the tensors of a GPU that nobody else in the world uses, which rules.py judges; gloo for the CPU's."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+
+
+def gpu_of(device: torch.device) -> str | None:
+    """The UUID of a CUDA device; None for the CPU. A launcher may have given each worker one GPU, number 0 to all."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def address_towards(host: str, port: int) -> str:

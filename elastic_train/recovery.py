@@ -253,7 +253,8 @@ class Run:
         self._saver.enter(world)
         self._claim(world)
         set_threads(world, worker.config)
-        backend = common_backend([member.backend for member in world.workers])
+        workers = world.workers
+        backend = common_backend([member.backend for member in workers], [member.gpu for member in workers])
         init_started = time.monotonic()
         membership.watcher.expect(world, membership.key)
         worker.reach("init", world)

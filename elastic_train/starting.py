@@ -11,7 +11,7 @@ from elastic_train.config import Config, as_json
 from elastic_train.errors import FormationFailed
 from elastic_train.goodput import Phase
 from elastic_train.membership import Membership, new_token, versions
-from elastic_train.process_group import choose_backend, gather_json, use_interface_of
+from elastic_train.process_group import choose_backend, gather_json, gpu_of, use_interface_of
 from elastic_train.restore import Restored, restore
 from elastic_train.saving import find_handoffs, remove_handoffs
 from elastic_train.snapshot import find_snapshots
@@ -50,10 +50,11 @@ class Start:
                 agent_pid=launch.agent_pid or 0,
                 address=(address, 0),
                 directory_id=directory.identity(),
-                backend=choose_backend(worker.device, launch.local_world_size),
+                backend=choose_backend(worker.device),
                 max_generation=max((generation for generation in seen if generation is not None), default=None),
                 agreement=worker.agreement(),
                 min_nodes=config.min_nodes or launch.min_nodes,
+                gpu=gpu_of(worker.device),
             )
         )
 

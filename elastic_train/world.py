@@ -30,7 +30,7 @@ class Member:
     directory_id: str
     """names its run directory; members that share one have the same"""
     backend: str
-    """process group backend that suits its devices: `gloo` or `cpu:gloo,cuda:nccl`"""
+    """process group backend that suits its device: `gloo` or `cpu:gloo,cuda:nccl`"""
     max_generation: int | None
     """largest generation that it has been in, or that its run directory shows"""
     agreement: Mapping[str, Any] = field(default_factory=dict)
@@ -41,6 +41,8 @@ class Member:
     """(IP, port) of a TCPStore of its own, at which a world meets whose rank 0 it is; None under c10d"""
     min_nodes: int = 1
     """with fewer nodes than this it does not train"""
+    gpu: str | None = None
+    """UUID of its GPU, by which two workers that share one are found out, whatever number each sees it under"""
 
     @property
     def name(self) -> str:

@@ -62,7 +62,7 @@ def look_here(
         address=address,
         versions=all_versions(),
         has_hook=has_hook(),
-        backend=choose_backend(device, launch.local_world_size),
+        backend=choose_backend(device),
         interface=next((name for name, found in interfaces.items() if found == address), None),
         interfaces=tuple(f"{name}={found}" if found else name for name, found in interfaces.items()),
         wanted_interfaces=wanted_interfaces(os.environ),

@@ -55,9 +55,9 @@ def gpus_are_visible_and_not_shared(gathered: Gathered) -> list[Finding]:
         if len(ranks) > 1:
             findings.append(
                 Finding(
-                    Level.BREAKS if "nccl" in workers[ranks[0]].backend else Level.MATTERS,
+                    Level.MATTERS,
                     f"ranks {', '.join(map(str, ranks))} on {gathered.name(ranks[0])} share one GPU ({gpu.name})",
-                    "NCCL refuses two ranks on one GPU, and with gloo they share its memory and its time",
+                    "all workers use gloo then, which is slow on GPUs, and these share its memory and its time",
                     "start one worker for each GPU: --nproc-per-node, CUDA_VISIBLE_DEVICES, one agent for each machine",
                 )
             )

@@ -48,6 +48,7 @@ def meet_others(membership: Membership, launch: Launch, mine: WorkerFacts) -> Wo
             directory_id="",
             backend=mine.backend,
             max_generation=None,
+            gpu=None if mine.gpu is None else mine.gpu.uuid,
         )
     )
 
@@ -157,7 +158,8 @@ def measure(
     Raises:
         FormationFailed, or RuntimeError of the communication library.
     """
-    backend = common_backend([member.backend for member in world.workers])
+    workers = world.workers
+    backend = common_backend([member.backend for member in workers], [member.gpu for member in workers])
     watcher = membership.watcher
     watcher.expect(world, membership.key)
     membership.wait_for_workers(world)
