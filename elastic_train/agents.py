@@ -30,6 +30,10 @@ EXIT_BARRIER_SECONDS = 300.0
 """torch's own"""
 ARRIVAL_SECONDS = 30.0
 """that a busy machine may take to end a process that has said goodbye, and its agent to see that"""
+SILENCE_SECONDS = 5.0
+"""after which a worker whose host does not answer is taken for dead at the end"""
+LOOK_SECONDS = 0.5
+"""between two looks at the others at the end; a process that is stuck does not empty its listener's queue"""
 END_SECONDS = 5.0
 """that this worker's agent may take to pass a SIGTERM on"""
 
@@ -135,31 +139,38 @@ class Agents:
         for rank, member in enumerate(world.members):
             if member.node != world.me.node:
                 ranks_by_node.setdefault(member.node, []).append(rank)
-        said_bye: dict[int, float] = {}
+        started = next_look = time.monotonic()
+        signs = dict.fromkeys(range(len(world.members)), started)
         arrived = store.add(counter, total - world.num_nodes)
-        deadline = time.monotonic() + EXIT_BARRIER_SECONDS
         while arrived < total - 1:  # the last one is our own agent, which waits for this
             now = time.monotonic()
-            if stop.is_requested or now > deadline:
+            if stop.is_requested or now - started > EXIT_BARRIER_SECONDS:
                 arrived = store.add(counter, total - 1 - arrived)
                 break
-            for node, ranks in list(ranks_by_node.items()):
-                for rank, bye in zip(ranks, store.get_many([f"{key}/bye/{rank}" for rank in ranks]), strict=True):
-                    if bye is not None:
-                        said_bye.setdefault(rank, now)
-                if all(self._is_lost(world.members[rank], said_bye.get(rank), now) for rank in ranks):
-                    del ranks_by_node[node]
-                    store.add(counter, 1)
+            if now >= next_look:
+                next_look = now + LOOK_SECONDS
+                for node, ranks in list(ranks_by_node.items()):
+                    byes = store.get_many([f"{key}/bye/{rank}" for rank in ranks])
+                    if all(
+                        self._is_lost(world.members[rank], bye is not None, rank, signs, now)
+                        for rank, bye in zip(ranks, byes, strict=True)
+                    ):
+                        del ranks_by_node[node]
+                        store.add(counter, 1)
             time.sleep(0.05)
             arrived = store.add(counter, 0)
         if arrived >= total:
             store.put(flag, "everybody who lives has arrived")
 
-    def _is_lost(self, member: Member, said_bye_at: float | None, now: float) -> bool:
-        """Whether a worker's agent will not arrive: the worker died, or ended by itself long ago."""
-        if said_bye_at is not None:
-            return now - said_bye_at > ARRIVAL_SECONDS
-        return probe(member.address) is Probe.REFUSED
+    def _is_lost(self, member: Member, has_said_bye: bool, rank: int, signs: dict[int, float], now: float) -> bool:
+        """Whether the agent of a worker will not arrive: the worker died, or has said goodbye long ago. `signs` are the
+        times of the last signs of life."""
+        if has_said_bye:
+            return now - signs[rank] > ARRIVAL_SECONDS
+        found = probe(member.address)
+        if found is Probe.ACCEPTED:
+            signs[rank] = now
+        return found is Probe.REFUSED or now - signs[rank] > SILENCE_SECONDS
 
     def end_own(self, stop: StopSignal) -> None:
         """Leave a job that goes on without this worker: have its agent told to stop, and wait for the agent's SIGTERM.

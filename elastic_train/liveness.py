@@ -62,7 +62,8 @@ class Listener:
         self._socket.listen(4096)  # probes of a member whose watcher is stuck must still be accepted
         self._socket.setblocking(False)
         self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
-        # A forked DataLoader process would keep the socket open beyond this process's death.
+        # A forked DataLoader process would keep the socket open beyond this process's death. And so it stays open until
+        # `close` or the end of the process, whatever becomes of this object.
         os.register_at_fork(after_in_child=self._socket.close)
 
     def fileno(self) -> int:
