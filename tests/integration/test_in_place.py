@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from typing import Any
 
@@ -144,9 +145,11 @@ def test_a_frozen_worker_is_left_behind_and_leaves_when_it_wakes(cluster: Cluste
     assert 1.5 < end["incidents"][0]["seconds"]["detect"] < 15.0, "the peer timeout is 2 s"
 
 
-def test_a_node_told_to_stop_leaves_without_an_error(cluster: Cluster) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_node_told_to_stop_leaves_without_an_error(cluster: Cluster, signum: int) -> None:
     nodes = start_world(cluster, 3, steps=1200)
-    nodes[2].signal(signal.SIGTERM)
+    [worker] = nodes[2].workers()
+    nodes[2].signal(signum)
     assert nodes[2].wait(30) != 0
     cluster.finish(nodes[:2])
     end = check_run(cluster, 1200)
@@ -154,6 +157,7 @@ def test_a_node_told_to_stop_leaves_without_an_error(cluster: Cluster) -> None:
     for node in nodes[:2]:
         assert "Traceback" not in node.text()
         assert "error" not in node.text().lower()
+    assert any(re.search(rf"/0/{worker.pid} left\b", node.text()) for node in nodes[:2]), "a line says who left"
 
 
 @pytest.mark.slow
