@@ -37,7 +37,8 @@ def finish_but(cluster: Cluster, nodes: list[Node], struck: int) -> list[Node]:
     return [node for node in nodes if node not in failed]
 
 
-@pytest.mark.parametrize("point", [pytest.param("step", marks=pytest.mark.slow), "commit"])
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["step", "commit"])
 def test_death_within_a_step(cluster: Cluster, point: str) -> None:
     nodes = start_with_fault(cluster, f"kill-node@{point}:rank=1,step=60,generation=0")
     finish_but(cluster, nodes, 1)
