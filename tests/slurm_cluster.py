@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +19,8 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "scan
 CONTROLLER = "ctl"
 NODE_TIMEOUT = 10
 """seconds after which slurmctld looks whether a silent node is down; it takes about twice as long to say so"""
+KILL_WAIT = 20
+"""seconds between scancel's signal and its kill"""
 
 SLURM_CONF = """\
 ClusterName=test
@@ -39,7 +43,7 @@ SelectTypeParameters=CR_Core
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout={timeout}
-KillWait=20
+KillWait={kill_wait}
 SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=0
 SlurmdParameters=config_overrides
 PropagateResourceLimits=NONE
@@ -98,8 +102,9 @@ class SlurmCluster:
             for i in range(network.num_nodes)
         ]
         text = SLURM_CONF.format(
-            controller=CONTROLLER, address=HUB_ADDRESS, path=path, timeout=NODE_TIMEOUT, nodes="\n".join(nodes)
-        )
+            controller=CONTROLLER, address=HUB_ADDRESS, path=path, timeout=NODE_TIMEOUT, kill_wait=KILL_WAIT,
+            nodes="\n".join(nodes),
+        )  # fmt: skip
         (path / "slurm.conf").write_text(text)
         (path / "cgroup.conf").write_text(CGROUP_CONF)
         (path / "gres.conf").write_text(GRES_CONF)
@@ -174,6 +179,11 @@ class SlurmCluster:
         """Raises TooSlow."""
         wait_until(lambda: self.job(job)["JobState"] == state, f"{state} of job {job}", timeout)
 
+    def end_in_minutes(self, job: str, minutes: int) -> None:
+        """Lower its limit so that its time is over in that many minutes, up to one less."""
+        hours, passed, _ = re.fullmatch(r"(\d+):(\d+):(\d+)", self.job(job)["RunTime"]).groups()  # type: ignore[union-attr]
+        self.run(["scontrol", "update", f"jobid={job}", f"TimeLimit={60 * int(hours) + int(passed) + minutes}"])
+
     def start_again_soon(self, job: str) -> None:
         """SLURM holds a requeued job back for two minutes, whatever is set.
 
@@ -181,6 +191,11 @@ class SlurmCluster:
         that of the new one.
         """
         self.run(["scontrol", "update", f"jobid={job}", "StartTime=now+15"])
+
+    def logs(self) -> str:
+        """What the daemons have said last."""
+        paths = [*self.path.glob("*.out"), *self.path.glob("*.log")]
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(paths))
 
     def end(self) -> None:
         for process in [*self._nodes.values(), *self._daemons]:
@@ -191,10 +206,13 @@ class SlurmCluster:
 
 
 @contextlib.contextmanager
-def slurm_running(path: Path, num_nodes: int) -> Iterator[SlurmCluster]:
-    cluster = SlurmCluster(path, num_nodes)
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.end()
+def slurm_running(num_nodes: int) -> Iterator[SlurmCluster]:
+    """With a folder of its own, whose name is short: sockets lie there, and their paths have 107 characters at most."""
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
+        cluster = SlurmCluster(Path(folder), num_nodes)
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.end()
+            print(cluster.logs())  # pytest shows it where the test failed

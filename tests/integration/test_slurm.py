@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,7 +64,7 @@ class Site:
         draft.replace(self._pace)
 
     def submit(self, *arguments: str) -> str:
-        given = ["--run-dir", str(self.run_dir), "--setup", self.setup(), "--cpus-per-task", "1", "--no-check"]
+        given = ["--run-dir", str(self.run_dir), "--setup", self.setup(), "--cpus-per-task", "1"]
         return self.slurm.submit(*given, *arguments, "--", *FLAGS, cwd=self.path, env={PACE_VARIABLE: str(self._pace)})
 
     def setup(self) -> str:
@@ -91,6 +92,10 @@ class Site:
             wait_until(lambda job=job: self.slurm.job(job)["JobState"] in ENDED, "end", TRAINS)
             assert (self.slurm.job(job)["JobState"], self.slurm.job(job)["ExitCode"]) == ("COMPLETED", "0:0")
 
+    def checked(self) -> list[str]:
+        """What each node's `elastic-train check` has printed."""
+        return [path.read_text() for path in (self.run_dir / "slurm").glob("*.check.log")]
+
     def check(self, expected_hash: str) -> None:
         found = audit(self.run_dir)
         assert found.passed, "\n".join(found.reasons)
@@ -105,8 +110,7 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    (tmp_path / "slurm").mkdir()
-    with slurm_cluster.slurm_running(tmp_path / "slurm", 4) as slurm:
+    with slurm_cluster.slurm_running(4) as slurm:
         site = Site(tmp_path, slurm)
         yield site
         print(site.logs())  # pytest shows it where the test failed
@@ -115,6 +119,12 @@ def site(tmp_path: Path) -> Iterator[Site]:
 def test_a_node_is_lost_and_the_spare_steps_in(site: Site, undisturbed_hash: str) -> None:
     job = site.submit("--nodes", "1:3", "--allocate", "4")
     trained = site.wait_for_world(3)
+    checked = site.checked()
+    assert len(checked) == 4
+    for text in checked:
+        assert text.rstrip().endswith("PASS"), text
+        assert "world: 4 workers on 4 nodes, as asked" in text
+        assert f"between the signal and the kill are {slurm_cluster.KILL_WAIT} s" in text
     lost = max(trained)  # not node1, which runs the batch script and with it the job
     site.slurm.lose_power(int(lost.removeprefix("node")) - 1)
     generation = max(event["generation"] for event in events(site.run_dir, "world"))
@@ -124,7 +134,7 @@ def test_a_node_is_lost_and_the_spare_steps_in(site: Site, undisturbed_hash: str
     site.finish(job)
     site.check(undisturbed_hash)
     assert {path.name for path in (site.run_dir / "slurm").glob("*.log")} == {
-        f"{job}-node{number}.log" for number in range(1, 5)
+        f"{job}-node{number}{kind}.log" for number in range(1, 5) for kind in ("", ".check")
     }
 
 
@@ -141,7 +151,7 @@ def lose_the_first_node(site: Site, job: str) -> None:
 
 def test_the_first_node_is_lost_and_the_job_starts_again(site: Site, undisturbed_hash: str) -> None:
     """A fixed allocation, of nodes with two GPUs each as far as SLURM knows."""
-    job = site.submit("--nodes", "2", "--gpus-per-node", "2")
+    job = site.submit("--no-check", "--nodes", "2", "--gpus-per-node", "2")
     assert site.wait_for_world(2) == {"node1", "node2"}
     assert max(event["world_size"] for event in events(site.run_dir, "world")) == 4, "a worker for each GPU"
     lose_the_first_node(site, job)
@@ -150,7 +160,7 @@ def test_the_first_node_is_lost_and_the_job_starts_again(site: Site, undisturbed
 
 def test_the_first_node_of_an_elastic_job_is_lost(site: Site, undisturbed_hash: str) -> None:
     """SLURM itself would leave the other nodes allocated, with nobody there to end the job."""
-    job = site.submit("--nodes", "1:2")
+    job = site.submit("--no-check", "--nodes", "1:2")
     site.wait_for_world(2)
     lose_the_first_node(site, job)
     site.check(undisturbed_hash)
@@ -158,10 +168,12 @@ def test_the_first_node_of_an_elastic_job_is_lost(site: Site, undisturbed_hash: 
 
 def test_time_runs_out_then_the_job_is_cancelled(site: Site, undisturbed_hash: str) -> None:
     """Each time the state is saved at the step where all of them stop."""
-    job = site.submit("--nodes", "1:2")
+    job = site.submit("--no-check", "--nodes", "1:2")
     site.wait_for_world(2)
-    site.slurm.run(["scancel", "--batch", "--signal=USR1", job])  # what --signal=B:USR1@120 sends
+    site.slurm.end_in_minutes(job, 3)  # SLURM sends what --signal=B:USR1@120 says
     site.slurm.wait_for_state(job, "PENDING", LIVES)
+    assert site.slurm.job(job)["Restarts"] == "1"
+    site.slurm.run(["scontrol", "update", f"jobid={job}", "TimeLimit=60"])
     stopped_at = last_step(site.run_dir)
     assert newest_snapshot(site.run_dir)[0].step == stopped_at
     assert outcomes(site.run_dir) == ["stopped", "stopped"]
@@ -174,7 +186,7 @@ def test_time_runs_out_then_the_job_is_cancelled(site: Site, undisturbed_hash: s
     site.slurm.wait_for_state(job, "CANCELLED", LIVES)
     wait_until(lambda: len(outcomes(site.run_dir)) == 4, "end of the workers", LIVES)
     assert newest_snapshot(site.run_dir)[0].step == last_step(site.run_dir) > stopped_at
-    site.finish(site.submit("--nodes", "1:2"))
+    site.finish(site.submit("--no-check", "--nodes", "1:2"))
     site.check(undisturbed_hash)
 
 
@@ -186,17 +198,9 @@ def test_an_array_of_nodes_and_a_job_that_joins(site: Site, undisturbed_hash: st
     try:
         etcd.start()
         common = [
-            "--nodes",
-            "1:3",
-            "--name",
-            "shared",
-            "--etcd",
-            etcd.endpoint,
-            "--sbatch",
-            "exclusive",
-            "--workers",
-            "1",
-        ]
+            "--no-check", "--nodes", "1:3", "--name", "shared", "--etcd", etcd.endpoint, "--sbatch", "exclusive",
+            "--workers", "1",
+        ]  # fmt: skip
         array = site.submit(*common, "--array", "--allocate", "2")
         site.wait_for_world(2)
         joining = site.submit(*common, "--allocate", "1")
@@ -231,4 +235,17 @@ def test_what_is_submitted_is_the_script_as_it_stands_in_the_repository(site: Si
     assert result(run_dir)["step"] == 20
     checked = [path.read_text() for path in (run_dir / "slurm").glob("*.check.log")]
     assert len(checked) == 4
-    assert all(text.rstrip().endswith("PASS") for text in checked), checked
+    for text in checked:
+        assert text.rstrip().endswith("PASS"), text
+        assert f"between the signal and the kill are {slurm_cluster.KILL_WAIT} s" in text
+
+
+def test_srun_starts_the_workers_itself(site: Site) -> None:
+    """The page's line without torchrun: two tasks on each of two nodes."""
+    words = "srun --ntasks-per-node 2 python -m elastic_train --run-dir run --max-steps 20 --no-progress"
+    words = words.replace("python", shlex.quote(sys.executable))
+    job = site.slurm.run(["sbatch", "--nodes=2", "--ntasks-per-node=2", f"--wrap={words}"], site.path).split()[-1]
+    site.slurm.wait_for_state(job, "COMPLETED", TRAINS)
+    assert result(site.run_dir)["step"] == 20
+    (world,) = events(site.run_dir, "world")[:1]
+    assert (world["world_size"], len({member.split("/")[0] for member in world["members"]})) == (4, 2)
