@@ -64,6 +64,19 @@ def pods(node: Any) -> Iterator[Manifest]:
             yield from pods(value)
 
 
+def every_pod(manifests: tuple[Manifest, ...]) -> Iterator[Manifest]:
+    for manifest in manifests:
+        yield from pods(manifest)
+
+
+def environment_of(manifests: tuple[Manifest, ...], container: Manifest) -> dict[str, str]:
+    """What the manifests give a container, without what comes of the pod itself."""
+    env: dict[str, str] = {}
+    for source in container.get("envFrom", []):
+        env |= find(manifests, "ConfigMap", source["configMapRef"]["name"])["data"]
+    return env | {one["name"]: one["value"] for one in container.get("env", []) if "value" in one}
+
+
 # --- the files --------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +178,20 @@ def test_every_pod_is_locked_down(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_check_comes_first_with_what_the_trainer_has(overlay: str) -> None:
+    """The same image, room, devices and mounts: else it would find fault with what the trainer does not lack."""
+    (pod,) = (pod for pod in every_pod(build(overlay)) if pod["metadata"]["labels"]["role"] == "trainer")
+    (check,) = pod["spec"]["initContainers"]
+    trainer = pod["spec"]["containers"][0]
+    assert "elastic-train check" in check["args"][-1]
+    for what in ("image", "resources", "securityContext", "volumeMounts"):
+        assert check[what] == trainer[what], what
+    text = (KUBERNETES / "overlays" / overlay / "kustomization.yaml").read_text()
+    flags = environment_of(build(overlay), check)["FLAGS"]
+    assert f"FLAGS={flags}" in text or f"value: {flags}}}" in text, "those at the top of the overlay"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_what_is_referred_to_is_there(overlay: str) -> None:
     manifests = build(overlay)
     names = {(found["kind"], found["metadata"]["name"]) for found in manifests}
@@ -238,11 +265,7 @@ class Pods:
         prefix: tuple[str, ...] = (),
     ) -> Any:
         """A container's process; `given` is what an operator or the kubelet adds to its environment."""
-        env: dict[str, str] = {}
-        for source in container.get("envFrom", []):
-            env |= find(manifests, "ConfigMap", source["configMapRef"]["name"])["data"]
-        env |= {one["name"]: one["value"] for one in container.get("env", []) if "value" in one}
-        env |= given or {}
+        env = environment_of(manifests, container) | dict(given or {})
         for one in container.get("env", []):
             assert one["name"] in env, "what comes of the pod itself must be given"
         env = {name: self.here(value) for name, value in env.items()}
@@ -252,23 +275,14 @@ class Pods:
         return self._cluster.launch([*prefix, *words], {**env, "PATH": path})
 
 
-def trainer_of(manifests: tuple[Manifest, ...]) -> Manifest:
-    """The container that trains."""
-    for manifest in manifests:
-        for pod in pods(manifest):
-            if pod["metadata"]["labels"]["role"] == "trainer":
-                container: Manifest = pod["spec"]["containers"][0]
-                return container
-    raise AssertionError("nothing trains")
+def pod_of(manifests: tuple[Manifest, ...], role: str) -> Manifest:
+    """The specification of the pod that trains, or is the store."""
+    return next(pod["spec"] for pod in every_pod(manifests) if pod["metadata"]["labels"]["role"] == role)
 
 
-def store_of(manifests: tuple[Manifest, ...]) -> Manifest:
-    for manifest in manifests:
-        for pod in pods(manifest):
-            if pod["metadata"]["labels"]["role"] == "store":
-                container: Manifest = pod["spec"]["containers"][0]
-                return container
-    raise AssertionError("no store")
+def container_of(manifests: tuple[Manifest, ...], role: str) -> Manifest:
+    container: Manifest = pod_of(manifests, role)["containers"][0]
+    return container
 
 
 SHORT = {"FLAGS": "--max-steps 30 --no-progress --ledger --reduction ordered"}
@@ -298,9 +312,9 @@ def test_the_containers_train(overlay: str, tmp_path: Path, cluster: Cluster) ->
     here = f"localhost:{port}"
     names = {STORE_NAMES.get(overlay, "store:29400"): here, "$TRAINJOB-store-0-0.$TRAINJOB:29400": here}
     run = Pods(tmp_path, cluster, {**names, "29400": str(port)}, {"/runs": tmp_path / "runs"})
-    run.start(manifests, store_of(manifests))
+    run.start(manifests, container_of(manifests, "store"))
     wait_until(lambda: is_listening(port), "store", 120)
-    container = trainer_of(manifests)
+    container = container_of(manifests, "trainer")
     trainers = [run.start(manifests, container, GIVEN[overlay]) for _ in range(2)]
     cluster.finish(trainers, timeout=300)
     run_dir = tmp_path / "runs" / "first"
@@ -310,21 +324,30 @@ def test_the_containers_train(overlay: str, tmp_path: Path, cluster: Cluster) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_init_container_looks_before_the_job(tmp_path: Path, cluster: Cluster) -> None:
-    manifests, port, folders = build("c10d"), free_port(), {"/runs": tmp_path / "runs"}
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("overlay", ["c10d", "gpu", "jobset", "pytorchjob", "trainjob"])
+def test_the_check_before_the_job(overlay: str, tmp_path: Path, cluster: Cluster) -> None:
+    """With a store and without; an operator adds nothing to its environment but the job's name."""
+    manifests, port = build(overlay), free_port()
     (tmp_path / "runs").mkdir()
-    template = find(manifests, "Job", "trainer")["spec"]["template"]["spec"]
-    unknown = Pods(tmp_path, cluster, {"store:": "store.invalid:"}, folders)
-    looking = unknown.start(manifests, template["initContainers"][0], SHORT)
+    (check,) = pod_of(manifests, "trainer")["initContainers"]
+    given = SHORT | {name: value for name, value in GIVEN[overlay].items() if name == "TRAINJOB"}
+
+    def pod_with_store_at(store: str) -> Pods:
+        names = {"$TRAINJOB-store-0-0.$TRAINJOB:29400": store, STORE_NAMES.get(overlay, "store:29400"): store}
+        return Pods(tmp_path, cluster, {**names, "29400": str(port)}, {"/runs": tmp_path / "runs"})
+
+    looking = pod_with_store_at("store.invalid:29400").start(manifests, check, given)
     assert looking.wait(300) == 1
+    assert "store.invalid" in looking.text()
     assert looking.text().rstrip().endswith("FAIL")
-    run = Pods(tmp_path, cluster, {"store:29400": f"localhost:{port}", "29400": str(port)}, folders)
-    run.start(manifests, store_of(manifests))
+    run = pod_with_store_at(f"localhost:{port}")
+    run.start(manifests, container_of(manifests, "store"))
     wait_until(lambda: is_listening(port), "store", 120)
-    looking = run.start(manifests, template["initContainers"][0], SHORT)
+    looking = run.start(manifests, check, given)
     assert looking.wait(300) == 0, looking.text()
     assert looking.text().rstrip().endswith("PASS")
+    assert "accepts connections" in looking.text()
 
 
 @pytest.mark.slow
@@ -350,7 +373,11 @@ def test_the_trainer_meets_in_the_etcd_of_the_overlay(tmp_path: Path, cluster: C
             given = {"POD_NAME": f"etcd-{number}", "POD_IP": network.address(number)}
             member.start(manifests, container, given, tuple(network.node_prefix(number)))
         run = Pods(tmp_path, cluster, {}, {"/runs": tmp_path / "runs", "/etcd": tmp_path / "client"})
-        trainer = run.start(manifests, trainer_of(manifests), SHORT, tuple(network.node_prefix(3)))
+        (check,) = pod_of(manifests, "trainer")["initContainers"]
+        looking = run.start(manifests, check, SHORT, tuple(network.node_prefix(3)))
+        assert looking.wait(300) == 0, looking.text()
+        assert "etcd with 3 members over TLS" in looking.text()
+        trainer = run.start(manifests, container_of(manifests, "trainer"), SHORT, tuple(network.node_prefix(3)))
         cluster.finish([trainer], timeout=300)
     finally:
         cluster.end()
