@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,13 @@ def test_what_the_image_copies_is_there() -> None:
         assert link.exists()
         target = link.resolve().relative_to(DEPLOY.parent)
         assert any(target.is_relative_to(source) for source in sources), f"{link} leads out of what is copied"
+
+
+def test_the_image_has_what_flags_of_a_run_ask_for() -> None:
+    """--rdzv-backend=etcd3 and --metrics-port; certificates are made elsewhere."""
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    (extras,) = re.findall(r'pip install "/source\[([\w,]+)\]"', (DOCKER / "Dockerfile").read_text())
+    assert set(extras.split(",")) == set(project["optional-dependencies"]) - {"certs", "test"}
 
 
 def test_the_compose_file_is_valid() -> None:

@@ -40,6 +40,22 @@ def test_the_configuration_is_valid(file: str) -> None:
     assert f"{len(ALERTS)} rules found" in promtool("check", "config", file)
 
 
+def test_prometheus_is_let_in_where_it_asks() -> None:
+    """One port, in the configuration, the policy and on the page; and the policy is for the pods that train."""
+    yaml = pytest.importorskip("yaml")
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    policy = yaml.safe_load((MONITORING / "network-kubernetes.yaml").read_text())
+    kubernetes_validate.validate(policy, "1.33", strict=True)
+    scrape = yaml.safe_load((MONITORING / "prometheus-kubernetes.yml").read_text())["scrape_configs"][0]
+    (found,) = scrape["dns_sd_configs"]
+    (rule,) = policy["spec"]["ingress"]
+    assert rule["ports"] == [{"port": found["port"]}]
+    assert f"--metrics-port {found['port']} --metrics-host 0.0.0.0" in (MONITORING / "README.md").read_text()
+    service = yaml.safe_load((MONITORING.parent / "kubernetes" / "job" / "service.yaml").read_text())
+    assert policy["spec"]["podSelector"]["matchLabels"] == service["spec"]["selector"]
+    assert found["names"] == [f"{service['metadata']['name']}.elastic-train.svc"]
+
+
 def test_the_alerts_are_raised_when_they_should_be_and_not_before() -> None:
     assert "SUCCESS" in promtool("test", "rules", "alerts_test.yml")
     tested = set(re.findall(r"alertname: (\w+)\n +exp_alerts", (MONITORING / "alerts_test.yml").read_text()))
