@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
         if error.name == "fcntl":  # Windows has none
             from elastic_train.system import require_linux
 
-            require_linux()
+            require_linux("training")
         raise
 
 

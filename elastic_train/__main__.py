@@ -8,16 +8,16 @@ import sys
 from elastic_train.config import parse, task_of
 from elastic_train.errors import ElasticTrainError, show_traceback, tell
 from elastic_train.stopping import StopSignal, die_with_parent
-from elastic_train.system import require_linux
+from elastic_train.system import require_system_for_training
 
 
 def main() -> int:
     """Run this worker; returns its exit code. Expected errors are one line on stderr, others a traceback."""
-    if "RANK" in os.environ:
-        die_with_parent()  # first of all: a task of one's own may be imported for long
     is_debug = "--debug" in sys.argv
     try:
-        require_linux()
+        require_system_for_training(os.environ)
+        if "RANK" in os.environ:
+            die_with_parent()  # first of all: a task of one's own may be imported for long
         config = parse(sys.argv[1:], own_flags(sys.argv[1:]))
         if config.spawn is not None and "RANK" not in os.environ:
             from elastic_train.spawn import spawn

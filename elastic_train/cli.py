@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from elastic_train.errors import ElasticTrainError, SnapshotDamaged, SnapshotError, UsageError
+from elastic_train.system import num_cores, require_linux
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -78,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     status.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     status.add_argument("--watch", action="store_true", help="again and again, until the run has ended or Ctrl-C")
 
-    from elastic_train.check.command import add_flags
+    from elastic_train.check.flags import add_flags
 
     add_flags(_add(commands, "check", run_check, "whether machines can do a job, before it; also under torchrun"))
 
@@ -206,12 +207,15 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 
 def run_check(arguments: argparse.Namespace) -> int:
+    require_linux("a check")
     from elastic_train.check.command import run_check
 
     return run_check(arguments)
 
 
 def run_drill(arguments: argparse.Namespace) -> int:
+    if not arguments.list:
+        require_linux("a drill")
     from elastic_train.drills.command import list_faults, settings_of
     from elastic_train.drills.drill import run_drill
 
@@ -384,14 +388,15 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def run_benchmark(arguments: argparse.Namespace) -> int:
+    require_linux("a benchmark")
     from elastic_train import bench
     from elastic_train.bench import table
 
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise UsageError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
-    load, num_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > num_cores / 2:
-        _warn(f"the load is {load:.1f} on {num_cores} cores: what else is running here will show in the numbers")
+    load, cores = os.getloadavg()[0], num_cores()
+    if load > cores / 2:
+        _warn(f"the load is {load:.1f} on {cores} cores: what else is running here will show in the numbers")
     report = bench.run(arguments.name, arguments.quick)
     if arguments.json is not None:
         try:

@@ -2,7 +2,7 @@
 
 ElasticTrainError            ends a worker with one line; `exit_code` says with which code
 ├── UsageError               a flag or a combination of flags is wrong (exit code 2)
-├── UnsupportedSystem        training needs Linux
+├── UnsupportedSystem        training needs Linux, or macOS for a world of one
 ├── DatasetMissing           the data is not where the flags say
 ├── TaskMismatch             a snapshot, or another member, belongs to another task, seed, batch size, ...
 ├── SnapshotError            a snapshot cannot be written or read
@@ -46,7 +46,7 @@ class UsageError(ElasticTrainError):
 
 
 class UnsupportedSystem(ElasticTrainError):
-    """Training needs Linux."""
+    """What is wanted takes another operating system."""
 
 
 class DatasetMissing(ElasticTrainError):

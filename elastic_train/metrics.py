@@ -10,7 +10,6 @@ The training thread leaves its numbers here, at most once a second; a thread of 
 from __future__ import annotations
 
 import errno
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from elastic_train.errors import UsageError
 from elastic_train.goodput import goodput
 from elastic_train.rate import Rate
 from elastic_train.state import TrainState
+from elastic_train.system import close_in_forked_children
 from elastic_train.world import World
 
 if TYPE_CHECKING:
@@ -110,15 +110,8 @@ class Metrics:
                     "this run too; it is tried again with every new world"
                 )
             return
-        fd, name = self._server.fileno(), os.readlink(f"/proc/self/fd/{self._server.fileno()}")
-
-        def close_in_child() -> None:
-            # A forked DataLoader process would keep the port beyond this process's death.
-            with suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{fd}") == name:
-                    os.close(fd)
-
-        os.register_at_fork(after_in_child=close_in_child)
+        # A forked DataLoader process would keep the port beyond this process's death.
+        close_in_forked_children(self._server.fileno())
 
     # --- what the training thread tells -------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ from elastic_train.rules import Activity
 from elastic_train.saving import Saver
 from elastic_train.state import Stateful, TrainState
 from elastic_train.stopping import StopSignal, die_with_parent
-from elastic_train.system import require_linux
+from elastic_train.system import require_system_for_training
 from elastic_train.tasks import Task
 from elastic_train.torchrun import Launch
 from elastic_train.train import NO_VOTES, Outcome, StepResult, Votes, hush_statistics, seed_model_draws
@@ -457,7 +457,7 @@ def run(
         What the training function raises, where no others train on. Where they do, its traceback is shown, this
             worker's agent is told to stop, and SystemExit(1) follows.
     """
-    require_linux()
+    require_system_for_training(os.environ)
     config = config or Config()
     stop = StopSignal()
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
 from elastic_train.errors import FormationFailed, UsageError, first_line
+from elastic_train.system import close_in_forked_children
 from elastic_train.torchrun import split_endpoint
 from elastic_train.world import World
 
@@ -114,16 +115,9 @@ class GroupStoreServer:
     def __init__(self, host: str) -> None:
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address: tuple[str, int] = (host, int(listener.getsockname()[1]))
-        name = os.readlink(f"/proc/self/fd/{listener.fileno()}")
+        # A forked DataLoader process would accept connections in the place of a dead parent.
+        close_in_forked_children(listener.fileno())
         fd = listener.detach()
-
-        def close_in_child() -> None:
-            # A forked DataLoader process would accept connections in the place of a dead parent.
-            with suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{fd}") == name:
-                    os.close(fd)
-
-        os.register_at_fork(after_in_child=close_in_child)
         self.store = TCPStore(
             *self.address, is_master=True, wait_for_workers=False, timeout=FORM_TIMEOUT, master_listen_fd=fd
         )
@@ -139,8 +133,10 @@ def require_unbroken(sockets: GroupSockets) -> None:
 
 
 def open_sockets() -> dict[int, str]:
-    """The sockets of this process: number -> `socket:[inode]`."""
-    found = {}
+    """The sockets of this process: number -> `socket:[inode]`; none on macOS, where a world of one has none to shut."""
+    found: dict[int, str] = {}
+    if sys.platform != "linux":
+        return found
     for entry in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             name = os.readlink(f"/proc/self/fd/{entry}")

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+from elastic_train.system import require_linux
+
 
 def spawn(num_workers: int, arguments: Sequence[str]) -> int:
     """Run workers with these flags and wait for all of them; returns the exit code of the whole.
@@ -16,6 +18,7 @@ def spawn(num_workers: int, arguments: Sequence[str]) -> int:
     This process hosts their store, so any of them may die; the others go on. 0 where one reached the end of training,
     else the first worker's code that is not 0. SIGTERM and SIGINT are passed on to all of them.
     """
+    require_linux("--spawn")
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

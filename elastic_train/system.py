@@ -1,20 +1,67 @@
-"""The operating system that training needs."""
+"""The operating system: what training needs of it, and how it is done where systems differ."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 
 from elastic_train.errors import UnsupportedSystem
 
 NAMES = {"darwin": "macOS", "win32": "Windows"}
+INSTEAD = "use a container (deploy/docker)"
 
 
-def require_linux() -> None:
-    """Training stands on Linux: /proc, /dev/shm, flock, and signals that follow a parent's death.
+def require_linux(what: str) -> None:
+    """Several workers stand on Linux: /proc, /dev/shm, and signals that follow a parent's death.
 
     Raises:
-        UnsupportedSystem: this is another system.
+        UnsupportedSystem: this is another system, where `what` does not work.
     """
     if sys.platform != "linux":
-        name = NAMES.get(sys.platform, sys.platform)
-        raise UnsupportedSystem(f"training needs Linux, and this is {name}: use a container (deploy/docker) or WSL2")
+        wsl = " or WSL2" if sys.platform == "win32" else ""
+        raise UnsupportedSystem(f"{what} needs Linux, and this is {_name()}: {INSTEAD}{wsl}")
+
+
+def require_system_for_training(environ: Mapping[str, str]) -> None:
+    """Linux; or macOS for a world of one, which takes files, flock and a process group without a connection.
+
+    Raises:
+        UnsupportedSystem: this is another system, or macOS with a launcher's variables in `environ`.
+    """
+    if sys.platform != "darwin":
+        require_linux("training")
+    elif "RANK" in environ:
+        raise UnsupportedSystem(
+            "several workers need Linux, and this is macOS: without torchrun (python -m elastic_train) a world of one "
+            f"trains here, else {INSTEAD}"
+        )
+
+
+def _name() -> str:
+    return NAMES.get(sys.platform, sys.platform)
+
+
+def num_cores() -> int:
+    """Processors that this process may use; on macOS, which does not limit them, all."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def close_in_forked_children(fd: int) -> None:
+    """Have children of `fork` close a socket that they inherit, as long as the number names the same socket.
+
+    Only Linux forks DataLoader processes; elsewhere they start anew and inherit nothing.
+    """
+    if sys.platform != "linux":
+        return
+    name = os.readlink(f"/proc/self/fd/{fd}")
+
+    def close_in_child() -> None:
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}") == name:
+                os.close(fd)
+
+    os.register_at_fork(after_in_child=close_in_child)

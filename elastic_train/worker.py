@@ -26,6 +26,7 @@ from elastic_train.reporting import Reporter
 from elastic_train.run_directory import RunDirectory
 from elastic_train.state import TrainState, build_optimizer
 from elastic_train.stopping import StopSignal
+from elastic_train.system import num_cores
 from elastic_train.tasks import Task, build_task, load_task, make_own_task
 from elastic_train.torchrun import Launch, max_nodes_of
 from elastic_train.weights import initialise
@@ -233,4 +234,4 @@ def set_threads(world: World, config: Config) -> None:
         torch.set_num_threads(determinism.THREADS_PER_WORKER)
     elif "OMP_NUM_THREADS" not in os.environ:
         on_this_host = sum(member.host == world.me.host for member in world.workers)
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // on_this_host))
+        torch.set_num_threads(max(1, num_cores() // on_this_host))

@@ -5,13 +5,14 @@ Nothing here imports torch or rich before it needs them.
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
+
+from elastic_train.system import num_cores
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ def machine() -> str:
             model = next((line.partition(":")[2].strip() for line in info if line.startswith("model name")), model)
     except OSError:
         pass
-    num_cores = len(os.sched_getaffinity(0))
-    return f"{model}, {num_cores} core{'s' if num_cores > 1 else ''}, {platform.system()} {platform.release()}"
+    cores = num_cores()
+    return f"{model}, {cores} core{'s' if cores > 1 else ''}, {platform.system()} {platform.release()}"
 
 
 def show(found: dict[str, Any], file: TextIO | None = None) -> None:

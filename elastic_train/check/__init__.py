@@ -4,5 +4,5 @@
 - `here.py`: what a worker finds by itself; `rendezvous.py`: at the store it is to meet the others at
 - `together.py`: what takes the others: who reaches whom, clocks, bandwidth, the directory they share
 - `rules.py`: facts in, findings out; the whole judgement, with no input or output
-- `command.py`: its flags, the order of it all, and what is printed
+- `flags.py`: its flags; `command.py`: the order of it all, and what is printed
 """

@@ -1,27 +1,66 @@
-"""On other systems than Linux: one clear line, and no traceback."""
+"""Other systems than Linux: what they train, and one clear line, with no traceback, for what they do not."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import elastic_train
-from elastic_train import __main__
+from elastic_train import __main__, cli
 from elastic_train.errors import UnsupportedSystem
+from elastic_train.system import num_cores
+
+PLATFORMS = {"darwin": "macOS", "win32": "Windows", "freebsd15": "freebsd15"}
 
 
-@pytest.mark.parametrize(("platform", "name"), [("darwin", "macOS"), ("win32", "Windows"), ("freebsd15", "freebsd15")])
+def a_worker_says(capsys: pytest.CaptureFixture[str]) -> str:
+    assert __main__.main() == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize("platform", ["win32", "freebsd15"])
+@pytest.mark.parametrize("launcher", [{}, {"RANK": "0"}])
 def test_a_worker_says_what_it_needs(
-    platform: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    platform: str, launcher: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(sys, "argv", ["elastic_train"])
-    assert __main__.main() == 1
-    out = capsys.readouterr().err
-    assert out.count("\n") == 1
-    assert f"training needs Linux, and this is {name}" in out
+    monkeypatch.setattr(os, "environ", {**os.environ, **launcher})
+    monkeypatch.delattr(__main__, "die_with_parent")  # Linux's alone
+    assert f"training needs Linux, and this is {PLATFORMS[platform]}" in a_worker_says(capsys)
+
+
+@pytest.mark.parametrize(("flags", "launcher"), [([], {"RANK": "0"}), (["--spawn", "2"], {})])
+def test_macos_has_no_world_of_several(
+    flags: list[str], launcher: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(sys, "argv", ["elastic_train", *flags])
+    monkeypatch.setattr(os, "environ", {**os.environ, **launcher})
+    monkeypatch.delattr(__main__, "die_with_parent")
+    said = a_worker_says(capsys)
+    assert "Linux, and this is macOS" in said
+    assert "--spawn" in said or "python -m elastic_train" in said
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("command", ["check", "drill", "bench loop"])
+def test_commands_that_need_several_workers(
+    platform: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    assert cli.main(command.split()) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"needs Linux, and this is {PLATFORMS[platform]}" in said
 
 
 def test_a_script_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,10 +73,77 @@ def test_a_script_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
         _ = elastic_train.run
 
 
-def test_a_command_that_needs_more_than_windows_has() -> None:
-    program = (
-        "import sys; sys.modules['fcntl'] = None; from elastic_train.cli import main; sys.exit(main(['audit', 'x']))"
+def test_cores_are_counted_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert num_cores() == len(os.sched_getaffinity(0))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert num_cores() >= 1
+
+
+# --- in a process that has no more than such a system -----------------------------------------------------------------
+
+AS_WINDOWS = """
+import os, runpy, signal, sys
+sys.platform = "win32"
+sys.modules["fcntl"] = None
+for name in ("register_at_fork", "fork", "getuid", "geteuid", "sched_getaffinity", "killpg", "getloadavg", "O_CLOEXEC"):
+    delattr(os, name)
+for name in ("SIGKILL", "SIGHUP", "SIGUSR1", "SIGPIPE"):
+    delattr(signal, name)
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__")
+"""
+
+
+def on_windows(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", AS_WINDOWS, *command], capture_output=True, text=True, timeout=100, check=False
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_windows_prepares_jobs_for_others(tmp_path: Path) -> None:
+    """What the README says of it; torch itself is not part of this, for its own build for Windows is another."""
+    for command in (["--help"], ["submit", "slurm", "--dry-run"], ["certs", str(tmp_path / "certs"), "--hosts", "h"]):
+        done = on_windows("elastic_train.cli", *command)
+        assert (done.returncode, done.stderr) == (0, ""), command
+
+
+def test_windows_trains_nothing_and_reads_no_run() -> None:
+    done = on_windows("elastic_train")
+    assert done.returncode == 1
+    assert done.stderr.endswith("training needs Linux, and this is Windows: use a container (deploy/docker) or WSL2\n")
+    done = on_windows("elastic_train.cli", "audit", "x")
     assert done.returncode == 1
     assert done.stderr == "elastic-train: error: this command needs Linux or macOS: use WSL2\n"
+
+
+AS_MACOS = """
+import os, runpy, sys
+import torch, torchvision  # their builds for macOS are others
+import elastic_train.system
+sys.platform = "darwin"
+del os.sched_getaffinity, os.sched_setaffinity
+runpy.run_module("elastic_train", run_name="__main__")
+"""
+WITHOUT_PROC = 'mount -t tmpfs none /proc && mount -t tmpfs -o ro none /dev/shm && exec "$@"'
+
+
+def can_hide_proc() -> bool:
+    command = ["unshare", "--mount", "sh", "-c", WITHOUT_PROC, "sh", "test", "!", "-e", "/proc/self"]
+    return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_hide_proc(), reason="/proc cannot be hidden: that takes root")
+def test_macos_trains_a_world_of_one(tmp_path: Path) -> None:
+    """With neither /proc nor a /dev/shm that can be written, and saved, and resumed."""
+    for steps in (10, 20):
+        flags = ["--run-dir", str(tmp_path / "run"), "--max-steps", str(steps), "--no-progress", "--eval-every", "1"]
+        done = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", WITHOUT_PROC, "sh", sys.executable, "-c", AS_MACOS, *flags],
+            capture_output=True, text=True, timeout=250, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "1 worker on 1 node (cpu, gloo)" in done.stderr
+        assert "Error" not in done.stderr.replace("Error in cpuinfo", ""), "which is torch's own, for want of /proc"
+        assert json.loads((tmp_path / "run" / "result.json").read_text())["step"] == steps
