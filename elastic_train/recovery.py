@@ -253,8 +253,7 @@ class Run:
         self._saver.enter(world)
         self._claim(world)
         set_threads(world, worker.config)
-        workers = world.workers
-        backend = common_backend([member.backend for member in workers], [member.gpu for member in workers])
+        backend = common_backend(world.workers)
         init_started = time.monotonic()
         membership.watcher.expect(world, membership.key)
         worker.reach("init", world)
