@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from elastic_train.errors import StoreUnreachable
@@ -135,12 +135,10 @@ class Agents:
     def _keep_barrier(self, store: KeyValueStore, key: str, world: World, stop: StopSignal) -> None:
         total = self._launch.num_nodes
         counter, flag = exit_barrier_keys(self._launch.run_id, int(self._round))
-        ranks_by_node: dict[tuple[str, int], list[int]] = {}
-        for rank, member in enumerate(world.members):
-            if member.node != world.me.node:
-                ranks_by_node.setdefault(member.node, []).append(rank)
+        others = {rank: member for rank, member in enumerate(world.members) if member.node != world.me.node}
+        missing = {member.node for member in others.values()}
         started = next_look = time.monotonic()
-        signs = dict.fromkeys(range(len(world.members)), started)
+        last_seen = dict.fromkeys(others, started)
         arrived = store.add(counter, total - world.num_nodes)
         while arrived < total - 1:  # the last one is our own agent, which waits for this
             now = time.monotonic()
@@ -149,28 +147,35 @@ class Agents:
                 break
             if now >= next_look:
                 next_look = now + LOOK_SECONDS
-                for node, ranks in list(ranks_by_node.items()):
-                    byes = store.get_many([f"{key}/bye/{rank}" for rank in ranks])
-                    if all(
-                        self._is_lost(world.members[rank], bye is not None, rank, signs, now)
-                        for rank, bye in zip(ranks, byes, strict=True)
-                    ):
-                        del ranks_by_node[node]
-                        store.add(counter, 1)
+                coming = missing & self._nodes_to_come(store, key, others, last_seen)
+                store.add(counter, len(missing) - len(coming))
+                missing = coming
             time.sleep(0.05)
             arrived = store.add(counter, 0)
         if arrived >= total:
             store.put(flag, "everybody who lives has arrived")
 
-    def _is_lost(self, member: Member, has_said_bye: bool, rank: int, signs: dict[int, float], now: float) -> bool:
-        """Whether the agent of a worker will not arrive: the worker died, or has said goodbye long ago. `signs` are the
-        times of the last signs of life."""
-        if has_said_bye:
-            return now - signs[rank] > ARRIVAL_SECONDS
-        found = probe(member.address)
-        if found is Probe.ACCEPTED:
-            signs[rank] = now
-        return found is Probe.REFUSED or now - signs[rank] > SILENCE_SECONDS
+    def _nodes_to_come(
+        self, store: KeyValueStore, key: str, others: Mapping[int, Member], last_seen: dict[int, float]
+    ) -> set[tuple[str, int]]:
+        """The nodes whose agents still arrive, by the workers there: one that has not died lives, or has said goodbye.
+
+        Args:
+            others: by rank.
+            last_seen: when each of them last accepted a connection; brought up to date.
+        """
+        found = [probe(member.address) for member in others.values()]
+        # Read after the looks: who says goodbye and ends meanwhile has not died.
+        byes = store.get_many([f"{key}/bye/{rank}" for rank in others])
+        now = time.monotonic()
+        coming = set()
+        for (rank, member), answer, bye in zip(others.items(), found, byes, strict=True):
+            if answer is Probe.ACCEPTED:
+                last_seen[rank] = now
+            has_died = answer is Probe.REFUSED and bye is None
+            if not has_died and now - last_seen[rank] <= (SILENCE_SECONDS if bye is None else ARRIVAL_SECONDS):
+                coming.add(member.node)
+        return coming
 
     def end_own(self, stop: StopSignal) -> None:
         """Leave a job that goes on without this worker: have its agent told to stop, and wait for the agent's SIGTERM.

@@ -194,7 +194,7 @@ class EpochDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any] = default_collate) -> None:
-        length_of(dataset)
+        length_of(dataset)  # for its error: nothing here could be read from one without a length
         self.dataset = dataset
         self._seed = seed
         self._collate = collate

@@ -28,7 +28,16 @@ from elastic_train.etcd_job import Job, open_job, take_away
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.etcd_store import EtcdStore, Mirror
 from elastic_train.liveness import Probe, Watcher, probe, probe_all, refusing
-from elastic_train.lobby import Admission, Standing, Waiting, is_start_due, nobody, ready_nodes, standing
+from elastic_train.lobby import (
+    Admission,
+    Standing,
+    Waiting,
+    is_start_due,
+    nobody,
+    ready_nodes,
+    standing,
+    without_nodes_of,
+)
 from elastic_train.meeting import Sight, meet, world_of
 from elastic_train.membership import WORD_SECONDS, Change, Membership
 from elastic_train.process_group import FORM_TIMEOUT, GroupStoreServer, address_towards_any
@@ -324,15 +333,13 @@ class EtcdMembership(Membership):
 
     def _without_dead(self, ready: tuple[Member, ...]) -> tuple[Member, ...]:
         """Those of whose nodes nobody has just died. Blocks up to PROBE_SECONDS."""
-        gone = {member.node for member in refusing(ready)}
-        return tuple(member for member in ready if member.node not in gone)
+        return without_nodes_of(refusing(ready), ready)
 
     def _reachable(self, ready: tuple[Member, ...]) -> tuple[Member, ...]:
         """Those of whose nodes all workers answer: with one behind a firewall no process group can be made, and each
         attempt would cost the others a world. Blocks up to PROBE_SECONDS."""
         found = zip(ready, probe_all(ready), strict=True)
-        mute = {member.node for member, answer in found if answer is not Probe.ACCEPTED}
-        return tuple(member for member in ready if member.node not in mute)
+        return without_nodes_of([member for member, answer in found if answer is not Probe.ACCEPTED], ready)
 
     def _consider_start(self, key: str) -> None:
         members = self._ready_members()

@@ -9,7 +9,7 @@ follow the world's own, and the protocol goes on as ever. The first world is the
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from elastic_train.errors import FormationFailed
@@ -74,6 +74,12 @@ def ready_nodes(waiting: Sequence[Waiting], world: Collection[str]) -> list[list
         for workers in nodes.values()
         if len(workers) == next(iter(workers.values())).local_world_size
     ]
+
+
+def without_nodes_of(gone: Iterable[Member], members: Sequence[Member]) -> tuple[Member, ...]:
+    """Those of `members` on whose nodes none of `gone` is: a node takes part with all of its workers or not at all."""
+    nodes = {member.node for member in gone}
+    return tuple(member for member in members if member.node not in nodes)
 
 
 def is_start_due(num_ready: int, *, min_nodes: int, max_nodes: int, seconds_enough: float, last_call: float) -> bool:

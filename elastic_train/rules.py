@@ -56,10 +56,11 @@ def next_generation(seen: Collection[int | None]) -> int:
     return max((generation for generation in seen if generation is not None), default=-1) + 1
 
 
-def common_backend(backends: Sequence[str], gpus: Sequence[str | None]) -> str:
+def common_backend(members: Sequence[Member]) -> str:
     """NCCL only where every member has a GPU of its own; gloo carries CUDA tensors where some share one."""
-    used = [gpu for gpu in gpus if gpu is not None]
-    return backends[0] if len(set(backends)) == 1 and len(set(used)) == len(used) else "gloo"
+    gpus = [member.gpu for member in members if member.gpu is not None]
+    backends = {member.backend for member in members}
+    return backends.pop() if len(backends) == 1 and len(set(gpus)) == len(gpus) else "gloo"
 
 
 def freshest(steps: Sequence[int]) -> int:

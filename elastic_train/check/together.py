@@ -158,8 +158,7 @@ def measure(
     Raises:
         FormationFailed, or RuntimeError of the communication library.
     """
-    workers = world.workers
-    backend = common_backend([member.backend for member in workers], [member.gpu for member in workers])
+    backend = common_backend(world.workers)
     watcher = membership.watcher
     watcher.expect(world, membership.key)
     membership.wait_for_workers(world)

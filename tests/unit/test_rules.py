@@ -153,15 +153,19 @@ def test_the_first_generation_is_zero() -> None:
     ],
 )
 def test_nccl_only_where_all_have_it(backends: list[str], common: str) -> None:
-    gpus = [f"GPU-{rank}" if "nccl" in backend else None for rank, backend in enumerate(backends)]
-    assert common_backend(backends, gpus) == common
+    members = [
+        replace(MEMBER, pid=rank, backend=backend, gpu=f"GPU-{rank}" if "nccl" in backend else None)
+        for rank, backend in enumerate(backends)
+    ]
+    assert common_backend(members) == common
 
 
 def test_gloo_where_two_share_a_gpu() -> None:
     """Each may see it as number 0 of one: launchers hide the others."""
     nccl = "cpu:gloo,cuda:nccl"
-    assert common_backend([nccl] * 3, ["a", "b", "c"]) == nccl
-    assert common_backend([nccl] * 3, ["a", "b", "a"]) == "gloo"
+    members = [replace(MEMBER, pid=rank, backend=nccl, gpu=gpu) for rank, gpu in enumerate("aba")]
+    assert common_backend(members[:2]) == nccl
+    assert common_backend(members) == "gloo"
 
 
 @given(st.lists(st.integers(0, 5), min_size=1))
