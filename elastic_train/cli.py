@@ -159,7 +159,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     store = _add(commands, "store", serve_store, "host the rendezvous store at the endpoint, off the training nodes")
     store.add_argument("--port", type=int, default=29400, help="what --rdzv-endpoint names (default: 29400)")
-    store.add_argument("--host", default="0.0.0.0", help="a name of this machine (default: any)")
+    store.add_argument("--host", default="0.0.0.0", help="name or address to listen at (default: 0.0.0.0, all)")
 
     etcd = _add(commands, "etcd", serve_etcd, "a local etcd cluster to try a job on, until Ctrl-C")
     etcd.add_argument("--members", type=int, default=3, metavar="N", help="how many (default: 3, of which one may die)")
