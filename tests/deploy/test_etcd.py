@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import signal
@@ -19,6 +20,7 @@ from elastic_train import cli
 from elastic_train.certificates import make_certificates
 from elastic_train.check.rendezvous import certificate_of, look_at_etcd
 from elastic_train.drills.etcd_cluster import EtcdCluster, Tls, find_program, make_tls
+from elastic_train.drills.network import Network
 from elastic_train.drills.nodes import clean_environment, is_listening, wait_until
 from elastic_train.errors import UsageError
 from elastic_train.etcd_settings import EtcdSettings
@@ -152,13 +154,48 @@ def test_a_client_certificate_alone_is_a_user(tmp_path: Path) -> None:
         cluster.end()
 
 
-def test_etcd_knows_the_flags_of_the_page() -> None:
-    (words,) = lines_of_page("etcd")
-    known = subprocess.run([find_program("etcd"), "--help"], capture_output=True, text=True, timeout=30, check=False)
-    text = known.stdout + known.stderr
-    for word in words:
-        if word.startswith("--"):
-            assert f"{word} " in text.replace("'", " "), word
+@pytest.mark.slow
+@pytest.mark.skipif(Network.why_not() is not None, reason=f"no network namespaces: {Network.why_not()}")
+def test_three_members_as_the_page_starts_them(tmp_path: Path) -> None:
+    """Each under its name, at its address, with the certificates of the page's command; then the page's check."""
+    (certs,) = [words for words in lines_of_page("elastic-train") if words[1] == "certs"]
+    (check,) = [words for words in lines_of_page("elastic-train") if words[1] == "check"]
+    (etcd,) = lines_of_page("etcd")
+    names = ["etcd-1", "etcd-2", "etcd-3"]
+    assert cli.main([*certs[1:2], str(tmp_path / "certs"), *certs[3:]]) == 0
+    network = Network(4, aliases=[f"{name}.lan" for name in names])
+    members = []
+    try:
+        for index, name in enumerate(names):
+            pairs = {"NAME": name, "ADDRESS": network.address(index), "/var/lib/etcd": str(tmp_path / name)}
+            words = [functools.reduce(lambda text, pair: text.replace(*pair), pairs.items(), word) for word in etcd]
+            with (tmp_path / f"{name}.log").open("wb") as log:
+                members.append(
+                    subprocess.Popen(
+                        [*network.node_prefix(index), find_program("etcd"), *words[1:]],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        cwd=tmp_path / "certs",
+                    )
+                )
+        # By certificate in place of a password, as the page says that it goes too.
+        conf = "--rdzv-conf=ca=ca.pem,cert=trainer.pem,key=trainer.key"
+        words = [conf if word.startswith("--rdzv-conf=") else word for word in check[1:]]
+
+        def is_good() -> bool:
+            done = subprocess.run(
+                [*network.node_prefix(3), *CONSOLE, *words, "--", "--run-dir", str(tmp_path / "run")],
+                capture_output=True, text=True, timeout=250, cwd=tmp_path / "certs", check=False,
+            )  # fmt: skip
+            return done.returncode == 0 and "etcd with 3 members over TLS; the client certificate may" in done.stdout
+
+        wait_until(is_good, "a check that passes", 250)
+    finally:
+        for member in members:
+            member.kill()
+            member.wait(10)
+        network.close()
 
 
 @pytest.mark.parametrize("flags", [(), ("--tls",)])
