@@ -177,6 +177,28 @@ def test_every_pod_is_locked_down(overlay: str) -> None:
             assert mounted <= {volume["name"] for volume in spec["volumes"]} | claims
 
 
+def test_the_page_knows_every_overlay_and_the_names_of_etcd() -> None:
+    page = (KUBERNETES / "README.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.M)) == OVERLAYS
+    (hosts,) = re.findall(r"elastic-train certs \S+ --hosts (\S+)", page)
+    members = environment_of(build("etcd3"), pod_of(build("etcd3"), "trainer")["containers"][0])["RDZV_ENDPOINT"]
+    assert [f"{host}:2379" for host in hosts.split(",")] == members.split(",")
+    secrets = dict(re.findall(r"create secret generic (\S+) (.*)$", page, re.M))
+    for role in ("etcd", "trainer"):
+        for volume in pod_of(build("etcd3"), role)["volumes"]:
+            if "secret" not in volume:
+                continue
+            files = secrets[volume["secret"]["secretName"]]
+            (mounted,) = {
+                mount["mountPath"]
+                for mount in pod_of(build("etcd3"), role)["containers"][0]["volumeMounts"]
+                if mount["name"] == volume["name"]
+            }
+            wanted = re.findall(rf"{mounted}/([\w.]+)", str(build("etcd3")))
+            assert wanted
+            assert all(f"--from-file={name}" in files for name in wanted)
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_check_comes_first_with_what_the_trainer_has(overlay: str) -> None:
     """The same image, room, devices and mounts: else it would find fault with what the trainer does not lack."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -104,6 +107,24 @@ def test_a_dry_run_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None
     script = capsys.readouterr().out
     assert (options(script)["nodes"], options(script)["qos"]) == ("2", "low")
     assert "FLAGS=(--epochs 3)" in script
+
+
+def rows_of_page() -> list[list[str]]:
+    """What the page has one type after `elastic-train submit slurm`, as words."""
+    table = (DEPLOY / "slurm" / "README.md").read_text().partition("Before the job")[0]
+    return [shlex.split(code) for code in re.findall(r"`(--[^`]+)`", table)]
+
+
+@pytest.mark.parametrize("words", rows_of_page(), ids=" ".join)
+def test_every_row_of_the_page_gives_a_script(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "slurm", *words, "--dry-run", "--", "--epochs", "300"]) == 0
+    script = capsys.readouterr().out
+    given = {name.removeprefix("--"): value for name, value in itertools.pairwise(words)}
+    given |= dict([given["sbatch"].split("=")] if "sbatch" in given else [])
+    for name in options(script).keys() & given.keys() - {"nodes", "array"}:
+        assert options(script)[name] == given[name]
+    done = subprocess.run([program("shellcheck"), "-"], input=script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_without_slurm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
