@@ -35,8 +35,8 @@ FLAGS = (
     "--task", "elastic_train.drills.task:PacedDigits", "--epochs", "100000", "--max-steps", str(STEPS),
     "--reduction", "ordered", "--ledger", "--eval-every", "100000", "--snapshot-every", "50", "--peer-timeout", "30",
 )  # fmt: skip
-SLOW = 0.01
-"""seconds a sample: about four steps a second, however many workers there are"""
+SLOW, CRAWL = 0.01, 0.1
+"""seconds a sample: with two workers three steps a second, and one in three seconds"""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 LIVES, TRAINS = 300.0, 600.0
 """seconds, for what SLURM does and for what ends in training; a tenth of it on an idle machine"""
@@ -81,7 +81,9 @@ class Site:
             names = {str(member).split("/")[0] for member in found["members"]}
             return names if len(names) == num_hosts and without not in names else set()
 
+        self.set_pace(CRAWL)  # a machine on which nodes start slowly is not to be at the end before they have come
         names = wait_until(hosts, f"world of {num_hosts} nodes", TRAINS)
+        self.set_pace(SLOW)
         wait_for_step(self.run_dir, last_step(self.run_dir) + 5, LIVES)
         return set(names)
 
