@@ -402,7 +402,7 @@ class Watcher:
         if waited > self._patience:
             self._give_up(
                 f"the others went on without this worker ({self.reason}), and a collective of theirs has not ended "
-                f"here in {waited:.0f} s: this worker ends"
+                f"here in {waited:.0f} s. This worker ends"
             )
 
     def _break_off(self, world: World, verdicts: dict[int, str]) -> None:

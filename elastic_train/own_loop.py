@@ -363,6 +363,12 @@ class OwnLoop:
     def evaluate_if_missed(self, world: World) -> None:
         """Evaluation is the function's own."""
 
+    def abandon(self) -> None:
+        """As `WorldLoop.abandon`."""
+        if self._training is not None:
+            self._training.commit_what_is_applied()
+        self._worker.state.rollback()
+
     def votes(self) -> Votes:
         self.last_votes = votes_of(self._worker, self._membership)
         return self.last_votes

@@ -177,6 +177,40 @@ def test_a_thread_that_is_stuck_while_the_state_is_handed_over(cluster: Cluster,
     assert [size for _, size in worlds(cluster.run_dir)] == [3, 2], "generation 1 never came to train"
 
 
+WAITING_TASK = """
+import time
+import torch.distributed as dist
+from elastic_train.tasks import ImageClassification
+
+class Waiting(ImageClassification):
+    num_losses = 0
+
+    def loss(self, module, batch):
+        Waiting.num_losses += 1
+        if Waiting.num_losses == 60 and dist.get_world_size() == 2 and dist.get_rank() == 1:
+            print("waits", flush=True)
+            time.sleep(3600)
+        return super().loss(module, batch)
+"""
+
+
+@pytest.mark.slow
+def test_the_last_one_waits_for_a_collective_that_does_not_end(cluster: Cluster) -> None:
+    """As gloo's sometimes do not: it is ended by its watcher, and has saved what was committed."""
+    (cluster.path / "waiting.py").write_text(WAITING_TASK)
+    cluster.host_store()
+    flags = (*ENDLESS, "--snapshot-every", "0", "--task", "waiting:Waiting", "--max-steps")
+    nodes = cluster.start(*flags, "1000", nodes=2)
+    [waiting] = wait_until(lambda: [node for node in nodes if "waits\n" in node.text()], "the one that waits")
+    [other] = [node for node in nodes if node is not waiting]
+    other.kill()
+    assert waiting.wait(90) == 1
+    assert "This worker ends; the state of step 59 is saved, start all nodes again" in waiting.text()
+    cluster.finish([cluster.start_alone(*flags, "100")])
+    end = check_run(cluster, 100)
+    assert end["incidents"][-1]["committed_steps_lost"] == 0
+
+
 STUCK_TASK = """
 import time
 import torch.distributed as dist
