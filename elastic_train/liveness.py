@@ -97,7 +97,7 @@ class Watcher:
             keeps the past for a while: hearts beat more slowly there.
         warn: told once when the store is away, and once when it is back, while training goes on.
         give_up: ends the process, where the training thread still waits for a collective of a broken world after all
-            the time that a step may take. gloo can lose the end of a send together with its connection: seen in
+            the time that a step may take: gloo can lose the end of a send (process_group.GroupSockets), as seen in
             `waitSend` of a worker that had been frozen.
     """
 
