@@ -44,6 +44,8 @@ BAD = [
     ("--download --dataset imagefolder", "that is for mnist, fashion-mnist, cifar10"),
     ("--optimizer adamw --momentum 0.9", "adamw has none"),
     ("--task module.Name", "write MODULE:NAME"),
+    ("--task module:Name --model=resnet18", "--model goes without --task: module:Name brings its own"),
+    ("--dataset digits --task module:Name", "--dataset goes without --task"),
     ("--spawn 0", "--spawn 0: must be at least 1"),
     ("--spawn 2 --parallel dp", "--parallel dp is one process"),
     ("--reduction ordered --parallel dp", "--parallel dp is one process"),
