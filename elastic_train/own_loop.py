@@ -179,7 +179,8 @@ class Training:
         self._step_in_hand()
         has_stepped, self._is_applied = self._is_applied, True
         own_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
-        totals = torch.tensor([own_loss * self.weight, *self._loop.votes()], dtype=torch.float64)
+        own_part = 0.0 if self._is_stand_in else own_loss * self.weight  # a stand-in's may be NaN
+        totals = torch.tensor([own_part, *self._loop.votes()], dtype=torch.float64)
         try:
             dist.all_reduce(totals)
         except RuntimeError as error:
@@ -297,7 +298,9 @@ class Training:
 
 def _average_by_samples(training: Training, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook: the sum over ranks of each one's mean times its share of the step's samples."""
-    gradients = bucket.buffer().mul_(training.weight)
+    weight, gradients = training.weight, bucket.buffer()
+    # Those of a stand-in may be NaN, which no weight makes zero.
+    gradients = gradients.mul_(weight) if weight > 0 else gradients.zero_()
     reduced = dist.all_reduce(gradients, async_op=True)
     assert reduced is not None, "asynchronous"
     future: torch.futures.Future[torch.Tensor] = reduced.get_future().then(lambda done: done.value()[0])

@@ -8,8 +8,8 @@ step costs no message of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -103,13 +103,15 @@ class FastReduction:
             with self._synchronise_at(micro_batch):
                 mean = loss(self._module, micro_batch, batch)
                 weight = len(micro_batch.indices) * self._world_size / micro_batch.step_samples
-                totals[0].add_(mean.detach(), alpha=weight)
+                if batch is not None:
+                    totals[0].add_(mean.detach(), alpha=weight)
                 scaled = scale(mean if weight == 1.0 else mean * weight)
-                if self._world_size > 1 and micro_batch.is_last and self._rides_along:
-                    self._totals.grad = None
-                    torch.autograd.backward([scaled, self._totals], [None, totals])
-                else:
-                    scaled.backward()  # type: ignore[no-untyped-call]
+                with zero_gradients(self._module) if batch is None else nullcontext():
+                    if self._world_size > 1 and micro_batch.is_last and self._rides_along:
+                        self._totals.grad = None
+                        torch.autograd.backward([scaled, self._totals], [None, totals])
+                    else:
+                        scaled.backward()  # type: ignore[no-untyped-call]
         if self._world_size > 1 and self._rides_along:
             assert self._totals.grad is not None, "the last micro-batch has set it"
             totals = self._totals.grad
@@ -135,6 +137,22 @@ class FastReduction:
         if isinstance(self._module, DistributedDataParallel) and not micro_batch.is_last:
             return self._module.no_sync()
         return nullcontext()
+
+
+@contextmanager
+def zero_gradients(module: nn.Module) -> Iterator[None]:
+    """Have a backward pass give zeros, which DDP waits for, to every parameter that takes part in it.
+
+    For a rank without samples: the loss of the single one that stands in may be NaN (a variance over the batch), and
+    NaN times a weight of 0 is NaN.
+    """
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def ddp_device_ids(devices: Iterable[torch.device]) -> list[torch.device] | None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from elastic_train.bench.reduction import local_world
-from elastic_train.reduction import Clipping, FastReduction, Reduction, Share, ddp_device_ids
+from elastic_train.reduction import Clipping, FastReduction, Reduction, Share, ddp_device_ids, zero_gradients
 from elastic_train.sampler import MicroBatch
 
 CPU = torch.device("cpu")
@@ -114,8 +114,8 @@ def make_share(case: Case, step: int, rank: int) -> Share:
 
 
 def mean_loss(module: nn.Module, _micro_batch: MicroBatch, batch: Any) -> Tensor:
-    if batch is None:
-        return F.cross_entropy(module(torch.ones(1, 6)), torch.zeros(1, dtype=torch.int64)) * 0.0
+    if batch is None:  # as a variance over the batch, which one sample has not
+        return module(torch.ones(1, 6)).mean() * math.nan
     inputs, labels = batch
     return F.cross_entropy(module(inputs), labels)
 
@@ -228,6 +228,16 @@ def test_every_rank_sees_the_nan_of_one_and_all_votes(together: list[dict[str, O
     for outcomes in together:
         assert all(map(math.isnan, outcomes["spoiled"].losses))
         assert outcomes["spoiled"].votes == [(3, 1)] * NUM_STEPS
+
+
+def test_a_stand_in_that_is_nan_gives_zeros_and_leaves_no_hook() -> None:
+    model = make_model()
+    empty = MicroBatch(epoch=0, step=0, shard=0, indices=np.arange(0), step_samples=1, is_last=True)
+    assert mean_loss(model, empty, None).isnan()
+    with zero_gradients(model):
+        mean_loss(model, empty, None).backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
 
 
 def test_a_snapshot_shows_nothing_of_it(together: list[dict[str, Outcome]]) -> None:
