@@ -6,6 +6,8 @@ import builtins
 import inspect
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 
 import elastic_train
+from elastic_train.snapshot import read_info
 
 EXAMPLES = Path(__file__).parents[2] / "elastic_train" / "examples"
 
@@ -125,6 +128,24 @@ def test_state_and_snapshots_by_themselves(tmp_path: Path) -> None:
     assert (info.step, other.step, other.epoch, other.samples_done) == (5, 5, 1, 8)
     assert torch.equal(other.model.weight, state.model.weight)  # type: ignore[arg-type]
     assert len(list((tmp_path / "snapshots").iterdir())) == 2
+
+
+def test_the_example_of_the_parts_goes_on_from_its_newest_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def last_line() -> str:
+        runpy.run_path(str(EXAMPLES / "parts_alone.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    first = last_line()
+    assert re.fullmatch(r"step 480: loss 0\.0\d+\n", first)
+    oldest, *newer = sorted((tmp_path / "parts_alone_snapshots").iterdir())
+    for path in newer:
+        shutil.rmtree(path)
+    assert read_info(oldest).step < 480
+    assert last_line() == first, "the rest of it, in the same order"
 
 
 def test_a_damaged_snapshot_costs_a_warning(tmp_path: Path) -> None:
