@@ -189,7 +189,8 @@ class Training:
             # Raised when the next batch is asked for, so that what the function does after a commit is done.
             self._lost = error
             self._sockets.shut()
-            self._commit(StepResult(own_loss, NO_VOTES))  # the best that is known of the mean
+            # The best that is known of the mean.
+            self._commit(StepResult((self.state.last_loss or 0.0) if self._is_stand_in else own_loss, NO_VOTES))
             return
         mean_loss, told_to_stop, leaving, joining = totals.tolist()
         if has_stepped and not math.isfinite(mean_loss):  # else a GradScaler has skipped the step
@@ -418,7 +419,8 @@ def parse_flags(own_flags: type[F] | None = None) -> Config | tuple[Config, F]:
     """The flags of `-m elastic_train` that concern a run of one's own, from this script's command line; with
     `own_flags`, a dataclass whose fields become flags too, the pair of both.
 
-    A bad flag ends the process with one line and exit code 2; `--help` lists all.
+    Raises:
+        SystemExit: a bad flag, which was told in one line (2), or `--help`, which lists all (0).
     """
     try:
         _check_arguments(sys.argv[1:], own_flags)

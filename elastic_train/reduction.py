@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic_train.errors import UsageError
 from elastic_train.sampler import MicroBatch
 from elastic_train.world import World
 
@@ -72,6 +73,9 @@ class FastReduction:
     Args:
         num_votes: as many as `run` is given.
         options: DDP's own, such as `find_unused_parameters`.
+
+    Raises:
+        UsageError: the model is spread over devices of several kinds, and there are several ranks.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class FastReduction:
         self._no_votes = torch.zeros(1 + num_votes, device=device)
         self._rides_along = not any(options.values())
         if world.world_size > 1:
+            require_one_kind_of_device(parameter.device for parameter in model.parameters())
             ddp = DistributedDataParallel(
                 _Carrier(model, self._totals) if self._rides_along else model,
                 device_ids=ddp_device_ids(parameter.device for parameter in model.parameters()),
@@ -159,6 +164,16 @@ def ddp_device_ids(devices: Iterable[torch.device]) -> list[torch.device] | None
     """DDP's `device_ids` for a model with parameters on these devices: None on the CPU, and where it is spread out."""
     distinct = set(devices)
     return list(distinct) if len(distinct) == 1 and all(device.type == "cuda" for device in distinct) else None
+
+
+def require_one_kind_of_device(devices: Iterable[torch.device]) -> None:
+    """Raises: UsageError for a model of which parts are on the CPU and parts on GPUs, which DDP does not take."""
+    kinds = sorted({device.type for device in devices})
+    if len(kinds) > 1:
+        raise UsageError(
+            f"the model has parts on {' and '.join(kinds)}: DDP takes several GPUs of one process, but devices of one "
+            "kind only; train it in one worker, or put all parts on GPUs"
+        )
 
 
 class Clipping:

@@ -118,6 +118,12 @@ def test_a_dataclass_of_the_users_becomes_flags() -> None:
         parse(["--width", "5"])
 
 
+def test_help_shows_the_users_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"], OwnFlags)
+    assert "--width int of the hidden layer (default: 3)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_flag_of_the_users_must_not_have_the_name_of_one_of_ours() -> None:
     @dataclasses.dataclass
     class Clashing:
