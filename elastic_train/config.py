@@ -114,7 +114,7 @@ class Config:
     local_rank: int | None = None
     """given by torch.distributed.launch; what counts is LOCAL_RANK in the environment"""
     formation_timeout: float = 300.0
-    """seconds to wait for all members when a world forms, the imports of the slowest included"""
+    """seconds to wait for all members when a world forms: for imports, and for the state that one reads or sends"""
     ledger: bool = switch()
     """also write which samples each step used, under <run-dir>/ledger"""
     metrics_port: int | None = None

@@ -150,12 +150,17 @@ def open_sockets() -> dict[int, str]:
 
 
 @contextmanager
-def process_group(world: World, make_store: Callable[[], Store], backend: str, sockets: GroupSockets) -> Iterator[None]:
+def process_group(
+    world: World,
+    make_store: Callable[[], Store],
+    backend: str,
+    sockets: GroupSockets,
+    timeout: timedelta = GROUP_TIMEOUT,
+) -> Iterator[None]:
     """The default process group of `world` inside the block; destroyed on the way out, whatever happened.
 
     Every member calls it; `make_store` gives a connection of its own, with a prefix of this generation alone. Blocks
-    until all have, FORM_TIMEOUT at most;
-    afterwards collectives wait GROUP_TIMEOUT at most.
+    until all have, FORM_TIMEOUT at most. Inside the block collectives wait `timeout`, until `set_group_timeout`.
 
     Raises:
         FormationFailed: not all members connected in time.
@@ -178,7 +183,7 @@ def process_group(world: World, make_store: Callable[[], Store], backend: str, s
             )
             sockets.complete(dist.group.WORLD if has_nccl else None)
             dist.barrier()  # until here a member that died after the list was made costs FORM_TIMEOUT only
-            set_group_timeout(GROUP_TIMEOUT)
+            set_group_timeout(timeout)
         except RuntimeError as error:
             raise FormationFailed(
                 f"no process group of {world.world_size} workers within {FORM_TIMEOUT.total_seconds():.0f} s: "

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 from elastic_train.batches import steps
 from elastic_train.config import Config, max_world_size
@@ -36,9 +37,11 @@ from elastic_train.leaving import WaysOut
 from elastic_train.loop import Loop, WorldLoop
 from elastic_train.membership import Change, Membership, new_token
 from elastic_train.process_group import (
+    GROUP_TIMEOUT,
     gather_json,
     is_communication_error,
     process_group,
+    set_group_timeout,
 )
 from elastic_train.restore import Restored, sync_from_freshest
 from elastic_train.rules import Activity, Failure, common_backend
@@ -258,12 +261,15 @@ class Run:
         membership.watcher.expect(world, membership.key)
         worker.reach("init", world)
         membership.wait_for_workers(world)
-        with process_group(world, membership.group_store, backend, membership.sockets):
+        # Until all have the state a member may be busy with its disk, which nobody judges: the others wait this long.
+        patience = timedelta(seconds=worker.config.formation_timeout)
+        with process_group(world, membership.group_store, backend, membership.sockets, patience):
             sync_started = time.monotonic()
             self._has_formed = True
             membership.watcher.enter(world, membership.key)
             worker.reach("sync", world)
             restored = self._synchronise(world)
+            set_group_timeout(GROUP_TIMEOUT)
             state.generation, state.generations = world.generation, state.generations + 1
             reporter.events.enter(world)
             reporter.events.step = state.step

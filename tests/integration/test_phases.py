@@ -135,6 +135,19 @@ def test_a_stuck_training_thread_is_expelled(cluster: Cluster) -> None:
     check_run(cluster, STEPS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["sync", "send"])
+def test_a_thread_that_is_stuck_while_the_state_is_handed_over(cluster: Cluster, point: str) -> None:
+    """A disk that does not answer, say. One dies, the spare steps in, and another is stuck before it has the state."""
+    strikes = "hang@sync:rank=1,generation=1" if point == "sync" else "hang@send:generation=1"
+    flags = ("--reduction", "ordered", "--virtual-ranks", "3", "--global-batch-size", "63", "--formation-timeout", "30")
+    nodes = start_with_fault(cluster, f"kill-node@step:rank=2,step=60,generation=0;{strikes}", nodes=4, flags=flags)
+    wait_until(lambda: sum("fault:" in node.text() for node in nodes) == 2, "both faults")
+    cluster.finish([node for node in nodes if "fault:" not in node.text()])
+    check_run(cluster, STEPS, batch=63)
+    assert [size for _, size in worlds(cluster.run_dir)] == [3, 2], "generation 1 never came to train"
+
+
 STUCK_TASK = """
 import time
 import torch.distributed as dist
