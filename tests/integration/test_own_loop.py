@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tests.integration.cluster import (
     PYTHON,
+    TORCHRUN,
     Cluster,
     Node,
     check_ledger,
@@ -52,6 +54,18 @@ def test_a_node_is_killed_and_another_one_joins(cluster: Cluster) -> None:
     assert [incident["cause"] for incident in end["incidents"]] == ["peer_lost", "join"]
     assert all(incident["committed_steps_lost"] == 0 for incident in end["incidents"])
     assert outcomes(cluster.run_dir).count("finished") == 3
+
+
+@pytest.mark.slow
+def test_the_script_that_it_was_made_from(cluster: Cluster) -> None:
+    """The other side of the README's diff trains too, and learns the same."""
+    workers = ("--standalone", "--nproc-per-node=2")
+    plain = cluster.launch([*TORCHRUN, *workers, str(EXAMPLES / "plain_ddp.py")], {})
+    elastic = cluster.launch([*TORCHRUN, *workers, str(EXAMPLES / "elastic_ddp.py"), "--epochs", "100"], {})
+    cluster.finish([plain, elastic])
+    for node in (plain, elastic):
+        [loss] = re.findall(r"^epoch 100: loss ([\d.]+)$", node.text(), re.MULTILINE)
+        assert float(loss) < 0.1
 
 
 # --- the edges of a step, with workers that the test starts itself ----------------------------------------------------
