@@ -79,6 +79,13 @@ def test_static_torchrun(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
+def test_several_workers_of_one_machine(cluster: Cluster) -> None:
+    program = ("-m", "elastic_train", "--run-dir", str(cluster.run_dir), *SHORT)
+    cluster.finish([cluster.launch([*TORCHRUN, "--standalone", "--nproc-per-node=2", *program], {})])
+    check_short_run(cluster.run_dir, 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["", "--use-env"])
 def test_torch_distributed_launch(cluster: Cluster, flag: str) -> None:
     command = [PYTHON, "-m", "torch.distributed.launch", f"--master-port={free_port()}", "--nproc-per-node=2"]
