@@ -29,6 +29,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,6 +101,8 @@ class Connections:
         self.etcd3 = import_etcd3()
         self._lock = threading.Lock()
         self._clients: dict[int, Any] = {}
+        self._files: dict[int, tuple[int, ...]] = {}
+        """when the certificates that a client was made with were written"""
         self._current = random.randrange(len(settings.endpoints))  # not everybody at the same one
         self._is_closed = False
         self.num_requests = 0
@@ -118,9 +121,11 @@ class Connections:
             index = self._current
             found = self._clients.get(index)
         if found is None:
+            files = self._written_at()
             found = self._connect(self.settings.endpoints[index])
             with self._lock:
                 earlier = self._clients.setdefault(index, found)
+                self._files.setdefault(index, files)
             if earlier is not found:
                 found.close()
                 found = earlier
@@ -142,16 +147,32 @@ class Connections:
         )
 
     def rotate(self, index: int) -> None:
-        """The endpoint of `index` did not answer: the next one, unless somebody else has turned already."""
+        """The endpoint of `index` did not answer: the next one, unless somebody else has turned already.
+
+        A client keeps the certificates that it was made with: where they were renewed since, it is made anew.
+        """
+        outdated = None
+        files = self._written_at()
         with self._lock:
             if self._current == index:
                 self._current = (index + 1) % len(self.settings.endpoints)
+            if self._files.get(index, files) != files:
+                outdated = self._clients.pop(index, None)
+                del self._files[index]
+        if outdated is not None:
+            outdated.close()
+
+    def _written_at(self) -> tuple[int, ...]:
+        files = filter(None, (self.settings.ca, self.settings.cert, self.settings.key))
+        with suppress(FileNotFoundError):  # at the moment of a renewal
+            return tuple(os.stat(file).st_mtime_ns for file in files)
+        return ()
 
     def drop(self, index: int, client: Any) -> None:
         """Its token is refused: the next call makes a new client."""
         with self._lock:
             if self._clients.get(index) is client:
-                del self._clients[index]
+                del self._clients[index], self._files[index]
         client.close()
 
     @property

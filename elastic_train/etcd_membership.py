@@ -46,6 +46,8 @@ from elastic_train.world import Member, World
 
 SETTLE_SECONDS = 0.5
 """nodes that become ready within so short a time are taken in together"""
+TURN_SECONDS = 1.0
+"""that the first of those who wait has to begin the first world, before any other does it"""
 CLOSE_SECONDS = 3.0
 """for tidying up at the end; what is left then runs out with the lease"""
 
@@ -74,6 +76,7 @@ class EtcdMembership(Membership):
     """what this worker has in the lobby, while it is there"""
     _server: GroupStoreServer | None = None
     _enough_since: float | None = None
+    _due_since: float | None = None
     _ready: tuple[tuple[str, ...], float] = ((), 0.0)
     """names of the workers that were seen ready, and since when it is these"""
     _admitted_after = -1
@@ -282,6 +285,17 @@ class EtcdMembership(Membership):
         self._dead -= {member.name for member in following.members}  # a container's second life has its name
         return following, change
 
+    def _renew_store(self) -> None:
+        """Connections to etcd renew themselves. What the watcher has waited for etcd counts for this thread too."""
+        silence = self.watcher.store_silence
+        if not self.watcher.is_store_silent:
+            return
+        left = max(0.5, self._settings.grace - silence)
+        try:
+            self.store.with_patience(left, min(ATTEMPT_SECONDS, left), self._wait_for_store).etcd.get(self._key)
+        except StoreUnreachable as error:
+            raise StoreUnreachable(f"{error}, after {silence:.0f} s without an answer") from error
+
     def _members_to_take_in(self, world: World) -> tuple[Member, ...]:
         standing = self._create_admission(self._key, Admission(world.members, ()))
         if [member.name for member in standing.present] != [member.name for member in world.members]:
@@ -344,11 +358,15 @@ class EtcdMembership(Membership):
     def _consider_start(self, key: str) -> None:
         members = self._ready_members()
         if len({member.node for member in members}) < self._settings.min_nodes:
-            self._enough_since = None
+            self._enough_since = self._due_since = None
             return
-        self._enough_since = self._enough_since or time.monotonic()
+        now = time.monotonic()
+        self._enough_since = self._enough_since or now
         if not self._is_start_due(members):
             return
+        self._due_since = self._due_since or now
+        if members[0].name != self._name and now < self._due_since + TURN_SECONDS:
+            return  # written by all at once, a list of hundreds would keep etcd busy for no use
         alive = self._without_dead(members)
         if self._is_start_due(alive):
             self._create_admission(key, Admission((), alive))
@@ -376,7 +394,9 @@ class EtcdMembership(Membership):
         silence = min((self.watcher.age(member) for member in members), default=math.inf) - 1.0
         if silence <= self._peer_timeout:
             return False
-        return silence > self._settings.grace or all(probe(member.address) is Probe.REFUSED for member in members)
+        # They notice the end of their grace after a call to etcd that was under way, and stop after another.
+        longest = self._settings.grace + 2 * self._watch_seconds
+        return silence > longest or all(probe(member.address) is Probe.REFUSED for member in members)
 
     # --- on the watcher's thread --------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from elastic_train.etcd import Compacted, Entry, Etcd, LeaseLost, Outcome, Trans
 
 STAMP_BYTES = 12
 MIRROR_LAG_SECONDS = 1.0
-"""how long a mirror may lack what this process has written, until it is asked to connect anew"""
+"""how long a mirror that hears nothing may lack what this process has written, until it is asked to connect anew"""
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,8 @@ class Mirror:
         """all changes up to here are in `_entries`; -1 before the first listing"""
         self._known = 0
         """the newest revision of any key below the prefix that this process has written or seen"""
+        self._heard_at = time.monotonic()
+        """when the stream last brought something"""
         self._watch: Watch | None = None
         self._is_closed = False
         self._crash: BaseException | None = None
@@ -231,10 +233,17 @@ class Mirror:
         with self._changed:
             self._known = max(self._known, revision)
 
-    def wait_for_known(self, seconds: float) -> bool:
-        """Until every change that this process knows of is in; whether that was in time."""
+    def wait_for_known(self, silence: float) -> bool:
+        """Until every change that this process knows of is in. False where nothing at all has come for `silence`
+        seconds: a busy stream is waited for, since to begin it anew would only make it busier."""
+        started = time.monotonic()
         with self._changed:
-            return self._changed.wait_for(self._has_known, seconds)
+            while not self._has_known():
+                patience = max(started, self._heard_at) + silence - time.monotonic()
+                if patience <= 0:
+                    return False
+                self._changed.wait(patience)
+            return True
 
     def _has_known(self) -> bool:
         if self._crash is not None:
@@ -275,7 +284,7 @@ class Mirror:
         entries, revision = self._etcd.below(self.prefix)
         with self._changed:
             self._entries = {entry.key: entry for entry in entries}
-            self._revision = revision
+            self._revision, self._heard_at = revision, time.monotonic()
             self._changed.notify_all()
         self._watch = watch = Watch(self._etcd.connections, self.prefix, revision + 1)
         if self._is_closed:
@@ -288,4 +297,5 @@ class Mirror:
                     else:
                         self._entries[entry.key] = entry
                     self._revision = max(self._revision, entry.mod_revision)
+                self._heard_at = time.monotonic()
                 self._changed.notify_all()

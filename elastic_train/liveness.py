@@ -93,7 +93,7 @@ class Watcher:
         cut: closes the sockets of the present process group, from this thread.
         errands: called about once a second, for what else must be looked after; may raise StoreUnreachable.
         store_grace: seconds that the store may be away before the world ends, also one of this member alone; without
-            it `peer_timeout`, and a world of one goes on. Such a store writes what it is told to several disks and
+            it `peer_timeout`, and a world of one trains on. Such a store writes what it is told to several disks and
             keeps the past for a while: hearts beat more slowly there.
         warn: told once when the store is away, and once when it is back, while training goes on.
         give_up: ends the process, where the training thread still waits for a collective of a broken world after all
@@ -145,6 +145,8 @@ class Watcher:
         """ranks of the present world that are out, whatever their listener says, and why"""
         self.slowest_step = 0.0
         """seconds of the slowest of the last steps: what a training thread may take before it is called stuck"""
+        self.is_store_lost = False
+        """whether the store has been away for so long that the world is to end, which it does at a step boundary"""
         self.least_patience = 0.0
         """seconds that it may take at least, however fast the steps before were"""
         self.reason: str | None = None
@@ -156,8 +158,14 @@ class Watcher:
         self._crash: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
 
-    def start(self) -> None:
-        self._beat()  # before anybody can look for it
+    def start(self, store: KeyValueStore) -> None:
+        """Returns once the heart has beaten, before anybody can look for it.
+
+        Args:
+            store: the training thread's, which waits longer for an answer than this thread may.
+        """
+        self._beat(store)
+        self._last_answer = self._monotonic()
         self._thread.start()
 
     def stop(self, *, keeps_listening: bool = False) -> None:
@@ -236,13 +244,14 @@ class Watcher:
 
     def age(self, member: Member) -> float:
         """Seconds since this member's heartbeat was seen to change; 0 while the store itself does not answer."""
-        if self._is_store_silent:
+        if self.is_store_silent:
             return 0.0
         now = self._monotonic()
         return now - self._seen.setdefault(member.name, ("", now))[1]
 
     @property
-    def _is_store_silent(self) -> bool:
+    def is_store_silent(self) -> bool:
+        """Whether it has missed more than a heartbeat of this member's."""
         return self.store_silence > 2 * self._beat_interval + 0.5
 
     @property
@@ -257,7 +266,7 @@ class Watcher:
         try:
             is_beat_due = self._monotonic() >= self._next_beat
             if is_beat_due:
-                self._beat()
+                self._beat(self.store)
                 self._next_beat = self._monotonic() + self._beat_interval - self._interval / 2
             self._look()
             if self._monotonic() >= self._next_errand:
@@ -273,21 +282,22 @@ class Watcher:
                     f"{error}; training goes on for up to {self._store_grace:.0f} s without it, but nobody can join, "
                     "and a lost member cannot be replaced"
                 )
-            if self.store_silence > self._store_grace:
-                if world is not None and world.world_size > 1:
+            excess = self.store_silence - self._store_grace
+            if world is not None and excess > 0 and (self._has_grace or world.world_size > 1):
+                self.is_store_lost = True
+                if excess > self._patience:  # no step has ended since: a peer may be gone as well
                     self.reason = str(error)
                     self._break_off(world, {})
-                elif self._has_grace:
-                    raise  # no collective to break off: the training thread meets it at its next step
             with contextlib.suppress(StoreUnreachable):  # a client that once got no answer gives none again
                 self.store = self.store.clone()
         self._end_if_stuck()
 
     def _note_answer(self) -> None:
+        self.is_store_lost = False
         if self._has_warned:
             self._has_warned = False
             self._warn(f"the store answers again, after {self.store_silence:.0f} s")
-        if self._is_store_silent:
+        if self.is_store_silent:
             self.answering_since = self._monotonic()
         self._last_answer = self._monotonic()
 
@@ -304,13 +314,13 @@ class Watcher:
             poll.poll(1000 * self._interval)
             self.listener.drain()
 
-    def _beat(self) -> None:
+    def _beat(self, store: KeyValueStore) -> None:
         self._count += 1
         activity, since = self._activity
         generation = self._world.generation if self._world else -1
         seconds = self._monotonic() - since
         value = json.dumps([self._count, generation, activity, round(seconds, 3)])
-        self.store.put(f"{self._prefix}/beat/{self._me.name}", value)
+        store.put(f"{self._prefix}/beat/{self._me.name}", value)
 
     def _look(self) -> None:
         with self._lock:
@@ -334,7 +344,7 @@ class Watcher:
         values = self.store.get_many([f"{self._prefix}/beat/{member.name}" for member in members])
         now = self._monotonic()
         with self._lock:
-            if self._is_store_silent:  # it was, for the others too: no heart could be seen
+            if self.is_store_silent:  # it was, for the others too: no heart could be seen
                 self._seen = {name: (value, now) for name, (value, _) in self._seen.items()}
             for member, value in zip(members, values, strict=True):
                 if value is None or member.name not in self._seen:

@@ -277,7 +277,7 @@ class Membership:
     def _start_watcher(self, watcher: Watcher, me: Member) -> Member:
         me = replace(me, address=watcher.listener.address)
         self._watcher = watcher
-        watcher.start()
+        watcher.start(self.store)
         return me
 
     def next_world(self, world: World, *, has_formed: bool) -> tuple[World, Change]:
@@ -394,8 +394,9 @@ class Membership:
         """
         while True:
             self.watcher.check()
-            # The watcher breaks the world off, too, where the store is gone and what is read here is a copy.
-            is_broken = self.watcher.reason is not None or self.store.get(f"{self._key}/broken") is not None
+            # Where the store is gone, what is read here may be a copy.
+            is_over = self.watcher.is_store_lost or self.watcher.reason is not None
+            is_broken = is_over or self.store.get(f"{self._key}/broken") is not None
             finished = self.store.get(f"{self._key}/finished")  # after it: who finished and went looks lost
             if finished is not None or is_broken:
                 return finished

@@ -97,9 +97,13 @@ class EtcdMember:
     def url(self) -> str:
         return f"{'https' if self.tls else 'http'}://{self.endpoint}"
 
+    @property
+    def peer_url(self) -> str:
+        return f"http://{self.host}:{self.peer_port}"
+
     def start(self, state: str = "new") -> None:
         """Returns at once. `state` is etcd's `--initial-cluster-state`, which a member without data goes by."""
-        client, peer = self.url, f"http://{self.host}:{self.peer_port}"
+        client, peer = self.url, self.peer_url
         command = [
             find_program("etcd"), "--name", self.name, "--data-dir", str(self.path / self.name),
             "--listen-client-urls", client, "--advertise-client-urls", client,
@@ -171,6 +175,30 @@ class EtcdCluster:
             EtcdMember(path, f"m{number}", host, pair, cluster, tls, flags, prefix) for number, pair in enumerate(pairs)
         ]
 
+    def replace_data(self, member: EtcdMember) -> None:
+        """A member whose disk is lost, as etcd's handbook has it replaced: removed, and added again without data.
+
+        Blocks until it is healthy again. The others must have a majority.
+        """
+        other = next(one for one in self.members if one is not member)
+        number = f"{self._own_id(member):x}"
+        member.kill()
+        shutil.rmtree(member.path / member.name)
+
+        def change(*command: str) -> str:
+            """Refused until the others have been in touch for 5 s; what did not answer may have been done."""
+            with contextlib.suppress(EtcdCallFailed):
+                self.ctl("member", *command, endpoint=other.endpoint)
+            return self.ctl("member", "list", endpoint=other.endpoint)
+
+        wait_until(lambda: number not in change("remove", number), f"etcd without {member.name}", HEALTHY_SECONDS)
+        address = f"--peer-urls={member.peer_url}"
+        wait_until(
+            lambda: member.peer_url in change("add", member.name, address), f"etcd with {member.name}", HEALTHY_SECONDS
+        )
+        member.start(state="existing")
+        self.wait_until_healthy()
+
     def start(self) -> None:
         """Blocks until every member is healthy. Raises EtcdMissing, or TooSlow with the end of their logs."""
         for member in self.members:
@@ -210,10 +238,10 @@ class EtcdCluster:
         out = self.ctl("endpoint", "status", "--write-out=json", endpoint=member.endpoint)
         return dict(json.loads(out)[0]["Status"])
 
-    def _own_id(self, member: EtcdMember) -> object:
+    def _own_id(self, member: EtcdMember) -> int:
         header = self._status(member)["header"]
         assert isinstance(header, dict)
-        return header["member_id"]
+        return int(header["member_id"])
 
     def ctl(self, *arguments: str, endpoint: str | None = None, user: str | None = None, timeout: float = 10.0) -> str:
         """What etcdctl printed; blocks up to `timeout` seconds and a little more. Raises EtcdCallFailed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -433,6 +434,24 @@ def test_a_stranger_authority_is_not_trusted(secure: tuple[EtcdCluster, Path], t
     stranger = make_tls(tmp_path, needs_client_cert=False)
     with pytest.raises(StoreUnreachable):
         connect(secure_settings(cluster, password, ca=str(stranger.ca)), deadline=3).get("/team/x")
+
+
+def test_certificates_that_were_renewed_are_read_anew(tmp_path: Path) -> None:
+    """Both sides get those of another authority while the connection stands; the old ones are good for nothing."""
+    folder = tmp_path / "tls"
+    folder.mkdir()
+    with etcd_running(tmp_path, 1, make_tls(folder)) as cluster:
+        assert cluster.tls is not None
+        ca, cert, key = map(str, (cluster.tls.ca, cluster.tls.client_cert, cluster.tls.client_key))
+        store = EtcdStore(connect(cluster.settings(ca=ca, cert=cert, key=key)))
+        store.put("/x", "before")
+        cluster.members[0].kill()
+        shutil.rmtree(folder)
+        folder.mkdir()
+        make_tls(folder)
+        cluster.members[0].start()
+        cluster.wait_until_healthy()
+        assert store.get("/x") == "before"
 
 
 def test_a_user_without_tls(tmp_path: Path) -> None:

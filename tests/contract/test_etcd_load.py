@@ -49,7 +49,7 @@ def live(cluster: EtcdCluster, number: int, count: int, everybody: threading.Bar
     store.under(lease).put(f"{lobby}node{number}/0", Waiting(me, f"node{number}", 1).to_json())
     while (text := store.get(f"{key}/admit")) is None:
         waiting = mirror.below(lobby)
-        if len(waiting) == count:
+        if len(waiting) == count and min(waiting) == f"{lobby}node{number}/0":  # the others leave it to the first
             nodes = ready_nodes([Waiting.from_json(one) for _, one in sorted(waiting.items())], ())
             store.create(f"{key}/admit", Admission((), tuple(node[0] for node in nodes)).to_json())
         mirror.wait_for_change(1.0)

@@ -134,6 +134,27 @@ def test_etcd_members_die_and_come_back(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
+def test_the_leader_freezes_and_a_member_loses_its_data(cluster: Cluster) -> None:
+    """Training notices neither: no step is lost, nobody re-forms, and the store still takes a newcomer in."""
+    etcd = etcd_of(cluster)
+    nodes = start_world(cluster, 3, "--max-steps", "1000000", "--peer-timeout", "10", nnodes="3:4")
+    leader = etcd.leader()
+    other = next(member for member in etcd.members if member is not leader)
+    with leader.frozen():
+        wait_until(lambda: etcd.is_healthy(other), "new leader", PATIENCE)
+        wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 100, PATIENCE)
+    etcd.wait_until_healthy()
+    for member in etcd.members[:2]:
+        before = last_step(cluster.run_dir)
+        etcd.replace_data(member)
+        wait_for_step(cluster.run_dir, before + 50, PATIENCE)
+    assert len(worlds(cluster.run_dir)) == 1, "no re-form"
+    nodes += cluster.start(*ENDLESS, "--max-steps", "1000000", "--peer-timeout", "10", nnodes="3:4")
+    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 4, "join", PATIENCE)
+    stop_and_check(cluster, nodes)
+
+
+@pytest.mark.slow
 def test_an_outage_of_etcd_within_the_grace(cluster: Cluster) -> None:
     etcd = etcd_of(cluster)
     nodes = start_world(cluster, 2, "--max-steps", "1000000", "--peer-timeout", "10")

@@ -69,6 +69,10 @@ def kill_rounds(cluster: Cluster, *, seed: int, rounds: int, max_steps: int, nod
         )
         assert {event["restored_step"] for event in begun} == {newest or 0}
         wait_for_step(cluster.run_dir, (newest or 0) + chance.randint(2, 2 * max_steps // (3 * rounds)))
+        wait_until(  # they are written behind the steps
+            lambda generation=number: any(e["generation"] == generation for e in events(cluster.run_dir, "snapshot")),
+            f"snapshot of generation {number}",
+        )
         cluster.kill()
         found, state = newest_snapshot(cluster.run_dir)
         assert found.generation == number, "a snapshot of this round is there"

@@ -419,13 +419,17 @@ def test_a_death_in_the_formation_is_seen_by_the_probe() -> None:
 
 
 def test_an_outage_of_the_store_blames_no_peer(group: Group) -> None:
-    """It is the store that is silent: its world is broken off, and every member gets all its time anew."""
+    """It is the store that is silent: its world ends at a step, or is broken off where none ends, and every member gets
+    all its time anew."""
     group.turn()
     for store in group.stores:
         store.is_down = True
     group.pass_time(PEER_TIMEOUT - 2 * INTERVAL)
+    assert not any(watcher.is_store_lost for watcher in group.watchers)
+    group.pass_time(2 * PEER_TIMEOUT)
+    assert all(watcher.is_store_lost for watcher in group.watchers)
     assert group.cuts == [0, 0, 0]
-    group.pass_time(5 * PEER_TIMEOUT)
+    group.pass_time(6 * PEER_TIMEOUT)
     assert min(group.cuts) >= 1
     assert [watcher.verdicts for watcher in group.watchers] == [{}] * 3
     assert group.watchers[0].reason == "down"
@@ -487,7 +491,10 @@ def test_a_store_with_a_grace_may_be_away_for_so_long() -> None:
     for store in group.stores:
         store.is_down = True
     group.pass_time(31)
-    assert min(group.cuts) >= 1
+    assert all(watcher.is_store_lost for watcher in group.watchers), "their next step is the last"
+    assert group.cuts == [0, 0], "of a world whose members all live"
+    group.pass_time(7 * PEER_TIMEOUT)
+    assert min(group.cuts) >= 1, "no step has ended since"
     group.close()
 
 
@@ -497,9 +504,9 @@ def test_a_lone_member_meets_the_end_of_the_grace_at_its_next_step() -> None:
     group.enter()
     group.stores[0].is_down = True
     group.pass_time(29)
-    with pytest.raises(StoreUnreachable):
-        group.pass_time(3)
-    assert group.cuts == [0]
+    assert not group.watchers[0].is_store_lost
+    group.pass_time(3)
+    assert group.watchers[0].is_store_lost
     group.close()
 
 
@@ -515,7 +522,7 @@ def test_the_thread_beats_drains_runs_errands_and_stops() -> None:
     store, errands = MemoryStore(), threading.Event()
     watcher = Watcher(store, "job", make_member(0), PEER_TIMEOUT, lambda: None, errands.set)
     before = threading.active_count()
-    watcher.start()
+    watcher.start(store)
     beat = store.get("job/beat/node-0/0/100")
     assert beat is not None, "it beats before start() returns"
     assert errands.wait(5)

@@ -29,7 +29,9 @@ class Watched(Task):
     name = "watched"
 
     def __init__(self, test_samples: int | None = None) -> None:
-        self.watcher = SimpleNamespace(do=lambda _activity: None, slowest_step=0.5, least_patience=0.0)
+        self.watcher = SimpleNamespace(
+            do=lambda _activity: None, slowest_step=0.5, least_patience=0.0, is_store_lost=False
+        )
         self.patience: list[float] = []
         self._test_samples = test_samples
 
