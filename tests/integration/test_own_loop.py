@@ -57,12 +57,13 @@ def test_a_node_is_killed_and_another_one_joins(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_script_that_it_was_made_from(cluster: Cluster) -> None:
     """The other side of the README's diff learns as well."""
     workers = ("--standalone", "--nproc-per-node=2")
     plain = cluster.launch([*TORCHRUN, *workers, str(EXAMPLES / "plain_ddp.py")], {})
     elastic = cluster.launch([*TORCHRUN, *workers, str(EXAMPLES / "elastic_ddp.py"), "--epochs", "100"], {})
-    cluster.finish([plain, elastic])
+    cluster.finish([plain, elastic], timeout=800)
     for node in (plain, elastic):
         [loss] = re.findall(r"^epoch 100: loss ([\d.]+)$", node.text(), re.MULTILINE)
         assert float(loss) < 0.6, "that of the epoch's last batch; it began at ln 2"
