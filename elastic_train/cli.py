@@ -14,10 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from elastic_train.errors import ElasticTrainError, SnapshotDamaged, SnapshotError, UsageError
 from elastic_train.system import num_cores, require_linux
+
+if TYPE_CHECKING:
+    from elastic_train.snapshot import SnapshotInfo
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -364,24 +367,25 @@ def verify_snapshots(arguments: argparse.Namespace) -> int:
 def hash_snapshot(arguments: argparse.Namespace) -> int:
     from elastic_train.state import state_sha256
 
-    print(state_sha256(_read_state(arguments.path)["model"]))
+    _, state = _read_state(arguments.path)
+    print(state_sha256(state["model"]))
     return 0
 
 
 def export_snapshot(arguments: argparse.Namespace) -> int:
     from elastic_train.weights import export_weights
 
-    state = _read_state(arguments.path)
-    weights = state["extras"].get("ema") if arguments.averaged else state["model"]
+    info, state = _read_state(arguments.path)
+    weights = state.get("extras", {}).get("ema") if arguments.averaged else state["model"]
     if weights is None:
         raise SnapshotError(f"{arguments.path} holds no averaged weights; --ema-decay keeps them")
     output = arguments.output or Path(f"weights.{arguments.format}")
     export_weights(weights, output, arguments.format)
-    print(f"{len(weights)} tensors of step {state['position']['step']}: {output.absolute()}")
+    print(f"{len(weights)} tensors of step {info.step}: {output.absolute()}")
     return 0
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def _read_state(path: Path) -> tuple[SnapshotInfo, dict[str, Any]]:
     from elastic_train.weights import read_state
 
     return read_state(path, warn=_warn)

@@ -158,6 +158,7 @@ def parse(arguments: Sequence[str], own_flags: type | None = None, *, left_out: 
     parsed = parser.parse_args(list(arguments))
     config = Config(**{**vars(parsed.config), "own_flags": getattr(parsed, "own_flags", None)})
     check(config)
+    check_task_stands_alone(arguments)
     return config
 
 
@@ -185,6 +186,19 @@ def task_of(arguments: Sequence[str]) -> str | None:
     except argparse.ArgumentError:  # the whole parser words it
         return None
     return task
+
+
+def check_task_stands_alone(arguments: Sequence[str]) -> None:
+    """Raises: UsageError where `--task` is given and another flag, too, says what is trained; though it be the default,
+    for whoever types it expects it to count."""
+    task = task_of(arguments)
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if task is not None and name in ("--dataset", "--model"):
+            raise UsageError(
+                f"{name} goes without --task: {task} brings its own data and model; leave one out (a dataclass in the "
+                "task's constructor gives it flags of its own)"
+            )
 
 
 def check_own_flags(own_flags: type, flags: type = Config) -> None:

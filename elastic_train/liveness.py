@@ -97,7 +97,7 @@ class Watcher:
             keeps the past for a while: hearts beat more slowly there.
         warn: told once when the store is away, and once when it is back, while training goes on.
         give_up: ends the process, where the training thread still waits for a collective of a broken world after all
-            the time that a step may take. gloo can lose the end of a send together with its connection: seen in
+            the time that a step may take: gloo can lose the end of a send (process_group.GroupSockets), as seen in
             `waitSend` of a worker that had been frozen.
     """
 
@@ -402,7 +402,7 @@ class Watcher:
         if waited > self._patience:
             self._give_up(
                 f"the others went on without this worker ({self.reason}), and a collective of theirs has not ended "
-                f"here in {waited:.0f} s: this worker ends"
+                f"here in {waited:.0f} s. This worker ends"
             )
 
     def _break_off(self, world: World, verdicts: dict[int, str]) -> None:

@@ -52,6 +52,10 @@ class WorldLoop(Protocol):
         """Make up for an evaluation that a death has interrupted; every rank calls it."""
         ...
 
+    def abandon(self) -> None:
+        """Put the state back to a commit, on another thread: the one that trains waits, and will not come back."""
+        ...
+
 
 class Loop:
     """Runs train.train() in one world after the other: a `WorldLoop`."""
@@ -96,6 +100,10 @@ class Loop:
             world.world_size,
             observer,
         )
+
+    def abandon(self) -> None:
+        """As `WorldLoop.abandon`."""
+        self._worker.state.rollback()
 
     def _votes(self) -> Votes:
         self.last_votes = votes_of(self._worker, self._membership)

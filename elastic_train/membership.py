@@ -102,6 +102,8 @@ class Membership:
         self._watcher: Watcher | None = None
         self._is_through = False
         self._world: World | None = None
+        self.at_last: Callable[[], str] = lambda: "there is nothing to save"
+        """called before the process ends without its training thread; returns what a person should know then"""
         self.came_later = False
         """whether others of this job trained before this worker was taken in, with no restart of all in between"""
 
@@ -271,7 +273,10 @@ class Membership:
 
     def _give_up(self, why: str) -> None:
         """On the watcher's thread: the training thread cannot be reached any more."""
-        self._warn(why)
+        try:
+            self._warn(f"{why}; {self.at_last()}")
+        except Exception as error:  # whatever it is: nothing else can be done here
+            self._warn(f"{why}; nothing could be saved: {first_line(error)}")
         os._exit(1)
 
     def _start_watcher(self, watcher: Watcher, me: Member) -> Member:

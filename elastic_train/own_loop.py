@@ -179,7 +179,8 @@ class Training:
         self._step_in_hand()
         has_stepped, self._is_applied = self._is_applied, True
         own_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
-        totals = torch.tensor([own_loss * self.weight, *self._loop.votes()], dtype=torch.float64)
+        own_part = 0.0 if self._is_stand_in else own_loss * self.weight  # a stand-in's may be NaN
+        totals = torch.tensor([own_part, *self._loop.votes()], dtype=torch.float64)
         try:
             dist.all_reduce(totals)
         except RuntimeError as error:
@@ -188,7 +189,8 @@ class Training:
             # Raised when the next batch is asked for, so that what the function does after a commit is done.
             self._lost = error
             self._sockets.shut()
-            self._commit(StepResult(own_loss, NO_VOTES))  # the best that is known of the mean
+            # The best that is known of the mean.
+            self._commit(StepResult((self.state.last_loss or 0.0) if self._is_stand_in else own_loss, NO_VOTES))
             return
         mean_loss, told_to_stop, leaving, joining = totals.tolist()
         if has_stepped and not math.isfinite(mean_loss):  # else a GradScaler has skipped the step
@@ -297,7 +299,9 @@ class Training:
 
 def _average_by_samples(training: Training, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook: the sum over ranks of each one's mean times its share of the step's samples."""
-    gradients = bucket.buffer().mul_(training.weight)
+    weight, gradients = training.weight, bucket.buffer()
+    # Those of a stand-in may be NaN, which no weight makes zero.
+    gradients = gradients.mul_(weight) if weight > 0 else gradients.zero_()
     reduced = dist.all_reduce(gradients, async_op=True)
     assert reduced is not None, "asynchronous"
     future: torch.futures.Future[torch.Tensor] = reduced.get_future().then(lambda done: done.value()[0])
@@ -363,6 +367,12 @@ class OwnLoop:
     def evaluate_if_missed(self, world: World) -> None:
         """Evaluation is the function's own."""
 
+    def abandon(self) -> None:
+        """As `WorldLoop.abandon`."""
+        if self._training is not None:
+            self._training.commit_what_is_applied()
+        self._worker.state.rollback()
+
     def votes(self) -> Votes:
         self.last_votes = votes_of(self._worker, self._membership)
         return self.last_votes
@@ -415,7 +425,8 @@ def parse_flags(own_flags: type[F] | None = None) -> Config | tuple[Config, F]:
     """The flags of `-m elastic_train` that concern a run of one's own, from this script's command line; with
     `own_flags`, a dataclass whose fields become flags too, the pair of both.
 
-    A bad flag ends the process with one line and exit code 2; `--help` lists all.
+    Raises:
+        SystemExit: a bad flag, which was told in one line (2), or `--help`, which lists all (0).
     """
     try:
         _check_arguments(sys.argv[1:], own_flags)

@@ -45,6 +45,10 @@ class GroupSockets:
     appeared while the group was made; a number is only touched while it still names the same socket. Listening ones
     are left alone: gloo aborts the process when its `accept` fails.
 
+    Only for a collective that waits for a lost peer. When a connection breaks, gloo (`Pair::signalException` in
+    transport/tcp/pair.cc) passes over the sends that it has queued: one that meets the broken connection is never
+    ended, and its collective waits in `waitSend` until GROUP_TIMEOUT. Where all members are alive, votes end a world.
+
     NCCL has an abort, after which what was under way ends with garbage and no error: whoever uses the result of a
     collective asks `is_shut` first.
     """

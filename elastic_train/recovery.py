@@ -156,6 +156,7 @@ class Run:
         self._world: World | None = None
         self._has_formed = False
         self._last_claim_warning: str | None = None
+        membership.at_last = self._save_at_last
 
     def to_the_end(self) -> int:
         """Through as many worlds as it takes. Returns the exit code of the worker.
@@ -400,6 +401,13 @@ class Run:
             self._worker.stop.check()
         self._saver.enter(world)
         return self._ways_out.stop_between_worlds(world)
+
+    def _save_at_last(self) -> str:
+        """On the watcher's thread, where the training thread waits for a collective that will not end."""
+        if self._world is None or not self._has_state:
+            return "there is nothing to save"
+        self.loop.abandon()
+        return self._ways_out.save_for_next_start(self._world)
 
     # --- telling ------------------------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ step costs no message of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic_train.errors import UsageError
 from elastic_train.sampler import MicroBatch
 from elastic_train.world import World
 
@@ -72,6 +73,9 @@ class FastReduction:
     Args:
         num_votes: as many as `run` is given.
         options: DDP's own, such as `find_unused_parameters`.
+
+    Raises:
+        UsageError: the model is spread over devices of several kinds, and there are several ranks.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class FastReduction:
         self._no_votes = torch.zeros(1 + num_votes, device=device)
         self._rides_along = not any(options.values())
         if world.world_size > 1:
+            require_one_kind_of_device(parameter.device for parameter in model.parameters())
             ddp = DistributedDataParallel(
                 _Carrier(model, self._totals) if self._rides_along else model,
                 device_ids=ddp_device_ids(parameter.device for parameter in model.parameters()),
@@ -103,13 +108,15 @@ class FastReduction:
             with self._synchronise_at(micro_batch):
                 mean = loss(self._module, micro_batch, batch)
                 weight = len(micro_batch.indices) * self._world_size / micro_batch.step_samples
-                totals[0].add_(mean.detach(), alpha=weight)
+                if batch is not None:
+                    totals[0].add_(mean.detach(), alpha=weight)
                 scaled = scale(mean if weight == 1.0 else mean * weight)
-                if self._world_size > 1 and micro_batch.is_last and self._rides_along:
-                    self._totals.grad = None
-                    torch.autograd.backward([scaled, self._totals], [None, totals])
-                else:
-                    scaled.backward()  # type: ignore[no-untyped-call]
+                with zero_gradients(self._module) if batch is None else nullcontext():
+                    if self._world_size > 1 and micro_batch.is_last and self._rides_along:
+                        self._totals.grad = None
+                        torch.autograd.backward([scaled, self._totals], [None, totals])
+                    else:
+                        scaled.backward()  # type: ignore[no-untyped-call]
         if self._world_size > 1 and self._rides_along:
             assert self._totals.grad is not None, "the last micro-batch has set it"
             totals = self._totals.grad
@@ -137,10 +144,36 @@ class FastReduction:
         return nullcontext()
 
 
+@contextmanager
+def zero_gradients(module: nn.Module) -> Iterator[None]:
+    """Have a backward pass give zeros, which DDP waits for, to every parameter that takes part in it.
+
+    For a rank without samples: the loss of the single one that stands in may be NaN (a variance over the batch), and
+    NaN times a weight of 0 is NaN.
+    """
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def ddp_device_ids(devices: Iterable[torch.device]) -> list[torch.device] | None:
     """DDP's `device_ids` for a model with parameters on these devices: None on the CPU, and where it is spread out."""
     distinct = set(devices)
     return list(distinct) if len(distinct) == 1 and all(device.type == "cuda" for device in distinct) else None
+
+
+def require_one_kind_of_device(devices: Iterable[torch.device]) -> None:
+    """Raises: UsageError for a model of which parts are on the CPU and parts on GPUs, which DDP does not take."""
+    kinds = sorted({device.type for device in devices})
+    if len(kinds) > 1:
+        raise UsageError(
+            f"the model has parts on {' and '.join(kinds)}: DDP takes several GPUs of one process, but devices of one "
+            "kind only; train it in one worker, or put all parts on GPUs"
+        )
 
 
 class Clipping:

@@ -6,16 +6,19 @@ import re
 from collections.abc import Mapping
 
 FIRST_PORT, NUM_PORTS = 29500, 10000
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""from here on ids of steps that srun has not started: the batch script, an interactive shell (slurm.h)"""
 
 
 def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, ... of an srun task; none where this is no task of several, or RANK is set already.
+    """RANK, WORLD_SIZE, ... of an srun task; none where this is no task of several, or RANK is set already, or this is
+    a batch script.
 
     The store is hosted by rank 0, on the first host of the step, at a port that follows from the job's id; MASTER_ADDR
     and MASTER_PORT override either.
     """
-    size = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
-    if "RANK" in environ or "SLURM_PROCID" not in environ or size == "1":
+    size = num_tasks(environ)
+    if "RANK" in environ or "SLURM_PROCID" not in environ or size == "1" or is_batch_script(environ):
         return {}
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE", "1")
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
@@ -33,6 +36,28 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
         "MASTER_PORT": str(FIRST_PORT + int(job) % NUM_PORTS if job.isdigit() else FIRST_PORT),
     }
     return {name: environ.get(name, value) for name, value in found.items()}
+
+
+def num_tasks(environ: Mapping[str, str]) -> str:
+    return environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
+
+
+def is_batch_script(environ: Mapping[str, str]) -> bool:
+    """Whether SLURM has started this process without srun: one process alone, though it be called task 0 of as many as
+    the job has asked for. SLURM gives a task's pid to both, and a step's id to srun's."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return int(step) >= FIRST_SPECIAL_STEP if step.isdigit() else "SLURM_TASK_PID" in environ
+
+
+def unused_tasks_warning(environ: Mapping[str, str]) -> str | None:
+    """What to say where a batch script trains alone in a job of several tasks; None where it does not."""
+    size = num_tasks(environ)
+    if "RANK" in environ or size == "1" or not is_batch_script(environ):
+        return None
+    return (
+        f"the job has {size} tasks and srun has not started this one: it trains alone; `srun python ...` starts "
+        f"{size} workers, torchrun or --spawn those of one machine"
+    )
 
 
 def first_host(hosts: str) -> str:

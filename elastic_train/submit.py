@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic_train.config import parse, task_of
+from elastic_train.config import check_task_stands_alone, parse, task_of
 from elastic_train.errors import ElasticTrainError, UsageError
 
 SCRIPTS = Path(__file__).parent / "data"
@@ -101,6 +101,7 @@ def _check(job: SlurmJob, is_fixed: bool) -> None:
         owned = OWNED_FLAGS.get(given.partition("=")[0])
         if owned is not None:
             raise UsageError(f"{given}: {owned}")
+    check_task_stands_alone(job.flags)
     if task_of(job.flags) is None:  # a task may have flags of its own, which only the nodes know
         parse(job.flags)
 

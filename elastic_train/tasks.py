@@ -355,12 +355,20 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device, non_blocking=True)
+        return value.to(device) if hasattr(value, "to") else value
+
+    return mapped(batch, moved)
+
+
+def mapped(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """The batch with `function` of everything in it that is no dict, tuple or list."""
     if isinstance(batch, dict):
-        return {key: _moved(value, device) for key, value in batch.items()}
+        return {key: mapped(value, function) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
-        return type(batch)(*(_moved(value, device) for value in batch))
+        return type(batch)(*(mapped(value, function) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(_moved(value, device) for value in batch)
-    return batch.to(device) if hasattr(batch, "to") else batch
+        return type(batch)(mapped(value, function) for value in batch)
+    return function(batch)

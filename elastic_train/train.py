@@ -138,8 +138,8 @@ def _is_left_to_scaler(state: TrainState) -> bool:
 def task_loss(task: Task, *, seed: int, precision: str, device: torch.device, stand_in: Callable[[], Any]) -> Loss:
     """The loss of a micro-batch under `--precision`, with the randomness that belongs to it.
 
-    `stand_in` makes a batch of one sample, for a rank that has none in a step: it must take part in the reduction with
-    a zero gradient for every parameter.
+    `stand_in` makes a batch of one sample, for a rank that has none in a step: it must take part in the reduction,
+    which takes neither its loss nor its gradients.
     """
     dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     autocast = nullcontext if dtype is None else partial(torch.autocast, device.type, dtype=dtype)
@@ -151,7 +151,7 @@ def task_loss(task: Task, *, seed: int, precision: str, device: torch.device, st
                 return task.loss(module, task.to_device(batch, device))
             hushed = hush_statistics(module)
             try:
-                return task.loss(module, task.to_device(stand_in(), device)) * 0.0
+                return task.loss(module, task.to_device(stand_in(), device))
             finally:
                 for layer in hushed:
                     layer.training = True

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from elastic_train.errors import SnapshotError, UsageError
 from elastic_train.run_directory import write_atomic
 from elastic_train.snapshot import (
+    SnapshotInfo,
     deserialize_state,
     is_snapshot,
     newest_whole,
@@ -39,7 +40,7 @@ def export_weights(weights: Mapping[str, Tensor], path: Path, file_format: str) 
     """Write a state dict as `pt` (for torch.load) or `safetensors`, whole or not at all.
 
     Raises:
-        SnapshotError: it cannot be written, or holds a data type that the format lacks.
+        SnapshotError: it cannot be written, or holds what the format has no place for.
     """
     try:
         if file_format == "safetensors":
@@ -60,12 +61,14 @@ def safetensors_bytes(weights: Mapping[str, Tensor]) -> bytes:
     """The file: length of the header, the header as JSON, and the tensors' bytes, little-endian as the machine's are.
 
     Raises:
-        SnapshotError: a tensor's data type has no name in the format.
+        SnapshotError: something is no tensor, or of a data type that has no name in the format.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     parts: list[bytes] = []
     offset = 0
     for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor):  # a module's extra state
+            raise SnapshotError(f"safetensors has tensors alone, and {name} is none: take --format pt")
         if tensor.dtype not in SAFETENSORS_TYPES:
             raise SnapshotError(f"safetensors has no {tensor.dtype}, the type of {name}: take --format pt")
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -112,7 +115,7 @@ def read_weights(path: Path, *, warn: Callable[[str], None]) -> dict[str, Tensor
         SnapshotError: there is nothing of the kind, or it cannot be read.
     """
     if path.is_dir():
-        loaded = read_state(path, warn=warn)
+        _, loaded = read_state(path, warn=warn)
     else:
         try:
             data = path.read_bytes()
@@ -131,8 +134,10 @@ def read_weights(path: Path, *, warn: Callable[[str], None]) -> dict[str, Tensor
     return weights
 
 
-def read_state(path: Path, *, warn: Callable[[str], None]) -> dict[str, Any]:
-    """The state of a snapshot, or of the newest whole one in a folder of them or in a run.
+def read_state(path: Path, *, warn: Callable[[str], None]) -> tuple[SnapshotInfo, dict[str, Any]]:
+    """A snapshot and its state, or the newest whole one in a folder of them or in a run.
+
+    The state holds a model; what else depends on who wrote it, a `SnapshotStore` of somebody's own perhaps.
 
     Raises:
         SnapshotError: there is none, or it holds no model.
@@ -149,7 +154,7 @@ def read_state(path: Path, *, warn: Callable[[str], None]) -> dict[str, Any]:
     state = deserialize_state(data, source=f"snapshot {info.path}")
     if not isinstance(state.get("model"), dict):
         raise SnapshotError(f"snapshot {info.path} holds no model")
-    return state
+    return info, state
 
 
 def initialise(model: nn.Module, path: Path, *, warn: Callable[[str], None]) -> None:

@@ -24,6 +24,7 @@ from elastic_train.ordered import check_model
 from elastic_train.process_group import choose_device
 from elastic_train.reporting import Reporter
 from elastic_train.run_directory import RunDirectory
+from elastic_train.slurm import unused_tasks_warning
 from elastic_train.state import TrainState, build_optimizer
 from elastic_train.stopping import StopSignal
 from elastic_train.system import num_cores
@@ -151,6 +152,8 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
             raise UsageError(f"the training set of {task.name} is empty: there is nothing to train on")
         if config.reduction == "ordered":
             check_model(state.model)
+        if warning := unused_tasks_warning(os.environ):
+            reporter.warn(warning)
         if config.parallel == "dp":
             reporter.warn(
                 "--parallel dp copies the model to every GPU in each step and computes the loss on one: "

@@ -87,6 +87,7 @@ def test_an_array_meets_in_etcd() -> None:
         (SlurmJob(flags=["--fresh"]), "begin anew"),
         (SlurmJob(flags=["--run-dir=x"]), "--run-dir"),
         (SlurmJob(flags=["--epochz", "3"]), "--epochz"),
+        (SlurmJob(flags=["--task", "a:B", "--model", "cnn"]), "--model goes without --task"),
     ],
 )
 def test_what_cannot_be(job: SlurmJob, says: str) -> None:

@@ -40,6 +40,15 @@ class Crashing(ImageClassification):
             raise RuntimeError("this node cannot start")
 """
 
+# A worker that is the same but for the torch that it says it has.
+OTHER_TORCH = """
+import runpy
+import elastic_train  # by which the rendezvous plug-in tells that these workers meet by themselves
+import torch
+torch.__version__ = "9.9.9"
+runpy.run_module("elastic_train", run_name="__main__", alter_sys=True)
+"""
+
 # Counts what a forward pass is given; more than what fitted in the first world is out of memory.
 BOUNDED_TASK = """
 from elastic_train.tasks import ImageClassification
@@ -90,12 +99,18 @@ def test_four_nodes_started_five_seconds_apart(cluster: Cluster) -> None:
 @BOTH
 @pytest.mark.slow
 def test_a_misfit_joins_and_is_refused(cluster: Cluster) -> None:
-    """With another seed, then with another length of the data: the others lose nothing but the re-forms, if any."""
+    """With another seed, length of the data, or torch: the others lose nothing but the re-forms, if any."""
+    (cluster.path / "other_torch.py").write_text(OTHER_TORCH)
+    usual, other = ("-m", "elastic_train"), ("other_torch.py",)
     nodes = start_world(cluster, 2, steps=1000000, nnodes="1:4" if cluster.etcd is None else "2:4")
-    misfits: list[tuple[tuple[str, ...], str]] = [(("--seed", "5"), "--seed"), (("--dataset", "synthetic"), "data")]
-    for flags, word in misfits:
+    misfits: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
+        (usual, ("--seed", "5"), "--seed"),
+        (usual, ("--dataset", "synthetic"), "data"),
+        (other, (), "version of torch is '9.9.9' here"),
+    ]
+    for program, flags, word in misfits:
         before = worlds(cluster.run_dir)[-1][0]
-        [misfit] = cluster.start(*ENDLESS, "--max-steps", "1000000", *flags)
+        [misfit] = cluster.start(*ENDLESS, "--max-steps", "1000000", *flags, program=program)
         assert misfit.wait(PATIENCE) == 1
         [line] = error_lines(misfit)
         assert word in line

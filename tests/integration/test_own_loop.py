@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tests.integration.cluster import (
     PYTHON,
+    TORCHRUN,
     Cluster,
     Node,
     check_ledger,
@@ -52,6 +54,19 @@ def test_a_node_is_killed_and_another_one_joins(cluster: Cluster) -> None:
     assert [incident["cause"] for incident in end["incidents"]] == ["peer_lost", "join"]
     assert all(incident["committed_steps_lost"] == 0 for incident in end["incidents"])
     assert outcomes(cluster.run_dir).count("finished") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_script_that_it_was_made_from(cluster: Cluster) -> None:
+    """The other side of the README's diff learns as well."""
+    workers = ("--standalone", "--nproc-per-node=2")
+    plain = cluster.launch([*TORCHRUN, *workers, str(EXAMPLES / "plain_ddp.py")], {})
+    elastic = cluster.launch([*TORCHRUN, *workers, str(EXAMPLES / "elastic_ddp.py"), "--epochs", "100"], {})
+    cluster.finish([plain, elastic], timeout=800)
+    for node in (plain, elastic):
+        [loss] = re.findall(r"^epoch 100: loss ([\d.]+)$", node.text(), re.MULTILINE)
+        assert float(loss) < 0.6, "that of the epoch's last batch; it began at ln 2"
 
 
 # --- the edges of a step, with workers that the test starts itself ----------------------------------------------------
@@ -205,9 +220,12 @@ def train(training):
             kept = [buffer.clone() for buffer in model.buffers()]
             optimizer.zero_grad()
             loss = (ddp(inputs) - targets).square().mean()
+            if is_absent:
+                loss = loss * float("nan")  # as a variance over the batch is, which a single sample has not
             loss.backward()
             optimizer.step()
             training.commit(loss)
+            assert all(parameter.isfinite().all() for parameter in model.parameters())
             assert all(layer.training for layer in model.modules())
             same = [torch.equal(*pair) for pair in zip(model.buffers(), kept)]
             assert all(same) or not is_absent, (training.state.step, same)
@@ -221,8 +239,8 @@ elastic_train.run(train, model, optimizer, TensorDataset(inputs, torch.zeros(33,
 """
 
 
-def test_an_absent_sample_leaves_no_trace_in_batch_norm(cluster: Cluster) -> None:
-    """Rank 0 has none of the last sample of an epoch; its statistics are those that are saved."""
+def test_an_absent_sample_leaves_no_trace(cluster: Cluster) -> None:
+    """Rank 0 has none of the last sample of an epoch; its BatchNorm's statistics are those that are saved."""
     nodes = start_workers(cluster, 2, ABSENT)
     cluster.finish(nodes)
     found = [line for line in nodes[0].text().splitlines() if line.startswith("absent")]

@@ -8,8 +8,18 @@ import time
 import psutil
 import pytest
 
-from tests.integration.cluster import Cluster, Node, events, last_step, result, wait_for_step, wait_until, worlds
-from tests.integration.test_in_place import ENDLESS, check_run
+from tests.integration.cluster import (
+    Cluster,
+    Node,
+    check_ledger,
+    events,
+    last_step,
+    newest_snapshot,
+    result,
+    wait_until,
+    worlds,
+)
+from tests.integration.test_in_place import BATCH, ENDLESS, LENGTH, check_run
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -125,6 +135,25 @@ def test_a_poisoned_step_ends_the_job(cluster: Cluster) -> None:
     assert last_step(cluster.run_dir) == 60
 
 
+FRUITLESS_TASK = """
+import torch.distributed as dist
+from elastic_train.tasks import ImageClassification
+
+class Fruitless(ImageClassification):
+    def loss(self, module, batch):
+        raise dist.DistBackendError("NCCL error: it looks like a lost peer in every step")
+"""
+
+
+def test_worlds_that_commit_nothing_come_to_an_end(cluster: Cluster) -> None:
+    (cluster.path / "fruitless.py").write_text(FRUITLESS_TASK)
+    [node] = cluster.start(*ENDLESS, "--task", "fruitless:Fruitless", nproc=2, nnodes="1:2")
+    assert node.wait(120) == 1
+    assert "worlds in a row committed no step; the last error: NCCL error: it looks like a lost peer" in node.text()
+    assert "the state of step 0 is saved" in node.text()
+    assert 10 < len(worlds(cluster.run_dir)) < 20
+
+
 def test_a_stuck_training_thread_is_expelled(cluster: Cluster) -> None:
     nodes = start_with_fault(cluster, "hang@step:rank=1,step=60,generation=0")
     wait_until(lambda: any(e["world_size"] == 2 for e in events(cluster.run_dir, "world")), "world of 2", 40)
@@ -146,6 +175,40 @@ def test_a_thread_that_is_stuck_while_the_state_is_handed_over(cluster: Cluster,
     cluster.finish([node for node in nodes if "fault:" not in node.text()])
     check_run(cluster, STEPS, batch=63)
     assert [size for _, size in worlds(cluster.run_dir)] == [3, 2], "generation 1 never came to train"
+
+
+WAITING_TASK = """
+import time
+import torch.distributed as dist
+from elastic_train.tasks import ImageClassification
+
+class Waiting(ImageClassification):
+    num_losses = 0
+
+    def loss(self, module, batch):
+        Waiting.num_losses += 1
+        if Waiting.num_losses == 60 and dist.get_world_size() == 2 and dist.get_rank() == 1:
+            print("waits", flush=True)
+            time.sleep(3600)
+        return super().loss(module, batch)
+"""
+
+
+@pytest.mark.slow
+def test_the_last_one_waits_for_a_collective_that_does_not_end(cluster: Cluster) -> None:
+    """As gloo's sometimes do not: it is ended by its watcher, and has saved what was committed."""
+    (cluster.path / "waiting.py").write_text(WAITING_TASK)
+    cluster.host_store()
+    flags = (*ENDLESS, "--snapshot-every", "0", "--task", "waiting:Waiting", "--max-steps")
+    nodes = cluster.start(*flags, "1000", nodes=2)
+    [waiting] = wait_until(lambda: [node for node in nodes if "waits\n" in node.text()], "the one that waits")
+    [other] = [node for node in nodes if node is not waiting]
+    other.kill()
+    assert waiting.wait(90) == 1
+    assert "This worker ends; the state of step 59 is saved, start all nodes again" in waiting.text()
+    cluster.finish([cluster.start_alone(*flags, "100")])
+    end = check_run(cluster, 100)
+    assert end["incidents"][-1]["committed_steps_lost"] == 0
 
 
 STUCK_TASK = """
@@ -186,24 +249,36 @@ def test_an_evaluation_that_is_stuck_on_one_rank(cluster: Cluster) -> None:
 
 
 def test_the_host_of_the_endpoint_dies(cluster: Cluster) -> None:
-    """Fatal under c10d, but every node saves what it has: a new start loses no committed step."""
+    """Fatal under c10d, but every node saves what it has, here on a disk of its own, of which the dead one's is lost
+    too: a new start loses no committed step."""
     if cluster.etcd is not None:
         pytest.skip("no node is special under etcd")
+    run_dirs = [cluster.path / f"run-{number}" for number in range(3)]
     flags = (*ENDLESS, "--max-steps", "2000", "--snapshot-every", "0")
-    nodes = cluster.start(*flags, nodes=1, nnodes="3")
+    nodes = cluster.start(*flags, run_dir=run_dirs[0], nnodes="3")
     wait_until(lambda: hosts_endpoint(cluster, nodes[0]), "endpoint")
-    nodes += cluster.start(*flags, nodes=2, nnodes="3")
-    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events")
-    wait_for_step(cluster.run_dir, 60)
+    for run_dir in run_dirs[1:]:
+        nodes += cluster.start(*flags, run_dir=run_dir, nnodes="3")
+    wait_until(lambda: any(last_step(run_dir) >= 60 for run_dir in run_dirs), "step 60")
     nodes[0].kill()
     for node in nodes[1:]:
         assert node.wait(30) != 0
-    assert any(re.search("saved|stopped by SIGTERM at step", node.text()) for node in nodes[1:])
-    before = last_step(cluster.run_dir)
-    restarted = cluster.start(*flags[:-4], "--max-steps", str(before + 50), nodes=2, nnodes="2")
+        assert re.search("is saved|stopped by SIGTERM at step", node.text()), node.text()
+    before = max(map(last_step, run_dirs))
+    saved = [newest_snapshot(run_dir)[0].step for run_dir in run_dirs[1:]]
+    assert max(saved) == before, "no committed step is lost"
+    assert min(saved) >= before - 1, "every node has saved"
+    restarted = [
+        node
+        for run_dir in run_dirs[1:]
+        for node in cluster.start(*flags[:-4], "--max-steps", str(before + 50), run_dir=run_dir, nnodes="2")
+    ]
     cluster.finish(restarted)
-    end = check_run(cluster, before + 50)
-    assert end["incidents"][-1]["committed_steps_lost"] == 0
+    check_ledger(run_dirs, length=LENGTH, batch=BATCH, steps=before + 50)
+    for run_dir in run_dirs[1:]:
+        assert result(run_dir)["step"] == before + 50
+        assert result(run_dir)["incidents"][-1]["committed_steps_lost"] == 0
+        assert {e["restored_step"] for e in events(run_dir, "restore")} == {0, before}
 
 
 def hosts_endpoint(cluster: Cluster, node: Node) -> bool:

@@ -21,7 +21,16 @@ from elastic_train.drills.record import PACE_VARIABLE
 from elastic_train.drills.reference import undisturbed
 from tests import slurm_cluster
 from tests.deploy.tools import programs_folder
-from tests.integration.cluster import events, last_step, newest_snapshot, outcomes, result, wait_for_step
+from tests.integration.cluster import (
+    check_ledger,
+    events,
+    last_step,
+    newest_snapshot,
+    outcomes,
+    result,
+    wait_for_step,
+    worlds,
+)
 from tests.slurm_cluster import SlurmCluster
 
 pytestmark = [
@@ -251,3 +260,17 @@ def test_srun_starts_the_workers_itself(site: Site) -> None:
     assert result(site.run_dir)["step"] == 20
     (world,) = events(site.run_dir, "world")[:1]
     assert (world["world_size"], len({member.split("/")[0] for member in world["members"]})) == (4, 2)
+
+
+def test_a_batch_script_trains_alone_and_srun_starts_a_worker_for_each_task(site: Site) -> None:
+    """`sbatch --ntasks 3` of a script of one's own; with srun in it, and with srun forgotten."""
+    train = f"{shlex.quote(sys.executable)} -m elastic_train --max-steps 20 --ledger --no-progress --run-dir"
+    script = site.path / "own.sbatch"
+    script.write_text(f"#!/bin/bash\n{train} alone && srun {train} together\n")
+    said = site.slurm.run(["sbatch", "--ntasks=3", "--output=own.log", "own.sbatch"], site.path)
+    site.slurm.wait_for_state(said.split()[-1], "COMPLETED", TRAINS)
+    for name, size in (("alone", 1), ("together", 3)):
+        assert worlds(site.path / name) == [(0, size)]
+        check_ledger([site.path / name], length=1437, batch=64, steps=20)
+    warnings = [line for line in (site.path / "own.log").read_text().splitlines() if "srun has not started" in line]
+    assert len(warnings) == 1

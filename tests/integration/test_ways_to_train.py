@@ -73,6 +73,16 @@ def test_static_torchrun(cluster: Cluster) -> None:
     nodes = [cluster.launch([*TORCHRUN, *where, f"--node-rank={rank}", *program], {}) for rank in range(2)]
     cluster.finish(nodes)
     check_short_run(cluster.run_dir, 2)
+    said = "".join(node.text() for node in nodes)
+    assert "2 workers on 2 nodes" in said
+    assert "global batch 64 = 32 samples a worker" in said
+
+
+@pytest.mark.slow
+def test_several_workers_of_one_machine(cluster: Cluster) -> None:
+    program = ("-m", "elastic_train", "--run-dir", str(cluster.run_dir), *SHORT)
+    cluster.finish([cluster.launch([*TORCHRUN, "--standalone", "--nproc-per-node=2", *program], {})])
+    check_short_run(cluster.run_dir, 2)
 
 
 @pytest.mark.slow
@@ -116,6 +126,64 @@ def test_data_parallel_and_back_to_ddp(cluster: Cluster) -> None:
         "scratch", "snapshot", "snapshot"
     ]  # fmt: skip
     check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=30)
+
+
+HALVES_TASK = """
+import os
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from elastic_train import Task
+
+PLACES = os.environ["PLACES"].split()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 8), nn.Tanh()).to(PLACES[0])
+        self.second = nn.Linear(8, 2).to(PLACES[1])
+
+    def forward(self, inputs):
+        return self.second(self.first(inputs.to(PLACES[0])).to(PLACES[1]))
+
+
+class Halves(Task):
+    def build_model(self):
+        return Model()
+
+    def train_dataset(self):
+        inputs = torch.randn(100, 4, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(inputs, (inputs.sum(1) > 0).long())
+
+    def loss(self, model, batch):
+        inputs, labels = batch
+        return nn.functional.cross_entropy(model(inputs), labels.to(PLACES[1]))
+"""
+HALVES = ("--task", "mine:Halves", "--max-steps", "10", "--global-batch-size", "15")
+
+
+@pytest.mark.slow
+def test_a_model_in_two_parts_under_ddp(cluster: Cluster) -> None:
+    """Both parts on the CPU, of which there is one: its hand-over and `device_ids=None` are those of several GPUs."""
+    (cluster.path / "mine.py").write_text(HALVES_TASK)
+    weights = []
+    for spawn in ((), ("--spawn", "2")):
+        run_dir = cluster.path / f"run{len(spawn)}"
+        cluster.finish([cluster.start_alone(*HALVES, *spawn, run_dir=run_dir, env={"PLACES": "cpu cpu"})])
+        weights.append(newest_snapshot(run_dir)[1]["model"])
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_one_gpu_and_a_model_half_on_it(cluster: Cluster) -> None:
+    (cluster.path / "mine.py").write_text(HALVES_TASK)
+    cluster.finish([cluster.start_alone(*SHORT, "--device", "cuda")])
+    check_short_run(cluster.run_dir, 1)
+    halves = cluster.path / "halves"
+    cluster.finish([cluster.start_alone(*HALVES, run_dir=halves, env={"PLACES": "cpu cuda:0"})])
+    assert result(halves)["step"] == 10
 
 
 # --- weights in and out -----------------------------------------------------------------------------------------------
@@ -206,6 +274,7 @@ class Counting(ImageClassification):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
+@pytest.mark.timeout(900)  # the compiler's processes, of three workers
 @pytest.mark.parametrize("reduction", ["ordered", "fast"])
 def test_a_re_form_recompiles_only_for_new_shapes(cluster: Cluster, reduction: str) -> None:
     (cluster.path / "mine.py").write_text(COUNTING_TASK)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
-from elastic_train.batches import steps
+from elastic_train.batches import pinned, steps
 from elastic_train.config import Config
-from elastic_train.tasks import build_task
+from elastic_train.state import TrainState
+from elastic_train.tasks import Task, build_task
 from elastic_train.worker import make_state
 from elastic_train.world import Member, World
 
@@ -51,3 +53,45 @@ def test_loader_processes_change_nothing() -> None:
         for (micro_batch, batch), (other, other_batch) in zip(step, same, strict=True):
             assert micro_batch.indices.tolist() == other.indices.tolist()
             assert all(torch.equal(one, another) for one, another in zip(batch, other_batch, strict=True))
+
+
+class Pair(NamedTuple):
+    inputs: Any
+    labels: Any
+
+
+class Pinnable:
+    """What a collate function of one's own may give."""
+
+    def pin_memory(self) -> str:
+        return "pinned"
+
+
+class PinnableTensor(torch.Tensor):
+    def pin_memory(self, _device: Any = None) -> Any:
+        return "pinned"
+
+
+def test_what_is_on_a_device_already_is_not_pinned() -> None:
+    """Told from the device alone, so that one without a GPU is as good."""
+    here, there = torch.ones(2).as_subclass(PinnableTensor), torch.ones(2, device="meta")
+    found = pinned([Pair(here, there), {"a": (there, 3)}, Pinnable(), None])
+    assert found == [Pair("pinned", there), {"a": (there, 3)}, "pinned", None]
+    assert found[0].labels is there
+    assert found[1]["a"][0] is there
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_data_on_the_gpu_and_beside_it(place: str) -> None:
+    device = torch.device("cuda", 0)
+    data = TensorDataset(torch.ones(6, 2, device=place), torch.zeros(6, dtype=torch.int64))
+    model = torch.nn.Linear(2, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters()), length=6, global_batch_size=4, epochs=1)
+    world = World(rank=0, generation=0, members=(MEMBER,))
+    config = Config(global_batch_size=4, epochs=1)
+    found = [batch for ((_, batch),) in steps(data, Task.collate, state, world, config, device)]
+    assert len(found) == 2
+    for inputs, labels in found:
+        assert (inputs.device.type, inputs.is_pinned()) == (place, place == "cpu")
+        assert labels.is_pinned()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load as load_safetensors
 
 from elastic_train import bench, cli
 from elastic_train.bench import table
@@ -74,6 +75,40 @@ class TestSnapshotHash:
         assert out == ""
         assert len(err.splitlines()) == 1
         assert "is damaged" in err
+
+
+class TestSnapshotExport:
+    """Of a snapshot that holds a model and nothing else, as a `SnapshotStore` of somebody's own may."""
+
+    @pytest.mark.parametrize("file_format", ["pt", "safetensors"])
+    def test_the_weights_alone_are_enough(
+        self, run_dir: Path, file_format: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        output = run_dir / "weights"
+        assert cli.main(["snapshot", "export", str(run_dir), "--format", file_format, "--output", str(output)]) == 0
+        assert capsys.readouterr() == (f"2 tensors of step 30: {output}\n", "")
+        loaded = torch.load(output) if file_format == "pt" else load_safetensors(output.read_bytes())
+        assert state_sha256(loaded) == sha256(30)
+
+    def test_no_averaged_weights_no_file(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        output = run_dir / "weights.pt"
+        assert cli.main(["snapshot", "export", str(run_dir), "--averaged", "--output", str(output)]) == 1
+        assert capsys.readouterr() == (
+            "",
+            f"elastic-train: error: {run_dir} holds no averaged weights; --ema-decay keeps them\n",
+        )
+        assert not output.exists()
+
+    def test_what_the_format_has_no_place_for(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        writer = SnapshotWriter(run_dir / "snapshots", keep=9, host="node", run_uid="u", task={})
+        model = MODEL | {"layer._extra_state": {"scale": 2}}
+        writer.save({"model": model}, step=40, epoch=0, samples_done=0, generation=0, world_size=1)
+        command = ["snapshot", "export", str(run_dir), "--output", str(run_dir / "weights")]
+        assert cli.main([*command, "--format", "safetensors"]) == 1
+        assert "layer._extra_state is none: take --format pt" in capsys.readouterr().err
+        assert not (run_dir / "weights").exists()
+        assert cli.main(command) == 0
+        assert torch.load(run_dir / "weights")["layer._extra_state"] == {"scale": 2}
 
 
 class TestSnapshotVerify:

@@ -44,6 +44,8 @@ BAD = [
     ("--download --dataset imagefolder", "that is for mnist, fashion-mnist, cifar10"),
     ("--optimizer adamw --momentum 0.9", "adamw has none"),
     ("--task module.Name", "write MODULE:NAME"),
+    ("--task module:Name --model=resnet18", "--model goes without --task: module:Name brings its own"),
+    ("--dataset digits --task module:Name", "--dataset goes without --task"),
     ("--spawn 0", "--spawn 0: must be at least 1"),
     ("--spawn 2 --parallel dp", "--parallel dp is one process"),
     ("--reduction ordered --parallel dp", "--parallel dp is one process"),
@@ -114,6 +116,12 @@ def test_a_dataclass_of_the_users_becomes_flags() -> None:
         parse(["--width", "wide"], OwnFlags)
     with pytest.raises(UsageError, match="unrecognized arguments: --width"):
         parse(["--width", "5"])
+
+
+def test_help_shows_the_users_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"], OwnFlags)
+    assert "--width int of the hidden layer (default: 3)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_flag_of_the_users_must_not_have_the_name_of_one_of_ours() -> None:

@@ -6,6 +6,8 @@ import builtins
 import inspect
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 
 import elastic_train
+from elastic_train.snapshot import read_info
 
 EXAMPLES = Path(__file__).parents[2] / "elastic_train" / "examples"
 
@@ -78,6 +81,7 @@ def more(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_script_that_uses_them_is_fully_typed(tmp_path: Path) -> None:
     script = tmp_path / "typed.py"  # torch's own Tensor.backward has no types
     script.write_text(
@@ -85,15 +89,23 @@ def test_a_script_that_uses_them_is_fully_typed(tmp_path: Path) -> None:
     )
     script.write_text(script.read_text() + TYPED)
     files = [str(script), str(EXAMPLES / "parity_task.py"), str(EXAMPLES / "parts_alone.py")]
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--follow-imports=silent", *files],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        cwd=tmp_path,
-        env=os.environ | {"MYPYPATH": str(EXAMPLES.parent)},  # an editable install is nothing that mypy can see
-    )
+
+    def check() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--follow-imports=silent", *files],
+            capture_output=True,
+            text=True,
+            timeout=900,
+            cwd=tmp_path,
+            env=os.environ | {"MYPYPATH": str(EXAMPLES.parents[1])},  # an editable install is nothing that mypy can see
+        )
+
+    done = check()
     assert done.returncode == 0, done.stdout + done.stderr
+    mistakes = "width: str = elastic_train.parse_flags(Mine)[1].width\nnumber: int = elastic_train.run\n"
+    script.write_text(script.read_text() + mistakes)
+    said = check().stdout
+    assert "Found 2 errors in 1 file" in said, "types are seen, and are no Any"
 
 
 def test_state_and_snapshots_by_themselves(tmp_path: Path) -> None:
@@ -125,6 +137,24 @@ def test_state_and_snapshots_by_themselves(tmp_path: Path) -> None:
     assert (info.step, other.step, other.epoch, other.samples_done) == (5, 5, 1, 8)
     assert torch.equal(other.model.weight, state.model.weight)  # type: ignore[arg-type]
     assert len(list((tmp_path / "snapshots").iterdir())) == 2
+
+
+def test_the_example_of_the_parts_goes_on_from_its_newest_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def last_line() -> str:
+        runpy.run_path(str(EXAMPLES / "parts_alone.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    first = last_line()
+    assert re.fullmatch(r"step 480: loss 0\.0\d+\n", first)
+    oldest, *newer = sorted((tmp_path / "parts_alone_snapshots").iterdir())
+    for path in newer:
+        shutil.rmtree(path)
+    assert read_info(oldest).step < 480
+    assert last_line() == first, "the rest of it, in the same order"
 
 
 def test_a_damaged_snapshot_costs_a_warning(tmp_path: Path) -> None:

@@ -1,12 +1,31 @@
-"""The README shows the examples as they are, and every row of its table names flags that exist."""
+"""The README shows the examples as they are, and whatever it says to type can be typed: every flag, every command."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import difflib
+import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from elastic_train.cli import make_parser
+from elastic_train.config import Config, flag, parse
+from elastic_train.examples.parity_task import Flags
+from elastic_train.own_loop import NOT_FOR_OWN_LOOPS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+OF_OTHER_PROGRAMS = {"--ntasks-per-node", "--logdir", "--dport", "--auto-compaction-retention"}
+"""srun's, tensorboard's, iptables', etcd's"""
+PLACEHOLDERS = {"bf16|fp16": "bf16"}
 
 
 def example(name: str) -> str:
@@ -22,4 +41,81 @@ def test_the_diff_is_that_of_the_examples() -> None:
     changed = [line for line in difflib.unified_diff(plain, elastic, lineterm="", n=0) if line[0] in "+-"][2:]
     shown = README.split("```diff\n")[1].split("```")[0].splitlines()
     assert [line for line in shown if line[:1] in ("+", "-")] == changed
-    assert sum(line.startswith("+") and len(line) > 1 for line in changed) <= 10
+    new, gone = (sum(line.startswith(sign) and len(line) > 1 for line in changed) for sign in "+-")
+    assert (new, gone) == (9, 14), "as the README says"
+
+
+# --- what it says to type ---------------------------------------------------------------------------------------------
+
+
+def typed() -> list[str]:
+    """What stands in indented blocks, line by line, and in backquotes."""
+    text = FENCED.sub("", README)
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith("    "))
+    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    return sorted({*lines, *(" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose))})
+
+
+def words_after(program: str) -> list[list[str]]:
+    """Of each command that has this program and flags, the words that follow it, up to the next command."""
+    found = []
+    for text in typed():
+        for command in re.split(r" && |;", text):
+            match = re.search(rf"(?:^|[\s/]){re.escape(program)}(?=\s)(.*)", command)
+            if match and FLAG.search(match[1]) and "--help" not in match[1] and " ... " not in match[1]:
+                found.append([PLACEHOLDERS.get(word, word) for word in shlex.split(match[1])])
+    assert found
+    return found
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Those of its subcommands too."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                yield from options_of(subparser)
+
+
+def test_every_flag_exists() -> None:
+    ours = {flag(field.name) for of in (Config, Flags) for field in dataclasses.fields(of) if field.name != "own_flags"}
+    known = {*ours, *options_of(make_parser()), *options_of(get_args_parser()), *OF_OTHER_PROGRAMS}
+    shown = {name for text in (*typed(), *FENCED.findall(README)) for name in FLAG.findall(text)}
+    assert len(shown) > 40
+    assert shown <= known, shown - known
+
+
+def test_every_row_of_the_table_that_is_flags_alone_is_a_command_line() -> None:
+    table = README.split("## What you have", 1)[1].split("## ", 1)[0]
+    rows = [row.split(" | ")[1] for row in table.splitlines()[4:] if row.startswith("| ")]
+    flags = [found[1] for row in rows if (found := re.match(r"`(--[^`]+)`", row))]
+    assert len(flags) >= 4
+    for line in flags:
+        parse(shlex.split(line))
+
+
+@pytest.mark.parametrize("words", words_after("-m elastic_train"), ids=" ".join)
+def test_every_command_of_the_worker(words: list[str]) -> None:
+    config = parse(words, Flags if "parity_task:Parity" in words else None)
+    assert config != Config()
+
+
+@pytest.mark.parametrize("words", words_after("elastic-train"), ids=" ".join)
+def test_every_command_of_the_console_script(words: list[str]) -> None:
+    assert callable(make_parser().parse_args(words).command)
+
+
+@pytest.mark.parametrize("words", words_after("-m elastic_train.check"), ids=" ".join)
+def test_every_command_of_the_check(words: list[str]) -> None:
+    parse(make_parser().parse_args(["check", *words]).flags)
+
+
+@pytest.mark.parametrize("words", words_after("elastic_ddp.py"), ids=" ".join)
+def test_every_command_of_an_own_loop(words: list[str]) -> None:
+    parse(words, left_out=NOT_FOR_OWN_LOOPS)
+
+
+@pytest.mark.parametrize("words", words_after("torchrun"), ids=" ".join)
+def test_every_command_of_torchrun(words: list[str]) -> None:
+    program = get_args_parser().parse_args(words).training_script
+    assert program in ("elastic_train", "elastic_train.check", "train.py", "elastic_train/examples/elastic_ddp.py")

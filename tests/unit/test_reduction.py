@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from elastic_train.bench.reduction import local_world
-from elastic_train.reduction import Clipping, FastReduction, Reduction, Share, ddp_device_ids
+from elastic_train.errors import UsageError
+from elastic_train.reduction import Clipping, FastReduction, Reduction, Share, ddp_device_ids, zero_gradients
 from elastic_train.sampler import MicroBatch
 
 CPU = torch.device("cpu")
@@ -114,8 +115,8 @@ def make_share(case: Case, step: int, rank: int) -> Share:
 
 
 def mean_loss(module: nn.Module, _micro_batch: MicroBatch, batch: Any) -> Tensor:
-    if batch is None:
-        return F.cross_entropy(module(torch.ones(1, 6)), torch.zeros(1, dtype=torch.int64)) * 0.0
+    if batch is None:  # as a variance over the batch, which one sample has not
+        return module(torch.ones(1, 6)).mean() * math.nan
     inputs, labels = batch
     return F.cross_entropy(module(inputs), labels)
 
@@ -150,6 +151,21 @@ def run_case(case: Case, rank: int) -> Outcome:
             optimizer.step()
     outcome.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return outcome
+
+
+def run_with_statistics(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """BatchNorm's running mean in each step: as the forward pass finds it, and as the step leaves it."""
+    layer = nn.BatchNorm1d(6)
+    found: list[Tensor] = []
+    layer.register_forward_pre_hook(lambda module, _inputs: found.append(module.running_mean.clone()))  # type: ignore[operator,union-attr]
+    reduction = FastReduction(layer, local_world(rank, WORLD_SIZE), CPU)
+    seen = []
+    for step in range(NUM_STEPS):
+        share = make_share(TOGETHER["even"], step, rank)
+        reduction.run(share, lambda module, _, batch: module(batch[0]).square().mean(), lambda loss: loss, VOTES[rank])
+        assert layer.running_mean is not None
+        seen.append((found[-1], layer.running_mean.clone()))
+    return seen
 
 
 def run_plainly(case: Case) -> Outcome:
@@ -192,18 +208,25 @@ def test_alone_a_nan_is_seen() -> None:
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
-    """The outcomes of all cases, by rank."""
+def worked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the processes have left, by rank."""
     out = tmp_path_factory.mktemp("reduction")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn(work, args=(store.port, out), nprocs=WORLD_SIZE)
-    return [torch.load(out / str(rank), weights_only=False) for rank in range(WORLD_SIZE)]
+    return out
+
+
+@pytest.fixture(scope="module")
+def together(worked: Path) -> list[dict[str, Outcome]]:
+    """The outcomes of all cases, by rank."""
+    return [torch.load(worked / str(rank), weights_only=False) for rank in range(WORLD_SIZE)]
 
 
 def work(rank: int, port: int, out: Path) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60))
+    torch.save(run_with_statistics(rank), out / f"statistics-{rank}")
     outcomes = {name: run_case(case, rank) for name, case in TOGETHER.items()} | {"spoiled": run_case(SPOILED, rank)}
     torch.save(outcomes, out / str(rank))
     dist.destroy_process_group()
@@ -230,8 +253,35 @@ def test_every_rank_sees_the_nan_of_one_and_all_votes(together: list[dict[str, O
         assert outcomes["spoiled"].votes == [(3, 1)] * NUM_STEPS
 
 
+def test_a_stand_in_that_is_nan_gives_zeros_and_leaves_no_hook() -> None:
+    model = make_model()
+    empty = MicroBatch(epoch=0, step=0, shard=0, indices=np.arange(0), step_samples=1, is_last=True)
+    assert mean_loss(model, empty, None).isnan()
+    with zero_gradients(model):
+        mean_loss(model, empty, None).backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
 def test_a_snapshot_shows_nothing_of_it(together: list[dict[str, Outcome]]) -> None:
     assert together[0]["even"].parameters.keys() == dict(make_model().named_parameters()).keys()
+
+
+def test_statistics_are_those_of_rank_0_copied_before_each_forward_pass(worked: Path) -> None:
+    """As README explains broadcast_buffers."""
+    first, *others = (torch.load(worked / f"statistics-{rank}") for rank in range(WORLD_SIZE))
+    for other in others:
+        for step in range(NUM_STEPS):
+            assert torch.equal(other[step][0], first[step][0])
+            assert not torch.equal(other[step][1], first[step][1]), "each rank's own, until the next one"
+    for step in range(1, NUM_STEPS):
+        assert torch.equal(first[step][0], first[step - 1][1])
+
+
+def test_parts_on_devices_of_several_kinds_are_refused_in_one_line() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
+    with pytest.raises(UsageError, match="parts on cpu and meta"):
+        FastReduction(model, local_world(0, 2), CPU)
 
 
 def test_a_model_on_several_devices_is_left_where_it_is() -> None:

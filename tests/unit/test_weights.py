@@ -12,6 +12,7 @@ from torch import nn
 
 from elastic_train.averaging import AveragedWeights
 from elastic_train.errors import SnapshotError, UsageError
+from elastic_train.snapshot import SnapshotWriter
 from elastic_train.weights import SAFETENSORS_TYPES, export_weights, initialise, read_safetensors, read_weights
 
 WEIGHTS = {
@@ -66,6 +67,17 @@ def test_prefixes_and_containers_of_training_scripts(tmp_path: Path, container: 
     named = {f"module.{name}": value for name, value in source.state_dict().items()}
     torch.save(named if container is None else {container: named, "epoch": 3}, tmp_path / "w.pt")
     initialise(target, tmp_path / "w.pt", warn=warn)
+    assert equal(target.state_dict(), source.state_dict())
+
+
+@pytest.mark.parametrize("below", ["", "snapshots", "snapshots/NEWEST"])
+def test_a_run_a_folder_and_a_snapshot(tmp_path: Path, below: str) -> None:
+    source, target = nn.Linear(2, 1), nn.Linear(2, 1)
+    writer = SnapshotWriter(tmp_path / "snapshots", keep=2, host="node", run_uid="u", task={})
+    for step, model in ((1, nn.Linear(2, 1)), (2, source)):
+        state = {"model": model.state_dict(), "optimizer": {"a": torch.ones(1)}}
+        newest = writer.save(state, step=step, epoch=0, samples_done=0, generation=0, world_size=1).path
+    initialise(target, tmp_path / below.replace("NEWEST", newest.name), warn=warn)
     assert equal(target.state_dict(), source.state_dict())
 
 

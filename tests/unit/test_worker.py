@@ -1,0 +1,92 @@
+"""What a worker builds from its flags: the model as they want it, and where its task has put it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from elastic_train.config import Config
+from elastic_train.starting import describe_share
+from elastic_train.tasks import Task, build_task
+from elastic_train.worker import Worker, make_state
+
+CPU = torch.device("cpu")
+
+
+def convolutions(model: nn.Module) -> list[torch.Tensor]:
+    return [layer.weight for layer in model.modules() if isinstance(layer, nn.Conv2d) and layer.in_channels > 1]
+
+
+def test_channels_last_is_kept_where_a_snapshot_is_loaded() -> None:
+    task = build_task("digits", "cnn")
+    plain, state = (make_state(Config(channels_last=flag), task, CPU) for flag in (False, True))
+    state.load_state_dict(plain.state_dict())
+    weights = convolutions(state.model)
+    assert weights
+    assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
+    assert not any(weight.is_contiguous() for weight in weights)
+    assert all(torch.equal(*pair) for pair in zip(weights, convolutions(plain.model), strict=True))
+
+
+def test_compiling_changes_no_name() -> None:
+    task = build_task("digits", "mlp")
+    plain, compiled = (
+        make_state(Config(compile=flag, ema_decay=0.9), task, CPU).state_dict() for flag in (False, True)
+    )
+    assert compiled["model"].keys() == plain["model"].keys()
+    assert compiled["extras"]["ema"].keys() == plain["extras"]["ema"].keys() == plain["model"].keys()
+
+
+class Spread(Task):
+    def __init__(self, *places: str) -> None:
+        self.places = places
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1, 1, device=place) for place in self.places))
+
+    def train_dataset(self) -> Any:
+        return TensorDataset(torch.ones(4, 1))
+
+
+@pytest.mark.parametrize(("places", "found"), [(("cpu", "meta"), ["cpu", "meta"]), (("cpu", "cpu"), ["meta", "meta"])])
+def test_a_model_that_its_task_has_spread_out_stays_where_it_is(places: tuple[str, ...], found: list[str]) -> None:
+    """The device of the worker is one without memory here, which any machine has."""
+    model = make_state(Config(), Spread(*places), torch.device("meta")).model
+    assert [layer.weight.device.type for layer in model.children()] == found
+
+
+@dataclass
+class OwnFlags:
+    gain: float = 0.5
+    scratch: Path = Path("here")
+
+
+def test_members_agree_on_a_tasks_flags_but_for_paths() -> None:
+    config = Config(task="mine:Spread", own_flags=OwnFlags())
+    worker: Any = SimpleNamespace(config=config, task=Spread("cpu"), device=CPU)
+    agreement = Worker.agreement(worker)
+    assert agreement["--gain"] == 0.5
+    assert agreement["--task"] == "mine:Spread"
+    assert "--scratch" not in agreement
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "share"),
+    [
+        ({}, 1, "64"),
+        ({}, 4, "16"),
+        ({}, 3, "21 to 22"),
+        ({"global_batch_size": 3}, 3, "1"),
+        ({"reduction": "ordered"}, 3, "16 to 24"),
+        ({"reduction": "ordered", "virtual_ranks": 4}, 4, "16"),
+    ],
+)
+def test_what_a_worker_has_of_the_global_batch(flags: dict[str, Any], world_size: int, share: str) -> None:
+    assert describe_share(Config(**flags), world_size) == share
