@@ -56,12 +56,14 @@ def test_nodes_of_any_script_die_and_join(cluster: Cluster) -> None:
 @pytest.mark.slow
 def test_a_dead_node_at_the_end_holds_nobody_up(cluster: Cluster) -> None:
     """torchrun's exit barrier waits 300 s for it."""
-    nodes = start(cluster, steps=60, count=2, nnodes="2:2")
+    nodes = start(cluster, steps=60, count=2, nnodes="2:2", conf="last_call=2,lease=20")
     wait_until(lambda: progress(cluster)[-1:] == [(60, 2)], "last step", PATIENCE)
-    nodes[1].process.kill()  # its worker has nothing more to say to the other one
+    nodes[1].signal(signal.SIGSTOP)  # the agent alone: it must not arrive at the barrier before it dies
+    wait_until(lambda: not nodes[0].workers(), "end of the other's worker", 18)
+    nodes[1].process.kill()
     ended = time.monotonic()
-    assert nodes[0].wait(60) == 0
-    assert time.monotonic() - ended < 30
+    assert nodes[0].wait(100) == 0
+    assert time.monotonic() - ended < 60
 
 
 @pytest.mark.slow
