@@ -168,14 +168,18 @@ class Agents:
         # Read after the looks: who says goodbye and ends meanwhile has not died.
         byes = store.get_many([f"{key}/bye/{rank}" for rank in others])
         now = time.monotonic()
-        coming = set()
+        living: set[tuple[str, int]] = set()
+        leaving: dict[tuple[str, int], float] = {}
         for (rank, member), answer, bye in zip(others.items(), found, byes, strict=True):
             if answer is Probe.ACCEPTED:
                 last_seen[rank] = now
-            has_died = answer is Probe.REFUSED and bye is None
-            if not has_died and now - last_seen[rank] <= (SILENCE_SECONDS if bye is None else ARRIVAL_SECONDS):
-                coming.add(member.node)
-        return coming
+            silence = now - last_seen[rank]
+            if bye is not None:
+                leaving[member.node] = silence
+            elif answer is not Probe.REFUSED and silence <= SILENCE_SECONDS:
+                living.add(member.node)
+        # The agent of one that has gone has probably arrived: to count it as well would end the others too early.
+        return living | {node for node, silence in leaving.items() if living or silence <= ARRIVAL_SECONDS}
 
     def end_own(self, stop: StopSignal) -> None:
         """Leave a job that goes on without this worker: have its agent told to stop, and wait for the agent's SIGTERM.

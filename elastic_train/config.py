@@ -158,7 +158,8 @@ def parse(arguments: Sequence[str], own_flags: type | None = None, *, left_out: 
     parsed = parser.parse_args(list(arguments))
     config = Config(**{**vars(parsed.config), "own_flags": getattr(parsed, "own_flags", None)})
     check(config)
-    check_task_stands_alone(arguments)
+    if "task" not in left_out:
+        check_task_stands_alone(arguments)
     return config
 
 

@@ -100,9 +100,8 @@ class Connections:
         self.settings = settings
         self.etcd3 = import_etcd3()
         self._lock = threading.Lock()
-        self._clients: dict[int, Any] = {}
-        self._files: dict[int, tuple[int, ...]] = {}
-        """when the certificates that a client was made with were written"""
+        self._clients: dict[int, tuple[Any, tuple[int, ...]]] = {}
+        """by endpoint: a client, and when the certificates that it was made with were written"""
         self._current = random.randrange(len(settings.endpoints))  # not everybody at the same one
         self._is_closed = False
         self.num_requests = 0
@@ -114,22 +113,24 @@ class Connections:
 
         Raises:
             grpc.RpcError: no connection, or the user or password is refused.
+            Transient: the certificates are being renewed at this moment.
         """
         with self._lock:
             if self._is_closed:
                 raise StoreUnreachable("the connection to etcd is closed")
             index = self._current
-            found = self._clients.get(index)
-        if found is None:
-            files = self._written_at()
-            found = self._connect(self.settings.endpoints[index])
-            with self._lock:
-                earlier = self._clients.setdefault(index, found)
-                self._files.setdefault(index, files)
-            if earlier is not found:
-                found.close()
-                found = earlier
-        return index, found
+            known = self._clients.get(index)
+        if known is not None:
+            return index, known[0]
+        files = self._written_at()
+        if files is None:
+            raise Transient("the certificates are being renewed: a file is missing or empty")
+        made = self._connect(self.settings.endpoints[index])
+        with self._lock:
+            earlier, _ = self._clients.setdefault(index, (made, files))
+        if earlier is not made:
+            made.close()
+        return index, earlier
 
     def _connect(self, endpoint: str) -> Any:
         settings = self.settings
@@ -156,23 +157,25 @@ class Connections:
         with self._lock:
             if self._current == index:
                 self._current = (index + 1) % len(self.settings.endpoints)
-            if self._files.get(index, files) != files:
-                outdated = self._clients.pop(index, None)
-                del self._files[index]
+            if files is not None and self._clients.get(index, (None, files))[1] != files:
+                outdated, _ = self._clients.pop(index)
         if outdated is not None:
             outdated.close()
 
-    def _written_at(self) -> tuple[int, ...]:
+    def _written_at(self) -> tuple[int, ...] | None:
+        """None while a certificate is missing, or empty, at which gRPC would abort the process."""
         files = filter(None, (self.settings.ca, self.settings.cert, self.settings.key))
-        with suppress(FileNotFoundError):  # at the moment of a renewal
-            return tuple(os.stat(file).st_mtime_ns for file in files)
-        return ()
+        with suppress(FileNotFoundError):
+            found = [os.stat(file) for file in files]
+            if all(status.st_size for status in found):
+                return tuple(status.st_mtime_ns for status in found)
+        return None
 
     def drop(self, index: int, client: Any) -> None:
         """Its token is refused: the next call makes a new client."""
         with self._lock:
-            if self._clients.get(index) is client:
-                del self._clients[index], self._files[index]
+            if index in self._clients and self._clients[index][0] is client:
+                del self._clients[index]
         client.close()
 
     @property
@@ -183,7 +186,7 @@ class Connections:
         with self._lock:
             self._is_closed = True
             clients, self._clients = list(self._clients.values()), {}
-        for client in clients:
+        for client, _ in clients:
             client.close()
 
 

@@ -23,6 +23,8 @@ from elastic_train.lobby import Standing, standing
 ROUND = "round-0"
 """below a job's prefix; where agents restart all workers together there are several (membership.py), here is one"""
 MIN_LEASE_SECONDS = 60.0
+NOTICE_SECONDS = 5.0
+"""that those who train may need to notice that their grace is over: a call that is under way, and a heartbeat"""
 REFUSED_SECONDS = 3.0
 """without a beat, where nobody listens at any member's address either"""
 NO_STAMP = b"-" * 12
@@ -72,7 +74,7 @@ def open_job(
     """
     key = job_key(settings, run_id)
     lease_seconds = max(MIN_LEASE_SECONDS, 2 * settings.grace)
-    patience = max(peer_timeout, settings.grace) + 1.0
+    patience = max(peer_timeout, settings.grace) + NOTICE_SECONDS
     deadline = time.monotonic() + 4 * patience + 60
     while time.monotonic() < deadline:
         check()

@@ -24,7 +24,7 @@ from elastic_train.errors import (
     StoreUnreachable,
 )
 from elastic_train.etcd import ATTEMPT_SECONDS, Connections, Etcd
-from elastic_train.etcd_job import Job, open_job, take_away
+from elastic_train.etcd_job import NOTICE_SECONDS, Job, open_job, take_away
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.etcd_store import EtcdStore, Mirror
 from elastic_train.liveness import Probe, Watcher, probe, probe_all, refusing
@@ -295,6 +295,7 @@ class EtcdMembership(Membership):
             self.store.with_patience(left, min(ATTEMPT_SECONDS, left), self._wait_for_store).etcd.get(self._key)
         except StoreUnreachable as error:
             raise StoreUnreachable(f"{error}, after {silence:.0f} s without an answer") from error
+        self.watcher.note_answer()
 
     def _members_to_take_in(self, world: World) -> tuple[Member, ...]:
         standing = self._create_admission(self._key, Admission(world.members, ()))
@@ -394,8 +395,7 @@ class EtcdMembership(Membership):
         silence = min((self.watcher.age(member) for member in members), default=math.inf) - 1.0
         if silence <= self._peer_timeout:
             return False
-        # They notice the end of their grace after a call to etcd that was under way, and stop after another.
-        longest = self._settings.grace + 2 * self._watch_seconds
+        longest = self._settings.grace + NOTICE_SECONDS
         return silence > longest or all(probe(member.address) is Probe.REFUSED for member in members)
 
     # --- on the watcher's thread --------------------------------------------------------------------------------------

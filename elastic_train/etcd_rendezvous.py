@@ -37,7 +37,7 @@ from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable, first_
 from elastic_train.etcd import Connections, Etcd
 from elastic_train.etcd_job import open_job, take_away
 from elastic_train.etcd_settings import EtcdSettings
-from elastic_train.etcd_store import MIRROR_LAG_SECONDS, EtcdStore, Mirror
+from elastic_train.etcd_store import EtcdStore, Mirror
 from elastic_train.process_group import GroupStoreServer, address_towards_any
 from elastic_train.torchrun import exit_barrier_keys
 
@@ -319,7 +319,9 @@ class AgentsHandler(RendezvousHandler):
         while not self._is_ending.wait(min(1.0, self._lease_seconds / 3)):
             try:
                 self._keep_leases()
-                if not self._mirror.wait_for_known(MIRROR_LAG_SECONDS):  # its member of etcd is frozen, or gone
+                if (
+                    not self._mirror.wait_for_known() and self._mirror.is_silent
+                ):  # its member of etcd is frozen, or gone
                     self._mirror.reconnect()
                 self._arrive_for_the_dead()
             except StoreUnreachable:

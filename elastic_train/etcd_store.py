@@ -20,7 +20,7 @@ from elastic_train.etcd import Compacted, Entry, Etcd, LeaseLost, Outcome, Trans
 
 STAMP_BYTES = 12
 MIRROR_LAG_SECONDS = 1.0
-"""how long a mirror that hears nothing may lack what this process has written, until it is asked to connect anew"""
+"""how long a mirror may lack what this process has written, until etcd is asked; and hear nothing, to begin anew"""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,10 @@ class EtcdStore:
     def get_many(self, keys: Sequence[str]) -> list[str | None]:
         mirror = self._mirror
         if mirror is not None and keys and all(key.startswith(mirror.prefix) for key in keys):
-            if mirror.wait_for_known(MIRROR_LAG_SECONDS):
+            if mirror.wait_for_known():
                 return [text_of(mirror.get(key)) for key in keys]
-            mirror.reconnect()
+            if mirror.is_silent:
+                mirror.reconnect()
         entries = self.etcd.get_many(keys)
         for entry in entries:
             if entry is not None:  # the mirror may lag behind what has been seen here
@@ -233,17 +234,15 @@ class Mirror:
         with self._changed:
             self._known = max(self._known, revision)
 
-    def wait_for_known(self, silence: float) -> bool:
-        """Until every change that this process knows of is in. False where nothing at all has come for `silence`
-        seconds: a busy stream is waited for, since to begin it anew would only make it busier."""
-        started = time.monotonic()
+    def wait_for_known(self) -> bool:
+        """Until every change that this process knows of is in; False where that would take too long."""
         with self._changed:
-            while not self._has_known():
-                patience = max(started, self._heard_at) + silence - time.monotonic()
-                if patience <= 0:
-                    return False
-                self._changed.wait(patience)
-            return True
+            return self._changed.wait_for(self._has_known, MIRROR_LAG_SECONDS)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing has come for a while. A busy stream is left alone: begun anew it would only be busier."""
+        return time.monotonic() > self._heard_at + MIRROR_LAG_SECONDS
 
     def _has_known(self) -> bool:
         if self._crash is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -11,11 +12,15 @@ import torch.distributed as dist
 from elastic_train.errors import OwnershipLost, StoreUnreachable
 from elastic_train.finishing import save_result, write_result
 from elastic_train.goodput import Phase
+from elastic_train.liveness import Probe, probe
 from elastic_train.loop import WorldLoop
 from elastic_train.membership import Membership
 from elastic_train.saving import Saver, remove_handoffs
 from elastic_train.worker import Worker
 from elastic_train.world import World
+
+SAVE_SECONDS = 300.0
+"""that a worker stays for another one of its node, which saves the state for all of them"""
 
 
 class WaysOut:
@@ -141,4 +146,22 @@ class WaysOut:
                 self._saver.save_and_wait(self._worker.state)
             except OwnershipLost as error:
                 return str(error)
+        else:
+            # An agent that loses one worker ends its others, after 30 s with SIGKILL: this one stays for so long.
+            first = next(member for member in world.members if member.node == world.me.node)
+            deadline = time.monotonic() + SAVE_SECONDS
+            while probe(first.address) is Probe.ACCEPTED and time.monotonic() < deadline:
+                if self._worker.stop.is_requested:
+                    break
+                time.sleep(0.1)
         return f"the state of step {self._worker.state.step} is saved, start all nodes again to continue"
+
+    def save_for_nobody(self, world: World) -> str:
+        """For the case that no other lives: without the training thread. Returns what a person should know."""
+        if not world.is_first_of_node:
+            return "the first worker of this node may have saved the state"
+        try:
+            self._saver.save_and_wait(self._worker.state)
+        except OwnershipLost as error:
+            return str(error)
+        return f"the state of step {self._worker.state.step} is saved, in case that no other is left"

@@ -128,6 +128,7 @@ class Watcher:
         self._warn = warn
         self._give_up = give_up
         self._broken_at: float | None = None
+        self._has_given_up = False
         self._has_warned = False
         self._monotonic = monotonic
         self.listener = Listener(me.address[0])
@@ -192,6 +193,8 @@ class Watcher:
             Whatever ended the watcher's thread: a bug, without which this worker would silently look dead to others.
         """
         self.check()
+        if self._has_given_up and threading.current_thread() is threading.main_thread():
+            threading.Event().wait()  # it came back after all; what is being saved must not change any more
         self._activity = (activity, self._monotonic())
 
     def check(self) -> None:
@@ -273,7 +276,7 @@ class Watcher:
                 self._next_errand = self._monotonic() + 1.0
                 self._errands()
             if is_beat_due:
-                self._note_answer()
+                self.note_answer()
         except StoreUnreachable as error:
             world = self._world
             if world is not None and self.store_silence > WARN_SECONDS and not self._has_warned:
@@ -282,24 +285,31 @@ class Watcher:
                     f"{error}; training goes on for up to {self._store_grace:.0f} s without it, but nobody can join, "
                     "and a lost member cannot be replaced"
                 )
-            excess = self.store_silence - self._store_grace
-            if world is not None and excess > 0 and (self._has_grace or world.world_size > 1):
-                self.is_store_lost = True
-                if excess > self._patience:  # no step has ended since: a peer may be gone as well
-                    self.reason = str(error)
-                    self._break_off(world, {})
+            with self._lock:  # the training thread may have an answer at this moment
+                excess = self.store_silence - self._store_grace
+                # The step in hand still goes on, and others may be about to take over.
+                ahead = min(self.slowest_step, self._store_grace / 2) if self._has_grace else 0.0
+                self.is_store_lost = (
+                    world is not None and excess + ahead > 0 and (self._has_grace or world.world_size > 1)
+                )
+            if world is not None and excess > self._patience and (world.world_size > 1 or world.is_spare):
+                self.reason = str(error)  # no step has ended since: a peer may be gone as well
+                self._break_off(world, {})
             with contextlib.suppress(StoreUnreachable):  # a client that once got no answer gives none again
                 self.store = self.store.clone()
         self._end_if_stuck()
 
-    def _note_answer(self) -> None:
-        self.is_store_lost = False
-        if self._has_warned:
-            self._has_warned = False
-            self._warn(f"the store answers again, after {self.store_silence:.0f} s")
-        if self.is_store_silent:
-            self.answering_since = self._monotonic()
-        self._last_answer = self._monotonic()
+    def note_answer(self) -> None:
+        """The store has answered, on this thread or the training thread."""
+        with self._lock:
+            self.is_store_lost = False
+            silence, was_silent = self.store_silence, self.is_store_silent
+            self._last_answer = self._monotonic()
+            if was_silent:
+                self.answering_since = self._last_answer
+            has_warned, self._has_warned = self._has_warned, False
+        if has_warned:
+            self._warn(f"the store answers again, after {silence:.0f} s")
 
     def _run(self) -> None:
         poll = select.poll()
@@ -400,9 +410,10 @@ class Watcher:
             return
         waited = self._monotonic() - max(since, broken_at)
         if waited > self._patience:
+            self._has_given_up = True
             self._give_up(
                 f"the others went on without this worker ({self.reason}), and a collective of theirs has not ended "
-                f"here in {waited:.0f} s. This worker ends"
+                f"here in {waited:.0f} s: this worker ends"
             )
 
     def _break_off(self, world: World, verdicts: dict[int, str]) -> None:

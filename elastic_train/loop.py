@@ -199,20 +199,21 @@ class Loop:
 
 
 class UnbrokenReduction:
-    """A reduction whose result counts only if the process group was not broken off meanwhile.
+    """A reduction that tells the watcher when it is over, and counts only if the group was not broken off meanwhile.
 
     gloo raises of itself then; NCCL's collectives, once aborted, end with garbage and no error.
     """
 
     def __init__(self, reduction: Reduction, membership: Membership) -> None:
         self._reduction = reduction
-        self._sockets = membership.sockets
+        self._sockets, self._watcher = membership.sockets, membership.watcher
 
     def run(
         self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
     ) -> StepTotals:
         """As `Reduction.run`. Raises: FormationFailed where the group was broken off."""
         totals = self._reduction.run(micro_batches, loss, scale, votes)
+        self._watcher.do(Activity.COMPUTE)  # the optimizer's step waits for nobody
         require_unbroken(self._sockets)
         return totals
 

@@ -45,6 +45,8 @@ JOIN_SIGNAL_SECONDS = 5.0
 """how long after a join showed the agents' SIGTERM may take; they look once a second"""
 WORD_SECONDS = 10.0
 """between two words to the person who waits with us"""
+AT_LAST_SECONDS = 120.0
+"""for saving the state of a worker that is about to be ended"""
 CLOSED_SECONDS = 15.0
 """how long a closed rendezvous is given to show that a missing worker comes after all"""
 
@@ -274,10 +276,13 @@ class Membership:
     def _give_up(self, why: str) -> None:
         """On the watcher's thread: the training thread cannot be reached any more."""
         try:
-            self._warn(f"{why}; {self.at_last()}")
-        except Exception as error:  # whatever it is: nothing else can be done here
-            self._warn(f"{why}; nothing could be saved: {first_line(error)}")
-        os._exit(1)
+            self._warn(why)
+            # On a thread of its own: a disk, or a GPU that waits as well, may never answer.
+            saver = threading.Thread(target=lambda: self._warn(self.at_last()), name="at-last", daemon=True)
+            saver.start()
+            saver.join(AT_LAST_SECONDS)
+        finally:
+            os._exit(1)
 
     def _start_watcher(self, watcher: Watcher, me: Member) -> Member:
         me = replace(me, address=watcher.listener.address)
@@ -349,6 +354,7 @@ class Membership:
         address = split_endpoint(self._launch.endpoint) if self._launch.endpoint else self._launch.master
         try:
             self.store.get(f"{self._key}/broken")
+            self.watcher.note_answer()
         except StoreUnreachable:
             if address is None or probe(address) is not Probe.ACCEPTED:
                 raise
@@ -399,9 +405,10 @@ class Membership:
         """
         while True:
             self.watcher.check()
-            # Where the store is gone, what is read here may be a copy.
-            is_over = self.watcher.is_store_lost or self.watcher.reason is not None
-            is_broken = is_over or self.store.get(f"{self._key}/broken") is not None
+            if self.watcher.is_store_lost:  # what is read below may be a copy
+                self._renew_store()
+            # The watcher breaks the world off, too, where the store is gone and a peer with it.
+            is_broken = self.watcher.reason is not None or self.store.get(f"{self._key}/broken") is not None
             finished = self.store.get(f"{self._key}/finished")  # after it: who finished and went looks lost
             if finished is not None or is_broken:
                 return finished

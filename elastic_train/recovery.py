@@ -262,7 +262,7 @@ class Run:
         membership.watcher.expect(world, membership.key)
         worker.reach("init", world)
         membership.wait_for_workers(world)
-        # Until all have the state a member may be busy with its disk, which nobody judges: the others wait this long.
+        # Until all have the state nobody is judged: for one that is stuck the others wait this long.
         patience = timedelta(seconds=worker.config.formation_timeout)
         with process_group(world, membership.group_store, backend, membership.sockets, patience):
             sync_started = time.monotonic()
@@ -332,6 +332,7 @@ class Run:
         told = gather_json({"step": state.step if had_state else -1, "logged": worker.reporter.last_logged_step()})
         steps = [entry["step"] for entry in told]
         if max(steps) < 0:
+            set_group_timeout(GROUP_TIMEOUT)  # a large snapshot takes its time to be read
             restored = self._start.restore(world, has_stood_by=self._has_stood_by)
             self._has_state = True
             return restored
@@ -403,11 +404,11 @@ class Run:
         return self._ways_out.stop_between_worlds(world)
 
     def _save_at_last(self) -> str:
-        """On the watcher's thread, where the training thread waits for a collective that will not end."""
+        """Not on the training thread, which waits for a collective that will not end."""
         if self._world is None or not self._has_state:
             return "there is nothing to save"
         self.loop.abandon()
-        return self._ways_out.save_for_next_start(self._world)
+        return self._ways_out.save_for_nobody(self._world)
 
     # --- telling ------------------------------------------------------------------------------------------------------
 

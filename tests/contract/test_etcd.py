@@ -207,7 +207,7 @@ def test_what_was_seen_past_a_lagging_mirror_is_not_forgotten(
     store, other = EtcdStore(etcd, mirror=mirror), EtcdStore(etcd)
     assert store.get("seen/list") is None
     with monkeypatch.context() as lagging:
-        lagging.setattr(mirror, "wait_for_known", lambda _seconds: False)
+        lagging.setattr(mirror, "wait_for_known", lambda: False)
         lagging.setattr(mirror, "reconnect", lambda: None)
         other.put("seen/member", "here")
         other.put("seen/list", "member")
@@ -446,6 +446,15 @@ def test_certificates_that_were_renewed_are_read_anew(tmp_path: Path) -> None:
         store = EtcdStore(connect(cluster.settings(ca=ca, cert=cert, key=key)))
         store.put("/x", "before")
         cluster.members[0].kill()
+        shutil.rmtree(folder)
+        impatient = store.with_patience(2.0, 1.0, lambda _why: None)
+        with pytest.raises(StoreUnreachable):  # nothing worse, in the middle of the renewal
+            impatient.put("/x", "lost")
+        folder.mkdir()
+        for path in (ca, cert, key):
+            Path(path).touch()
+        with pytest.raises(StoreUnreachable, match="renewed"):
+            connect(store.etcd.connections.settings, deadline=2.0).get("/x")
         shutil.rmtree(folder)
         folder.mkdir()
         make_tls(folder)

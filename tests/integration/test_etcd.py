@@ -188,6 +188,7 @@ def test_an_outage_of_etcd_beyond_the_grace(cluster: Cluster) -> None:
         assert node.wait(PATIENCE) != 0
         assert "etcd" in node.text()
         assert "is saved, start all nodes again to continue" in node.text()
+    assert not events(cluster.run_dir, "peer_lost"), "the world ended by a vote"
     for member in etcd.members:
         member.start()
     etcd.wait_until_healthy()

@@ -205,7 +205,7 @@ def test_the_last_one_waits_for_a_collective_that_does_not_end(cluster: Cluster)
     [other] = [node for node in nodes if node is not waiting]
     other.kill()
     assert waiting.wait(90) == 1
-    assert "This worker ends; the state of step 59 is saved, start all nodes again" in waiting.text()
+    assert "the state of step 59 is saved, in case that no other is left" in waiting.text()
     cluster.finish([cluster.start_alone(*flags, "100")])
     end = check_run(cluster, 100)
     assert end["incidents"][-1]["committed_steps_lost"] == 0

@@ -229,10 +229,19 @@ class Rates:
     epochs_of_warmup: int = 2
 
 
+@dataclasses.dataclass
+class Finetuning:
+    task: str = "mrpc"
+    model: str = "bert"
+
+
 def test_names_that_are_left_out_are_free_for_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="--lr exists already"):
         parse(["--lr", "0.5"], Rates)
     config = parse(["--lr", "0.5", "--epochs", "7", "--ledger"], Rates, left_out=("lr", "model"))
+    assert (
+        parse(["--task", "mrpc", "--model", "bert"], Finetuning, left_out=("task", "model")).own_flags == Finetuning()
+    )
     assert type(config) is Config
     assert (config.lr, config.model, config.epochs, config.ledger) == (None, "cnn", 7, True)
     assert config.own_flags == Rates(lr=0.5)

@@ -498,6 +498,36 @@ def test_a_store_with_a_grace_may_be_away_for_so_long() -> None:
     group.close()
 
 
+def test_a_store_that_is_back_at_the_end_of_its_grace_is_lost_no_more() -> None:
+    """The training thread has an answer first, and forms the next world before the watchers' next turn."""
+    group = Group(2, store_grace=30.0)
+    group.enter()
+    for store in group.stores:
+        store.is_down = True
+    group.pass_time(31)
+    assert all(watcher.is_store_lost for watcher in group.watchers)
+    for watcher in group.watchers:
+        watcher.leave()
+        watcher.note_answer()
+    group.enter()
+    group.pass_time(1)  # the stores of the watchers are still away
+    assert not any(watcher.is_store_lost for watcher in group.watchers)
+    group.close()
+
+
+def test_the_step_in_hand_ends_within_the_grace() -> None:
+    group = Group(2, store_grace=30.0)
+    group.enter()
+    for store, watcher in zip(group.stores, group.watchers, strict=True):
+        store.is_down = True
+        watcher.slowest_step = 10.0
+    group.pass_time(19)
+    assert not any(watcher.is_store_lost for watcher in group.watchers)
+    group.pass_time(2)
+    assert all(watcher.is_store_lost for watcher in group.watchers)
+    group.close()
+
+
 def test_a_lone_member_meets_the_end_of_the_grace_at_its_next_step() -> None:
     """It cannot know whether another start has taken its place."""
     group = Group(1, store_grace=30.0)
@@ -507,6 +537,8 @@ def test_a_lone_member_meets_the_end_of_the_grace_at_its_next_step() -> None:
     assert not group.watchers[0].is_store_lost
     group.pass_time(3)
     assert group.watchers[0].is_store_lost
+    group.pass_time(20 * PEER_TIMEOUT)
+    assert group.cuts == [0], "it waits for nobody, however long its step takes"
     group.close()
 
 

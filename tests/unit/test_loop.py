@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from elastic_train.config import Config
 from elastic_train.goodput import Phase
-from elastic_train.loop import FIRST_STEP_SECONDS, Loop
+from elastic_train.loop import FIRST_STEP_SECONDS, Loop, votes_of
 from elastic_train.sampler import MicroBatch
 from elastic_train.state import TrainState
 from elastic_train.tasks import Task
@@ -89,6 +89,17 @@ def steps(task: Watched) -> list[list[tuple[MicroBatch, Any]]]:
 
     batch = (torch.ones(2, 1), torch.zeros(2, dtype=torch.int64))
     return [[(micro_batch(step), batch)] for step in (1, 2)]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_who_has_lost_the_store_votes_for_the_end_of_the_world(is_lost: bool) -> None:
+    worker: Any = SimpleNamespace(stop=SimpleNamespace(votes=lambda _is_join_pending: (0, 0)))
+    membership: Any = SimpleNamespace(
+        agents=SimpleNamespace(is_join_pending=False),
+        is_join_due=False,
+        watcher=SimpleNamespace(is_store_lost=is_lost),
+    )
+    assert votes_of(worker, membership) == (0, int(is_lost), 0)
 
 
 @pytest.mark.parametrize(("compiles", "patience"), [(True, FIRST_STEP_SECONDS), (False, 0.0)])
