@@ -173,10 +173,16 @@ class Training:
             loss: mean over this rank's batch, a scalar; the mean over the step's samples is logged.
 
         Raises:
-            UsageError: there is no step in hand.
+            UsageError: there is no step in hand; or several workers train and `parallel` was not called, so that each
+                would go its own way.
             TrainingDiverged: the loss is NaN or infinite and the optimizer has stepped; on every rank alike.
         """
         self._step_in_hand()
+        if self.world.world_size > 1 and not self._loop.has_parallel:
+            raise UsageError(
+                f"nobody averages the gradients of the {self.world.world_size} workers: train the module that "
+                "training.parallel() makes in the training function"
+            )
         has_stepped, self._is_applied = self._is_applied, True
         own_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
         own_part = 0.0 if self._is_stand_in else own_loss * self.weight  # a stand-in's may be NaN
@@ -376,6 +382,11 @@ class OwnLoop:
     def votes(self) -> Votes:
         self.last_votes = votes_of(self._worker, self._membership)
         return self.last_votes
+
+    @property
+    def has_parallel(self) -> bool:
+        """Whether the function has asked for DDP in the present world."""
+        return bool(self._parallel)
 
     def remember_parallel(self, module: DistributedDataParallel) -> None:
         self._parallel.append(weakref.ref(module))

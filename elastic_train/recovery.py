@@ -460,9 +460,10 @@ class Run:
         if restored is None:
             said = ((f"lost {', '.join(lost)}", lost), (f"{', '.join(left)} left", left))
             what = "; ".join(text for text, names in (*said, (f"took in {', '.join(joined)}", joined)) if names)
+            workers = f"{world.world_size} workers go on" if world.world_size > 1 else "1 worker goes on"
             phases = " ".join(f"{name}={value:.3f}" for name, value in seconds.items())
             reporter.say(
-                f"world generation={world.generation}: {world.world_size} workers go on at step {state.step + 1}; "
+                f"world generation={world.generation}: {workers} at step {state.step + 1}; "
                 f"{what or 'a newcomer died'}; {phases} (s)"
             )
         reporter.say_for_node(

@@ -69,8 +69,9 @@ def freshest(steps: Sequence[int]) -> int:
 
 
 def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first entry that differs: (name, our value, their value); None where all agree."""
-    for name in sorted(ours.keys() | theirs.keys()):
+    """The first entry that differs: (name, our value, their value); None where all agree. What is trained comes before
+    flags, which differ as well where it does."""
+    for name in sorted(ours.keys() | theirs.keys(), key=lambda name: (name.startswith("--"), name)):
         if ours.get(name) != theirs.get(name):
             return name, ours.get(name), theirs.get(name)
     return None
@@ -83,7 +84,7 @@ def require_agreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], their_
         name, our_value, their_value = found
         raise Refused(
             f"{name} is {our_value!r} here and {their_value!r} on {their_name}: this worker is refused; "
-            "give all members the same"
+            "give all members the same, or another job an endpoint of its own (--rdzv-endpoint)"
         )
 
 

@@ -176,8 +176,9 @@ def describe_start(worker: Worker, world: World, backend: str, restored: Restore
     config, state = worker.config, worker.state
     share = describe_share(config, world.world_size)
     epoch = min(state.epoch + 1, config.epochs)
+    beginning = "from scratch" if config.init_from is None else f"from the weights of {config.init_from}"
     where = (
-        "from scratch"
+        beginning
         if restored.source == "scratch"
         else f"from the {restored.source} of step {restored.step}, in epoch {epoch} of {config.epochs}"
     )

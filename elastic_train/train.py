@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from elastic_train.errors import TrainingDiverged
+from elastic_train.errors import TrainingDiverged, UsageError
 from elastic_train.reduction import Loss, Reduction, Share
 from elastic_train.sampler import MicroBatch
 from elastic_train.state import TrainState
@@ -148,14 +148,24 @@ def task_loss(task: Task, *, seed: int, precision: str, device: torch.device, st
         seed_model_draws(seed, micro_batch.step, micro_batch.shard, device)
         with autocast():
             if batch is not None:
-                return task.loss(module, task.to_device(batch, device))
+                return scalar(task, task.loss(module, task.to_device(batch, device)))
             hushed = hush_statistics(module)
             try:
-                return task.loss(module, task.to_device(stand_in(), device))
+                return scalar(task, task.loss(module, task.to_device(stand_in(), device)))
             finally:
                 for layer in hushed:
                     layer.training = True
 
+    return loss
+
+
+def scalar(task: Task, loss: torch.Tensor) -> torch.Tensor:
+    """Raises: UsageError where a task's loss is not the mean of the batch."""
+    if loss.dim() != 0:
+        raise UsageError(
+            f"{type(task).__name__}.loss gave a tensor of shape {tuple(loss.shape)}: it must give a scalar, the mean "
+            "over the samples of the batch"
+        )
     return loss
 
 

@@ -52,7 +52,7 @@ def describe(cluster: EtcdCluster, folder: Path, *, keeps: bool) -> list[str]:
     spare = (size - 1) // 2
     return [
         f"elastic-train: etcd, {size} member{'s' if size > 1 else ''}, {'TLS' if tls else 'plain text'}, "
-        f"{'kept' if keeps else 'until then'} in {folder}; Ctrl-C ends it",
+        f"in {folder}{'' if keeps else ' (removed at the end)'}; Ctrl-C ends it",
         *(f"  {member.name} at {member.endpoint}, pid {pid_of(member)}" for member in cluster.members),
         f"{spare} of them may be killed at a time. In other terminals:" if spare else "In other terminals:",
         "",

@@ -344,6 +344,17 @@ def test_mistakes_end_in_one_line(
 
 
 @pytest.mark.slow
+def test_workers_whose_gradients_nobody_averages_do_not_train(cluster: Cluster) -> None:
+    assert "training.parallel()" in SCRIPT
+    nodes = start_workers(
+        cluster, 2, SCRIPT.replace("training.parallel()", "training.model").replace("BEFORE_COMMIT", "pass")
+    )
+    for node in nodes:
+        assert node.wait() == 2
+        assert "nobody averages the gradients of the 2 workers" in error_line(node)
+
+
+@pytest.mark.slow
 def test_a_function_that_returns_early_ends_the_training(cluster: Cluster) -> None:
     (node,) = start_script(
         cluster, 1, "training.commit(loss)\n            if training.state.step == 9: return\n            continue"

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elastic_train.config import Config
+from elastic_train.errors import UsageError
 from elastic_train.goodput import Phase
 from elastic_train.loop import FIRST_STEP_SECONDS, Loop, votes_of
 from elastic_train.sampler import MicroBatch
@@ -89,6 +90,17 @@ def steps(task: Watched) -> list[list[tuple[MicroBatch, Any]]]:
 
     batch = (torch.ones(2, 1), torch.zeros(2, dtype=torch.int64))
     return [[(micro_batch(step), batch)] for step in (1, 2)]
+
+
+def test_a_loss_that_is_no_scalar_is_told_by_its_shape() -> None:
+    class Unreduced(Watched):
+        def loss(self, module: nn.Module, batch: Any) -> torch.Tensor:
+            return (module(batch[0]) - 1.0) ** 2
+
+    task = Unreduced()
+    loop, _, _ = make_loop(task)
+    with pytest.raises(UsageError, match=r"Unreduced.loss gave a tensor of shape \(2, 2\): it must give a scalar"):
+        loop.run(WORLD, steps(task))
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

@@ -179,6 +179,7 @@ def test_disagreement_names_the_first_entry_and_both_values() -> None:
     assert disagreement({}, {}) is None
     assert disagreement({"a": 1, "b": [2]}, {"b": [2], "a": 1}) is None
     assert disagreement({"b": 1, "a": 1}, {"b": 2, "a": 2}) == ("a", 1, 2)
+    assert disagreement({"--epochs": 1, "data": 1}, {"--epochs": 2, "data": 2}) == ("data", 1, 2), "not its flags"
     assert disagreement({"a": 1}, {}) == ("a", 1, None)
     assert disagreement({}, {"a": 1}) == ("a", None, 1)
     assert disagreement({"a": {"x": 1}}, {"a": {"x": 2}}) == ("a", {"x": 1}, {"x": 2})
