@@ -23,6 +23,7 @@ from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDive
 from elastic_train.loop import UnbrokenReduction
 from elastic_train.process_group import GroupSockets, is_communication_error, open_sockets
 from elastic_train.reduction import StepTotals
+from elastic_train.rules import Activity
 
 # --- which sockets are shut -------------------------------------------------------------------------------------------
 
@@ -477,9 +478,11 @@ def test_a_step_whose_group_was_broken_off_does_not_count() -> None:
         def run(self, *_arguments: Any, **_more: Any) -> StepTotals:
             return totals
 
-    membership: Any = SimpleNamespace(sockets=sockets)
+    told: list[Activity] = []
+    membership: Any = SimpleNamespace(sockets=sockets, watcher=SimpleNamespace(do=told.append))
     reduction = UnbrokenReduction(Inner(), membership)
     assert reduction.run([], lambda *_: torch.zeros(()), lambda loss: loss, ()) is totals
+    assert told == [Activity.COMPUTE], "from here on it keeps the others waiting"
     sockets.shut()
     with pytest.raises(FormationFailed):
         reduction.run([], lambda *_: torch.zeros(()), lambda loss: loss, ())
