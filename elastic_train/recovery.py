@@ -464,7 +464,7 @@ class Run:
             phases = " ".join(f"{name}={value:.3f}" for name, value in seconds.items())
             reporter.say(
                 f"world generation={world.generation}: {workers} at step {state.step + 1}; "
-                f"{what or 'a newcomer died'}; {phases} (s)"
+                f"{what or 'the members are the same'}; {phases} (s)"
             )
         reporter.say_for_node(
             f"in world generation={world.generation} as rank {world.rank} of {world.world_size}; "
