@@ -98,7 +98,7 @@ def test_death_after_the_last_step_does_not_hold_up_the_others(cluster: Cluster,
     ended = time.time()
     assert result(cluster.run_dir)["step"] == 60
     last_commit = max(e["time"] for e in events(cluster.run_dir, "step"))
-    assert ended - last_commit < 15.0, "nobody waited for torchrun's exit barrier of 300 s"
+    assert ended - last_commit < 45.0, "nobody waited for torchrun's exit barrier of 300 s, on a busy machine either"
 
 
 def test_an_error_on_one_rank_only(cluster: Cluster) -> None:
