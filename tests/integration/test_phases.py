@@ -264,9 +264,9 @@ def test_the_host_of_the_endpoint_dies(cluster: Cluster) -> None:
     for node in nodes[1:]:
         assert node.wait(30) != 0
         assert re.search("is saved|stopped by SIGTERM at step", node.text()), node.text()
-    before = max(map(last_step, run_dirs))
     saved = [newest_snapshot(run_dir)[0].step for run_dir in run_dirs[1:]]
-    assert max(saved) == before, "no committed step is lost"
+    before = max(saved)  # the dead one may have been about to tell of the last step
+    assert before >= max(map(last_step, run_dirs)), "no committed step is lost"
     assert min(saved) >= before - 1, "every node has saved"
     restarted = [
         node
