@@ -215,7 +215,7 @@ def test_a_local_cluster_lives_until_it_is_ended(tmp_path: Path, flags: tuple[st
         assert len(settings.endpoints) == 3
         assert (settings.ca is not None) == bool(flags)
         assert look_at_etcd(settings, "none").errors == ()
-        folder = Path(re.findall(r"until then in (\S+);", log.read_text())[0])
+        folder = Path(re.findall(r", in (\S+) \(removed at the end\)", log.read_text())[0])
         members = [psutil.Process(int(pid)) for pid in re.findall(r"pid (\d+)", log.read_text())]
         members[0].kill()
         wait_until(lambda: "m0 has ended, 2 of 3 are left" in log.read_text(), "word of the lost member")
