@@ -193,9 +193,10 @@ def check_task_stands_alone(arguments: Sequence[str]) -> None:
     """Raises: UsageError where `--task` is given and another flag, too, says what is trained; though it be the default,
     for whoever types it expects it to count."""
     task = task_of(arguments)
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        if task is not None and name in ("--dataset", "--model"):
+    if task is None:
+        return
+    for name in (argument.partition("=")[0] for argument in arguments):
+        if name in ("--dataset", "--model"):
             raise UsageError(
                 f"{name} goes without --task: {task} brings its own data and model; leave one out (a dataclass in the "
                 "task's constructor gives it flags of its own)"

@@ -287,9 +287,9 @@ class EtcdMembership(Membership):
 
     def _renew_store(self) -> None:
         """Connections to etcd renew themselves. What the watcher has waited for etcd counts for this thread too."""
-        silence = self.watcher.store_silence
         if not self.watcher.is_store_silent:
             return
+        silence = self.watcher.store_silence
         left = max(0.5, self._settings.grace - silence)
         try:
             self.store.with_patience(left, min(ATTEMPT_SECONDS, left), self._wait_for_store).etcd.get(self._key)

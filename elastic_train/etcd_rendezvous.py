@@ -319,10 +319,7 @@ class AgentsHandler(RendezvousHandler):
         while not self._is_ending.wait(min(1.0, self._lease_seconds / 3)):
             try:
                 self._keep_leases()
-                if (
-                    not self._mirror.wait_for_known() and self._mirror.is_silent
-                ):  # its member of etcd is frozen, or gone
-                    self._mirror.reconnect()
+                self._mirror.wait_for_known()
                 self._arrive_for_the_dead()
             except StoreUnreachable:
                 continue  # num_nodes_waiting() says when that has lasted too long

@@ -56,11 +56,8 @@ class EtcdStore:
 
     def get_many(self, keys: Sequence[str]) -> list[str | None]:
         mirror = self._mirror
-        if mirror is not None and keys and all(key.startswith(mirror.prefix) for key in keys):
-            if mirror.wait_for_known():
-                return [text_of(mirror.get(key)) for key in keys]
-            if mirror.is_silent:
-                mirror.reconnect()
+        if mirror is not None and keys and mirror.covers(keys) and mirror.wait_for_known():
+            return [text_of(mirror.get(key)) for key in keys]
         entries = self.etcd.get_many(keys)
         for entry in entries:
             if entry is not None:  # the mirror may lag behind what has been seen here
@@ -213,6 +210,9 @@ class Mirror:
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
         self._thread.start()
 
+    def covers(self, keys: Sequence[str]) -> bool:
+        return all(key.startswith(self.prefix) for key in keys)
+
     def get(self, key: str) -> Entry | None:
         return self._entries.get(key)
 
@@ -235,14 +235,16 @@ class Mirror:
             self._known = max(self._known, revision)
 
     def wait_for_known(self) -> bool:
-        """Until every change that this process knows of is in; False where that would take too long."""
-        with self._changed:
-            return self._changed.wait_for(self._has_known, MIRROR_LAG_SECONDS)
+        """Until every change that this process knows of is in; False where that would take too long.
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether nothing has come for a while. A busy stream is left alone: begun anew it would only be busier."""
-        return time.monotonic() > self._heard_at + MIRROR_LAG_SECONDS
+        A stream that has been silent for so long is then begun anew; one that is busy would only be busier.
+        """
+        with self._changed:
+            if self._changed.wait_for(self._has_known, MIRROR_LAG_SECONDS):
+                return True
+        if time.monotonic() > self._heard_at + MIRROR_LAG_SECONDS:  # its member of etcd is frozen, or gone
+            self.reconnect()
+        return False
 
     def _has_known(self) -> bool:
         if self._crash is not None:

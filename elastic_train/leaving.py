@@ -141,27 +141,27 @@ class WaysOut:
 
     def save_for_next_start(self, world: World) -> str:
         """Each node for itself: nobody knows which others live. Returns what a person should do next."""
+        advice = "start all nodes again to continue"
         if world.is_first_of_node:
-            try:
-                self._saver.save_and_wait(self._worker.state)
-            except OwnershipLost as error:
-                return str(error)
-        else:
-            # An agent that loses one worker ends its others, after 30 s with SIGKILL: this one stays for so long.
-            first = next(member for member in world.members if member.node == world.me.node)
-            deadline = time.monotonic() + SAVE_SECONDS
-            while probe(first.address) is Probe.ACCEPTED and time.monotonic() < deadline:
-                if self._worker.stop.is_requested:
-                    break
-                time.sleep(0.1)
-        return f"the state of step {self._worker.state.step} is saved, start all nodes again to continue"
+            return self._save_alone(advice)
+        # An agent that loses one worker ends its others, after 30 s with SIGKILL: this one stays while the first saves.
+        first, deadline = world.first_of_node.address, time.monotonic() + SAVE_SECONDS
+        while not self._worker.stop.is_requested and probe(first) is Probe.ACCEPTED and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return self._describe_saved(advice)
 
     def save_for_nobody(self, world: World) -> str:
         """For the case that no other lives: without the training thread. Returns what a person should know."""
-        if not world.is_first_of_node:
-            return "the first worker of this node may have saved the state"
+        if world.is_first_of_node:
+            return self._save_alone("in case that no other is left")
+        return "the first worker of this node may have saved the state"
+
+    def _save_alone(self, advice: str) -> str:
         try:
             self._saver.save_and_wait(self._worker.state)
         except OwnershipLost as error:
             return str(error)
-        return f"the state of step {self._worker.state.step} is saved, in case that no other is left"
+        return self._describe_saved(advice)
+
+    def _describe_saved(self, advice: str) -> str:
+        return f"the state of step {self._worker.state.step} is saved, {advice}"

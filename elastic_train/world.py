@@ -120,9 +120,14 @@ class World:
         return max(member.min_nodes for member in self.members)
 
     @property
+    def first_of_node(self) -> Member:
+        """The member of this node that has its lowest rank."""
+        return next(other for other in self.members if other.node == self.me.node)
+
+    @property
     def is_first_of_node(self) -> bool:
         """Whether this is the lowest rank on its node."""
-        return next(rank for rank, other in enumerate(self.members) if other.node == self.me.node) == self.rank
+        return self.first_of_node is self.me
 
     @property
     def is_directory_leader(self) -> bool:

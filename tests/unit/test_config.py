@@ -239,9 +239,8 @@ def test_names_that_are_left_out_are_free_for_own_flags(capsys: pytest.CaptureFi
     with pytest.raises(UsageError, match="--lr exists already"):
         parse(["--lr", "0.5"], Rates)
     config = parse(["--lr", "0.5", "--epochs", "7", "--ledger"], Rates, left_out=("lr", "model"))
-    assert (
-        parse(["--task", "mrpc", "--model", "bert"], Finetuning, left_out=("task", "model")).own_flags == Finetuning()
-    )
+    own = parse(["--task", "mrpc", "--model", "bert"], Finetuning, left_out=("task", "model"))
+    assert own.own_flags == Finetuning()
     assert type(config) is Config
     assert (config.lr, config.model, config.epochs, config.ledger) == (None, "cnn", 7, True)
     assert config.own_flags == Rates(lr=0.5)
