@@ -156,6 +156,17 @@ class WaysOut:
             return self._save_alone("in case that no other is left")
         return "the first worker of this node may have saved the state"
 
+    def save_for_mended_code(self, world: World, error: Exception) -> None:
+        """The code that is trained has failed on all who tried: the commits before are kept for when it is mended."""
+        state = self._worker.state
+        if not world.is_first_of_node or state.step == 0 or not state.is_whole:
+            return
+        state.rollback()
+        self._saver.enter(world)
+        with suppress(OwnershipLost):  # the others are a generation further, and save what they have
+            self._saver.save_and_wait(state)
+            error.add_note(f"elastic_train: {self._describe_saved('the next start continues from it')}")
+
     def _save_alone(self, advice: str) -> str:
         try:
             self._saver.save_and_wait(self._worker.state)

@@ -206,7 +206,11 @@ class Run:
                     return outcome
                 interruption = outcome
             except Exception as error:  # of any kind: the code that is trained raises what it likes
-                if self._judge(error, world) is not Failure.PEER:
+                verdict = self._judge(error, world)
+                if verdict is not Failure.PEER:
+                    is_of_task = not isinstance(error, ElasticTrainError)
+                    if is_of_task and self._has_state and (verdict is Failure.JOB or world.num_nodes == 1):
+                        self._ways_out.save_for_mended_code(world, error)
                     raise
                 now = time.monotonic()
                 detected_at = max(self._ended_at, self.loop.step_started)

@@ -105,6 +105,8 @@ class TrainState:
         self._modes = [(module, module.training) for module in model.modules()]
         self._remembered: list[tuple[Buffers, Remembered]] | None = None
         self._is_step_open = False
+        self._is_updating = False
+        optimizer.register_step_pre_hook(self._note_update)
         self._schedule = schedule
         self._has_own_optimizer = has_own_optimizer
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
@@ -116,6 +118,11 @@ class TrainState:
         return self.step >= self.last_step
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the weights are those of a commit: not from the optimizer's step to the commit that follows."""
+        return not self._is_updating
+
+    @property
     def averaged(self) -> AveragedWeights | None:
         """The moving average of the weights, where there is one among the extras."""
         found = self.extras.get("ema")
@@ -124,6 +131,9 @@ class TrainState:
     def next_step_samples(self) -> int:
         """Samples of the step in hand: the global batch, fewer in the last step of an epoch."""
         return min(self.global_batch_size, self.length - self.samples_done)
+
+    def _note_update(self, *_arguments: Any) -> None:
+        self._is_updating = True
 
     def set_modes(self) -> None:
         """Put every module of the model into the mode, `train()` or `eval()`, that it had when this state was made."""
@@ -172,6 +182,7 @@ class TrainState:
             self.epoch += 1
             self.samples_done = 0
         self._apply_schedule()
+        self._is_updating = False
         return has_ended_epoch
 
     def _apply_schedule(self) -> None:
@@ -223,7 +234,7 @@ class TrainState:
         extras = state.get("extras", {})
         if extras.keys() != self.extras.keys():
             raise KeyError(f"it holds extras {sorted(extras)}, this process has {sorted(self.extras)}")
-        self._is_step_open = False
+        self._is_step_open = self._is_updating = False
         self.model.load_state_dict(state["model"])
         loaded = state["optimizer"]
         if self._schedule is not None and not self._has_own_optimizer:

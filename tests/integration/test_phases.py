@@ -120,9 +120,23 @@ def test_an_error_on_every_rank_ends_the_job(cluster: Cluster) -> None:
     nodes = start_with_fault(cluster, "error@step:step=60")
     for node in nodes:
         assert node.wait(60) != 0
-        assert "RuntimeError: fault error@step" in node.text()
+    texts = [node.text() for node in nodes]
+    assert sum("RuntimeError: fault error@step" in text for text in texts) >= 2, "a second witness ends the job"
+    for text in texts:  # the third may find the step before broken off by their end
+        assert "RuntimeError: fault error@step" in text or "fails on every member that tries it" in text
     assert last_step(cluster.run_dir) == 60
+    assert newest_snapshot(cluster.run_dir)[0].step == 60, "no committed step is lost"
+    assert any("elastic_train: the state of step 60 is saved, the next start continues" in text for text in texts)
     assert max(e["generation"] for e in events(cluster.run_dir, "world")) <= 2, "no endless re-forming"
+
+
+def test_an_error_where_one_node_trains_keeps_what_is_committed(cluster: Cluster) -> None:
+    [node] = start_with_fault(cluster, "error@step:step=60", nodes=1)
+    assert node.wait(60) != 0
+    traceback, _, note = node.text().partition("RuntimeError: fault error@step")
+    assert "Traceback" in traceback
+    assert "elastic_train: the state of step 60 is saved, the next start continues from it" in note
+    assert newest_snapshot(cluster.run_dir)[0].step == 60
 
 
 @pytest.mark.slow

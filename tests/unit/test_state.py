@@ -322,3 +322,27 @@ def test_layers_that_are_frozen_stay_frozen() -> None:
     whole = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
     TrainState(whole, torch.optim.SGD(whole.parameters(), lr=0.1), length=8, global_batch_size=4, epochs=2).set_modes()
     assert all(module.training for module in whole.modules()), "as a whole that is no choice of layers"
+
+
+def test_a_state_is_whole_but_from_the_optimizer_s_step_to_the_commit() -> None:
+    state = make_state()
+    assert state.is_whole
+    state.remember()
+    state.model(torch.zeros(2, 4)).sum().backward()
+    assert state.is_whole
+    with pytest.raises(RuntimeError, match="half way"):
+        fail_half_way(state.optimizer)
+    assert not state.is_whole
+    state.commit(1.0)
+    assert state.is_whole
+    state.optimizer.step()
+    state.load_state_dict(make_state().state_dict())
+    assert state.is_whole
+
+
+def fail_half_way(optimizer: torch.optim.Optimizer) -> None:
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("half way")
+
+    with optimizer.register_step_post_hook(fail):
+        optimizer.step()
