@@ -209,7 +209,7 @@ class EpochDataset(Dataset[Any]):
         if len(micro_batch.indices) == 0:
             return micro_batch, None
         if self._gather is not None:
-            indices = torch.tensor(micro_batch.indices, dtype=torch.int64)
+            indices = torch.from_numpy(micro_batch.indices.copy())  # torch.tensor() takes ten times as long
             return micro_batch, self._gather(indices, micro_batch.epoch)
         samples = []
         with generators_kept():

@@ -37,7 +37,7 @@ from elastic_train.loop import FIRST_STEP_SECONDS, LoopObserver, stand_in_batch,
 from elastic_train.membership import Membership
 from elastic_train.process_group import is_communication_error
 from elastic_train.recovery import run_worker
-from elastic_train.reduction import Share
+from elastic_train.reduction import Share, hush_statistics
 from elastic_train.rules import Activity
 from elastic_train.saving import Saver
 from elastic_train.state import Stateful, TrainState
@@ -45,7 +45,7 @@ from elastic_train.stopping import StopSignal, die_with_parent
 from elastic_train.system import require_system_for_training
 from elastic_train.tasks import Task
 from elastic_train.torchrun import Launch
-from elastic_train.train import NO_VOTES, Outcome, StepResult, Votes, hush_statistics, seed_model_draws
+from elastic_train.train import NO_VOTES, Outcome, StepResult, Votes, seed_model_draws
 from elastic_train.worker import Parts, Worker, build
 from elastic_train.world import World
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_train.errors import UsageError
@@ -27,6 +28,10 @@ Share = Sequence[tuple[MicroBatch, Batch]]
 """a rank's part of a step: micro-batches with their data, None for an empty one"""
 Loss = Callable[[nn.Module, MicroBatch, Batch], torch.Tensor]
 """(module, micro-batch, its data or None if it is empty) -> mean loss over the micro-batch's samples, a scalar"""
+
+
+STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+"""the buffers of torch's normalising layers"""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,10 @@ class FastReduction:
     way before any other gradient. In float32, so the loss travels as this rank's part of the mean, not of the sum. With
     options of DDP that make it look into the graph, where that parameter is not, they have a message of their own.
 
+    BatchNorm's running statistics are each rank's own: in train mode nothing reads them, and whoever needs them takes
+    rank 0's (`evaluation.share_buffers`, a snapshot). A model with other buffers gets those of rank 0 before each
+    forward pass, as DDP does.
+
     Args:
         num_votes: as many as `run` is given.
         options: DDP's own, such as `find_unused_parameters`.
@@ -93,6 +102,7 @@ class FastReduction:
                 _Carrier(model, self._totals) if self._rides_along else model,
                 device_ids=ddp_device_ids(parameter.device for parameter in model.parameters()),
                 gradient_as_bucket_view=True,  # spares a copy of every gradient
+                broadcast_buffers=not has_only_statistics(model),  # spares a message in every forward pass
                 **options,
             )
             # DDP has taken note of all parameters and buffers. From here on its module is the model itself, as a loss
@@ -164,6 +174,32 @@ def ddp_device_ids(devices: Iterable[torch.device]) -> list[torch.device] | None
     """DDP's `device_ids` for a model with parameters on these devices: None on the CPU, and where it is spread out."""
     distinct = set(devices)
     return list(distinct) if len(distinct) == 1 and all(device.type == "cuda" for device in distinct) else None
+
+
+def hush_statistics(module: nn.Module) -> list[nn.Module]:
+    """Have BatchNorm's layers use their statistics and not change them, so that an absent sample leaves no trace there;
+    returns the layers, to be put back into train mode.
+
+    These alone, because other models than ours give something else in eval mode, or take part in collectives
+    (SyncBatchNorm) in train mode only.
+    """
+    hushed: list[nn.Module] = [
+        layer
+        for layer in module.modules()
+        if layer.training and isinstance(layer, _NormBase) and not isinstance(layer, nn.SyncBatchNorm)
+    ]
+    for layer in hushed:
+        layer.training = False
+    return hushed
+
+
+def has_only_statistics(model: nn.Module) -> bool:
+    """Whether the model's buffers are running statistics of normalising layers, and nothing else."""
+    return all(
+        isinstance(layer, _NormBase) and layer._buffers.keys() <= STATISTICS
+        for layer in model.modules()
+        if layer._buffers
+    )
 
 
 def require_one_kind_of_device(devices: Iterable[torch.device]) -> None:

@@ -42,11 +42,12 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 # Even. With 6, the distance of neighbours at length 257 is 20 sigma off in 5 million pairs; with 8, nothing.
 _NUM_ROUNDS = 8
-# Up to here a table of constant size costs no more than the network and is free of its limits on tiny lengths:
-# with two odd radices, as at length 9, the network reaches the even permutations only.
-_MAX_TABLE_LENGTH = 256
 # Positions whose indices are computed in one call while iterating: 32 KiB, enough to hide numpy's overhead.
 _BLOCK_SAMPLES = 4096
+# Up to here a table, no larger than a block, costs a fifth of the network, of which numpy's calls for a short epoch are
+# most, and is free of its limits on tiny lengths: with two odd radices, as at length 9, it reaches the even
+# permutations only.
+_MAX_TABLE_LENGTH = _BLOCK_SAMPLES
 
 
 def split(num_items: int, part: int, num_parts: int) -> tuple[int, int]:
@@ -91,8 +92,7 @@ class EpochOrder:
             if not 0 <= position < self.length:
                 raise ValueError(f"position must be in [0, {self.length}), got {position}")
         if self.length <= _MAX_TABLE_LENGTH:
-            # Distinct keys: the mixer is a bijection. So the order does not depend on the sort algorithm.
-            return np.argsort(self._stream(self.length))[positions].astype(np.int64, copy=False)
+            return self._table[positions]
         values = self._permute(positions.astype(np.uint64))
         outside = np.flatnonzero(values >= np.uint64(self.length))
         while outside.size:  # ends: a cycle that started inside comes back inside
@@ -114,6 +114,11 @@ class EpochOrder:
         high *= radix_low
         high += low
         return high
+
+    @cached_property
+    def _table(self) -> _Int64s:
+        # Distinct keys: the mixer is a bijection. So the order does not depend on the sort algorithm.
+        return np.argsort(self._stream(self.length)).astype(np.int64, copy=False)
 
     @cached_property
     def _round_keys(self) -> _UInt64s:

@@ -39,7 +39,7 @@ from elastic_train.run_directory import fsync_directory
 if TYPE_CHECKING:  # torch takes seconds to import, and listing snapshots does not need it
     import torch
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 STATE_FILE = "state.pt"
 MANIFEST_FILE = "manifest.json"
 

@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from elastic_train.errors import TrainingDiverged, UsageError
-from elastic_train.reduction import Loss, Reduction, Share
+from elastic_train.reduction import Loss, Reduction, Share, hush_statistics
 from elastic_train.sampler import MicroBatch
 from elastic_train.state import TrainState
 from elastic_train.tasks import Task
@@ -110,7 +109,7 @@ def train_step(
         TrainingDiverged: the loss is NaN or infinite, on every rank alike; the weights are those before the step.
     """
     state.remember()
-    state.optimizer.zero_grad(set_to_none=True)
+    drop_gradients(state.optimizer)
     scale = state.scaler.scale if state.scaler else _unscaled
     totals = reduction.run(micro_batches, loss, scale, votes=votes)
     if not math.isfinite(totals.loss) and not _is_left_to_scaler(state):
@@ -124,6 +123,13 @@ def train_step(
     else:
         state.optimizer.step()
     return StepResult(loss=totals.loss, votes=totals.votes)
+
+
+def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """What `zero_grad(set_to_none=True)` does, without the profiler's range around it: 10 us of a step of 1 ms."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def _unscaled(loss: torch.Tensor) -> torch.Tensor:
@@ -167,23 +173,6 @@ def scalar(task: Task, loss: torch.Tensor) -> torch.Tensor:
             "over the samples of the batch"
         )
     return loss
-
-
-def hush_statistics(module: nn.Module) -> list[nn.Module]:
-    """Have BatchNorm's layers use their statistics and not change them, so that an absent sample leaves no trace there;
-    returns the layers, to be put back into train mode.
-
-    These alone, because other models than ours give something else in eval mode, or take part in collectives
-    (SyncBatchNorm) in train mode only.
-    """
-    hushed: list[nn.Module] = [
-        layer
-        for layer in module.modules()
-        if layer.training and isinstance(layer, _NormBase) and not isinstance(layer, nn.SyncBatchNorm)
-    ]
-    for layer in hushed:
-        layer.training = False
-    return hushed
 
 
 def seed_model_draws(seed: int, step: int, shard: int, device: torch.device) -> None:

@@ -153,12 +153,23 @@ def run_case(case: Case, rank: int) -> Outcome:
     return outcome
 
 
-def run_with_statistics(rank: int) -> list[tuple[Tensor, Tensor]]:
+class Counting(nn.Module):
+    """Has a buffer that no other layer than its own knows the meaning of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs
+
+
+def run_with_statistics(rank: int, *others: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """BatchNorm's running mean in each step: as the forward pass finds it, and as the step leaves it."""
     layer = nn.BatchNorm1d(6)
     found: list[Tensor] = []
     layer.register_forward_pre_hook(lambda module, _inputs: found.append(module.running_mean.clone()))  # type: ignore[operator,union-attr]
-    reduction = FastReduction(layer, local_world(rank, WORLD_SIZE), CPU)
+    reduction = FastReduction(nn.Sequential(layer, *others), local_world(rank, WORLD_SIZE), CPU)
     seen = []
     for step in range(NUM_STEPS):
         share = make_share(TOGETHER["even"], step, rank)
@@ -227,6 +238,7 @@ def work(rank: int, port: int, out: Path) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60))
     torch.save(run_with_statistics(rank), out / f"statistics-{rank}")
+    torch.save(run_with_statistics(rank, Counting()), out / f"buffers-{rank}")
     outcomes = {name: run_case(case, rank) for name, case in TOGETHER.items()} | {"spoiled": run_case(SPOILED, rank)}
     torch.save(outcomes, out / str(rank))
     dist.destroy_process_group()
@@ -267,15 +279,26 @@ def test_a_snapshot_shows_nothing_of_it(together: list[dict[str, Outcome]]) -> N
     assert together[0]["even"].parameters.keys() == dict(make_model().named_parameters()).keys()
 
 
-def test_statistics_are_those_of_rank_0_copied_before_each_forward_pass(worked: Path) -> None:
+def test_other_buffers_are_those_of_rank_0_copied_before_each_forward_pass(worked: Path) -> None:
     """As README explains broadcast_buffers."""
-    first, *others = (torch.load(worked / f"statistics-{rank}") for rank in range(WORLD_SIZE))
+    first, *others = (torch.load(worked / f"buffers-{rank}") for rank in range(WORLD_SIZE))
     for other in others:
         for step in range(NUM_STEPS):
             assert torch.equal(other[step][0], first[step][0])
             assert not torch.equal(other[step][1], first[step][1]), "each rank's own, until the next one"
     for step in range(1, NUM_STEPS):
         assert torch.equal(first[step][0], first[step - 1][1])
+
+
+def test_statistics_alone_are_each_rank_s_own_and_those_of_rank_0_the_same(worked: Path) -> None:
+    """As README explains broadcast_buffers."""
+    for rank in range(WORLD_SIZE):
+        own = torch.load(worked / f"statistics-{rank}")
+        assert all(torch.equal(own[step][0], own[step - 1][1]) for step in range(1, NUM_STEPS))
+    first, second = (torch.load(worked / f"statistics-{rank}") for rank in range(2))
+    assert not torch.equal(first[-1][1], second[-1][1])
+    copied = torch.load(worked / "buffers-0")
+    assert all(torch.equal(own[1], of_ddp[1]) for own, of_ddp in zip(first, copied, strict=True))
 
 
 def test_parts_on_devices_of_several_kinds_are_refused_in_one_line() -> None:

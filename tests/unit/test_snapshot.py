@@ -307,7 +307,7 @@ def damage_torn_manifest(path: Path) -> None:
 
 
 def damage_version(path: Path) -> None:
-    edit_manifest(path, format_version=2)
+    edit_manifest(path, format_version=1)
 
 
 def damage_step(path: Path) -> None:
@@ -334,7 +334,7 @@ def damage_no_object(path: Path) -> None:
         (damage_no_state, "state.pt cannot be read: No such file"),
         (damage_no_manifest, "manifest.json cannot be read: No such file"),
         (damage_torn_manifest, "manifest.json is not JSON"),
-        (damage_version, "unknown format_version 2; elastic_train .* reads 1"),
+        (damage_version, "unknown format_version 1; elastic_train .* reads 2"),
         (damage_step, "manifest.json is wrong or incomplete"),
         (damage_files, "does not name state.pt"),
         (damage_escape, "manifest.json is wrong or incomplete"),

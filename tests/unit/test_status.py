@@ -14,6 +14,7 @@ import pytest
 
 from elastic_train import status
 from elastic_train.errors import RunDirectoryError
+from elastic_train.snapshot import FORMAT_VERSION
 from elastic_train.status import RunState, Status, describe, duration, human_bytes, process_is_alive, read_ends
 
 NOW = 1_700_000_000.0
@@ -249,7 +250,12 @@ def test_snapshots_are_found_and_damaged_ones_named(files: Files) -> None:
         folder = files.run_dir / "snapshots" / f"step-{step:012d}-gen-0000-node"
         folder.mkdir(parents=True)
         (folder / "state.pt").write_bytes(b"x" * (5000 if step == 7 else 4))
-        manifest: dict[str, Any] = {"format_version": 1, "step": step, "epoch": 0, "samples_done": step * BATCH}
+        manifest: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "epoch": 0,
+            "samples_done": step * BATCH,
+        }
         manifest |= {"generation": 0, "run_uid": "u", "host": "node", "time": NOW - 100, "world_size": 1}
         manifest |= {"torch_version": "2", "elastic_train_version": "0", "task": {"train_length": LENGTH}}
         manifest |= {"files": {"state.pt": {"bytes": 5000, "sha256": ""}}}
