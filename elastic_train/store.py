@@ -142,6 +142,27 @@ class TorchStore:
         return StoreUnreachable(f"the rendezvous store does not answer: {first_line(error)}")
 
 
+def is_store(host: str, port: int, patience: timedelta) -> bool | None:
+    """Whether what listens there answers as a rendezvous store does; None where nothing listens. Blocks for at most
+    `patience`, and a second."""
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return None
+    # As in `clone`: a thread can be left behind.
+    greeted = threading.Event()
+
+    def greet() -> None:
+        with contextlib.suppress(RuntimeError):
+            TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
+            greeted.set()
+
+    thread = threading.Thread(target=greet, name="store-greeting", daemon=True)
+    thread.start()
+    thread.join(patience.total_seconds())
+    return greeted.is_set()
+
+
 def limit_socket_waits(port: int, timeout: timedelta) -> None:
     """Give this process's connections to a store's port a deadline for every send and receive.
 

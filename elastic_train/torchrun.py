@@ -69,7 +69,24 @@ def prepare_agent() -> Any:
         os.environ.update(plan.environment)
         if plan.announcement:
             print(f"elastic_train: {plan.announcement}", file=sys.stderr, flush=True)
+        if endpoint := plan.environment.get(ENDPOINT_VARIABLE):
+            require_no_stranger(endpoint)
     return refuse_as_backend
+
+
+def require_no_stranger(endpoint: str) -> None:
+    """Ends an agent that torchrun would let wait for a minute, and then show a traceback: another program has the
+    endpoint's port. Raises: SystemExit."""
+    from elastic_train.store import is_store  # torch is loaded by now
+
+    if is_store(*split_endpoint(endpoint), STRANGER_PATIENCE) is False:
+        print(
+            f"elastic_train: error: what listens at {endpoint} is no rendezvous store: another program has that port; "
+            "choose another --rdzv-endpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(1)
 
 
 def refuse_as_backend(_parameters: Any) -> Any:
@@ -85,6 +102,10 @@ def etcd3_backend() -> Any:
         return create_handler(parameters)
 
     return create
+
+
+STRANGER_PATIENCE = datetime.timedelta(seconds=30)
+"""for an answer of a store that is busy; torchrun's own is a minute"""
 
 
 @dataclass(frozen=True)

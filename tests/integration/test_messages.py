@@ -144,6 +144,21 @@ def test_one_line_says_what_to_do(failures: dict[str, Node], case: str, code: in
     assert node.text().rstrip().splitlines()[-1] == line, "it is the last line"
 
 
+@pytest.mark.parametrize("answer", [greet_and_close, say_nothing])
+def test_an_endpoint_whose_port_another_program_has(tmp_path: Path, answer: Callable[[socket.socket], None]) -> None:
+    with server(answer) as port:
+        ended = subprocess.run(
+            [PYTHON, "-m", "torch.distributed.run", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}",
+             "--nnodes=1:4", "-m", "elastic_train"],
+            capture_output=True, text=True, timeout=100, cwd=tmp_path, env=clean_environment(),
+        )  # fmt: skip
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    last = ended.stderr.rstrip().splitlines()[-1]
+    assert last.startswith(f"elastic_train: error: what listens at localhost:{port} is no rendezvous store")
+    assert "--rdzv-endpoint" in last
+
+
 def test_traceback_with_debug(failures: dict[str, Node]) -> None:
     node = failures["debug"]
     assert node.wait() == 1
