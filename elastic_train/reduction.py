@@ -8,6 +8,7 @@ step costs no message of its own.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ class FastReduction:
                 _Carrier(model, self._totals) if self._rides_along else model,
                 device_ids=ddp_device_ids(parameter.device for parameter in model.parameters()),
                 gradient_as_bucket_view=True,  # spares a copy of every gradient
-                broadcast_buffers=not has_only_statistics(model),  # spares a message in every forward pass
+                **(without_buffers() if has_only_statistics(model) else {}),
                 **options,
             )
             # DDP has taken note of all parameters and buffers. From here on its module is the model itself, as a loss
@@ -200,6 +201,12 @@ def has_only_statistics(model: nn.Module) -> bool:
         for layer in model.modules()
         if layer._buffers
     )
+
+
+def without_buffers() -> dict[str, Any]:
+    """DDP's option that spares a message in every forward pass, under the name that it has in this torch."""
+    known = inspect.signature(DistributedDataParallel).parameters  # `broadcast_buffers` warns from torch 2.15 on
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
 def require_one_kind_of_device(devices: Iterable[torch.device]) -> None:
