@@ -89,7 +89,9 @@ def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list
     available = [
         name
         for name, kind in FAULTS.items()
-        if (has_network or not kind.needs_network) and kind.backend in (None, arguments.backend)
+        if (has_network or not kind.needs_network)
+        and kind.backend in (None, arguments.backend)
+        and kind.why_not() is None
     ]
     sizes = {name: kind.size for name, kind in FAULTS.items()}
     if arguments.scenario is not None:
@@ -117,6 +119,8 @@ def _require_available(names: Iterable[str], available: Iterable[str], given: st
     for name in sorted(set(names) - set(available)):
         if (backend := FAULTS[name].backend) not in (None, given):
             raise UsageError(f"{name}: goes with --backend {backend} only")
+        if (why_not := FAULTS[name].why_not()) is not None:
+            raise UsageError(f"{name}: not on this machine: {why_not}")
         raise UsageError(f"{name}: needs network namespaces, which this machine or --nodes-as does not allow")
 
 

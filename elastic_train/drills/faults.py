@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from pathlib import Path
 
 import psutil
 
@@ -20,8 +19,10 @@ from elastic_train.drills.harm import (
     Harm,
     NotStruck,
     has_stepped_anew,
+    snapshots_of,
+    wait_gone,
+    workers_of,
 )
-from elastic_train.drills.nodes import is_running
 
 
 class Kill(Fault):
@@ -71,12 +72,12 @@ class KillWorker(Fault):
     says = "SIGKILL to one worker; its agent ends the node"
 
     def strike(self, harm: Harm) -> str:
-        workers = _workers(harm.targets[0])
+        workers = workers_of(harm.targets[0])
         if not workers:
             raise NotStruck("it had no worker any more")
         worker = harm.rng.choice(workers)
         worker.kill()
-        _wait_gone(worker)
+        wait_gone(worker)
         return f"worker {worker.pid} is gone"
 
 
@@ -90,7 +91,7 @@ class KillAgent(Fault):
         if agent is None:
             raise NotStruck("its agent had ended")
         agent.kill()
-        _wait_gone(agent)
+        wait_gone(agent)
         return f"agent {agent.pid} is gone"
 
 
@@ -113,14 +114,14 @@ class Hang(Fault):
         return 3 * harm.peer_timeout + RECOVERY_LIMIT_SECONDS
 
     def strike(self, harm: Harm) -> str:
-        workers = _workers(harm.targets[0])
+        workers = workers_of(harm.targets[0])
         _freeze(workers)
         harm.targets[0].affliction = NodeState.FROZEN
         return f"{len(workers)} stopped"
 
     def undo(self, harm: Harm) -> None:
         harm.targets[0].affliction = NodeState.OUT
-        _thaw(_workers(harm.targets[0]))
+        _thaw(workers_of(harm.targets[0]))
 
     def is_cleared(self, harm: Harm) -> bool:
         return not harm.targets[0].is_running
@@ -132,13 +133,13 @@ class Pause(Disturbance):
     undo_after = 0.5
 
     def strike(self, harm: Harm) -> str:
-        workers = _workers(harm.targets[0])
+        workers = workers_of(harm.targets[0])
         _freeze(workers)
         harm.targets[0].affliction = NodeState.FROZEN
         return f"{len(workers)} stopped"
 
     def undo(self, harm: Harm) -> None:
-        _thaw(_workers(harm.targets[0]))
+        _thaw(workers_of(harm.targets[0]))
         harm.targets[0].affliction = None
 
 
@@ -147,7 +148,7 @@ class Slow(Disturbance):
     says = "a node's workers run at nice 19, all on one processor, for three seconds"
 
     def strike(self, harm: Harm) -> str:
-        workers = _workers(harm.targets[0])
+        workers = workers_of(harm.targets[0])
         for worker in workers:
             worker.nice(19)
             worker.cpu_affinity(psutil.Process().cpu_affinity()[:1])
@@ -157,7 +158,7 @@ class Slow(Disturbance):
         return f"{len(workers)} at nice {found[0][0]}, on processor {found[0][1]}"
 
     def undo(self, harm: Harm) -> None:
-        for worker in _workers(harm.targets[0]):
+        for worker in workers_of(harm.targets[0]):
             with contextlib.suppress(psutil.NoSuchProcess):
                 with contextlib.suppress(psutil.AccessDenied):
                     worker.nice(psutil.Process().nice())  # as the drill itself, from which it had it
@@ -223,7 +224,7 @@ class Damage(KillAll):
     says = "a bit of the newest snapshot is flipped and everything killed: the one before it is used"
 
     def not_yet(self, cluster: Cluster) -> str | None:
-        if len(_snapshots(cluster)) < 2:
+        if len(snapshots_of(cluster)) < 2:
             return "there are not two snapshots yet"
         return super().not_yet(cluster)
 
@@ -231,7 +232,7 @@ class Damage(KillAll):
         cluster = harm.cluster
         cluster.kill(cluster.running)
         cluster.backend.lose()
-        newest = _snapshots(cluster)[0]
+        newest = snapshots_of(cluster)[0]
         state = newest / "state.pt"
         data = bytearray(state.read_bytes())
         position = harm.rng.randrange(len(data))
@@ -278,10 +279,6 @@ def _start_all_again(harm: Harm) -> None:
         harm.cluster.start(place)
 
 
-def _workers(place: Place) -> list[psutil.Process]:
-    return place.node.workers() if place.node is not None else []
-
-
 def _freeze(workers: list[psutil.Process]) -> None:
     if not workers:
         raise NotStruck("it had no worker any more")
@@ -298,18 +295,3 @@ def _thaw(workers: list[psutil.Process]) -> None:
     for worker in workers:
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.send_signal(signal.SIGCONT)
-
-
-def _wait_gone(process: psutil.Process) -> None:
-    deadline = time.monotonic() + 10.0
-    while is_running(process):
-        if time.monotonic() > deadline:
-            raise NotStruck(f"process {process.pid} did not end")
-        time.sleep(0.005)
-
-
-def _snapshots(cluster: Cluster) -> list[Path]:
-    """Newest first."""
-    from elastic_train.snapshot import find_snapshots
-
-    return [info.path for info in find_snapshots(cluster.run_dir / "snapshots", warn=lambda _: None)]

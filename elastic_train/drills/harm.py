@@ -7,10 +7,15 @@ when the job has got over it (`is_over`). What has to be put right again, it put
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
+import psutil
+
 from elastic_train.drills.cluster import Cluster, Place
+from elastic_train.drills.nodes import is_running
 
 RECOVERY_LIMIT_SECONDS = 30.0
 """from a death to the next committed step; measured in tenths, but machines are loaded"""
@@ -54,6 +59,7 @@ class Fault:
     """one line for --list"""
     size: ClassVar[int] = -1
     needs_network: ClassVar[bool] = False
+    """whether its nodes must be network namespaces"""
     backend: ClassVar[str | None] = None
     """the only one that it goes with; None: any"""
     undo_after: ClassVar[float | None] = None
@@ -61,6 +67,11 @@ class Fault:
 
     changes_world: ClassVar[bool] = True
     """whether a new generation is what it leads to"""
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        """What else it needs that this machine lacks; None if it lacks nothing."""
+        return None
 
     def limit_seconds(self, harm: Harm) -> float:
         """From the strike to the next step, at most."""
@@ -120,3 +131,23 @@ def has_stepped_anew(harm: Harm) -> bool:
     """Whether a later generation has committed a step, whoever is in it."""
     world = harm.cluster.watch.world
     return world is not None and world.generation > harm.generation and world.first_step_at is not None
+
+
+def workers_of(place: Place) -> list[psutil.Process]:
+    return place.node.workers() if place.node is not None else []
+
+
+def wait_gone(process: psutil.Process) -> None:
+    """Raises: NotStruck where it does not end."""
+    deadline = time.monotonic() + 10.0
+    while is_running(process):
+        if time.monotonic() > deadline:
+            raise NotStruck(f"process {process.pid} did not end")
+        time.sleep(0.005)
+
+
+def snapshots_of(cluster: Cluster) -> list[Path]:
+    """Newest first."""
+    from elastic_train.snapshot import find_snapshots
+
+    return [info.path for info in find_snapshots(cluster.run_dir / "snapshots", warn=lambda _: None)]

@@ -13,6 +13,7 @@ from elastic_train.drills.audit import audit
 from elastic_train.drills.network import Network
 from elastic_train.drills.nodes import clean_environment
 from elastic_train.drills.record import read_drill
+from elastic_train.drills.resource_faults import OutOfMemory
 from tests.etcd_cluster import etcd_running
 
 
@@ -76,6 +77,17 @@ def test_a_drill_with_cables_and_power(tmp_path: Path) -> None:
     plan = scenario(tmp_path, "partition", "one-way", "join", "power-loss", "slow-link", "packet-loss", every=4.0)
     done = drill(tmp_path, "--seed", "5", "--nodes-as", "namespaces", "--scenario", plan, timeout=880)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(Network.why_not() is not None, reason="no network namespaces here")
+@pytest.mark.skipif(OutOfMemory.why_not() is not None, reason="no memory cgroups here")
+def test_a_drill_without_room(tmp_path: Path) -> None:
+    plan = scenario(tmp_path, "disk-full", "out-of-memory", every=4.0)
+    done = drill(tmp_path, "--seed", "5", "--nodes", "3", "--scenario", plan, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "No space left on device" in (tmp_path / "run" / "drill" / "faults.jsonl").read_text()
 
 
 @pytest.mark.slow

@@ -1,0 +1,130 @@
+"""The harm that is done by what a machine has too little of: memory, and room on its disk."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from elastic_train.drills.cluster import Cluster, Place
+from elastic_train.drills.harm import Disturbance, Fault, Harm, NotStruck, snapshots_of, wait_gone, workers_of
+from elastic_train.events import newest_events
+
+CGROUPS = Path("/sys/fs/cgroup")
+SNAPSHOT_SECONDS = 90.0
+"""within which a snapshot must be due"""
+
+
+class OutOfMemory(Fault):
+    name = "out-of-memory"
+    says = "a worker has no memory left, and the kernel's OOM killer ends it"
+    _numbers = itertools.count()
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        return None if memory_cgroups() else "no memory cgroup can be made here"
+
+    def strike(self, harm: Harm) -> str:
+        workers = workers_of(harm.targets[0])
+        if not workers:
+            raise NotStruck("it had no worker any more")
+        worker, root = harm.rng.choice(workers), memory_cgroups()
+        if root is None:
+            raise NotStruck("no memory cgroup can be made here")
+        group = root / f"elastic-train-drill-{os.getpid()}-{next(self._numbers)}"
+        is_unified = (root / "cgroup.controllers").exists()
+        group.mkdir()
+        try:
+            # What it has stays charged to where it was; whatever it needs from now on is too much.
+            (group / ("memory.max" if is_unified else "memory.limit_in_bytes")).write_text("0")
+            (group / "cgroup.procs").write_text(str(worker.pid))
+            try:
+                wait_gone(worker)
+            except NotStruck:
+                (root / "cgroup.procs").write_text(str(worker.pid))
+                raise
+            counts = (group / ("memory.events" if is_unified else "memory.oom_control")).read_text()
+        finally:
+            group.rmdir()
+        if "oom_kill 0" in counts or "oom_kill " not in counts:
+            raise NotStruck(f"worker {worker.pid} ended, but not by the OOM killer: {counts.split()}")
+        return f"worker {worker.pid} was killed by the kernel for want of memory"
+
+
+def memory_cgroups() -> Path | None:
+    """Where cgroups with a limit for memory can be made, of version 2 or 1; None where they cannot."""
+    handed_down = CGROUPS / "cgroup.subtree_control"
+    is_unified = handed_down.exists() and "memory" in handed_down.read_text().split()
+    root = CGROUPS if is_unified else CGROUPS / "memory"
+    is_there = is_unified or (root / "memory.limit_in_bytes").exists()
+    return root if is_there and os.access(root, os.W_OK) else None
+
+
+class DiskFull(Disturbance):
+    name = "disk-full"
+    says = "the disk of the node that writes snapshots is full when one is due; there is room again afterwards"
+    needs_network = True  # with which nodes have mounts of their own
+    undo_after = 0.0
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        return None if shutil.which("nsenter") else "no nsenter here"
+
+    def limit_seconds(self, harm: Harm) -> float:
+        return super().limit_seconds(harm) + SNAPSHOT_SECONDS
+
+    def not_yet(self, cluster: Cluster) -> str | None:
+        if (missing := super().not_yet(cluster)) is not None:
+            return missing
+        return None if any(cluster.rank_of(place) == 0 for place in cluster.inside) else "nobody healthy has rank 0"
+
+    def choose(self, harm: Harm) -> list[Place]:
+        return [place for place in harm.cluster.inside if harm.cluster.rank_of(place) == 0]
+
+    def strike(self, harm: Harm) -> str:
+        snapshots = harm.cluster.run_dir / "snapshots"
+        snapshots.mkdir(exist_ok=True)
+        since = time.time()
+        _in_mounts_of(harm.targets[0], "mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(snapshots))
+        deadline = time.monotonic() + SNAPSHOT_SECONDS
+        while (warning := self._warning(harm, since)) is None:
+            if time.monotonic() > deadline:
+                raise NotStruck(f"no snapshot was due in {SNAPSHOT_SECONDS:.0f} s")
+            if not harm.targets[0].is_running:
+                raise NotStruck("its node ended first")
+            time.sleep(0.05)
+            harm.cluster.poll()
+        return warning
+
+    def _warning(self, harm: Harm, since: float) -> str | None:
+        """What the node has told of a snapshot that found no room."""
+        for member in harm.members:
+            path = harm.cluster.run_dir / "events" / f"{member.replace('/', '-')}.jsonl"
+            for line in newest_events(path):
+                if line["time"] >= since and line["event"] == "warning" and "No space left" in line["message"]:
+                    return str(line["message"])
+        return None
+
+    def undo(self, harm: Harm) -> None:
+        with suppress(NotStruck):  # its node may be gone; `is_cleared` sees whether there is room
+            _in_mounts_of(harm.targets[0], "umount", "--lazy", str(harm.cluster.run_dir / "snapshots"))
+
+    def is_cleared(self, harm: Harm) -> bool:
+        """Whether a snapshot was written since."""
+        return any(int(path.name.split("-")[1]) > (harm.undone_at_step or 0) for path in snapshots_of(harm.cluster)[:1])
+
+
+def _in_mounts_of(place: Place, *command: str) -> None:
+    """Raises: NotStruck with what the command said."""
+    worker = next(iter(workers_of(place)), None)
+    if worker is None:
+        raise NotStruck("it had no worker any more")
+    # The pids go with its /proc, which `umount` reads.
+    prefix = ["nsenter", "--mount", "--pid", f"--target={worker.pid}"]
+    done = subprocess.run([*prefix, *command], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise NotStruck(f"{' '.join(command)}: {done.stderr.strip()}")
