@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from elastic_train.errors import OwnershipLost, StoreUnreachable
+from elastic_train.errors import OwnershipLost, StoreUnreachable, first_line
 from elastic_train.finishing import save_result, write_result
 from elastic_train.goodput import Phase
 from elastic_train.liveness import Probe, probe
@@ -157,22 +157,26 @@ class WaysOut:
         return "the first worker of this node may have saved the state"
 
     def save_for_mended_code(self, world: World, error: Exception) -> None:
-        """The code that is trained has failed on all who tried: the commits before are kept for when it is mended."""
+        """The code that is trained has failed on all who tried: the commits before are kept for when it is mended.
+        What came of it is said below the error's traceback."""
         state = self._worker.state
-        if not world.is_first_of_node or state.step == 0 or not state.is_whole:
+        if state.step == 0 or not state.is_whole:
             return
+        self._membership.watcher.leave()  # it would take this thread for stuck
         state.rollback()
         self._saver.enter(world)
-        with suppress(OwnershipLost):  # the others are a generation further, and save what they have
-            self._saver.save_and_wait(state)
-            error.add_note(f"elastic_train: {self._describe_saved('the next start continues from it')}")
+        try:
+            said = self.save_for_next_start(world)
+        except Exception as failed:  # of a broken device, say; what broke it says more
+            said = f"the state of step {state.step} could not be saved: {first_line(failed)}"
+        error.add_note(f"elastic_train: {said}")
 
     def _save_alone(self, advice: str) -> str:
         try:
-            self._saver.save_and_wait(self._worker.state)
+            is_saved = self._saver.save_and_wait(self._worker.state)
         except OwnershipLost as error:
             return str(error)
-        return self._describe_saved(advice)
+        return self._describe_saved(advice) if is_saved else "the state could not be saved, the warning above says why"
 
     def _describe_saved(self, advice: str) -> str:
         return f"the state of step {self._worker.state.step} is saved, {advice}"

@@ -139,7 +139,7 @@ class Loop:
         """The same loss, telling the watcher where a collective may begin to wait for others."""
 
         def watched(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> torch.Tensor:
-            # The step's data is there; from its first forward pass on, in which DDP may broadcast BatchNorm's buffers,
+            # The step's data is there; from its first forward pass on, in which DDP may broadcast buffers,
             # this rank may be waiting for others.
             self._membership.watcher.do(Activity.REDUCE)
             return loss(module, micro_batch, batch)

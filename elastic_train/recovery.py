@@ -208,8 +208,9 @@ class Run:
             except Exception as error:  # of any kind: the code that is trained raises what it likes
                 verdict = self._judge(error, world)
                 if verdict is not Failure.PEER:
-                    is_of_task = not isinstance(error, ElasticTrainError)
-                    if is_of_task and self._has_state and (verdict is Failure.JOB or world.num_nodes == 1):
+                    is_of_task = self._has_state and not isinstance(error, ElasticTrainError)
+                    # Else others go on with the state.
+                    if is_of_task and (verdict is Failure.JOB or (world.num_nodes == 1 and world.is_first_of_node)):
                         self._ways_out.save_for_mended_code(world, error)
                     raise
                 now = time.monotonic()

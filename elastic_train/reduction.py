@@ -8,7 +8,6 @@ step costs no message of its own.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -103,9 +102,10 @@ class FastReduction:
                 _Carrier(model, self._totals) if self._rides_along else model,
                 device_ids=ddp_device_ids(parameter.device for parameter in model.parameters()),
                 gradient_as_bucket_view=True,  # spares a copy of every gradient
-                **(without_buffers() if has_only_statistics(model) else {}),
                 **options,
             )
+            if has_only_statistics(model):
+                ddp.broadcast_buffers = False  # spares a message in every forward pass
             # DDP has taken note of all parameters and buffers. From here on its module is the model itself, as a loss
             # that looks at `module.module` expects.
             ddp.module = model
@@ -195,18 +195,13 @@ def hush_statistics(module: nn.Module) -> list[nn.Module]:
 
 
 def has_only_statistics(model: nn.Module) -> bool:
-    """Whether the model's buffers are running statistics of normalising layers, and nothing else."""
+    """Whether the model's buffers are running statistics of torch's own normalising layers, and nothing else: a layer
+    derived from them may read its statistics in training."""
     return all(
-        isinstance(layer, _NormBase) and layer._buffers.keys() <= STATISTICS
+        type(layer).__module__.startswith("torch.nn.modules.") and layer._buffers.keys() <= STATISTICS
         for layer in model.modules()
         if layer._buffers
     )
-
-
-def without_buffers() -> dict[str, Any]:
-    """DDP's option that spares a message in every forward pass, under the name that it has in this torch."""
-    known = inspect.signature(DistributedDataParallel).parameters  # `broadcast_buffers` warns from torch 2.15 on
-    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
 def require_one_kind_of_device(devices: Iterable[torch.device]) -> None:

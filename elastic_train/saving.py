@@ -54,14 +54,17 @@ class Saver:
         with state.clock.during(Phase.SNAPSHOT):
             self._is_overdue = not self._writer().save_in_background(state.state_dict(), **self._position(state))
 
-    def save_and_wait(self, state: TrainState) -> None:
-        """Durable when it returns. A full disk costs a warning, not the job."""
+    def save_and_wait(self, state: TrainState) -> bool:
+        """Durable when it returns True. A full disk costs a warning, not the job."""
+        is_saved = False
         with state.clock.during(Phase.SNAPSHOT):
             try:
                 self._tell(self._writer().save(state.state_dict(), **self._position(state)))
+                is_saved = True
             except SnapshotError as error:
                 self._reporter.warn(str(error))
         self.report()
+        return is_saved
 
     def hand_off(self, state: TrainState) -> None:
         """Leave the state in this node's shared memory, on the disk instead where there is no room."""

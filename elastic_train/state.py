@@ -119,7 +119,8 @@ class TrainState:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the weights are those of a commit: not from the optimizer's step to the commit that follows."""
+        """Whether the weights are those of a commit: not from the optimizer's step to the commit that follows, nor
+        after a loading that failed half way."""
         return not self._is_updating
 
     @property
@@ -157,10 +158,14 @@ class TrainState:
         if not self._is_step_open:
             return False
         self._is_step_open = False
+        self.put_back_buffers()
+        return True
+
+    def put_back_buffers(self) -> None:
+        """BatchNorm's statistics are again what they were when the step in hand began."""
         with torch.no_grad():
             for buffers, kept in self._remembered or ():
                 _put_back(buffers, kept)
-        return True
 
     def commit(self, loss: float) -> bool:
         """The one place where a step becomes done, with its mean loss over all samples. True at the end of an epoch."""
@@ -234,7 +239,7 @@ class TrainState:
         extras = state.get("extras", {})
         if extras.keys() != self.extras.keys():
             raise KeyError(f"it holds extras {sorted(extras)}, this process has {sorted(self.extras)}")
-        self._is_step_open = self._is_updating = False
+        self._is_step_open, self._is_updating = False, True
         self.model.load_state_dict(state["model"])
         loaded = state["optimizer"]
         if self._schedule is not None and not self._has_own_optimizer:
@@ -260,6 +265,7 @@ class TrainState:
         self.generations = int(run["generations"])
         self.fingerprint = dict(run.get("fingerprint", {}))
         self._apply_schedule()
+        self._is_updating = False
 
 
 def _remember(buffers: Buffers, kept: Remembered) -> None:

@@ -143,13 +143,8 @@ class TorchStore:
 
 
 def is_store(host: str, port: int, patience: timedelta) -> bool | None:
-    """Whether what listens there answers as a rendezvous store does; None where nothing listens. Blocks for at most
-    `patience`, and a second."""
-    try:
-        socket.create_connection((host, port), timeout=1.0).close()
-    except OSError:
-        return None
-    # As in `clone`: a thread can be left behind.
+    """Whether what listens there answers as a rendezvous store does, at one of three attempts; None where nothing
+    listens. Blocks for about `patience` where it says nothing, and leaves a thread behind then."""
     greeted = threading.Event()
 
     def greet() -> None:
@@ -157,9 +152,18 @@ def is_store(host: str, port: int, patience: timedelta) -> bool | None:
             TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
             greeted.set()
 
-    thread = threading.Thread(target=greet, name="store-greeting", daemon=True)
-    thread.start()
-    thread.join(patience.total_seconds())
+    deadline = time.monotonic() + patience.total_seconds()
+    for _ in range(3):  # a store that is about to end answers wrongly, too
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+        except (OSError, ValueError):  # ValueError: of a name that is none
+            return None
+        thread = threading.Thread(target=greet, name="store-greeting", daemon=True)
+        thread.start()
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if greeted.is_set():
+            return True
+        greeted.wait(1.0)
     return greeted.is_set()
 
 

@@ -75,8 +75,7 @@ def prepare_agent() -> Any:
 
 
 def require_no_stranger(endpoint: str) -> None:
-    """Ends an agent that torchrun would let wait for a minute, and then show a traceback: another program has the
-    endpoint's port. Raises: SystemExit."""
+    """Ends this process, an agent that torchrun would end with a traceback: another program has the endpoint's port."""
     from elastic_train.store import is_store  # torch is loaded by now
 
     if is_store(*split_endpoint(endpoint), STRANGER_PATIENCE) is False:
@@ -86,7 +85,7 @@ def require_no_stranger(endpoint: str) -> None:
             file=sys.stderr,
             flush=True,
         )
-        raise SystemExit(1)
+        os._exit(1)  # a thread that waits for the stranger's answer could abort an ordinary exit
 
 
 def refuse_as_backend(_parameters: Any) -> Any:
@@ -104,8 +103,8 @@ def etcd3_backend() -> Any:
     return create
 
 
-STRANGER_PATIENCE = datetime.timedelta(seconds=30)
-"""for an answer of a store that is busy; torchrun's own is a minute"""
+STRANGER_PATIENCE = datetime.timedelta(seconds=60)
+"""for an answer of a store that is busy; what torchrun's own is"""
 
 
 @dataclass(frozen=True)

@@ -112,11 +112,13 @@ def train_step(
     drop_gradients(state.optimizer)
     scale = state.scaler.scale if state.scaler else _unscaled
     totals = reduction.run(micro_batches, loss, scale, votes=votes)
-    if not math.isfinite(totals.loss) and not _is_left_to_scaler(state):
-        raise TrainingDiverged(
-            f"the loss of step {state.step + 1} (epoch {state.epoch + 1}) is {totals.loss}; the last good snapshot is "
-            "kept. Lower --lr, or look at the data of that step (--ledger writes it)"
-        )
+    if not math.isfinite(totals.loss):
+        if not _is_left_to_scaler(state):
+            raise TrainingDiverged(
+                f"the loss of step {state.step + 1} (epoch {state.epoch + 1}) is {totals.loss}; the last good snapshot "
+                "is kept. Lower --lr, or look at the data of that step (--ledger writes it)"
+            )
+        state.put_back_buffers()  # an overflow in one forward pass must not stay in BatchNorm's statistics
     if state.scaler:
         state.scaler.step(state.optimizer)
         state.scaler.update()
@@ -126,7 +128,10 @@ def train_step(
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """What `zero_grad(set_to_none=True)` does, without the profiler's range around it: 10 us of a step of 1 ms."""
+    """What torch's `zero_grad(set_to_none=True)` does, without the profiler's range around it: 10 us in a step."""
+    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+        optimizer.zero_grad(set_to_none=True)
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None

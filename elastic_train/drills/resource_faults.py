@@ -37,6 +37,7 @@ class OutOfMemory(Fault):
             raise NotStruck("no memory cgroup can be made here")
         group = root / f"elastic-train-drill-{os.getpid()}-{next(self._numbers)}"
         is_unified = (root / "cgroup.controllers").exists()
+        home = _cgroup_of(worker.pid, root, is_unified)
         group.mkdir()
         try:
             # What it has stays charged to where it was; whatever it needs from now on is too much.
@@ -45,11 +46,13 @@ class OutOfMemory(Fault):
             try:
                 wait_gone(worker)
             except NotStruck:
-                (root / "cgroup.procs").write_text(str(worker.pid))
+                (home / "cgroup.procs").write_text(str(worker.pid))
                 raise
             counts = (group / ("memory.events" if is_unified else "memory.oom_control")).read_text()
+        except OSError as error:
+            raise NotStruck(f"worker {worker.pid} cannot be put into {group}: {error.strerror}") from error
         finally:
-            group.rmdir()
+            _remove(group)
         if "oom_kill 0" in counts or "oom_kill " not in counts:
             raise NotStruck(f"worker {worker.pid} ended, but not by the OOM killer: {counts.split()}")
         return f"worker {worker.pid} was killed by the kernel for want of memory"
@@ -62,6 +65,28 @@ def memory_cgroups() -> Path | None:
     root = CGROUPS if is_unified else CGROUPS / "memory"
     is_there = is_unified or (root / "memory.limit_in_bytes").exists()
     return root if is_there and os.access(root, os.W_OK) else None
+
+
+def _cgroup_of(pid: int, root: Path, is_unified: bool) -> Path:
+    """The cgroup of a process, as cgroups(7) describes `/proc/PID/cgroup`."""
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if ("" if is_unified else "memory") in controllers.split(","):
+            return root / path.removeprefix("/")
+    return root
+
+
+def _remove(group: Path) -> None:
+    """Blocks until the last thread in it has gone. Raises: NotStruck after 5 s."""
+    deadline = time.monotonic() + 5.0
+    while True:
+        try:
+            group.rmdir()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise NotStruck(f"{group} is left behind: {error.strerror}") from error
+        time.sleep(0.02)
 
 
 class DiskFull(Disturbance):
@@ -80,6 +105,8 @@ class DiskFull(Disturbance):
     def not_yet(self, cluster: Cluster) -> str | None:
         if (missing := super().not_yet(cluster)) is not None:
             return missing
+        if any((cluster.run_dir / "snapshots").glob(".tmp-*")):
+            return "a snapshot is being written"
         return None if any(cluster.rank_of(place) == 0 for place in cluster.inside) else "nobody healthy has rank 0"
 
     def choose(self, harm: Harm) -> list[Place]:

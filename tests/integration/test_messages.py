@@ -144,7 +144,7 @@ def test_one_line_says_what_to_do(failures: dict[str, Node], case: str, code: in
     assert node.text().rstrip().splitlines()[-1] == line, "it is the last line"
 
 
-@pytest.mark.parametrize("answer", [greet_and_close, say_nothing])
+@pytest.mark.parametrize("answer", [greet_and_close, pytest.param(say_nothing, marks=pytest.mark.slow)])
 def test_an_endpoint_whose_port_another_program_has(tmp_path: Path, answer: Callable[[socket.socket], None]) -> None:
     with server(answer) as port:
         ended = subprocess.run(

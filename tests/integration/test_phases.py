@@ -126,7 +126,7 @@ def test_an_error_on_every_rank_ends_the_job(cluster: Cluster) -> None:
         assert "RuntimeError: fault error@step" in text or "fails on every member that tries it" in text
     assert last_step(cluster.run_dir) == 60
     assert newest_snapshot(cluster.run_dir)[0].step == 60, "no committed step is lost"
-    assert any("elastic_train: the state of step 60 is saved, the next start continues" in text for text in texts)
+    assert any("elastic_train: the state of step 60 is saved, start all nodes again" in text for text in texts)
     assert max(e["generation"] for e in events(cluster.run_dir, "world")) <= 2, "no endless re-forming"
 
 
@@ -135,7 +135,7 @@ def test_an_error_where_one_node_trains_keeps_what_is_committed(cluster: Cluster
     assert node.wait(60) != 0
     traceback, _, note = node.text().partition("RuntimeError: fault error@step")
     assert "Traceback" in traceback
-    assert "elastic_train: the state of step 60 is saved, the next start continues from it" in note
+    assert "elastic_train: the state of step 60 is saved, start all nodes again to continue" in note
     assert newest_snapshot(cluster.run_dir)[0].step == 60
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_train.reduction import StepTotals
 from elastic_train.snapshot import deserialize_state, serialize_state
 from elastic_train.state import (
     TrainState,
@@ -20,6 +21,7 @@ from elastic_train.state import (
     state_sha256,
     total_steps,
 )
+from elastic_train.train import train_step
 
 LENGTH, BATCH = 1437, 64
 STEPS_PER_EPOCH = 23
@@ -346,3 +348,21 @@ def fail_half_way(optimizer: torch.optim.Optimizer) -> None:
 
     with optimizer.register_step_post_hook(fail):
         optimizer.step()
+
+
+def test_an_overflow_that_the_scaler_skips_leaves_no_trace_in_the_statistics() -> None:
+    """The forward pass has put infinities into BatchNorm's running statistics; the step is committed all the same."""
+    state = make_state()
+    state.scaler = torch.amp.GradScaler("cpu")
+    before = {name: value.clone() for name, value in state.model.named_buffers()}
+
+    class Overflowing:
+        def run(self, _share: object, _loss: object, scale: Any, votes: object) -> StepTotals:
+            loss = state.model(torch.full((4, 4), torch.inf)).sum()
+            scale(loss).backward()
+            return StepTotals(float("inf"), (0, 0, 0))
+
+    train_step(state, [], Overflowing(), lambda *_: torch.zeros(()), (0, 0, 0))
+    state.commit(float("inf"))
+    assert all(torch.equal(value, before[name]) for name, value in state.model.named_buffers())
+    assert all(parameter.isfinite().all() for parameter in state.model.parameters())
