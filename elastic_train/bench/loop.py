@@ -104,12 +104,14 @@ class Effort:
     block_seconds: float
     """about, of one loop; at least one step"""
     case_seconds: float
-    """about, warm-up excluded"""
+    """about, warm-up excluded, in each launch"""
     min_pairs: int
+    launches: int
+    """of new processes: where its memory comes to lie makes one faster than another by a quarter, for its whole life"""
 
 
-QUICK = Effort(block_seconds=0.1, case_seconds=2.0, min_pairs=3)
-THOROUGH = Effort(block_seconds=0.2, case_seconds=20.0, min_pairs=8)
+QUICK = Effort(block_seconds=0.1, case_seconds=2.0, min_pairs=3, launches=1)
+THOROUGH = Effort(block_seconds=0.2, case_seconds=7.0, min_pairs=4, launches=3)
 
 
 def cases_for(world_size: int) -> list[Case]:
@@ -123,7 +125,7 @@ def cases_for(world_size: int) -> list[Case]:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Measure all cases in worlds of one and two workers, one thread each. Quick: under a minute."""
+    """Measure all cases in worlds of one and two workers, one thread each. Quick: under a minute; else about six."""
     rows = []
     for world_size in (1, 2):
         rows += measure(cases_for(world_size), QUICK if quick else THOROUGH)
@@ -291,10 +293,22 @@ def _all_samples(train_set: Any) -> tuple[Tensor, Tensor]:
 
 
 def measure(cases: list[Case], effort: Effort) -> list[Row]:
-    """The rows of cases that have one world size, from that many processes for each loop."""
+    """The rows of cases that have one world size, from that many processes for each loop in each launch."""
+    launches = [launch(cases, effort) for _ in range(effort.launches)]
+    rows = []
+    for number, case in enumerate(cases):
+        pairs = [pair for found in launches for pair in found[number]]
+        ours, theirs = zip(*pairs, strict=True)
+        rows.append(Row.of_rates(str(case), ours, theirs, "samples/s"))
+        print(f"{case}: {rows[-1].ratio:.3f}", file=sys.stderr, flush=True)
+    return rows
+
+
+def launch(cases: list[Case], effort: Effort) -> list[list[tuple[float, float]]]:
+    """Of each case the pairs of rates, ours and theirs, from new processes."""
     world_size = cases[0].world_size
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    rows = []
+    found = []
     with tempfile.TemporaryDirectory(prefix="elastic-train-bench-") as scratch, ExitStack() as ends:
         sides = []
         for loop in (OurLoop, PlainLoop):
@@ -302,15 +316,14 @@ def measure(cases: list[Case], effort: Effort) -> list[Row]:
             ends.callback(sides[-1].kill)
         ours, theirs = sides
         for case in cases:
-            rows.append(measure_case(case, ours, theirs, effort))
-            print(f"{rows[-1].case}: {rows[-1].ratio:.3f}", file=sys.stderr, flush=True)
+            found.append(measure_case(case, ours, theirs, effort))
         for side in sides:
             side.end()
-    return rows
+    return found
 
 
-def measure_case(case: Case, ours: Side, theirs: Side, effort: Effort) -> Row:
-    """Both loops in turn, the first one changing from pair to pair."""
+def measure_case(case: Case, ours: Side, theirs: Side, effort: Effort) -> list[tuple[float, float]]:
+    """Both loops in turn, the first one changing from pair to pair; their rates in samples per second."""
     length = ours.begin(case)
     theirs.begin(case)
     for side in (ours, theirs):
@@ -329,8 +342,7 @@ def measure_case(case: Case, ours: Side, theirs: Side, effort: Effort) -> Row:
         for side in (ours, theirs) if pair % 2 == 0 else (theirs, ours):
             seconds[side].append(side.run(count))
     samples = count * length / epoch_steps
-    rates = {side: [samples / value for value in values] for side, values in seconds.items()}
-    return Row.of_rates(str(case), rates[ours], rates[theirs], "samples/s")
+    return [(samples / our, samples / their) for our, their in zip(seconds[ours], seconds[theirs], strict=True)]
 
 
 class Side:
