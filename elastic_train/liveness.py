@@ -28,6 +28,9 @@ from elastic_train.world import Member, World
 
 PROBE_SECONDS = 0.5
 WARN_SECONDS = 5.0
+STUCK_SECONDS = 1800.0
+"""what anything but a collective may take in a world that is over, such as reading from a disk that does not answer:
+its agent waits for as long, and so does who has started that"""
 """of a store's silence before anybody is told"""
 
 
@@ -98,7 +101,7 @@ class Watcher:
         warn: told once when the store is away, and once when it is back, while training goes on.
         give_up: ends the process, where the training thread still waits for a collective of a broken world after all
             the time that a step may take: gloo can lose the end of a send (process_group.GroupSockets), as seen in
-            `waitSend` of a worker that had been frozen.
+            `waitSend` of a worker that had been frozen. Or where it does anything else there for STUCK_SECONDS.
     """
 
     def __init__(
@@ -406,14 +409,16 @@ class Watcher:
 
     def _end_if_stuck(self) -> None:
         (activity, since), broken_at = self._activity, self._broken_at
-        if broken_at is None or activity is not Activity.REDUCE:
+        if broken_at is None:
             return
+        is_reducing = activity is Activity.REDUCE
         waited = self._monotonic() - max(since, broken_at)
-        if waited > self._patience:
+        if waited > (self._patience if is_reducing else STUCK_SECONDS):
             self._has_given_up = True
+            what = "a collective of theirs" if is_reducing else "what it was doing"
             self._give_up(
-                f"the others went on without this worker ({self.reason}), and a collective of theirs has not ended "
-                f"here in {waited:.0f} s: this worker ends"
+                f"the others went on without this worker ({self.reason}), and {what} has not ended here in "
+                f"{waited:.0f} s: this worker ends"
             )
 
     def _break_off(self, world: World, verdicts: dict[int, str]) -> None:

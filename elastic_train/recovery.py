@@ -413,6 +413,8 @@ class Run:
         if self._world is None or not self._has_state:
             return "there is nothing to save"
         self.loop.abandon()
+        if not self._worker.state.is_whole:
+            return "its state is of no commit, and is not saved"
         return self._ways_out.save_for_nobody(self._world)
 
     # --- telling ------------------------------------------------------------------------------------------------------

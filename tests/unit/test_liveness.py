@@ -396,6 +396,17 @@ def test_who_waits_on_in_a_broken_world_is_ended(group: Group) -> None:
     assert group.watchers[2].reason is not None
 
 
+def test_who_is_stuck_in_anything_else_is_ended_at_last(group: Group) -> None:
+    group.watchers[0].do(Activity.FORM)
+    group.shared.values[f"{KEY}/broken"] = "{}"
+    for watcher in group.watchers[1:]:
+        watcher.leave()
+    group.pass_time(1790.0)
+    assert group.given_up == []
+    group.pass_time(20.0)
+    assert "what it was doing has not ended here in 1800 s" in group.given_up[0]
+
+
 def test_who_still_forms_is_not_judged(group: Group) -> None:
     group.watchers[0].do(Activity.REDUCE)
     group.watchers[1].do(Activity.REDUCE)
