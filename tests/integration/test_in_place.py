@@ -181,7 +181,7 @@ def test_a_killed_node_comes_back(cluster: Cluster) -> None:
     wait_until(
         lambda: any(e["generation"] == 2 and e["world_size"] == 3 for e in events(cluster.run_dir, "world")),
         "world of 3 again",
-        40,
+        120,
     )
     cluster.finish(nodes)
     check_run(cluster, 2000)
