@@ -78,7 +78,16 @@ def require_no_stranger(endpoint: str) -> None:
     """Ends this process, an agent that torchrun would end with a traceback: another program has the endpoint's port."""
     from elastic_train.store import is_store  # torch is loaded by now
 
-    if is_store(*split_endpoint(endpoint), STRANGER_PATIENCE) is False:
+    host, port = split_endpoint(endpoint)
+    if is_store(host, port, FIRST_ANSWER) is not False:
+        return
+    print(
+        f"elastic_train: what listens at {endpoint} does not answer as a rendezvous store; waiting up to "
+        f"{STRANGER_PATIENCE.total_seconds():.0f} s for it",
+        file=sys.stderr,
+        flush=True,
+    )
+    if is_store(host, port, STRANGER_PATIENCE) is False:
         print(
             f"elastic_train: error: what listens at {endpoint} is no rendezvous store: another program has that port; "
             "choose another --rdzv-endpoint",
@@ -103,6 +112,7 @@ def etcd3_backend() -> Any:
     return create
 
 
+FIRST_ANSWER = datetime.timedelta(seconds=3)
 STRANGER_PATIENCE = datetime.timedelta(seconds=60)
 """for an answer of a store that is busy; what torchrun's own is"""
 

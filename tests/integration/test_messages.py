@@ -144,7 +144,8 @@ def test_one_line_says_what_to_do(failures: dict[str, Node], case: str, code: in
     assert node.text().rstrip().splitlines()[-1] == line, "it is the last line"
 
 
-@pytest.mark.parametrize("answer", [greet_and_close, pytest.param(say_nothing, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", [greet_and_close, say_nothing])
 def test_an_endpoint_whose_port_another_program_has(tmp_path: Path, answer: Callable[[socket.socket], None]) -> None:
     with server(answer) as port:
         ended = subprocess.run(
@@ -154,6 +155,7 @@ def test_an_endpoint_whose_port_another_program_has(tmp_path: Path, answer: Call
         )  # fmt: skip
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
+    assert f"what listens at localhost:{port} does not answer as a rendezvous store; waiting" in ended.stderr
     last = ended.stderr.rstrip().splitlines()[-1]
     assert last.startswith(f"elastic_train: error: what listens at localhost:{port} is no rendezvous store")
     assert "--rdzv-endpoint" in last
