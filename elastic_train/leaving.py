@@ -140,7 +140,9 @@ class WaysOut:
         return 128 + signum
 
     def save_for_next_start(self, world: World) -> str:
-        """Each node for itself: nobody knows which others live. Returns what a person should do next."""
+        """The last commit, each node for itself: nobody knows who lives. Returns what a person should do next."""
+        self._worker.state.rollback()
+        self._saver.enter(world)
         advice = "start all nodes again to continue"
         if world.is_first_of_node:
             return self._save_alone(advice)
@@ -163,8 +165,6 @@ class WaysOut:
         if state.step == 0 or not state.is_whole:
             return
         self._membership.watcher.leave()  # it would take this thread for stuck
-        state.rollback()
-        self._saver.enter(world)
         try:
             said = self.save_for_next_start(world)
         except Exception as failed:  # of a broken device, say; what broke it says more

@@ -28,10 +28,10 @@ from elastic_train.world import Member, World
 
 PROBE_SECONDS = 0.5
 WARN_SECONDS = 5.0
+"""of a store's silence before anybody is told"""
 STUCK_SECONDS = 1800.0
 """what anything but a collective may take in a world that is over, such as reading from a disk that does not answer:
 its agent waits for as long, and so does who has started that"""
-"""of a store's silence before anybody is told"""
 
 
 class Probe(StrEnum):

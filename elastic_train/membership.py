@@ -33,7 +33,7 @@ from elastic_train.meeting import Decision, Sight, meet, world_of
 from elastic_train.process_group import GroupSockets, address_towards
 from elastic_train.rules import Failure, disagreement, judge_error, require_agreement
 from elastic_train.stopping import StopSignal
-from elastic_train.store import KeyValueStore, TorchStore
+from elastic_train.store import KeyValueStore, TorchStore, connect
 from elastic_train.torchrun import Launch, agents_key, split_endpoint, torchrun_round
 from elastic_train.world import Member, World
 
@@ -127,22 +127,13 @@ class Membership:
         store = TorchStore(self._tcp_store(host, port, is_master=is_master), STORE_TIMEOUT)
         return store, f"restart-{launch.restart_count}"
 
-    def _tcp_store(self, host: str, port: int, is_master: bool) -> TCPStore:
+    def _tcp_store(self, host: str, port: int, is_master: bool) -> Store:
         if not is_master:
             self._wait_for_listener(host, port)
         timeout = timedelta(seconds=self._formation_timeout)
-        results: queue.SimpleQueue[TCPStore | RuntimeError] = queue.SimpleQueue()
-
-        def connect() -> None:
-            try:
-                results.put(TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout))
-            except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
-                results.put(error)
-
-        # On a thread of its own, for it has no deadline once something has accepted the connection.
-        threading.Thread(target=connect, name="connect", daemon=True).start()
+        making = connect(lambda: TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout))
         deadline = time.monotonic() + self._formation_timeout + 5.0
-        result: TCPStore | RuntimeError | None = None
+        result: Store | RuntimeError | None = None
         while result is None:
             self._stop.check()
             if time.monotonic() > deadline:
@@ -151,7 +142,7 @@ class Membership:
                     "check the address, or give --store-endpoint HOST:PORT"
                 )
             with suppress(queue.Empty):
-                result = results.get(timeout=0.1)
+                result = making.get(timeout=0.1)
         if isinstance(result, RuntimeError):
             verb = "serve" if is_master else "reach"
             raise StoreUnreachable(

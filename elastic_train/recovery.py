@@ -172,8 +172,6 @@ class Run:
         except (StoreUnreachable, StoreRefused, FormationFailed, LeftOut) as error:
             if isinstance(error, Refused) or self._world is None or not self._has_state:
                 raise
-            self._worker.state.rollback()
-            self._saver.enter(self._world)
             raise type(error)(f"{error}; {self._ways_out.save_for_next_start(self._world)}") from error
         finally:
             with suppress(OwnershipLost):  # whatever ended this says more

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import queue
 import socket
 import struct
 import threading
@@ -119,19 +120,11 @@ class TorchStore:
     def clone(self) -> TorchStore:
         if not isinstance(self._raw, TCPStore):
             return TorchStore(self._raw, self._timeout)  # lives in this process and locks for itself
-        # TCPStore greets its server while it is made, without a deadline; a thread can be left behind.
-        made: list[Store | RuntimeError] = []
-
-        def connect(raw: TCPStore) -> None:
-            try:
-                made.append(raw.clone())
-            except RuntimeError as error:
-                made.append(error)
-
-        thread = threading.Thread(target=connect, args=(self._raw,), name="store-clone", daemon=True)
-        thread.start()
-        thread.join(2 * self._timeout.total_seconds())  # its attempts to connect are bounded by the timeout itself
-        found = made[0] if made else RuntimeError("it accepts connections and says nothing")
+        found: Store | RuntimeError
+        try:  # its attempts to connect are bounded by the timeout itself
+            found = connect(self._raw.clone).get(timeout=2 * self._timeout.total_seconds())
+        except queue.Empty:
+            found = RuntimeError("it accepts connections and says nothing")
         if isinstance(found, RuntimeError):
             raise StoreUnreachable(f"the rendezvous store does not answer: {first_line(found)}") from found
         return TorchStore(found, self._timeout)
@@ -143,28 +136,40 @@ class TorchStore:
 
 
 def is_store(host: str, port: int, patience: timedelta) -> bool | None:
-    """Whether what listens there answers as a rendezvous store does, at one of three attempts; None where nothing
-    listens. Blocks for about `patience` where it says nothing, and leaves a thread behind then."""
-    greeted = threading.Event()
-
-    def greet() -> None:
-        with contextlib.suppress(RuntimeError):
-            TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
-            greeted.set()
-
-    deadline = time.monotonic() + patience.total_seconds()
-    for _ in range(3):  # a store that is about to end answers wrongly, too
-        try:
-            socket.create_connection((host, port), timeout=1.0).close()
-        except (OSError, ValueError):  # ValueError: of a name that is none
-            return None
-        thread = threading.Thread(target=greet, name="store-greeting", daemon=True)
-        thread.start()
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if greeted.is_set():
+    """Whether what listens there answers as a rendezvous store does; None where nothing listens. Blocks for about
+    `patience` where it does not, and leaves a thread behind where it says nothing."""
+    if not _listens(host, port):
+        return None
+    making = connect(lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience))
+    with contextlib.suppress(queue.Empty):
+        if isinstance(making.get(timeout=patience.total_seconds()), TCPStore):
             return True
-        greeted.wait(1.0)
-    return greeted.is_set()
+    return False if _listens(host, port) else None  # a store that ends answers wrongly, too
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except (OSError, ValueError):  # ValueError: of a name that is none
+        return False
+    return True
+
+
+def connect(make: Callable[[], Store]) -> queue.SimpleQueue[Store | RuntimeError]:
+    """Where the TCPStore client that `make` makes will be, or its error (DistNetworkError, DistStoreError).
+
+    It greets its server while it is made, without a deadline: so on a thread, which can be left behind.
+    """
+    made: queue.SimpleQueue[Store | RuntimeError] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            made.put(make())
+        except RuntimeError as error:
+            made.put(error)
+
+    threading.Thread(target=run, name="connect", daemon=True).start()
+    return made
 
 
 def limit_socket_waits(port: int, timeout: timedelta) -> None:

@@ -39,6 +39,10 @@ LAST_CALL_SECONDS = 2
 NAME_LOOKUP_OPTIONS = "timeout:1 attempts:1"
 """RES_OPTIONS (resolv.conf(5)) of agents and workers: every connection to a TCPStore looks the peer's name up, on the
 one thread that serves everybody, and a name server that does not answer must not hold a world up for its usual 5 s"""
+FIRST_ANSWER = datetime.timedelta(seconds=3)
+"""from the endpoint's store, before a person is told that there is none"""
+STRANGER_PATIENCE = datetime.timedelta(seconds=60)
+"""for an answer of a store that is busy; what torchrun's own is"""
 ENDPOINT_VARIABLE = "ELASTIC_TRAIN_RDZV_ENDPOINT"
 MIN_NODES_VARIABLE = "ELASTIC_TRAIN_MIN_NODES"
 NODE_VARIABLE = "ELASTIC_TRAIN_NODE"
@@ -68,7 +72,7 @@ def prepare_agent() -> Any:
         plan = plan_agent(arguments, os.environ)
         os.environ.update(plan.environment)
         if plan.announcement:
-            print(f"elastic_train: {plan.announcement}", file=sys.stderr, flush=True)
+            _say(plan.announcement)
         if endpoint := plan.environment.get(ENDPOINT_VARIABLE):
             require_no_stranger(endpoint)
     return refuse_as_backend
@@ -81,20 +85,20 @@ def require_no_stranger(endpoint: str) -> None:
     host, port = split_endpoint(endpoint)
     if is_store(host, port, FIRST_ANSWER) is not False:
         return
-    print(
-        f"elastic_train: what listens at {endpoint} does not answer as a rendezvous store; waiting up to "
-        f"{STRANGER_PATIENCE.total_seconds():.0f} s for it",
-        file=sys.stderr,
-        flush=True,
+    _say(
+        f"what listens at {endpoint} does not answer as a rendezvous store; waiting up to "
+        f"{STRANGER_PATIENCE.total_seconds():.0f} s for it"
     )
     if is_store(host, port, STRANGER_PATIENCE) is False:
-        print(
-            f"elastic_train: error: what listens at {endpoint} is no rendezvous store: another program has that port; "
-            "choose another --rdzv-endpoint",
-            file=sys.stderr,
-            flush=True,
+        _say(
+            f"error: what listens at {endpoint} is no rendezvous store: another program has that port; choose another "
+            "--rdzv-endpoint"
         )
         os._exit(1)  # a thread that waits for the stranger's answer could abort an ordinary exit
+
+
+def _say(message: str) -> None:
+    print(f"elastic_train: {message}", file=sys.stderr, flush=True)
 
 
 def refuse_as_backend(_parameters: Any) -> Any:
@@ -110,11 +114,6 @@ def etcd3_backend() -> Any:
         return create_handler(parameters)
 
     return create
-
-
-FIRST_ANSWER = datetime.timedelta(seconds=3)
-STRANGER_PATIENCE = datetime.timedelta(seconds=60)
-"""for an answer of a store that is busy; what torchrun's own is"""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ from elastic_train.drills.harm import (
     Fault,
     Harm,
     NotStruck,
+    choose_worker,
     has_stepped_anew,
     snapshots_of,
     wait_gone,
+    with_rank_zero,
     workers_of,
 )
 
@@ -39,12 +41,12 @@ class KillRankZero(Kill):
     says = "the same to the node that has rank 0"
 
     def choose(self, harm: Harm) -> list[Place]:
-        return [place for place in harm.cluster.inside if harm.cluster.rank_of(place) == 0]
+        return with_rank_zero(harm.cluster)
 
     def not_yet(self, cluster: Cluster) -> str | None:
         if (missing := super().not_yet(cluster)) is not None:
             return missing
-        return None if any(cluster.rank_of(place) == 0 for place in cluster.inside) else "nobody healthy has rank 0"
+        return None if with_rank_zero(cluster) else "nobody healthy has rank 0"
 
 
 class KillTwo(Kill):
@@ -72,10 +74,7 @@ class KillWorker(Fault):
     says = "SIGKILL to one worker; its agent ends the node"
 
     def strike(self, harm: Harm) -> str:
-        workers = workers_of(harm.targets[0])
-        if not workers:
-            raise NotStruck("it had no worker any more")
-        worker = harm.rng.choice(workers)
+        worker = choose_worker(harm)
         worker.kill()
         wait_gone(worker)
         return f"worker {worker.pid} is gone"
@@ -232,7 +231,7 @@ class Damage(KillAll):
         cluster = harm.cluster
         cluster.kill(cluster.running)
         cluster.backend.lose()
-        newest = snapshots_of(cluster)[0]
+        newest = snapshots_of(cluster)[0].path
         state = newest / "state.pt"
         data = bytearray(state.read_bytes())
         position = harm.rng.randrange(len(data))

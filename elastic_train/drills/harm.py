@@ -9,13 +9,15 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import psutil
 
 from elastic_train.drills.cluster import Cluster, Place
 from elastic_train.drills.nodes import is_running
+
+if TYPE_CHECKING:
+    from elastic_train.snapshot import SnapshotInfo
 
 RECOVERY_LIMIT_SECONDS = 30.0
 """from a death to the next committed step; measured in tenths, but machines are loaded"""
@@ -133,8 +135,21 @@ def has_stepped_anew(harm: Harm) -> bool:
     return world is not None and world.generation > harm.generation and world.first_step_at is not None
 
 
+def with_rank_zero(cluster: Cluster) -> list[Place]:
+    """The healthy node that has rank 0, if there is one."""
+    return [place for place in cluster.inside if cluster.rank_of(place) == 0]
+
+
 def workers_of(place: Place) -> list[psutil.Process]:
     return place.node.workers() if place.node is not None else []
+
+
+def choose_worker(harm: Harm) -> psutil.Process:
+    """One of the target's. Raises: NotStruck where none is left."""
+    workers = workers_of(harm.targets[0])
+    if not workers:
+        raise NotStruck("it had no worker any more")
+    return harm.rng.choice(workers)
 
 
 def wait_gone(process: psutil.Process) -> None:
@@ -146,8 +161,8 @@ def wait_gone(process: psutil.Process) -> None:
         time.sleep(0.005)
 
 
-def snapshots_of(cluster: Cluster) -> list[Path]:
+def snapshots_of(cluster: Cluster) -> list[SnapshotInfo]:
     """Newest first."""
     from elastic_train.snapshot import find_snapshots
 
-    return [info.path for info in find_snapshots(cluster.run_dir / "snapshots", warn=lambda _: None)]
+    return find_snapshots(cluster.run_dir / "snapshots", warn=lambda _: None)

@@ -11,8 +11,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from elastic_train.drills.cluster import Cluster, Place
-from elastic_train.drills.harm import Disturbance, Fault, Harm, NotStruck, snapshots_of, wait_gone, workers_of
-from elastic_train.events import newest_events
+from elastic_train.drills.harm import (
+    Disturbance,
+    Fault,
+    Harm,
+    NotStruck,
+    choose_worker,
+    snapshots_of,
+    wait_gone,
+    with_rank_zero,
+    workers_of,
+)
+from elastic_train.drills.nodes import is_running
 
 CGROUPS = Path("/sys/fs/cgroup")
 SNAPSHOT_SECONDS = 90.0
@@ -29,31 +39,27 @@ class OutOfMemory(Fault):
         return None if memory_cgroups() else "no memory cgroup can be made here"
 
     def strike(self, harm: Harm) -> str:
-        workers = workers_of(harm.targets[0])
-        if not workers:
-            raise NotStruck("it had no worker any more")
-        worker, root = harm.rng.choice(workers), memory_cgroups()
+        worker, root = choose_worker(harm), memory_cgroups()
         if root is None:
             raise NotStruck("no memory cgroup can be made here")
-        group = root / f"elastic-train-drill-{os.getpid()}-{next(self._numbers)}"
-        is_unified = (root / "cgroup.controllers").exists()
+        is_unified = root == CGROUPS
         home = _cgroup_of(worker.pid, root, is_unified)
+        group = root / f"elastic-train-drill-{os.getpid()}-{next(self._numbers)}"
         group.mkdir()
         try:
             # What it has stays charged to where it was; whatever it needs from now on is too much.
             (group / ("memory.max" if is_unified else "memory.limit_in_bytes")).write_text("0")
             (group / "cgroup.procs").write_text(str(worker.pid))
-            try:
-                wait_gone(worker)
-            except NotStruck:
-                (home / "cgroup.procs").write_text(str(worker.pid))
-                raise
+            wait_gone(worker)
             counts = (group / ("memory.events" if is_unified else "memory.oom_control")).read_text()
         except OSError as error:
             raise NotStruck(f"worker {worker.pid} cannot be put into {group}: {error.strerror}") from error
         finally:
+            if is_running(worker):
+                with suppress(OSError):  # it may end at last; what stays is told by the removal
+                    (home / "cgroup.procs").write_text(str(worker.pid))
             _remove(group)
-        if "oom_kill 0" in counts or "oom_kill " not in counts:
+        if int(dict(line.split() for line in counts.splitlines())["oom_kill"]) == 0:
             raise NotStruck(f"worker {worker.pid} ended, but not by the OOM killer: {counts.split()}")
         return f"worker {worker.pid} was killed by the kernel for want of memory"
 
@@ -107,10 +113,10 @@ class DiskFull(Disturbance):
             return missing
         if any((cluster.run_dir / "snapshots").glob(".tmp-*")):
             return "a snapshot is being written"
-        return None if any(cluster.rank_of(place) == 0 for place in cluster.inside) else "nobody healthy has rank 0"
+        return None if with_rank_zero(cluster) else "nobody healthy has rank 0"
 
     def choose(self, harm: Harm) -> list[Place]:
-        return [place for place in harm.cluster.inside if harm.cluster.rank_of(place) == 0]
+        return with_rank_zero(harm.cluster)
 
     def strike(self, harm: Harm) -> str:
         snapshots = harm.cluster.run_dir / "snapshots"
@@ -129,12 +135,14 @@ class DiskFull(Disturbance):
 
     def _warning(self, harm: Harm, since: float) -> str | None:
         """What the node has told of a snapshot that found no room."""
-        for member in harm.members:
-            path = harm.cluster.run_dir / "events" / f"{member.replace('/', '-')}.jsonl"
-            for line in newest_events(path):
-                if line["time"] >= since and line["event"] == "warning" and "No space left" in line["message"]:
-                    return str(line["message"])
-        return None
+        return next(
+            (
+                seen.message
+                for seen in harm.cluster.watch.warnings
+                if seen.member in harm.members and seen.time >= since and "No space left" in seen.message
+            ),
+            None,
+        )
 
     def undo(self, harm: Harm) -> None:
         with suppress(NotStruck):  # its node may be gone; `is_cleared` sees whether there is room
@@ -142,7 +150,8 @@ class DiskFull(Disturbance):
 
     def is_cleared(self, harm: Harm) -> bool:
         """Whether a snapshot was written since."""
-        return any(int(path.name.split("-")[1]) > (harm.undone_at_step or 0) for path in snapshots_of(harm.cluster)[:1])
+        newest = snapshots_of(harm.cluster)[:1]
+        return any(info.step > (harm.undone_at_step or 0) for info in newest)
 
 
 def _in_mounts_of(place: Place, *command: str) -> None:

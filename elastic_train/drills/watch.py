@@ -20,6 +20,14 @@ class SeenWorld:
     """when the first step in it was committed"""
 
 
+@dataclass(frozen=True)
+class SeenWarning:
+    member: str
+    time: float
+    """Unix seconds"""
+    message: str
+
+
 @dataclass
 class Watch:
     """What the event files have told so far."""
@@ -37,6 +45,7 @@ class Watch:
     """every member that ever wrote, as `host/local_rank/pid`"""
     outcomes: dict[str, str] = field(default_factory=dict)
     """member -> how it ended"""
+    warnings: list[SeenWarning] = field(default_factory=list)
     _offsets: dict[Path, int] = field(default_factory=dict)
 
     def poll(self) -> None:
@@ -74,6 +83,8 @@ class Watch:
                 self.generation = int(line["generation"])
                 self.step = int(line["step"])  # less than before where it restarted from a snapshot
                 self.world = SeenWorld(int(line["generation"]), tuple(line["members"]), float(line["time"]))
+        elif event == "warning":
+            self.warnings.append(SeenWarning(member, float(line["time"]), str(line["message"])))
         elif event == "done":
             self.outcomes[member] = str(line.get("outcome"))
 
