@@ -4,6 +4,10 @@ One object per line, written by a single `write(2)` to a file opened for appendi
 whole lines. Only one that SIGKILL finds inside that very call may leave its last line cut off: Linux copies a write
 page by page and looks for a fatal signal between two pages. Such a line has no newline at its end and every reader here
 passes over it. There is one file per worker process, so no two processes ever share one.
+
+An event has its moment twice: `time`, Unix seconds by a clock that may be wrong or be set, and `monotonic`, the seconds
+of one that only ever goes on, of this machine alone. Readers of several files make one clock of them all:
+clocks.py.
 """
 
 from __future__ import annotations
@@ -90,6 +94,7 @@ class EventLog:
         self._lines.write(
             {
                 "time": time.time(),
+                "monotonic": time.monotonic(),
                 "event": event,
                 "rank": self._rank,
                 "world_size": self._world_size,

@@ -300,7 +300,7 @@ def clocks_agree(gathered: Gathered) -> list[Finding]:
             Finding(
                 Level.MATTERS,
                 what + gathered.name(0),
-                "events of different nodes cannot be put in order, and certificates may look expired, or not yet valid",
+                "logs of different nodes cannot be put in order, and certificates may look expired, or not yet valid",
                 do,
             )
         ]

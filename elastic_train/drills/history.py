@@ -5,6 +5,7 @@ Unlike status.py, which looks at the ends of the files to answer at once, this r
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from elastic_train.clocks import set_right
 from elastic_train.drills.record import DrillRecord, read_drill, read_json
 from elastic_train.errors import RunDirectoryError
 
@@ -72,7 +74,7 @@ class History:
 
     run_dir: Path
     events: tuple[Line, ...]
-    """by time"""
+    """by time, on one clock for all writers: see clocks.py"""
     ledger: tuple[Line, ...]
     torn: tuple[str, ...] = ()
     """lines that are no JSON object: `file: what`; without those that a kill cut off at the end of their file"""
@@ -211,17 +213,19 @@ def read_history(run_dir: Path) -> History:
             raise RunDirectoryError(f"{run_dir} holds no run: there is no events/ in it")
         names = tuple(sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*")))
         torn: list[str] = []
-        events: list[Line] = []
+        files: list[list[Line]] = []
         for path in sorted((run_dir / "events").glob("*.jsonl")):
             member = "/".join(path.stem.rsplit("-", 2))
-            events += [{**line, "writer": member} for line in _read(path, torn) if {"time", "event"} <= line.keys()]
+            lines = [{**line, "writer": member} for line in _read(path, torn) if {"time", "event"} <= line.keys()]
+            files.append(lines)
         ledger = [line for path in sorted((run_dir / "ledger").glob("*.jsonl")) for line in _read(path, torn)]
     except OSError as error:
         raise RunDirectoryError(f"{run_dir} cannot be read: {error.strerror}") from error
+    set_right(files)
     result = read_json(run_dir / "result.json")
     return History(
         run_dir=run_dir,
-        events=tuple(sorted(events, key=lambda line: float(line["time"]))),
+        events=tuple(sorted(itertools.chain.from_iterable(files), key=lambda line: float(line["time"]))),
         ledger=tuple(ledger),
         torn=tuple(torn),
         result=result if isinstance(result, dict) else None,

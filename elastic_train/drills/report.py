@@ -231,7 +231,7 @@ def _rate(history: History) -> str:
     if len(kept) < 2 or batch is None:
         return ""
     zero = float(history.events[0]["time"])
-    span = kept[-1].time - zero
+    span = max(step.time for step in kept) - zero
     width = nice_step(max(span / RATE_BINS, 1e-3))
     counts = [0.0] * (int(span / width) + 1)
     for step in kept:

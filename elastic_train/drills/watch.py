@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 
 @dataclass
@@ -74,17 +76,17 @@ class Watch:
         if event == "step":
             if line["generation"] >= self.generation and line["step"] >= self.step:
                 self.step, self.loss = int(line["step"]), float(line["loss"])
-            self.last_step_at = max(self.last_step_at, float(line["time"]))
+            self.last_step_at = max(self.last_step_at, _time(line))
             world = self.world
             if world is not None and world.generation == line["generation"] and world.first_step_at is None:
-                world.first_step_at = float(line["time"])
+                world.first_step_at = _time(line)
         elif event == "world":
             if line["generation"] > self.generation:
                 self.generation = int(line["generation"])
                 self.step = int(line["step"])  # less than before where it restarted from a snapshot
-                self.world = SeenWorld(int(line["generation"]), tuple(line["members"]), float(line["time"]))
+                self.world = SeenWorld(int(line["generation"]), tuple(line["members"]), _time(line))
         elif event == "warning":
-            self.warnings.append(SeenWarning(member, float(line["time"]), str(line["message"])))
+            self.warnings.append(SeenWarning(member, _time(line), str(line["message"])))
         elif event == "done":
             self.outcomes[member] = str(line.get("outcome"))
 
@@ -96,3 +98,9 @@ class Watch:
     @property
     def is_finished(self) -> bool:
         return not {"finished", "already_finished"}.isdisjoint(self.outcomes.values())
+
+
+def _time(line: dict[str, Any]) -> float:
+    """Unix seconds, by this process's clock: the writer's may be set off. The other they have in common, on one
+    machine."""
+    return float(line["monotonic"]) + time.time() - time.monotonic()

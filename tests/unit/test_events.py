@@ -44,7 +44,7 @@ def only_file(directory: Path) -> Path:
 
 def test_every_line_says_who_wrote_it_and_where_the_run_stood(tmp_path: Path) -> None:
     log = event_log(tmp_path / "events")
-    before = time.time()
+    before, began = time.time(), time.monotonic()
     log.write("start", config={"seed": 0})
     log.enter(WORLD)
     log.step = 12
@@ -55,7 +55,9 @@ def test_every_line_says_who_wrote_it_and_where_the_run_stood(tmp_path: Path) ->
     start, step = [json.loads(line) for line in path.read_text().splitlines()]
     assert before <= start["time"] <= step["time"] <= time.time()
     same = {"pid": os.getpid(), "host": "node"}
-    del start["time"], step["time"]
+    assert began <= start["monotonic"] <= step["monotonic"] <= time.monotonic()
+    for line in (start, step):
+        del line["time"], line["monotonic"]
     assert start == {
         "event": "start", "rank": 0, "world_size": 1, "generation": None, "step": 0, "config": {"seed": 0}, **same
     }  # fmt: skip
