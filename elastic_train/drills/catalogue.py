@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_train.drills import etcd_faults, faults, network_faults, resource_faults
+from elastic_train.drills import clock_faults, etcd_faults, faults, network_faults, resource_faults
 from elastic_train.drills.harm import Fault
 
 FAULTS: dict[str, type[Fault]] = {
@@ -12,7 +12,7 @@ FAULTS: dict[str, type[Fault]] = {
         faults.Stop, faults.Hang, faults.Pause, faults.Slow, faults.Join, faults.KillAll, faults.Damage,
         faults.KillEndpoint, network_faults.Partition, network_faults.OneWayDrop, network_faults.PowerLoss,
         network_faults.PacketLoss, network_faults.SlowLink, etcd_faults.KillEtcd, etcd_faults.FreezeEtcdLeader,
-        resource_faults.OutOfMemory, resource_faults.DiskFull,
+        resource_faults.OutOfMemory, resource_faults.DiskFull, clock_faults.SetClock,
     )
 }  # fmt: skip
 """name -> class"""

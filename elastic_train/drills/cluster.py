@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from elastic_train.drills.backends import ENDING_SECONDS, C10d, Etcd3, backend_of
+from elastic_train.drills.faketime import NodeClocks
 from elastic_train.drills.network import Network
 from elastic_train.drills.nodes import Node, clean_environment, dying_with_parent, kill_at_once, wait_until
 from elastic_train.drills.record import PACE_FILE, PACE_VARIABLE, Record
@@ -61,13 +62,14 @@ class Cluster:
         num_nodes: int,
         num_workers: int = 1,
         network: Network | None = None,
+        clocks: NodeClocks | None = None,
         backend: C10d | Etcd3 | None = None,
         cwd: Path | None = None,
     ) -> None:
         """`flags` are the worker's; `num_workers` counts the workers of a node; by default they meet under c10d."""
         self.run_dir = run_dir
         self.watch = Watch(run_dir)
-        self.network = network
+        self.network, self.clocks = network, clocks
         self.places = [Place(index) for index in range(num_nodes)]
         self._flags, self._num_workers = list(flags), num_workers
         self._record = record
@@ -91,13 +93,17 @@ class Cluster:
         if network is not None:
             network.heal(place.index)  # not before: sockets of dead processes would say farewell after all
         place.node = Node(
-            command if network else [*dying_with_parent(), *command],
+            command,
             self._record.path / f"{place.name}-{place.num_started}.log",
             self._cwd,
             clean_environment() | {PACE_VARIABLE: str(self._pace_file)},
             name=place.name,
             host=network.host_name(place.index) if network else None,
-            prefix=[*dying_with_parent(), *network.node_prefix(place.index)] if network else (),
+            prefix=[
+                *dying_with_parent(),
+                *(network.node_prefix(place.index) if network else ()),
+                *(self.clocks.prefix(place.index) if self.clocks else ()),
+            ],
             is_wrapped=network is not None,
         )
         self._seen.append(place.node)
@@ -230,4 +236,6 @@ class Cluster:
         for node in self._seen:
             if node.process.poll() is None or node.all_processes():
                 node.end()
+        if self.clocks is not None and self.network is None:
+            self.clocks.forget(node.process.pid for node in self._seen)
         self.backend.close()

@@ -15,6 +15,7 @@ from elastic_train.drills.audit import audit_history, describe
 from elastic_train.drills.backends import backend_of
 from elastic_train.drills.catalogue import FAULTS
 from elastic_train.drills.cluster import Cluster
+from elastic_train.drills.faketime import NodeClocks
 from elastic_train.drills.harm import Fault, Harm, NotStruck
 from elastic_train.drills.history import read_history
 from elastic_train.drills.live import Timeline
@@ -104,6 +105,7 @@ def run_drill(settings: Settings) -> bool:
 def _conduct(settings: Settings, record: Record, network: Network | None, ends: ExitStack) -> None:
     """The job, from its first process to its last; `ends` ends what an error leaves running."""
     kind = "network namespaces" if network else "processes"
+    needs_clocks = any(FAULTS[planned.fault].needs_clocks for planned in settings.plan)
     record.add_setting(
         seed=settings.seed,
         backend=settings.backend,
@@ -122,6 +124,7 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
         num_nodes=settings.num_nodes,
         num_workers=settings.num_workers,
         network=network,
+        clocks=NodeClocks(record.path) if needs_clocks else None,
         backend=backend_of(
             settings.backend, record.path, network, run_id=settings.run_dir.name, endpoint=settings.etcd_endpoint
         ),

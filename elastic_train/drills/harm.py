@@ -62,6 +62,8 @@ class Fault:
     size: ClassVar[int] = -1
     needs_network: ClassVar[bool] = False
     """whether its nodes must be network namespaces"""
+    needs_clocks: ClassVar[bool] = False
+    """whether its nodes must have clocks of their own (faketime.py)"""
     backend: ClassVar[str | None] = None
     """the only one that it goes with; None: any"""
     undo_after: ClassVar[float | None] = None
