@@ -1,4 +1,4 @@
-"""What this package knows about torchrun, and the one place that touches its private state.
+"""What this package knows about torchrun, and the place that touches its private state; the other is keep_alive.py.
 
 Three things torchrun does not do by itself are done here:
 
@@ -6,7 +6,8 @@ Three things torchrun does not do by itself are done here:
   rendezvous backend. `prepare_agent` uses it, only when the launched program is ours, to switch off the sharing of
   the agents' TCPStore (with it, torch 2.11 to 2.15 cannot take in a new node: the bootstrap address is cached for
   ever; see pytorch/pytorch#182221 for the half that was mended), to shorten the silent 30 s "last call" of a job
-  below its maximum, and to tell the workers the rendezvous endpoint.
+  below its maximum, to tell the workers the rendezvous endpoint, and to have the agents' keep-alive go without their
+  wall clocks (keep_alive.py).
 - **The endpoint.** torchrun does not export it; `Launch` finds it (our flag, the hook, the agent's command line).
 - **The round.** Workers of one rendezvous round need a key prefix of their own on the endpoint's store.
   `torchrun_round` reads it from the agents' state, a pickle of private classes, without unpickling any of them.
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_train import keep_alive
 from elastic_train.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
 from elastic_train.slurm import torchrun_variables
 
@@ -75,6 +77,7 @@ def prepare_agent() -> Any:
             _say(plan.announcement)
         if endpoint := plan.environment.get(ENDPOINT_VARIABLE):
             require_no_stranger(endpoint)
+            keep_alive.install()
     return refuse_as_backend
 
 

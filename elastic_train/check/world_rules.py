@@ -11,8 +11,6 @@ from elastic_train.check.finding import Finding, Level, by_value, by_value_of, c
 from elastic_train.status import human_bytes
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
-KEEP_ALIVE_SECONDS = 15.0
-"""torchrun's agents compare each other's heartbeats by wall clock, and drop a node whose last one is older"""
 NOTABLE_SKEW_SECONDS = 1.0
 SLOW_SHARE = 0.5
 """a node whose best link has less than this share of the usual bandwidth is named"""
@@ -284,24 +282,15 @@ def clocks_agree(gathered: Gathered) -> list[Finding]:
     what = (
         f"the clock of {gathered.name(worst)} is {abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} that of "
     )
-    do = "run chrony or systemd-timesyncd on every node"
-    if sure >= KEEP_ALIVE_SECONDS * 2 / 3 and gathered.wanted.is_c10d:
-        return [
-            Finding(
-                Level.BREAKS,
-                what + gathered.name(0),
-                f"torchrun's agents take a node for dead whose heartbeat is {KEEP_ALIVE_SECONDS:.0f} s old by their "
-                "own clock, and drop it from the rendezvous",
-                do,
-            )
-        ]
     if sure >= NOTABLE_SKEW_SECONDS:
         return [
             Finding(
                 Level.MATTERS,
                 what + gathered.name(0),
-                "logs of different nodes cannot be put in order, and certificates may look expired, or not yet valid",
-                do,
+                "training does not mind, but logs of different nodes cannot be put in order, under c10d a world below "
+                "its maximum may begin without waiting for more nodes, and certificates may look expired, or not yet "
+                "valid",
+                "run chrony or systemd-timesyncd on every node",
             )
         ]
     return fine(f"clocks: within {max(abs(offset), error):.3f} s")

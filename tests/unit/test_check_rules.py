@@ -225,7 +225,7 @@ def test_who_cannot_reach_whom() -> None:
 
 @pytest.mark.parametrize(
     ("offset", "error", "level"),
-    [(0.2, 0.1, Level.FINE), (3.0, 0.1, Level.MATTERS), (-20.0, 0.1, Level.BREAKS), (20.0, 19.5, Level.FINE)],
+    [(0.2, 0.1, Level.FINE), (3.0, 0.1, Level.MATTERS), (-3600.0, 0.1, Level.MATTERS), (20.0, 19.5, Level.FINE)],
 )
 def test_clocks(offset: float, error: float, level: Level) -> None:
     skewed = with_shared(job(), 2, clock_offset=offset, clock_error=error)
@@ -233,11 +233,6 @@ def test_clocks(offset: float, error: float, level: Level) -> None:
     if level is not Level.FINE:
         assert ("behind" if offset > 0 else "ahead of") in found.what
         assert "node2" in found.what
-
-
-def test_a_clock_far_off_breaks_only_the_agents_of_c10d() -> None:
-    skewed = with_shared(job(is_c10d=False), 2, clock_offset=100.0)
-    the_one(world_rules.clocks_agree(skewed), Level.MATTERS)
 
 
 def test_the_slow_node_is_named_and_not_those_that_talk_to_it() -> None:
