@@ -105,10 +105,16 @@ def goodput(totals: dict[str, float]) -> dict[str, float]:
 
 def seconds_since_process_start() -> float:
     """How long this process has lived, imports included; 0.0 where /proc does not tell."""
+    ticks = process_start_ticks()
+    if ticks is None:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def process_start_ticks() -> int | None:
+    """When this process started, in the kernel's ticks since the machine did; None where /proc does not tell."""
     try:
         with open("/proc/self/stat", encoding="ascii") as stat:
-            started_ticks = int(stat.read().rpartition(")")[2].split()[19])
+            return int(stat.read().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
-        return 0.0
-    started = started_ticks / os.sysconf("SC_CLK_TCK")
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+        return None

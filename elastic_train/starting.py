@@ -9,7 +9,7 @@ import time
 from elastic_train import determinism
 from elastic_train.config import Config, as_json
 from elastic_train.errors import FormationFailed
-from elastic_train.goodput import Phase
+from elastic_train.goodput import Phase, process_start_ticks
 from elastic_train.membership import Membership, new_token, versions
 from elastic_train.process_group import choose_backend, gather_json, gpu_of, use_interface_of
 from elastic_train.restore import Restored, restore
@@ -39,7 +39,12 @@ class Start:
             self._start_anew()
         self._look()
         worker.reporter.events.write(
-            "start", config=as_json(config), versions=versions(), device=str(worker.device), task=worker.task.describe()
+            "start",
+            config=as_json(config),
+            versions=versions(),
+            device=str(worker.device),
+            task=worker.task.describe(),
+            started_ticks=process_start_ticks(),
         )
         seen = [self._traces.generation, *(offer.generation for offer in self._offers)]
         return membership.first_world(

@@ -34,8 +34,8 @@ RATE_SECONDS = 30.0
 SHOWN_MESSAGES = 3
 
 Line = dict[str, Any]
-IsAlive = Callable[[str, int, float], bool | None]
-"""(host, pid, time of its first line) -> whether that process lives; None where this machine cannot tell"""
+IsAlive = Callable[[Line], bool | None]
+"""a process's `start` event -> whether it lives; None where this machine cannot tell"""
 
 
 class RunState(StrEnum):
@@ -100,6 +100,8 @@ class _Worker:
 
     lines: list[Line]
     """head and tail, in the order of writing; not empty"""
+    written: float
+    """when the newest was, Unix seconds by the clock of the file system, which is the same for all"""
     first: Line = field(init=False)
     last: Line = field(init=False)
 
@@ -115,9 +117,14 @@ class _Worker:
         """Of its `done` event."""
         return str(self.last.get("outcome")) if self.last["event"] == "done" else None
 
+    @property
+    def last_time(self) -> float:
+        """Of its last line by its own clock, unless that is ahead: no line is newer than its file."""
+        return min(float(self.last["time"]), self.written)
+
     def is_alive(self, ask: IsAlive) -> bool | None:
-        pid = _int(self.first, "pid")
-        return None if pid is None else ask(str(self.first.get("host")), pid, float(self.first["time"]))
+        starts = [line for line in self.lines if line["event"] == "start"]
+        return ask(starts[-1] if starts else self.first)  # in containers a later process may have the name of an older
 
 
 def read_status(run_dir: Path, now: float, is_alive: IsAlive | None = None) -> Status:
@@ -181,7 +188,7 @@ def _status(run_dir: Path, workers: list[_Worker], now: float, is_alive: IsAlive
     return Status(
         run_dir=run_dir,
         state=state,
-        last_line_time=max((float(worker.last["time"]) for worker in workers), default=None),
+        last_line_time=max((worker.last_time for worker in workers), default=None),
         error=_error(current) if state is RunState.FAILED else None,
         generation=generation,
         world_size=_int(newest, "world_size") if newest else None,
@@ -213,7 +220,7 @@ def _classify(workers: list[_Worker], now: float, is_alive: IsAlive) -> RunState
     outcomes = {worker.outcome for worker in workers}
     if outcomes & {"finished", "already_finished"}:
         return RunState.FINISHED
-    age = now - max(float(worker.last["time"]) for worker in workers)
+    age = now - max(worker.written for worker in workers)
     lives = {worker.is_alive(is_alive) for worker in workers if worker.outcome is None}
     if True in lives or (None in lives and age <= SILENT_AFTER_SECONDS):
         return RunState.RUNNING
@@ -287,12 +294,14 @@ def _last_step(length: int | None, batch: int | None, num_epochs: int | None, ma
 
 
 def _rate(step_lines: list[Line], length: int | None, batch: int | None) -> float | None:
-    """Samples per second over the last steps, whatever came between them included."""
+    """Samples per second over the last steps of who wrote the newest, whatever came between them included."""
     if len(step_lines) < 2:
         return None
     newest = step_lines[-1]
-    oldest = next(line for line in step_lines if float(newest["time"]) - float(line["time"]) <= RATE_SECONDS)
-    seconds = float(newest["time"]) - float(oldest["time"])
+    own = [line for line in step_lines if all(line.get(name) == newest.get(name) for name in ("host", "pid"))]
+    clock = "monotonic" if all(_float(line, "monotonic") is not None for line in own) else "time"
+    oldest = next(line for line in own if float(newest[clock]) - float(line[clock]) <= RATE_SECONDS)
+    seconds = float(newest[clock]) - float(oldest[clock])
     if seconds <= 0:
         return None
     if length and all(_int(line, name) is not None for line in (oldest, newest) for name in ("epoch", "samples_done")):
@@ -347,7 +356,8 @@ def _read_workers(directory: Path) -> list[_Worker]:
     except FileNotFoundError:
         return []
     newest = sorted(entries, key=lambda entry: entry.stat().st_mtime)[-NEWEST_FILES:]
-    workers = [_Worker(lines) for entry in newest if (lines := read_ends(Path(entry.path)))]
+    found = ((read_ends(Path(entry.path)), entry.stat().st_mtime) for entry in newest)
+    workers = [_Worker(lines, written) for lines, written in found if lines]
     return sorted(workers, key=lambda worker: _time(worker.first))
 
 
@@ -402,9 +412,10 @@ def _time(line: Line) -> float:
     return _float(line, "time") or 0.0
 
 
-def process_is_alive(host: str, pid: int, first_line_time: float) -> bool | None:
-    """Whether the process that wrote its first line then still lives; None if it is none of this machine's."""
-    if host != host_name() or not os.path.isdir("/proc/self"):
+def process_is_alive(start: Line) -> bool | None:
+    """Whether the process that wrote this `start` event lives; None if it is none of this machine's."""
+    pid = _int(start, "pid")
+    if pid is None or start.get("host") != host_name() or not os.path.isdir("/proc/self"):
         return None
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -413,9 +424,15 @@ def process_is_alive(host: str, pid: int, first_line_time: float) -> bool | None
         return False
     except OSError:
         return None
-    started = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    is_the_same = started <= first_line_time + 2.0  # not a later process with that pid; clocks may be set a little
-    return is_the_same and fields[0] not in (b"Z", b"X")
+    return _is_of(start, int(fields[19])) and fields[0] not in (b"Z", b"X")
+
+
+def _is_of(start: Line, ticks: int) -> bool:
+    """Whether it is by the process that started so long after the machine, and not by an earlier one with its pid."""
+    if (own := _int(start, "started_ticks")) is not None:
+        return own == ticks
+    started = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    return started <= _time(start) + 2.0  # of an older version: right as long as the clock has not been set
 
 
 # --- showing ----------------------------------------------------------------------------------------------------------

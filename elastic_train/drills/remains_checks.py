@@ -83,7 +83,7 @@ def check_leftovers(history: History) -> Found:
         f"{name} is a temporary file" for name in (*history.names, *_names_elsewhere(history)) if _is_temporary(name)
     ]
     for line in history.of("start"):
-        if process_is_alive(str(line["host"]), int(line["pid"]), float(line["time"])):
+        if process_is_alive(line):
             findings.append(f"process {line['pid']}, a worker of this run, still runs")
     findings += [f"{path} is a handoff that nobody will take" for path in _handoffs(history)]
     if history.drill is not None:

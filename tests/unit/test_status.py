@@ -14,6 +14,7 @@ import pytest
 
 from elastic_train import status
 from elastic_train.errors import RunDirectoryError
+from elastic_train.goodput import process_start_ticks
 from elastic_train.snapshot import FORMAT_VERSION
 from elastic_train.status import RunState, Status, describe, duration, human_bytes, process_is_alive, read_ends
 
@@ -45,10 +46,13 @@ class Worker:
         self.path = path
         self.line: dict[str, Any] = {"rank": rank, "world_size": 2, "generation": None, "step": 0}
         self.line |= {"pid": pid, "host": host}
+        self.ahead = 0.0
+        """seconds, its clock"""
 
     def write(self, event: str, time: float, **fields: Any) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps({"time": time, "event": event, **self.line, **fields}) + "\n")
+            file.write(json.dumps({"time": time + self.ahead, "event": event, **self.line, **fields}) + "\n")
+        os.utime(self.path, (time, time))
 
     def enter(self, generation: int, time: float, cause: str = "start", members: tuple[str, ...] = ("a", "b")) -> None:
         self.line |= {"generation": generation, "world_size": len(members)}
@@ -69,7 +73,7 @@ class Worker:
 
 
 def read(files: Files, alive: bool | None = None) -> Status:
-    return status.read_status(files.run_dir, NOW, lambda host, pid, first: alive)
+    return status.read_status(files.run_dir, NOW, lambda start: alive)
 
 
 @pytest.fixture
@@ -117,6 +121,30 @@ def test_what_is_made_of_silence(files: Files, age: float, alive: bool | None, s
     told = dict(describe(found, NOW))
     assert told["last event"].startswith(f"{duration(age)} ago")
     assert ("dead" in told["last event"]) == (state is RunState.SILENT)
+
+
+@pytest.mark.parametrize("ahead", [3600.0, -3600.0])
+def test_a_clock_that_is_off_neither_hides_silence_nor_makes_it(files: Files, ahead: float) -> None:
+    worker = files.worker(0, "far", started=NOW - 5000)
+    worker.ahead = ahead
+    worker.enter(0, NOW - 4999)
+    worker.train(1, 3, NOW - 29)
+    found = read(files)
+    assert found.state is RunState.RUNNING
+    assert found.last_line_time == NOW - 29 + min(0.0, ahead), "never ahead; behind it may as well be right"
+    os.utime(worker.path, (NOW - 31, NOW - 31))
+    assert read(files).state is RunState.SILENT
+
+
+@pytest.mark.parametrize("ahead", [3600.0, -3600.0])
+def test_the_rate_of_one_whose_clock_is_set(files: Files, ahead: float) -> None:
+    worker = files.worker(0, started=NOW - 60)
+    worker.enter(0, NOW - 50)
+    for step in range(1, 11):
+        worker.line |= {"monotonic": 100.0 + step}
+        worker.ahead = ahead if step > 5 else 0.0
+        worker.train(step, step, NOW - 20 + step)
+    assert read(files).samples_per_second == pytest.approx(BATCH)
 
 
 @pytest.mark.parametrize("outcome", ["finished", "already_finished", "stopped", "failed"])
@@ -326,15 +354,25 @@ def test_a_run_directory_in_which_nothing_was_written_yet(tmp_path: Path) -> Non
 
 def test_processes_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "host_name", lambda: "here")
-    now = time.time()
-    assert process_is_alive("here", os.getpid(), now) is True
-    assert process_is_alive("here", os.getpid(), now - 86400 * 365) is False, "a later process with the same pid"
-    assert process_is_alive("elsewhere", os.getpid(), now) is None
+
+    def started(host: str, pid: int, time: float, **fields: Any) -> dict[str, Any]:
+        return {"event": "start", "host": host, "pid": pid, "time": time, **fields}
+
+    now, year = time.time(), 86400 * 365
+    ticks = process_start_ticks()
+    for own, later in (({}, {}), ({"started_ticks": ticks}, {"started_ticks": (ticks or 0) - 1})):
+        assert process_is_alive(started("here", os.getpid(), now, **own)) is True
+        is_later = process_is_alive(started("here", os.getpid(), now - year, **later))
+        assert is_later is False, "a later process with the same pid"
+        assert process_is_alive(started("elsewhere", os.getpid(), now, **own)) is None
+    for error in (-year, year):
+        found = process_is_alive(started("here", os.getpid(), now + error, started_ticks=ticks))
+        assert found is True, "the clock has been set right since"
     child = subprocess.Popen([sys.executable, "-c", "pass"], stdin=subprocess.DEVNULL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert process_is_alive("here", child.pid, now) is False, "a zombie"
+    assert process_is_alive(started("here", child.pid, now)) is False, "a zombie"
     child.wait()
-    assert process_is_alive("here", child.pid, now) is False
+    assert process_is_alive(started("here", child.pid, now)) is False
 
 
 def test_durations_and_sizes() -> None:
