@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,16 +14,26 @@ import pytest
 from elastic_train.cli import make_parser
 from elastic_train.drills import faketime
 from elastic_train.drills.audit import Verdict, audit
+from elastic_train.drills.backends import backend_of
+from elastic_train.drills.cluster import Cluster
 from elastic_train.drills.command import settings_of
 from elastic_train.drills.faketime import REREAD_SECONDS, NodeClocks
 from elastic_train.drills.history import read_history
 from elastic_train.drills.lost_time import lost_time
+from elastic_train.drills.nodes import wait_until
+from elastic_train.drills.record import Record
 from elastic_train.drills.report import page
 from elastic_train.errors import UsageError
 from tests.drills.planting import verdicts
 from tests.drills.small_run import MEMBERS, add_monotonic, mark_as_drill, write_small_run
 
 HOUR = 3600.0
+SECONDS_PER_STEP = 0.1
+"""of three workers"""
+FLAGS = (
+    "--task", "elastic_train.drills.task:PacedDigits", "--ledger", "--epochs", "100000", "--eval-every", "100000",
+    "--peer-timeout", "5", "--no-progress",
+)  # fmt: skip
 needs_libfaketime = pytest.mark.skipif(NodeClocks.why_not() is not None, reason=str(NodeClocks.why_not()))
 
 
@@ -103,3 +114,42 @@ def test_a_process_that_runs_notices_within_a_second_by_its_wall_clock_alone(tmp
     wall, monotonic = (new - old for old, new in zip(before, after, strict=True))
     assert REREAD_SECONDS <= monotonic < 60
     assert wall - monotonic == pytest.approx(3600.0, abs=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_libfaketime
+@pytest.mark.parametrize("backend", ["c10d", "etcd3"])
+@pytest.mark.parametrize("ahead", [3600, -3600])
+def test_a_node_with_a_wrong_clock_leaves_and_joins(tmp_path: Path, backend: str, ahead: int) -> None:
+    """Ahead under c10d it would take the others for dead, and their run from them, if it were left to torchrun."""
+    run_dir = tmp_path / "run"
+    record = Record(run_dir)
+    clocks, meeting = NodeClocks(record.path), backend_of(backend, record.path, None)
+    cluster = Cluster(run_dir, record, FLAGS, num_nodes=3, clocks=clocks, backend=meeting)
+    try:
+        cluster.set_pace(3 * SECONDS_PER_STEP / 64)
+        cluster.backend.start()
+        for place in cluster.places:
+            cluster.start(place)
+        cluster.settle(3, 5, 240)
+        wrong = next(place for place in cluster.places if cluster.rank_of(place) == 0)
+        clocks.set(wrong.index, ahead)
+        cluster.settle(3, int(12 / SECONDS_PER_STEP), 240)  # some heartbeats of torchrun's agents
+        cluster.kill([wrong])
+        cluster.settle(2, 5, 60)
+        cluster.start(wrong)
+        cluster.settle(3, int(12 / SECONDS_PER_STEP), 240)
+        assert cluster.watch.generation == 2, "the other two went on, and it was taken in"
+        for place in cluster.running:
+            assert place.node is not None
+            place.node.signal(signal.SIGTERM)
+        wait_until(lambda: cluster.poll() is not None and not cluster.running, "end of all nodes", 60)
+    finally:
+        cluster.close()
+        record.close()
+    found = audit(run_dir)
+    assert found.passed, found.reasons
+    assert {"ledger", "steps", "generations"} <= {
+        n for n, verdict in verdicts(found).items() if verdict is Verdict.PASS
+    }
