@@ -76,10 +76,11 @@ class Watch:
         if event == "step":
             if line["generation"] >= self.generation and line["step"] >= self.step:
                 self.step, self.loss = int(line["step"]), float(line["loss"])
-            self.last_step_at = max(self.last_step_at, _time(line))
+            committed_at = _time(line)
+            self.last_step_at = max(self.last_step_at, committed_at)
             world = self.world
             if world is not None and world.generation == line["generation"] and world.first_step_at is None:
-                world.first_step_at = _time(line)
+                world.first_step_at = committed_at
         elif event == "world":
             if line["generation"] > self.generation:
                 self.generation = int(line["generation"])
