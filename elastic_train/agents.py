@@ -12,18 +12,18 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
-from elastic_train.errors import StoreUnreachable
-from elastic_train.liveness import Probe, probe
-from elastic_train.stopping import StopSignal
-from elastic_train.store import KeyValueStore
-from elastic_train.torchrun import (
+from elastic_train.agents_state import (
     AgentsState,
-    Launch,
     agents_key,
     exit_barrier_keys,
     mend_agents_state,
     read_agents_state,
 )
+from elastic_train.errors import StoreUnreachable
+from elastic_train.liveness import Probe, probe
+from elastic_train.stopping import StopSignal
+from elastic_train.store import KeyValueStore
+from elastic_train.torchrun import Launch
 from elastic_train.world import Member, World
 
 EXIT_BARRIER_SECONDS = 300.0

@@ -33,13 +33,13 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from elastic_train.agents_state import exit_barrier_keys
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable, first_line
 from elastic_train.etcd import Connections, Etcd
 from elastic_train.etcd_job import open_job, take_away
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.etcd_store import EtcdStore, Mirror
 from elastic_train.process_group import GroupStoreServer, address_towards_any
-from elastic_train.torchrun import exit_barrier_keys
 
 LEASE_SECONDS = 10
 """after which a node that shows no life is gone; --rdzv-conf lease=N"""

@@ -27,6 +27,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from elastic_train.agents import Agents
+from elastic_train.agents_state import agents_key
 from elastic_train.errors import FormationFailed, LeftOut, StoreUnreachable, first_line
 from elastic_train.liveness import Probe, Watcher, announce_broken, probe, unreachable_members
 from elastic_train.meeting import Decision, Sight, meet, world_of
@@ -34,7 +35,7 @@ from elastic_train.process_group import GroupSockets, address_towards
 from elastic_train.rules import Failure, disagreement, judge_error, require_agreement
 from elastic_train.stopping import StopSignal
 from elastic_train.store import KeyValueStore, TorchStore, connect
-from elastic_train.torchrun import Launch, agents_key, split_endpoint, torchrun_round
+from elastic_train.torchrun import Launch, split_endpoint, torchrun_round
 from elastic_train.world import Member, World
 
 POLL_SECONDS = 0.003

@@ -138,16 +138,16 @@ class TorchStore:
 def is_store(host: str, port: int, patience: timedelta) -> bool | None:
     """Whether what listens there answers as a rendezvous store does; None where nothing listens. Blocks for about
     `patience` where it does not, and leaves a thread behind where it says nothing."""
-    if not _listens(host, port):
+    if not is_listening(host, port):
         return None
     making = connect(lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience))
     with contextlib.suppress(queue.Empty):
         if isinstance(making.get(timeout=patience.total_seconds()), TCPStore):
             return True
-    return False if _listens(host, port) else None  # a store that ends answers wrongly, too
+    return False if is_listening(host, port) else None  # a store that ends answers wrongly, too
 
 
-def _listens(host: str, port: int) -> bool:
+def is_listening(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=1.0).close()
     except (OSError, ValueError):  # ValueError: of a name that is none

@@ -1,4 +1,4 @@
-"""What this package knows about torchrun, and the place that touches its private state; the other is keep_alive.py.
+"""What this package knows about torchrun. Its private state is the affair of agents_state.py and keep_alive.py.
 
 Three things torchrun does not do by itself are done here:
 
@@ -6,32 +6,32 @@ Three things torchrun does not do by itself are done here:
   rendezvous backend. `prepare_agent` uses it, only when the launched program is ours, to switch off the sharing of
   the agents' TCPStore (with it, torch 2.11 to 2.15 cannot take in a new node: the bootstrap address is cached for
   ever; see pytorch/pytorch#182221 for the half that was mended), to shorten the silent 30 s "last call" of a job
-  below its maximum, to tell the workers the rendezvous endpoint, and to have the agents' keep-alive go without their
-  wall clocks (keep_alive.py).
+  below its maximum, to tell the workers the rendezvous endpoint, to open a rendezvous again that was closed by agents
+  of which none is left (agents_state.py), and to have the agents' keep-alive go without their wall clocks
+  (keep_alive.py).
 - **The endpoint.** torchrun does not export it; `Launch` finds it (our flag, the hook, the agent's command line).
 - **The round.** Workers of one rendezvous round need a key prefix of their own on the endpoint's store.
-  `torchrun_round` reads it from the agents' state, a pickle of private classes, without unpickling any of them.
+  `torchrun_round` reads it from the agents' state (agents_state.py).
 
 This module imports nothing heavy at module level: agents load it before anything else.
 """
 
 from __future__ import annotations
 
-import base64
 import datetime
-import io
-import ipaddress
 import os
-import pickle
+import queue
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from elastic_train import keep_alive
+from elastic_train.agents_state import KEEP_ALIVE_SECONDS, agents_key, read_agents_state, reopened
 from elastic_train.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
 from elastic_train.slurm import torchrun_variables
 
@@ -78,6 +78,7 @@ def prepare_agent() -> Any:
         if endpoint := plan.environment.get(ENDPOINT_VARIABLE):
             require_no_stranger(endpoint)
             keep_alive.install()
+            reopen_if_abandoned(endpoint, option(arguments, os.environ, "rdzv-id") or "none")
     return refuse_as_backend
 
 
@@ -98,6 +99,39 @@ def require_no_stranger(endpoint: str) -> None:
             "--rdzv-endpoint"
         )
         os._exit(1)  # a thread that waits for the stranger's answer could abort an ordinary exit
+
+
+def reopen_if_abandoned(endpoint: str, run_id: str) -> None:
+    """An agent that ends closes its rendezvous for all who come later, which only workers who train on mend. Where the
+    store outlives the last agent, nothing could ever start there again: it is opened once nobody has given a sign of
+    life for as long as torchrun takes for dead. Blocks for that long where it is closed, and else for next to nothing.
+    """
+    from torch.distributed import TCPStore
+
+    from elastic_train.errors import StoreUnreachable
+    from elastic_train.store import TorchStore, connect, is_listening
+
+    host, port = split_endpoint(endpoint)
+    if not is_listening(host, port):
+        return
+    made = connect(lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=STRANGER_PATIENCE))
+    with suppress(queue.Empty, StoreUnreachable, ValueError):  # torchrun itself says what is wrong, and better
+        raw = made.get(timeout=STRANGER_PATIENCE.total_seconds())
+        if isinstance(raw, RuntimeError):
+            return
+        store, key = TorchStore(raw, STRANGER_PATIENCE), agents_key(run_id)
+        seen, since = store.get(key), time.monotonic()
+        if seen is None or not read_agents_state(seen).is_closed:
+            return
+        _say(f"the job at {endpoint} has ended; starting it again once nobody of it is left (up to 20 s)")
+        while time.monotonic() - since < KEEP_ALIVE_SECONDS:
+            time.sleep(0.5)
+            found = store.get(key)
+            if found is None or not read_agents_state(found).is_closed:
+                return
+            if found != seen:
+                seen, since = found, time.monotonic()
+        store.swap(key, seen, reopened(seen))
 
 
 def _say(message: str) -> None:
@@ -356,20 +390,6 @@ def arguments_of_agent(agent_pid: int) -> list[str] | None:
     return agent_arguments(command)
 
 
-@dataclass(frozen=True)
-class AgentsState:
-    """The part of the agents' shared state that workers need, as plain values."""
-
-    round: int
-    is_complete: bool
-    is_closed: bool
-    """whether newcomers are refused: set by an agent that ends, for whatever reason"""
-    num_waiting: int
-    """nodes that wait to be let in: the agents are about to restart all workers"""
-    ranks_by_pid: dict[int, set[int]]
-    """node ranks of the participants by the pid of their agent (several hosts may have equal pids)"""
-
-
 def torchrun_round(encoded: str, launch: Launch) -> int | None:
     """The rendezvous round that started this worker; None while the agents' state is of another round.
 
@@ -380,102 +400,3 @@ def torchrun_round(encoded: str, launch: Launch) -> int | None:
     if state.is_complete and launch.node_rank in state.ranks_by_pid.get(launch.agent_pid or -1, set()):
         return state.round
     return None
-
-
-def agents_key(run_id: str) -> str:
-    """Where the agents of a c10d rendezvous keep their state (c10d_rendezvous_backend.py)."""
-    return f"torch.rendezvous.{run_id}"
-
-
-def read_agents_state(encoded: str) -> AgentsState:
-    """Decode torch's `_RendezvousState` (dynamic_rendezvous.py) into plain values; runs no code from it.
-
-    Raises:
-        ValueError: it is not what torch 2.11 to 2.15 write.
-    """
-
-    class Record:
-        """Stands in for torch's private classes, whose import takes a while: keeps what the pickle says of them."""
-
-        def __setstate__(self, state: Any) -> None:
-            self.fields = dict(state)
-
-    state = _unpickle_agents_state(encoded, Record, Record)
-    try:
-        fields = state.fields
-        ranks_by_pid: dict[int, set[int]] = {}
-        for node, rank in fields["participants"].items():
-            ranks_by_pid.setdefault(int(node.fields["pid"]), set()).add(int(rank))
-        return AgentsState(
-            round=int(fields["round"]),
-            is_complete=bool(fields["complete"]),
-            is_closed=bool(fields["closed"]),
-            num_waiting=len(fields["wait_list"]),
-            ranks_by_pid=ranks_by_pid,
-        )
-    except (KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"the state of torchrun's agents has an unknown form: {error!r}") from error
-
-
-def mend_agents_state(encoded: str, dead_agents: Collection[tuple[str, int]]) -> str | None:
-    """The agents' state with newcomers let in again and dead agents dropped; None where nothing is to be mended.
-
-    With --max-restarts 0, torchrun's default, the agent of one crashed worker closes the rendezvous for all newcomers
-    when it ends; and a dead agent's entry keeps its place until its keep-alive expires, 15 s later. Workers that train
-    on without it know better. The result goes back by compare-and-swap.
-
-    Args:
-        dead_agents: (host name, pid) of agents that are proven dead, as their own workers named them.
-    """
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
-
-    state = _unpickle_agents_state(encoded, _RendezvousState, _NodeDesc)
-    dead = {(same_host(host), pid) for host, pid in dead_agents}
-    dropped = [node for node in state.participants if (same_host(node.addr), node.pid) in dead]
-    if not state.complete or not (state.closed or dropped):
-        return None
-    state.closed = False
-    for node in dropped:
-        del state.participants[node]
-        state.last_heartbeats.pop(node, None)
-    return base64.b64encode(pickle.dumps(state)).decode()
-
-
-def same_host(name: str) -> str:
-    """A host's name in the one form in which agents' and workers' are compared: no domain, letters and digits only."""
-    with suppress(ValueError):
-        return str(ipaddress.ip_address(name))
-    return re.sub(r"[^A-Za-z0-9]", "_", name.split(".")[0])
-
-
-def _unpickle_agents_state(encoded: str, state_class: type, node_class: type) -> Any:
-    module = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
-    allowed: dict[tuple[str, str], Any] = {
-        (module, "_RendezvousState"): state_class,
-        (module, "_NodeDesc"): node_class,
-        ("datetime", "datetime"): datetime.datetime,
-        ("datetime", "timezone"): datetime.timezone,
-        ("datetime", "timedelta"): datetime.timedelta,
-        ("builtins", "set"): set,
-    }
-
-    class Reader(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            if (module, name) not in allowed:
-                raise pickle.UnpicklingError(f"{module}.{name} does not belong into a rendezvous state")
-            return allowed[module, name]
-
-    try:
-        return Reader(io.BytesIO(base64.b64decode(encoded))).load()
-    except (pickle.UnpicklingError, AttributeError, TypeError, EOFError, ValueError) as error:
-        raise ValueError(f"the state of torchrun's agents has an unknown form: {error!r}") from error
-
-
-def exit_barrier_keys(run_id: str, round_: int) -> tuple[str, str]:
-    """(counter of agents that have arrived, flag that lets them go) of the agents' exit barrier.
-
-    `torch/distributed/elastic/utils/store.py` counts arrivals up to the number of agents of the last rendezvous and
-    waits 300 s for those that died.
-    """
-    prefix = f"{agents_key(run_id)}.{round_}/torchelastic/agent/terminal_state"
-    return f"{prefix}/num_members", f"{prefix}/last_member"

@@ -168,3 +168,17 @@ def test_a_worker_that_torchrun_restarts_continues(cluster: Cluster) -> None:
     assert incident["cause"] == "restart"
     assert incident["committed_steps_lost"] == len(steps) - 100, "what was done twice is what was lost"
     check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=100)
+
+
+def test_a_job_that_ended_starts_again_at_a_store_that_outlived_it(cluster: Cluster) -> None:
+    """Every agent that ends closes its rendezvous: for the failed, and for the finished."""
+    cluster.host_store()
+    failed = cluster.start("--task", "no_such_module:Task")
+    cluster.finish(failed, code=1)
+    again = cluster.start("--max-steps", "10", nodes=2)
+    cluster.finish(again)
+    assert any("has ended; starting it again once nobody of it is left" in node.text() for node in again)
+    assert result(cluster.run_dir)["step"] == 10
+    finished = cluster.start("--max-steps", "10")
+    cluster.finish(finished)
+    assert outcomes(cluster.run_dir)[-1] == "already_finished"

@@ -17,7 +17,14 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 from torch.distributed.elastic.utils import store as store_util
 
-from elastic_train.torchrun import agents_key, exit_barrier_keys, mend_agents_state, read_agents_state, same_host
+from elastic_train.agents_state import (
+    agents_key,
+    exit_barrier_keys,
+    mend_agents_state,
+    read_agents_state,
+    reopened,
+    same_host,
+)
 
 RUN_ID = "job"
 ALIVE = _NodeDesc("alive.example.org", 11, 0)
@@ -125,6 +132,15 @@ def test_mending_twice_finds_nothing_left() -> None:
     mended = mend_agents_state(encode(make_state(is_closed=True)), {("dead", 22)})
     assert mended is not None
     assert mend_agents_state(mended, {("dead", 22)}) is None
+
+
+@pytest.mark.parametrize(("is_complete", "round_"), [(True, 4), (False, 3)])
+def test_who_comes_when_nobody_is_left_begins_a_round_of_his_own(is_complete: bool, round_: int) -> None:
+    """As torch's own agents would, once they had dropped the dead one after the other."""
+    found = decode(reopened(encode(make_state(is_closed=True, is_complete=is_complete, waiting=[WAITING]))))
+    begun = _RendezvousState()
+    begun.round = round_
+    assert vars(found) == vars(begun)
 
 
 @pytest.mark.parametrize(

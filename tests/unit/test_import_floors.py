@@ -96,7 +96,7 @@ def test_what_every_agent_loads_is_light(name: str) -> None:
 
 def test_only_few_modules_know_torchs_elastic_package() -> None:
     """Its private state is the business of two; two more implement its public interface of a rendezvous."""
-    knowing = {f"elastic_train.{name}" for name in ("torchrun", "keep_alive", "rendezvous", "etcd_rendezvous")}
+    knowing = {f"elastic_train.{name}" for name in ("agents_state", "keep_alive", "rendezvous", "etcd_rendezvous")}
     for name, path in SOURCES.items():
         if name not in knowing:
             assert "torch.distributed.elastic" not in path.read_text(), name

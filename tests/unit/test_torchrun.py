@@ -16,10 +16,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from elastic_train import torchrun
+from elastic_train.agents_state import AgentsState
 from elastic_train.torchrun import (
     ENDPOINT_VARIABLE,
     MIN_NODES_VARIABLE,
-    AgentsState,
     Launch,
     agent_arguments,
     launches_elastic_train,
