@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import secrets
 import shutil
 import socket
 import tempfile
@@ -29,6 +30,8 @@ from elastic_train.worker import make_state, make_task
 from elastic_train.world import host_name
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+MOST_TRIES = 10
+"""to make a directory that others remove; below a file, or in /proc, it will never be there"""
 
 
 def look_here(
@@ -131,13 +134,27 @@ class TrialDirectory:
 
     def __post_init__(self) -> None:
         self.path = self.path.absolute()
-        self.made = [str(path) for path in (self.path, *self.path.parents) if not os.path.exists(path)]
+        self.made: list[str] = []
         """directories that were not there before; perhaps another worker makes some of them at the same moment"""
         self._marks: list[Path] = []
+        self._hold = self.path / f".check-{secrets.token_hex(8)}"
+        """there until the end: the checks of other nodes, each for itself, remove what they made once it is empty"""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._take()
         except OSError as error:
             self.error = error.strerror or type(error).__name__
+
+    def _take(self) -> None:
+        """Raises: OSError."""
+        for tries_left in reversed(range(MOST_TRIES)):
+            self.made += [str(path) for path in (self.path, *self.path.parents) if not os.path.exists(path)]
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._hold.touch()
+                return
+            except (FileExistsError, FileNotFoundError):  # there, and the next moment removed by another check
+                if tries_left == 0:
+                    raise
 
     def leave_mark(self, token: str, rank: int) -> None:
         """A file by which the others see whether they have the same directory."""
@@ -167,6 +184,8 @@ class TrialDirectory:
     def close(self) -> None:
         """Remove what was made; directories that somebody uses meanwhile stay."""
         self.remove_marks()
+        with suppress(OSError):
+            self._hold.unlink()
         for path in self.made:
             with suppress(OSError):
                 os.rmdir(path)
