@@ -90,6 +90,29 @@ def test_the_services_fit_together() -> None:
             assert "healthcheck" in service
 
 
+def test_a_trainer_checks_its_node_first(tmp_path: Path) -> None:
+    """With stubs of the two programs: both are told the same, and what would break the job does not start it."""
+    for name in ("elastic-train", "torchrun"):
+        stub = tmp_path / name
+        stub.write_text(f'#!/bin/sh\necho {name} "$@"\nexit $CODE\n')
+        stub.chmod(0o755)
+    trainer = compose()["services"]["trainer-1"]
+    command = [word.replace("$$", "$") for word in trainer["command"]]
+
+    def start(code: int) -> list[list[str]]:
+        env = {**trainer["environment"], "CODE": str(code), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == code, done.stderr
+        return [line.split() for line in done.stdout.splitlines()]
+
+    (check,) = start(1)
+    assert check[:2] == ["elastic-train", "check"]
+    check, torchrun = start(0)
+    assert torchrun[0] == "torchrun"
+    assert [word for word in check if "--rdzv" in word] == [word for word in torchrun if "--rdzv" in word] != []
+    assert check[check.index("--") + 1 :] == torchrun[torchrun.index("elastic_train") + 1 :] != []
+
+
 # --- run --------------------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +186,7 @@ def test_the_demonstration(services: Services, cluster: Cluster) -> None:
     assert result(run_dir)["step"] == 3000
     found = audit(run_dir)
     assert found.passed, "\n".join(found.reasons)
+    assert all("PASS" in node.text().splitlines() for node in (first, second, third, again)), "each node's check"
 
 
 def size_of(run_dir: Path) -> int:
