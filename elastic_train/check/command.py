@@ -65,6 +65,7 @@ def wanted_of(arguments: argparse.Namespace, launch: Launch, environ: Mapping[st
         nodes=nodes,
         nodes_by=nodes_by,
         max_nodes=max_nodes_of(launch, environ),
+        workers=arguments.workers,
         grace_seconds=arguments.grace,
         wants_shared_directory=not arguments.local_snapshots,
         is_c10d=launch.endpoint is not None,

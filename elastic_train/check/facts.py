@@ -34,7 +34,7 @@ class WorkerFacts:
     address: str
     """IP address by which the others are to reach it"""
     versions: dict[str, str]
-    """of python, torch, torchvision, elastic_train; cuda and nccl where torch has them"""
+    """of python, torch, torchvision, elastic_train; cuda where torch has it, nccl where it is used"""
     has_hook: bool
     """whether torchrun loads elastic_train's entry point on this node"""
     backend: str
@@ -71,6 +71,8 @@ class WorkerFacts:
     """what is wrong with the store, or with one of its members"""
     is_rendezvous_usable: bool = True
     rendezvous_notes: tuple[str, ...] = ()
+    expiries: tuple[str, ...] = ()
+    """of certificates that expire soon"""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -79,7 +81,7 @@ class WorkerFacts:
     def from_json(text: str) -> WorkerFacts:
         values: dict[str, Any] = json.loads(text)
         gpu = values.pop("gpu")
-        lists = ("interfaces", "host_addresses", "rendezvous_errors", "rendezvous_notes")
+        lists = ("interfaces", "host_addresses", "rendezvous_errors", "rendezvous_notes", "expiries")
         return WorkerFacts(
             **values | {name: tuple(values[name]) for name in lists}, gpu=None if gpu is None else Gpu(**gpu)
         )
@@ -135,6 +137,8 @@ class Wanted:
     """who says so"""
     max_nodes: int = 1
     """of torchrun's --nnodes"""
+    workers: int | None = None
+    """of this node, where the check is one process alone"""
     grace_seconds: float = 30.0
     """between the signal to stop and the kill"""
     wants_shared_directory: bool = True

@@ -13,7 +13,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--local-snapshots", action="store_true", help="each node keeps its own snapshots, on purpose")
     parser.add_argument("--wait", type=float, default=120.0, metavar="SECONDS", help="for the others (default: 120)")
-    alone = parser.add_argument_group("for one node alone, without torchrun", "the store that the job will meet at")
+    alone = parser.add_argument_group("for one node alone, without torchrun", "what torchrun will be given")
+    alone.add_argument("--workers", type=int, metavar="N", help="of this node, as torchrun's --nproc-per-node")
     alone.add_argument("--rdzv-backend", choices=("c10d", "etcd3"), default="c10d", help="default: c10d")
     alone.add_argument("--rdzv-endpoint", metavar="HOST:PORT,...", help="as torchrun will be given it")
     alone.add_argument("--rdzv-id", default="none", metavar="NAME", help="run id of the job (default: none)")

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import traceback
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,6 +55,10 @@ def look_here(
         measured = measure_snapshot(config, device, directory, is_writer=launch.local_rank == 0)
     except ElasticTrainError as error:
         state_error = str(error)
+    except Exception as error:  # of the user's own task
+        traceback.print_exc()
+        state_error = f"{type(error).__name__}: {first_line(error)}"
+    backend = choose_backend(device)
     interfaces = {name: interface_address(name) for _, name in socket.if_nameindex()}
     return WorkerFacts(
         host=host_name(),
@@ -63,9 +68,9 @@ def look_here(
         local_rank=launch.local_rank,
         local_world_size=launch.local_world_size,
         address=address,
-        versions=all_versions(),
+        versions=all_versions(backend),
         has_hook=has_hook(),
-        backend=choose_backend(device),
+        backend=backend,
         interface=next((name for name, found in interfaces.items() if found == address), None),
         interfaces=tuple(f"{name}={found}" if found else name for name, found in interfaces.items()),
         wanted_interfaces=wanted_interfaces(os.environ),
@@ -86,15 +91,16 @@ def look_here(
         rendezvous_errors=rendezvous.errors,
         is_rendezvous_usable=rendezvous.is_usable,
         rendezvous_notes=rendezvous.notes,
+        expiries=rendezvous.expiries,
     )
 
 
-def all_versions() -> dict[str, str]:
+def all_versions(backend: str) -> dict[str, str]:
     found = {"python": platform.python_version().rpartition(".")[0], **versions()}
     found["torchvision"] = importlib.metadata.version("torchvision")
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
-        if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        if "nccl" in backend:
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return found
 

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from elastic_train.check.facts import Gathered
-from elastic_train.check.finding import Finding, Level, by_value_of, errors, fine, first_of_nodes, nodes_of, skipped
+from elastic_train.check.finding import (
+    Finding,
+    Level,
+    by_value_of,
+    count,
+    errors,
+    fine,
+    first_of_nodes,
+    nodes_of,
+    skipped,
+)
 from elastic_train.status import human_bytes
 
 FRAMEWORK_SHARE = 0.9
@@ -71,6 +81,16 @@ def gpus_are_visible_and_not_shared(gathered: Gathered) -> list[Finding]:
                     "see nvidia-smi there",
                 )
             )
+    alone = workers[0]
+    if (wanted := gathered.wanted.workers) is not None and alone.gpu is not None and alone.num_gpus < wanted:
+        findings.append(
+            Finding(
+                Level.BREAKS,
+                f"{gathered.name(0)} is to have {wanted} workers, and torch sees {count(alone.num_gpus, 'GPU')} there",
+                "a worker without a GPU of its own will not start",
+                "start one worker for each GPU (--nproc-per-node), and look at CUDA_VISIBLE_DEVICES",
+            )
+        )
     if findings:
         return findings
     if not with_gpu:

@@ -11,6 +11,16 @@ from elastic_train.check.finding import Finding, Level, by_value, by_value_of, c
 from elastic_train.status import human_bytes
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
+WHY_EQUAL = {
+    "python": (Level.MATTERS, "what random numbers and floating point give may differ"),
+    "torch": (Level.BREAKS, "members with other versions are refused, or cannot talk to each other (torch 1.7 and 1.8 "
+              "could not)"),
+    "elastic_train": (Level.BREAKS, "members with other versions are refused"),
+    "torchvision": (Level.BREAKS, "nobody is refused, and models, images and what is drawn for them may differ"),
+    "cuda": (Level.MATTERS, "kernels and what they round may differ"),
+    "nccl": (Level.BREAKS, "members with other versions cannot talk to each other"),
+}  # fmt: skip
+"""what it breaks where two members have different versions"""
 NOTABLE_SKEW_SECONDS = 1.0
 SLOW_SHARE = 0.5
 """a node whose best link has less than this share of the usual bandwidth is named"""
@@ -58,16 +68,15 @@ def versions_are_equal(gathered: Gathered) -> list[Finding]:
     findings = []
     for name in dict.fromkeys(name for worker in gathered.workers for name in worker.versions):
         here = by_value(gathered, lambda rank, name=name: gathered.workers[rank].versions.get(name, "none"))  # type: ignore[misc]
+        if name == "nccl":
+            here.pop("none", None)  # of who does not use it
         if len(here) > 1:
-            is_minor = name == "python"
+            level, why = WHY_EQUAL[name]
             findings.append(
                 Finding(
-                    Level.MATTERS if is_minor else Level.BREAKS,
+                    level,
                     f"{name} is not the same everywhere: {listing(here)}",
-                    "what random numbers and floating point give may differ"
-                    if is_minor
-                    else "members with other versions are refused, or cannot talk to each other (torch 1.7 and 1.8 "
-                    "could not)",
+                    why,
                     "install one set of versions on all nodes, best as one image",
                 )
             )
@@ -123,10 +132,21 @@ def store_is_usable(gathered: Gathered) -> list[Finding]:
                 Finding(
                     Level.MATTERS if is_usable else Level.BREAKS,
                     f"rendezvous, from {nodes_of(gathered, ranks)}: {error}",
-                    "one member more lost and nobody can meet" if is_usable else "without it the workers cannot meet",
+                    "who loses a majority of its members cannot meet"
+                    if is_usable
+                    else "without it the workers cannot meet",
                     "check the address, the firewall, and whether it has started; TLS and users: deploy/etcd/README.md",
                 )
             )
+    findings += [
+        Finding(
+            Level.MATTERS,
+            what,
+            "from then on nobody can meet, and who trains can tell etcd nothing more",
+            "elastic-train certs --renew, or ask whoever has made it",
+        )
+        for what in dict.fromkeys(what for worker in gathered.workers for what in worker.expiries)
+    ]
     notes = dict.fromkeys(note for worker in gathered.workers for note in worker.rendezvous_notes)
     return findings + [Finding(Level.FINE, f"rendezvous: {note}") for note in notes]
 

@@ -62,27 +62,30 @@ class C10d:
 
     def __init__(self, folder: Path, network: Network | None) -> None:
         self._folder, self._network = folder, network
+        self._host = HUB_ADDRESS if network else "localhost"
         self._port = free_port()
         self._num_started = 0
         self._process: Node | None = None
         self._seen: list[Node] = []
 
     def torchrun_flags(self) -> list[str]:
-        host = HUB_ADDRESS if self._network else "localhost"
-        return ["--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{self._port}"]
+        return ["--rdzv-backend=c10d", f"--rdzv-endpoint={self._host}:{self._port}"]
 
     def start(self) -> None:
         if self._network is None:
             self._port = free_port()  # the last one's may be waiting for its connections to time out
         self._num_started += 1
         self._process = Node(
-            [*dying_with_parent(), sys.executable, "-m", "elastic_train.cli", "store", "--port", str(self._port)],
+            [
+                *dying_with_parent(), sys.executable, "-m", "elastic_train.cli", "store", "--host", self._host,
+                "--port", str(self._port),
+            ],
             self._folder / f"store-{self._num_started}.log",
             Path.cwd(),
             clean_environment(),
             name="endpoint",
             prefix=self._network.hub_prefix() if self._network else [],
-        )
+        )  # fmt: skip
         self._seen.append(self._process)
         wait_until(self._answers, "rendezvous store", ENDPOINT_SECONDS)
 

@@ -369,7 +369,7 @@ def test_the_check_before_the_job(overlay: str, tmp_path: Path, cluster: Cluster
     looking = run.start(manifests, check, given)
     assert looking.wait(300) == 0, looking.text()
     assert looking.text().rstrip().endswith("PASS")
-    assert "accepts connections" in looking.text()
+    assert "answers as a rendezvous store" in looking.text()
 
 
 @pytest.mark.slow

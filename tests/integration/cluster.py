@@ -88,7 +88,7 @@ class Cluster:
         """Serve the endpoint's store from a process of its own, so that any node may die; etcd is one already."""
         if self.etcd is not None:
             return
-        self.launch([PYTHON, "-m", "elastic_train.cli", "store", "--port", str(self.port)], {})
+        self.launch([PYTHON, "-m", "elastic_train.cli", "store", "--host", "localhost", "--port", str(self.port)], {})
         wait_until(lambda: is_listening(self.port), "store")
 
     def launch(self, command: Sequence[str], env: dict[str, str], terminal: int | None = None) -> Node:

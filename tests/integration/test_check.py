@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_two_nodes_pass_and_leave_nothing(cluster: Cluster) -> None:
         assert "world: 2 workers on 2 nodes, as asked" in text
         assert "writable and the same for all" in text
         assert re.search(r"[\d.]+ Gbit/s", text), "measured; on a busy machine it may also be called slow"
-        assert re.search(r"rendezvous: .*(accepts connections|may write below /elastic_train)", text)
+        assert re.search(r"rendezvous: .*(answers as a rendezvous store|may write below /elastic_train)", text)
     ranks = [re.search(r"^\[\d+\] rank = (\d), world_size = 2, backend = gloo$", node.text(), re.M) for node in nodes]
     assert sorted(found[1] for found in ranks if found) == ["0", "1"]
     assert not cluster.run_dir.exists()
@@ -95,6 +96,27 @@ def test_alone_with_a_store_that_refuses_and_a_world_that_is_too_small(cluster: 
     assert any("2 worlds of one" in line for line in node.text().splitlines())
     assert any("no-such-host.invalid:29400 does not resolve" in line for line in found)
     assert any("cannot write to" in line and "Not a directory" in line for line in found)
+
+
+def test_alone_with_a_stranger_at_the_port_and_a_task_that_fails(cluster: Cluster) -> None:
+    (cluster.path / "broken.py").write_text(
+        "from elastic_train.tasks import Task\n\n\nclass Broken(Task):\n    def build_model(self):\n"
+        "        raise FileNotFoundError('no corpus.bin')\n"
+    )
+    with socket.create_server(("localhost", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        node = cluster.launch(
+            [PYTHON, "-m", "elastic_train.check", "--rdzv-endpoint", f"localhost:{port}",
+             "--", "--run-dir", str(cluster.run_dir), "--task", "broken:Broken"],
+            {},
+        )  # fmt: skip
+        cluster.finish([node], code=1, timeout=PATIENCE)
+    found = findings(node, "BREAKS")
+    assert len(found) == 2
+    assert any("is no rendezvous store" in line for line in found)
+    assert any("FileNotFoundError: no corpus.bin" in line for line in found)
+    assert "broken.py" in node.text(), "the traceback, for whoever wrote it"
+    assert node.text().rstrip().endswith("FAIL")
 
 
 @pytest.mark.slow

@@ -122,7 +122,11 @@ def test_another_python_is_a_warning_and_a_version_that_only_one_has_is_found() 
     the_one(world_rules.versions_are_equal(other), Level.MATTERS)
     for rank in range(3):
         cuda = with_worker(job(), rank, versions=VERSIONS | {"cuda": "13.2"})
-        assert "cuda" in the_one(world_rules.versions_are_equal(cuda), Level.BREAKS).what
+        assert "cuda" in the_one(world_rules.versions_are_equal(cuda), Level.MATTERS).what
+        nccl = with_worker(job(), rank, versions=VERSIONS | {"nccl": "2.29"})
+        the_one(world_rules.versions_are_equal(nccl), Level.FINE)  # the others do not use it
+        two = with_worker(nccl, (rank + 1) % 3, versions=VERSIONS | {"nccl": "2.30"})
+        assert "nccl" in the_one(world_rules.versions_are_equal(two), Level.BREAKS).what
 
 
 @pytest.mark.parametrize(
@@ -173,6 +177,8 @@ def test_a_store_that_cannot_be_used_and_one_with_a_member_away() -> None:
     assert "node1" in the_one(world_rules.store_is_usable(away), Level.MATTERS).what
     gone = with_worker(job(), 1, rendezvous_errors=("no quorum",), is_rendezvous_usable=False)
     the_one(world_rules.store_is_usable(gone), Level.BREAKS)
+    old = with_all(job(), expiries=("the client certificate trainer.pem expires in 3 days",))
+    assert "certs" in the_one(world_rules.store_is_usable(old), Level.MATTERS).do
 
 
 def test_names() -> None:
@@ -265,6 +271,9 @@ def test_gpus() -> None:
     mixed = with_worker(gpu_job("a", "b"), 1, gpu=None)
     assert "node1 on the CPU" in the_one(rule(mixed), Level.BREAKS).what
     the_one(rule(with_worker(job(), 0, device_error="--device cuda: none here")), Level.BREAKS)
+    alone = with_worker(replace(gpu_job("a"), wanted=Wanted(workers=2)), 0, num_gpus=2)
+    the_one(rule(alone), Level.FINE)
+    assert "2 workers, and torch sees 1 GPU" in the_one(rule(with_worker(alone, 0, num_gpus=1)), Level.BREAKS).what
 
 
 def test_a_task_that_cannot_be_built() -> None:
