@@ -10,6 +10,7 @@ import importlib
 from typing import Any
 
 BENCHMARKS = {
+    "goodput": "elastic_train.bench.goodput",
     "loop": "elastic_train.bench.loop",
     "recovery": "elastic_train.bench.recovery",
     "recovery-etcd": "elastic_train.bench.recovery_etcd",

@@ -1,13 +1,20 @@
-"""The benchmark of the loop really runs both loops."""
+"""The benchmarks really run what they compare."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from elastic_train.bench.goodput import NUM_NODES, Ours, Restarts, Torchft, Trace
+from elastic_train.bench.goodput import measure as measure_goodput
 from elastic_train.bench.loop import Case, Effort, measure
+from elastic_train.drills.history import read_history
 from elastic_train.errors import ElasticTrainError
 
 pytestmark = pytest.mark.timeout(180)
+
+RIVALS = {"restarts": Restarts, "torchft": Torchft}
 
 
 def test_a_small_measurement() -> None:
@@ -20,3 +27,20 @@ def test_a_small_measurement() -> None:
 def test_a_worker_that_fails_ends_it() -> None:
     with pytest.raises(ElasticTrainError, match="rank 0 of OurLoop ended with code 1"):
         measure([Case("no-such-model", 64, 1)], Effort(block_seconds=0.02, case_seconds=0.1, min_pairs=2, launches=1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["etcd3", "c10d", "restarts", "torchft"])
+def test_every_contender_goes_on_after_a_death_and_with_a_newcomer(kind: str, tmp_path: Path) -> None:
+    if kind == "torchft":
+        pytest.importorskip("torchft")
+    run_dir = tmp_path / "run"
+    contender = RIVALS[kind](run_dir) if kind in RIVALS else Ours(kind, run_dir)
+    found = measure_goodput(contender, Trace(seconds=40.0, every=40.0))
+    assert 0.0 < found.goodput < 1.05
+    assert len(found.join_seconds) == (1 if kind not in RIVALS else 0)
+    sizes = [step.world_size for step in read_history(run_dir).kept]
+    assert sizes[0] == 1
+    assert sizes[-1] == NUM_NODES, "the node that came back is in"
+    assert 2 in sizes[sizes.index(3) :], "without the node that was killed"

@@ -1,0 +1,291 @@
+"""How much of its time a job keeps while nodes die and are replaced, beside what else one could run.
+
+Three nodes of this machine train the bundled digits at a pace that leaves a core idle, as a GPU would. Every twenty
+seconds one of them, drawn by a seed, is killed (SIGKILL to all of its processes) and started again five seconds later.
+Goodput is what the kept steps take undisturbed, in terms of the wall: the nodes are started one after the other, and a
+step of each world size is timed before the next one comes. A step that is lost and computed again counts once.
+
+The rivals are told of in rivals/: torchrun's restarts with the shortest timeouts that survive this, its store off the
+nodes, and torchft. Each row compares ours with a promised limit or with a rival. Under c10d torchrun restarts everybody
+for a newcomer: the limit allows that outage, as measured in the same run, and half a second for each pair of a death
+and a join.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from elastic_train.bench import table
+from elastic_train.bench.table import Row
+from elastic_train.drills.backends import C10d, Etcd3, backend_of
+from elastic_train.drills.command import BUNDLED_TASK
+from elastic_train.drills.history import read_history
+from elastic_train.drills.lost_time import outages_of
+from elastic_train.drills.nodes import (
+    Node,
+    clean_environment,
+    dying_with_parent,
+    free_port,
+    is_listening,
+    kill_at_once,
+    wait_until,
+)
+from elastic_train.drills.record import PACE_VARIABLE
+from elastic_train.errors import ElasticTrainError
+from elastic_train.events import newest_events
+
+SEED = 1
+NUM_NODES = 3
+SECONDS_PER_SAMPLE = 0.0023
+"""some twenty steps a second with three nodes"""
+BACK_AFTER = 5.0
+"""seconds from a death to the start of the node that replaces it"""
+START_SECONDS = 120.0
+UNDISTURBED_SECONDS = 8.0
+"""in which steps of each world size are timed"""
+ETCD_LIMIT = 0.97
+JOIN_MARGIN = 0.5
+"""seconds that a death and a join may cost under c10d beyond the restart of everybody"""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What happens to a job."""
+
+    seconds: float
+    every: float
+    """seconds, from one death to the next"""
+
+
+THOROUGH = Trace(120.0, 20.0)
+QUICK = Trace(20.0, 20.0)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a contender came to."""
+
+    goodput: float
+    """1.0 is the undisturbed job at the world sizes that were present"""
+    join_seconds: tuple[float, ...]
+    """for which each newcomer held the others up; of ours"""
+
+
+class Contender(Protocol):
+    """A way to train on nodes that come and go."""
+
+    name: str
+    run_dir: Path
+
+    def start(self) -> None:
+        """What the nodes meet at. Blocks until it answers."""
+
+    def command(self, number: int) -> list[str]:
+        """Of node `number`, which counts from 0."""
+
+    def close(self) -> None:
+        """End what `start` has started."""
+
+
+class Ours:
+    """This package under torchrun, where the nodes meet in a backend of its drills."""
+
+    def __init__(self, backend: str, run_dir: Path) -> None:
+        self.name = backend
+        self.run_dir = run_dir
+        self._backend = backend_of(backend, run_dir, None, run_id="goodput")
+
+    def start(self) -> None:
+        self._backend.start()
+
+    def command(self, number: int) -> list[str]:
+        return [
+            sys.executable, "-m", "torch.distributed.run", *self._backend.torchrun_flags(), f"--nnodes=1:{NUM_NODES}",
+            "-m", "elastic_train", "--run-dir", str(self.run_dir), "--task", BUNDLED_TASK,
+            "--epochs", "1000000", "--eval-every", "1000000", "--no-progress",
+        ]  # fmt: skip
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+class Restarts:
+    """The standard tutorial's script: rivals/restarts.py."""
+
+    name = "torchrun's restarts"
+    environment = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    """else every restart waits for a store that died with its node"""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._backend = C10d(run_dir, None)
+
+    def start(self) -> None:
+        self._backend.start()
+
+    def command(self, number: int) -> list[str]:
+        return [
+            "env", self.environment, sys.executable, "-m", "torch.distributed.run", *self._backend.torchrun_flags(),
+            "--rdzv-id=goodput", f"--nnodes=1:{NUM_NODES}", "--max-restarts=1000", "--monitor-interval=0.1",
+            "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1",
+            "--no-python", sys.executable, "-m", "elastic_train.bench.rivals.restarts", str(self.run_dir),
+        ]  # fmt: skip
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+class Torchft:
+    """Replicas of torchft, and its lighthouse off the nodes: rivals/replicas.py."""
+
+    name = "torchft"
+    flags = ("--min_replicas=1", "--heartbeat_timeout_ms=1000", "--join_timeout_ms=100", "--quorum_tick_ms=100")
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._port = free_port()
+        self._lighthouse: Node | None = None
+
+    @staticmethod
+    def is_installed() -> bool:
+        return importlib.util.find_spec("torchft") is not None
+
+    def start(self) -> None:
+        program = shutil.which("torchft_lighthouse", path=str(Path(sys.executable).parent)) or "torchft_lighthouse"
+        self._lighthouse = Node(
+            [*dying_with_parent(), program, f"--bind=[::]:{self._port}", *self.flags],
+            self.run_dir / "lighthouse.log",
+            Path.cwd(),
+            clean_environment(),
+        )
+        wait_until(lambda: is_listening(self._port), "lighthouse", START_SECONDS)
+
+    def command(self, number: int) -> list[str]:
+        return [
+            sys.executable, "-m", "elastic_train.bench.rivals.replicas", str(self.run_dir),
+            f"http://localhost:{self._port}", str(number), str(NUM_NODES),
+        ]  # fmt: skip
+
+    def close(self) -> None:
+        if self._lighthouse is not None:
+            self._lighthouse.end()
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Quick: a minute and a half, of ours alone beside their limits; else a quarter of an hour."""
+    return table.report("goodput", measure_all(QUICK if quick else THOROUGH, with_rivals=not quick))
+
+
+def measure_all(trace: Trace, with_rivals: bool) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="elastic-train-bench-") as scratch:
+        folder = Path(scratch)
+        etcd3 = measure(Ours(Etcd3.name, folder / "etcd3"), trace)
+        c10d = measure(Ours(C10d.name, folder / "c10d"), trace)
+        limit = c10d_limit(c10d, trace)
+        rows = [row(Etcd3.name, etcd3, "the limit", ETCD_LIMIT), row(C10d.name, c10d, "the limit", limit)]
+        if not with_rivals:
+            return rows
+        rivals: list[Contender] = [Restarts(folder / "restarts")]
+        if Torchft.is_installed():
+            rivals.append(Torchft(folder / "torchft"))
+        else:
+            print("torchft is not installed (pip install 'elastic_train[bench]'): without its rows", file=sys.stderr)
+        for rival in rivals:
+            theirs = measure(rival, trace).goodput
+            rows += [row(Etcd3.name, etcd3, rival.name, theirs), row(C10d.name, c10d, rival.name, theirs)]
+        return rows
+
+
+def row(name: str, ours: Kept, rival: str, theirs: float) -> Row:
+    return Row(f"{name} beside {rival}", ours.goodput, theirs, "goodput", ours.goodput / theirs, 0.0)
+
+
+def c10d_limit(found: Kept, trace: Trace) -> float:
+    if not found.join_seconds:
+        raise ElasticTrainError("no node joined under c10d: nothing tells what a join costs")
+    return 1.0 - (statistics.median(found.join_seconds) + JOIN_MARGIN) / trace.every
+
+
+def measure(contender: Contender, trace: Trace) -> Kept:
+    """Blocks for the trace and the start of its nodes. Raises: TooSlow where they never train together."""
+    chance = random.Random(SEED)
+    run_dir = contender.run_dir
+    run_dir.mkdir()
+    pace = run_dir / "pace"
+    pace.write_text(str(SECONDS_PER_SAMPLE))
+    environment = clean_environment() | {PACE_VARIABLE: str(pace)}
+    nodes: dict[int, Node] = {}
+    step_seconds: dict[int, float] = {}
+    with ExitStack() as ends:
+        ends.callback(contender.close)
+        contender.start()
+
+        def start(number: int) -> None:
+            log = run_dir / f"node{number}-{time.time_ns()}.log"
+            nodes[number] = Node([*dying_with_parent(), *contender.command(number)], log, Path.cwd(), environment)
+            ends.callback(nodes[number].end)
+
+        for number in range(NUM_NODES):
+            start(number)
+            size = number + 1
+            wait_for_world(run_dir, size)
+            since = time.time()
+            time.sleep(UNDISTURBED_SECONDS)
+            times = [step.time for step in read_history(run_dir).kept if step.time > since and step.world_size == size]
+            step_seconds[size] = (times[-1] - times[0]) / (len(times) - 1)
+        began = time.time()
+        for cycle in range(round(trace.seconds / trace.every)):
+            sleep_until(began + cycle * trace.every)
+            tell_of_ends(contender, nodes)
+            victim = chance.randrange(NUM_NODES)
+            kill_at_once([nodes[victim]])
+            sleep_until(began + cycle * trace.every + BACK_AFTER)
+            start(victim)
+        sleep_until(began + trace.seconds)
+        tell_of_ends(contender, nodes)
+    history = read_history(run_dir)
+    kept = [step for step in history.kept if began < step.time <= began + trace.seconds]
+    goodput = sum(step_seconds[step.world_size] for step in kept) / trace.seconds
+    joins = tuple(outage.seconds for outage in outages_of(history) if outage.cause == "join" and outage.time > began)
+    undisturbed = ", ".join(f"{seconds * 1e3:.1f} ms with {size}" for size, seconds in step_seconds.items())
+    told = f"{contender.name}: {goodput:.3f}; undisturbed a step takes {undisturbed}"
+    print(told, file=sys.stderr, flush=True)
+    return Kept(goodput, joins)
+
+
+def wait_for_world(run_dir: Path, size: int) -> None:
+    wait_until(lambda: world_size(run_dir) == size, f"world of {size} nodes", START_SECONDS)
+
+
+def world_size(run_dir: Path) -> int | None:
+    """Of the newest step."""
+    newest = [
+        next((line for line in newest_events(path) if line["event"] == "step"), None)
+        for path in (run_dir / "events").glob("*.jsonl")
+    ]
+    last = max((line for line in newest if line is not None), key=lambda line: float(line["time"]), default=None)
+    return int(last["world_size"]) if last is not None else None
+
+
+def tell_of_ends(contender: Contender, nodes: Mapping[int, Node]) -> None:
+    """Nobody but this ends a node. One that ends is told of, and started again after its turn to die."""
+    for number, node in nodes.items():
+        code = node.process.poll()
+        if code is not None:
+            told = f"{contender.name}: node {number} has ended by itself, with code {code}:\n{node.text()[-1000:]}"
+            print(told, file=sys.stderr, flush=True)
+
+
+def sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.time()))
