@@ -29,8 +29,8 @@ SCHEMAS = Path(__file__).parents[3] / "shared" / "schemas"
 """the CRDs of JobSet and Kubeflow, beside the repository"""
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
 WITHOUT_OPERATOR = ("c10d", "etcd3", "gpu")
-VERSIONS = ("1.33", "1.37")
-"""of Kubernetes: the first in which everything that is used is stable, and the newest that can be checked"""
+VERSIONS = ("1.31", "1.37")
+"""of Kubernetes: the first in which everything that is used is switched on, and the newest that can be checked"""
 
 
 @functools.cache
@@ -177,6 +177,112 @@ def test_every_pod_is_locked_down(overlay: str) -> None:
             assert mounted <= {volume["name"] for volume in spec["volumes"]} | claims
 
 
+CLUSTER_DNS = {
+    "CoreDNS": ({"kubernetes.io/metadata.name": "kube-system"}, {"k8s-app": "kube-dns"}, 53),
+    "NodeLocal DNSCache": (None, None, 53),  # the node's own address, and so no pod's
+    "OpenShift": (
+        {"kubernetes.io/metadata.name": "openshift-dns"},
+        {"dns.operator.openshift.io/daemonset-dns": ""},
+        5353,
+    ),
+}
+"""who answers a pod that asks for a name: labels of namespace and pod, and the port behind the service's 53"""
+
+
+def is_let_out(
+    policy: Manifest, namespace: Mapping[str, str] | None, pod: Mapping[str, str] | None, port: int, protocol: str
+) -> bool:
+    """Whether a NetworkPolicy's `egress` has a rule for this; None for what is not in a pod."""
+
+    def fits(selector: Manifest | None, labels: Mapping[str, str] | None) -> bool:
+        return selector is None or (labels is not None and selector.get("matchLabels", {}).items() <= labels.items())
+
+    def is_meant(peer: Manifest) -> bool:
+        assert "ipBlock" not in peer, "not known here"
+        if "namespaceSelector" not in peer and namespace is not None:
+            return False  # in the policy's own namespace, which this is not
+        return fits(peer.get("namespaceSelector"), namespace) and fits(peer.get("podSelector"), pod)
+
+    def has_port(rule: Manifest) -> bool:
+        ports = [(one["port"], one.get("protocol", "TCP")) for one in rule.get("ports", [])]
+        return not ports or (port, protocol) in ports
+
+    rules = policy["spec"]["egress"]
+    return any(has_port(rule) and ("to" not in rule or any(map(is_meant, rule["to"]))) for rule in rules)
+
+
+@pytest.mark.parametrize("dns", CLUSTER_DNS)
+@pytest.mark.parametrize(("overlay", "name"), [("c10d", "trainer"), ("etcd3", "trainer"), ("etcd3", "etcd")])
+def test_names_can_be_asked_for_and_nothing_else(overlay: str, name: str, dns: str) -> None:
+    policy = find(build(overlay), "NetworkPolicy", name)
+    namespace, pod, port = CLUSTER_DNS[dns]
+    for protocol in ("UDP", "TCP"):
+        assert is_let_out(policy, namespace, pod, port, protocol)
+    for other in (443, 2379, 29400):
+        assert not is_let_out(policy, namespace, pod, other, "TCP")
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_prometheus_finds_the_trainers(overlay: str) -> None:
+    """By the name in deploy/monitoring, the same for every overlay; and nobody but them."""
+    yaml = pytest.importorskip("yaml")
+    scrape = yaml.safe_load((DEPLOY / "monitoring" / "prometheus-kubernetes.yml").read_text())["scrape_configs"][0]
+    ((name,),) = [found["names"] for found in scrape["dns_sd_configs"]]
+    manifests = build(overlay)
+    service = find(manifests, "Service", name.split(".")[0])
+    assert name == f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc"
+    assert service["spec"]["clusterIP"] == "None"
+    labels = [pod["metadata"]["labels"] for pod in every_pod(manifests)]
+    assert {one["role"] for one in labels if service["spec"]["selector"].items() <= one.items()} == {"trainer"}
+
+
+WITH_SCALE = {"Deployment", "StatefulSet", "ReplicaSet"}
+"""owners that tell how many pods there are to be; without, Kubernetes takes nothing but a number that are to stay"""
+
+
+def number_of_trainers(manifests: tuple[Manifest, ...]) -> int:
+    """As the object says that whoever applies an overlay edits."""
+    by_kind = {found["kind"]: found.get("spec") for found in manifests}
+    if "TrainJob" in by_kind:
+        return int(by_kind["TrainJob"]["trainer"]["numNodes"])
+    if "PyTorchJob" in by_kind:
+        return int(by_kind["PyTorchJob"]["pytorchReplicaSpecs"]["Worker"]["replicas"])
+    if "JobSet" in by_kind:
+        jobs = {job["name"]: job["template"]["spec"] for job in by_kind["JobSet"]["replicatedJobs"]}
+        return int(jobs["trainer"]["parallelism"])
+    return int(by_kind["Job"]["parallelism"])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_drain_takes_one_pod_at_a_time(overlay: str) -> None:
+    """And takes it: with `maxUnavailable` over a Job's pods no eviction is ever allowed."""
+    manifests = build(overlay)
+    seen = set()
+    for budget in (found["spec"] for found in manifests if found["kind"] == "PodDisruptionBudget"):
+        selector = budget["selector"]["matchLabels"]
+        owners = {
+            manifest["kind"]
+            for manifest in manifests
+            for pod in pods(manifest)
+            if selector.items() <= pod["metadata"]["labels"].items()
+        }
+        seen.add(selector["role"])
+        if not owners <= WITH_SCALE:
+            assert "maxUnavailable" not in budget, owners
+            assert budget["minAvailable"] == number_of_trainers(manifests) - 1
+    assert "trainer" in seen
+
+
+def test_the_page_knows_its_versions_and_the_time_to_save() -> None:
+    page = (KUBERNETES / "README.md").read_text()
+    assert re.findall(r"Kubernetes (\S+) or newer", page) == [VERSIONS[0]]
+    assert f"schemas of Kubernetes {VERSIONS[0]} and {VERSIONS[1]}" in page
+    trainers = [pod_of(build(overlay), "trainer") for overlay in OVERLAYS]
+    assert all("--grace 30 " in str(pod["initContainers"][0]["args"]) for pod in trainers)
+    (grace,) = {pod["terminationGracePeriodSeconds"] for pod in trainers}
+    assert f"within torchrun's 30 s, the first half of `terminationGracePeriodSeconds` ({grace})" in page
+
+
 def test_the_page_knows_every_overlay_and_the_names_of_etcd() -> None:
     page = (KUBERNETES / "README.md").read_text()
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.M)) == OVERLAYS
@@ -244,6 +350,7 @@ def test_the_variables_at_the_top_are_enough(tmp_path: Path) -> None:
         "namespace: elastic-train": "namespace: other",
         "newName: elastic_train": "newName: registry.example/trainer",
         "value: 4}": "value: 6}",
+        "value: 3}": "value: 5}",
         "WORKERS=1 ": "WORKERS=8 ",
     }
     for old, new in changes.items():
@@ -256,6 +363,7 @@ def test_the_variables_at_the_top_are_enough(tmp_path: Path) -> None:
     job = find(manifests, "Job", "trainer")["spec"]
     container = job["template"]["spec"]["containers"][0]
     assert job["parallelism"] == job["completions"] == 6
+    assert find(manifests, "PodDisruptionBudget", "trainer")["spec"]["minAvailable"] == 5
     assert container["image"] == "registry.example/trainer:latest-cuda"
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
 

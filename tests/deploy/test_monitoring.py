@@ -51,7 +51,7 @@ def test_prometheus_is_let_in_where_it_asks() -> None:
     (rule,) = policy["spec"]["ingress"]
     assert rule["ports"] == [{"port": found["port"]}]
     assert f"--metrics-port {found['port']} --metrics-host 0.0.0.0" in (MONITORING / "README.md").read_text()
-    service = yaml.safe_load((MONITORING.parent / "kubernetes" / "job" / "service.yaml").read_text())
+    service = yaml.safe_load((MONITORING.parent / "kubernetes" / "base" / "service.yaml").read_text())
     assert policy["spec"]["podSelector"]["matchLabels"] == service["spec"]["selector"]
     assert found["names"] == [f"{service['metadata']['name']}.elastic-train.svc"]
 
