@@ -242,7 +242,7 @@ WITH_SCALE = {"Deployment", "StatefulSet", "ReplicaSet"}
 
 def number_of_trainers(manifests: tuple[Manifest, ...]) -> int:
     """As the object says that whoever applies an overlay edits."""
-    by_kind = {found["kind"]: found.get("spec") for found in manifests}
+    by_kind = {found["kind"]: found.get("spec", {}) for found in manifests}
     if "TrainJob" in by_kind:
         return int(by_kind["TrainJob"]["trainer"]["numNodes"])
     if "PyTorchJob" in by_kind:
