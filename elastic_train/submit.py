@@ -39,6 +39,8 @@ class SlurmJob:
     workers: int | None = None
     is_checked: bool = True
     """whether `elastic-train check` looks at the nodes first"""
+    has_local_snapshots: bool = False
+    """whether each node is to keep its own snapshots, in which the check then sees no fault"""
     options: Mapping[str, str] = field(default_factory=dict)
     """of sbatch, by long name without dashes; "" for a switch"""
     flags: Sequence[str] = ()
@@ -67,6 +69,8 @@ def write_script(job: SlurmJob) -> str:
         "CHECK": None if job.is_checked else "",
         "WORKERS": None if job.workers is None else str(job.workers),
     }
+    if job.has_local_snapshots:
+        script = set_variable(script, "CHECK_FLAGS", "(--local-snapshots)")
     for name, text in variables.items():
         if text is not None:
             script = set_variable(script, name, shlex.quote(text) if text else "")
@@ -89,6 +93,8 @@ def _check(job: SlurmJob, is_fixed: bool) -> None:
                 raise UsageError(f"{flag}: a fixed allocation has none; --nodes 1:{job.nodes} is an elastic job")
     if job.is_array and not job.etcd:
         raise UsageError("--array: jobs of one node each meet in etcd; give --etcd H1:2379,H2:2379,H3:2379")
+    if job.has_local_snapshots and not job.is_checked:
+        raise UsageError("--local-snapshots: it is for the check, which --no-check leaves out")
     if job.etcd_conf and not job.etcd:
         raise UsageError("--etcd-conf goes with --etcd")
     for flag, value in {"--allocate": job.allocate, "--workers": job.workers}.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shlex
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.cli import main
+from elastic_train.cli import main, make_parser
 from elastic_train.errors import UsageError
 from elastic_train.submit import SlurmJob, set_option, set_variable, write_script
 from tests.deploy.tools import DEPLOY, program
@@ -72,6 +73,34 @@ def test_an_array_meets_in_etcd() -> None:
     assert variables(script, "ETCD", "ETCD_CONF", "JOB", "RUN_DIR") == ["a:1,b:2", "ca=x", "big", "runs/slurm-big"]
 
 
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+@pytest.mark.parametrize("is_local", [False, True])
+def test_the_check_is_told_of_snapshots_that_each_node_keeps(nodes: str, is_local: bool, tmp_path: Path) -> None:
+    """By the script itself, where srun only writes down what it is given, and says that the check has failed."""
+    script = write_script(
+        SlurmJob(
+            nodes=nodes, etcd=None if nodes == "2" else "a:1", setup="true", run_dir=str(tmp_path / "run"),
+            has_local_snapshots=is_local, flags=["--snapshot-dir", "/scratch/mine"],
+        )
+    )  # fmt: skip
+    for name, body in {
+        "srun": f'printf "%s\\n" "$@" > {tmp_path}/words; exit 1', "scontrol": "printf 'n1\\nn2\\n'"
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_NNODES": "2",
+    }  # fmt: skip
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert "something would break the job" in done.stdout, done.stderr
+    words = (tmp_path / "words").read_text().splitlines()
+    start = words.index("check" if "check" in words else "elastic_train.check")
+    arguments = make_parser().parse_args(["check", *words[start + 1 :]])
+    assert arguments.local_snapshots is is_local
+    assert arguments.flags[-2:] == ["--snapshot-dir", "/scratch/mine"]
+
+
 @pytest.mark.parametrize(
     ("job", "says"),
     [
@@ -83,6 +112,7 @@ def test_an_array_meets_in_etcd() -> None:
         (SlurmJob(is_array=True), "--array"),
         (SlurmJob(etcd_conf="ca=x"), "--etcd-conf"),
         (SlurmJob(workers=0), "--workers 0"),
+        (SlurmJob(has_local_snapshots=True, is_checked=False), "--local-snapshots"),
         (SlurmJob(options={"nodes": "3"}), "--sbatch nodes"),
         (SlurmJob(flags=["--fresh"]), "begin anew"),
         (SlurmJob(flags=["--run-dir=x"]), "--run-dir"),
