@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import pty
 import re
+import select
 import shlex
 import signal
 import ssl
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -106,64 +110,109 @@ class TestCertificates:
             make_certificates(tmp_path, ["h"], client=name)
 
 
-@pytest.fixture
-def member(tmp_path: Path) -> Iterator[EtcdCluster]:
-    """One member with TLS on the server's side, as passwords need it."""
-    cluster = EtcdCluster(tmp_path, 1, make_tls(tmp_path / "certs", needs_client_cert=False))
+ROOT_PASSWORD, TRAINER_PASSWORD = "of-root", "of-the-trainer"
+
+
+def users_of_page() -> list[str]:
+    """The lines that make the users and roles, as one types them."""
+    lines = [line.strip() for line in PAGE.splitlines() if line.startswith(("    export ETCDCTL_", "    etcdctl "))]
+    assert lines[-1] == "etcdctl auth enable"
+    return lines
+
+
+def type_in(lines: list[str], folder: Path, prefix: Sequence[str] = ()) -> str:
+    """Types lines into a shell at a terminal of its own, and a password whenever it is asked for; what was shown.
+
+    Fails where one of them does.
+    """
+    ours, theirs = pty.openpty()
+    path = f"{Path(find_program('etcdctl')).parent}:{os.environ['PATH']}"
+    with subprocess.Popen(
+        [*prefix, "bash", "-ec", "\n".join(lines)],
+        stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, start_new_session=True,
+        env=clean_environment() | {"PATH": path, "ETCDCTL_API": "3"},
+    ) as shell:  # fmt: skip
+        os.close(theirs)
+        shown, answered = "", 0
+        try:
+            with contextlib.suppress(OSError):  # EIO: nobody has the terminal any more
+                while select.select([ours], [], [], 60)[0]:
+                    shown += os.read(ours, 4096).decode()
+                    asked = re.findall(r"[Pp]assword(?: of (\w+)[^:\n]*)?: ", shown)
+                    for user in asked[answered:]:
+                        os.write(ours, f"{TRAINER_PASSWORD if user == 'trainer' else ROOT_PASSWORD}\n".encode())
+                    answered = len(asked)
+            assert shell.wait(10) == 0, shown
+        finally:
+            shell.kill()
+            os.close(ours)
+    return shown
+
+
+@contextlib.contextmanager
+def member_with_users(path: Path, lines: list[str], *, needs_client_cert: bool) -> Iterator[tuple[EtcdCluster, Path]]:
+    """One member here with TLS in which the lines of the page have been typed, and the folder of its certificates."""
+    files = make_certificates(path / "certs", ["127.0.0.1"], client="trainer")
+    trainer = (files.certificate("trainer"), files.key("trainer"))
+    tls = Tls(files.ca, files.certificate("server"), files.key("server"), *trainer, needs_client_cert=needs_client_cert)
+    cluster = EtcdCluster(path, 1, tls)
     try:
         cluster.start()
-        yield cluster
+        here = f"ETCDCTL_ENDPOINTS={cluster.members[0].url}"
+        type_in([re.sub(r"ETCDCTL_ENDPOINTS=\S+", here, line) for line in lines], files.folder)
+        yield cluster, files.folder
     finally:
         cluster.end()
 
 
 def test_the_user_of_a_run_may_write_below_its_prefix_and_nowhere_else(
-    member: EtcdCluster, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands = lines_of_page("etcdctl")
-    assert len(commands) == 7
-    for words in commands:
-        member.ctl(*words[1:])
-    assert member.tls is not None
-    settings = member.settings(ca=str(member.tls.ca), user="trainer")
-    monkeypatch.setenv("ELASTIC_TRAIN_ETCD_PASSWORD", "CHOOSE-A-PASSWORD")
-    own = look_at_etcd(settings, "run-a")
-    assert own.errors == ()
-    assert "trainer may write below /elastic_train/run-a" in own.notes[0]
-    others = look_at_etcd(settings, "run-b")
-    assert not others.is_usable
-    assert "role does not allow" in others.errors[-1]
-    monkeypatch.setenv("ELASTIC_TRAIN_ETCD_PASSWORD", "wrong")
-    assert not look_at_etcd(settings, "run-a").is_usable
+    """By a password, which is asked for as the page says."""
+    assert "`etcdctl user add trainer` asks for one" in PAGE
+    lines = [line.replace("user add trainer --no-password", "user add trainer") for line in users_of_page()]
+    with member_with_users(tmp_path, lines, needs_client_cert=False) as (cluster, folder):
+        settings = cluster.settings(ca=str(folder / "ca.pem"), user="trainer")
+        monkeypatch.setenv("ELASTIC_TRAIN_ETCD_PASSWORD", TRAINER_PASSWORD)
+        own = look_at_etcd(settings, "run-a")
+        assert own.errors == ()
+        assert "trainer may write below /elastic_train/run-a" in own.notes[0]
+        others = look_at_etcd(settings, "run-b")
+        assert not others.is_usable
+        assert "role does not allow" in others.errors[-1]
+        monkeypatch.setenv("ELASTIC_TRAIN_ETCD_PASSWORD", "wrong")
+        assert not look_at_etcd(settings, "run-a").is_usable
 
 
 def test_a_client_certificate_alone_is_a_user(tmp_path: Path) -> None:
     """By its common name, without a password."""
-    files = make_certificates(tmp_path / "certs", ["127.0.0.1"], client="trainer")
-    trainer = (files.certificate("trainer"), files.key("trainer"))
-    tls = Tls(files.ca, files.certificate("server"), files.key("server"), *trainer, needs_client_cert=True)
-    cluster = EtcdCluster(tmp_path, 1, tls)
-    try:
-        cluster.start()
-        for words in lines_of_page("etcdctl"):
-            cluster.ctl(*words[1:])
-        settings = cluster.settings(ca=str(files.ca), cert=str(trainer[0]), key=str(trainer[1]))
+    with member_with_users(tmp_path, users_of_page(), needs_client_cert=True) as (cluster, folder):
+        files = {"cert": str(folder / "trainer.pem"), "key": str(folder / "trainer.key")}
+        settings = cluster.settings(ca=str(folder / "ca.pem"), **files)
         assert look_at_etcd(settings, "run-a").errors == ()
         assert "role does not allow" in look_at_etcd(settings, "run-b").errors[-1]
-    finally:
-        cluster.end()
+
+
+def test_no_password_stands_on_a_command_line() -> None:
+    """etcdctl's `user add NAME:PASSWORD`, `--user NAME:PASSWORD` and `--new-user-password`; our user is in a file."""
+    assert not re.search(r"user add \S+:|--user[ =]\S+:|--new-user-password|--password|[ ,]password=", PAGE)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(Network.why_not() is not None, reason=f"no network namespaces: {Network.why_not()}")
 def test_three_members_as_the_page_starts_them(tmp_path: Path) -> None:
-    """Each under its name, at its address, with the certificates of the page's command; then the page's check."""
+    """Everything that the page has one type, in its order and as it stands, each member under its name and address."""
     (certs,) = [words for words in lines_of_page("elastic-train") if words[1] == "certs"]
     (check,) = [words for words in lines_of_page("elastic-train") if words[1] == "check"]
     (etcd,) = lines_of_page("etcd")
+    (torchrun,) = lines_of_page("torchrun")
+    (backup,) = re.findall(r"`([^`]* snapshot save FILE)`", PAGE)
     names = ["etcd-1", "etcd-2", "etcd-3"]
-    assert cli.main([*certs[1:2], str(tmp_path / "certs"), *certs[3:]]) == 0
+    folder, run_dir = tmp_path / "certs", ["--run-dir", str(tmp_path / "run")]
+    assert cli.main([*certs[1:2], str(folder), *certs[3:]]) == 0
     network = Network(4, aliases=[f"{name}.lan" for name in names])
+    trainer = network.node_prefix(3)
     members = []
     try:
         for index, name in enumerate(names):
@@ -176,21 +225,28 @@ def test_three_members_as_the_page_starts_them(tmp_path: Path) -> None:
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,
-                        cwd=tmp_path / "certs",
+                        cwd=folder,
                     )
                 )
-        # By certificate in place of a password, as the page says that it goes too.
-        conf = "--rdzv-conf=ca=ca.pem,cert=trainer.pem,key=trainer.key"
-        words = [conf if word.startswith("--rdzv-conf=") else word for word in check[1:]]
+        exports = [line for line in users_of_page() if line.startswith("export")]
+        until_healthy = "for _ in $(seq 60); do etcdctl endpoint health && break; sleep 1; done"
+        type_in([*exports, until_healthy], folder, trainer)
+        type_in(users_of_page(), folder, trainer)
+        type_in([*exports, backup], folder, trainer)
+        assert (folder / "FILE").stat().st_size > 0
 
-        def is_good() -> bool:
+        def run(program: Sequence[str], words: Sequence[str]) -> str:
             done = subprocess.run(
-                [*network.node_prefix(3), *CONSOLE, *words, "--", "--run-dir", str(tmp_path / "run")],
-                capture_output=True, text=True, timeout=250, cwd=tmp_path / "certs", check=False,
+                [*trainer, sys.executable, "-m", *program, *words],
+                capture_output=True, text=True, timeout=300, cwd=folder, env=clean_environment(), check=False,
             )  # fmt: skip
-            return done.returncode == 0 and "etcd with 3 members over TLS; the client certificate may" in done.stdout
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
 
-        wait_until(is_good, "a check that passes", 250)
+        checked = run(["elastic_train.cli"], [*check[1:], "--", *run_dir])
+        assert "etcd with 3 members over TLS; the client certificate may" in checked
+        run(["torch.distributed.run"], [*torchrun[1:], *run_dir, "--max-steps", "5"])
+        assert '"step": 5' in (tmp_path / "run" / "result.json").read_text()
     finally:
         for member in members:
             member.kill()
