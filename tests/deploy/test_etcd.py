@@ -229,7 +229,7 @@ def test_three_members_as_the_page_starts_them(tmp_path: Path) -> None:
                     )
                 )
         exports = [line for line in users_of_page() if line.startswith("export")]
-        until_healthy = "for _ in $(seq 60); do etcdctl endpoint health && break; sleep 1; done"
+        until_healthy = "for _ in $(seq 60); do etcdctl endpoint health && exit; sleep 1; done; exit 1"
         type_in([*exports, until_healthy], folder, trainer)
         type_in(users_of_page(), folder, trainer)
         type_in([*exports, backup], folder, trainer)
