@@ -138,6 +138,9 @@ def make_parser() -> argparse.ArgumentParser:
         slurm.add_argument(f"--{option}", metavar="VALUE", help="of sbatch")
     slurm.add_argument("--sbatch", metavar="OPTION=VALUE", action="append", default=[], help="any other of sbatch")
     slurm.add_argument("--no-check", action="store_true", help="start at once, without `elastic-train check`")
+    slurm.add_argument(
+        "--local-snapshots", action="store_true", help="of the check: each node keeps its own snapshots, on purpose"
+    )
     slurm.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
     slurm.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of the worker")
 
@@ -273,6 +276,7 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
             setup=arguments.setup,
             workers=arguments.workers,
             is_checked=not arguments.no_check,
+            has_local_snapshots=arguments.local_snapshots,
             options=options,
             flags=arguments.flags,
         )

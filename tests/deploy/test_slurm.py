@@ -140,6 +140,11 @@ def test_a_dry_run_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None
     assert "FLAGS=(--epochs 3)" in script
 
 
+def test_the_flag_of_the_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "slurm", "--local-snapshots", "--dry-run"]) == 0
+    assert "\nCHECK_FLAGS=(--local-snapshots)\n" in capsys.readouterr().out
+
+
 def rows_of_page() -> list[list[str]]:
     """What the page has one type after `elastic-train submit slurm`, as words."""
     table = (DEPLOY / "slurm" / "README.md").read_text().partition("Before the job")[0]
