@@ -1,9 +1,9 @@
 """torchrun's keep-alive, without comparing the wall clocks of its agents.
 
-The agents of a c10d rendezvous write into their shared state when they were last alive, each by its own clock, and drop
-whoever's word is 15 s old by theirs. So an agent whose clock is ahead takes all others for dead: one that comes to a
-job that trains drops it, forms a world of its own, and takes the run directory away from the rest. And one whose clock
-is set back writes nothing more until the old word is past.
+The agents of a c10d rendezvous (torch 2.11 to 2.15; it came with pytorch/pytorch#56538) write into their shared state
+when they were last alive, each by its own clock, and drop whoever's word is 15 s old by theirs. So an agent whose clock
+is ahead takes all others for dead: one that comes to a job that trains drops it, forms a world of its own, and takes
+the run directory away from the rest. And one whose clock is set back writes nothing more until the old word is past.
 
 Here a word is as old as its reader has seen it unchanged, by the monotonic clock; the rest stays torchrun's.
 """
