@@ -496,6 +496,8 @@ class SnapshotWriter:
         self._task = json.loads(json.dumps(task))
         self._before_rename = before_rename
         self._now = now
+        self._verified: set[str] = set()
+        """names of snapshots that were found to be whole, or written here"""
         self._buffers = _HostBuffers()
         self._thread: threading.Thread | None = None
         self._outcomes: list[SnapshotResult | BaseException] = []  # append and pop are atomic
@@ -603,6 +605,7 @@ class SnapshotWriter:
         num_bytes = self._existing_bytes(path, warnings)
         if num_bytes is None:
             num_bytes = self._write_new(state, position, path)
+        self._verified.add(name)
         total_seconds = time.perf_counter() - start
         self._prune(path, warnings)
         return SnapshotResult(
@@ -705,18 +708,29 @@ class SnapshotWriter:
         snapshots is whole; several hosts may have written the same one. With several writers none removes what
         another counts on: more snapshots only push the border up, where the newest are."""
         of_run = list(of_run)
-        whole_keys = set()
-        for info in of_run:
-            with contextlib.suppress(SnapshotDamaged):
-                whole_keys.add(read_info(info.path).age_key)
-        kept_keys = sorted(whole_keys, reverse=True)[: self._keep]
-        if len(kept_keys) < self._keep:
-            return []
-        return [
-            info.path
-            for info in of_run
-            if info.age_key < kept_keys[-1] and self._is_own(info.path) and info.path != written
-        ]
+        removable = [info for info in of_run if self._is_own(info.path) and info.path != written]
+        moments = sorted({info.age_key for info in of_run}, reverse=True)
+        if len(moments) <= self._keep or all(info.age_key >= moments[self._keep - 1] for info in removable):
+            return []  # nor need any be read
+        kept: list[tuple[int, int]] = []
+        for moment in moments:
+            if any(self._is_whole(info) for info in of_run if info.age_key == moment):
+                kept.append(moment)
+            if len(kept) == self._keep:
+                return [info.path for info in removable if info.age_key < moment]
+        return []
+
+    def _is_whole(self, info: SnapshotInfo) -> bool:
+        """To the last byte, of those that others have written; each is read once. One that is damaged must not push
+        out one that a restart could use."""
+        try:
+            read_info(info.path)
+            if info.name not in self._verified:
+                verify(info)
+                self._verified.add(info.name)
+        except SnapshotDamaged:
+            return False
+        return True
 
     def _is_own(self, path: Path) -> bool:
         match = _SNAPSHOT_NAME.fullmatch(path.name)

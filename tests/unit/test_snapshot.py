@@ -416,6 +416,24 @@ def test_a_late_snapshot_of_an_old_generation_is_not_removed_by_its_own_writer(t
     assert keys(tmp_path) == [(5, 2), (4, 9)]
 
 
+def test_a_flipped_bit_in_newer_ones_does_not_cost_the_last_that_is_whole(tmp_path: Path) -> None:
+    """A restart went by 1, damaged ones being newer; what it saves first is no reason to remove it."""
+    for step in (1, 2, 3):
+        path = save(make_writer(tmp_path, keep=3), step).path
+        if step > 1:
+            flip_bit(path / "state.pt")
+
+    def steps() -> list[int]:
+        return [info.step for info in find_snapshots(tmp_path, warn=lambda message: None)]
+
+    writer = make_writer(tmp_path, keep=3)
+    for step in (4, 5):
+        save(writer, step)
+    assert steps() == [5, 4, 3, 2, 1]
+    save(writer, 6)
+    assert steps() == [6, 5, 4]
+
+
 def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
     writer = make_writer(tmp_path, keep=2)
     paths = {step: save(writer, step).path for step in (1, 2)}
