@@ -98,7 +98,9 @@ def open_job(
             job.keep(etcd)
         except LeftOut:  # it ran out at this very moment
             continue
-        return job
+        now = etcd.get(key)
+        if now is not None and now.create_revision == entry.create_revision:
+            return job  # else another start has taken it away meanwhile, which looks like a sign of life
     raise StoreUnreachable(f"no job can be opened under {key} in etcd: others come and go faster than it can be read")
 
 

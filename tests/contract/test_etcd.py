@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 
 from elastic_train.drills.etcd_cluster import EtcdCluster, make_tls
+from elastic_train.drills.nodes import free_port
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
 from elastic_train.etcd import Connections, Etcd, LeaseLost, Transaction
-from elastic_train.etcd_job import open_job, take_away
+from elastic_train.etcd_job import ROUND, open_job, take_away
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.etcd_store import EtcdStore, Guard, Mirror
+from elastic_train.lobby import Admission
+from elastic_train.world import Member
 from tests.etcd_cluster import etcd_running
 
 PATIENCE = 60.0
@@ -322,6 +325,29 @@ def test_all_workers_open_the_same_job(trio: EtcdCluster, etcd: Etcd) -> None:
     assert len(jobs) == 8
     assert len(set(jobs)) == 1
     take_away(etcd, jobs[0])  # type: ignore[arg-type]
+
+
+def test_a_dead_job_that_another_start_takes_away_is_not_taken_for_a_living_one(trio: EtcdCluster, etcd: Etcd) -> None:
+    """All were killed, and two start again at one moment: the one sees the other's removal of what they left."""
+    dead = open_it(etcd, trio, "two")
+    member = Member("node", 0, 1, 0, ("127.0.0.1", free_port()), "dir", "gloo", None)
+    admission = Admission((), (member,))
+    EtcdStore(etcd, lease=dead.lease, guard=dead.guard).put(f"{dead.prefix}/{ROUND}/start/admit", admission.to_json())
+    looks = iter(range(100))
+
+    def other_start() -> None:
+        if next(looks) == 3:  # its lease is not revoked yet
+            etcd.transact(
+                Transaction(
+                    [], [etcd.delete_request(dead.guard.key), etcd.delete_request(f"{dead.prefix}/", is_prefix=True)]
+                )
+            )
+
+    job = open_job(etcd, trio.settings(), "two", peer_timeout=1.0, check=other_start, say=print)
+    assert next(looks) > 3, "it was looked at for so long"
+    assert job.prefix != dead.prefix
+    EtcdStore(etcd, lease=job.lease, guard=job.guard).put(f"{job.prefix}/key", "value")
+    take_away(etcd, job)
 
 
 def test_a_run_id_can_be_used_again(trio: EtcdCluster, etcd: Etcd) -> None:
