@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
+import psutil
+
 from elastic_train.drills.backends import ENDING_SECONDS, C10d, Etcd3, backend_of
 from elastic_train.drills.faketime import NodeClocks
 from elastic_train.drills.network import Network
-from elastic_train.drills.nodes import Node, clean_environment, dying_with_parent, kill_at_once, wait_until
+from elastic_train.drills.nodes import (
+    Node,
+    clean_environment,
+    dying_with_parent,
+    end_processes,
+    kill_at_once,
+    processes_with,
+    wait_until,
+)
 from elastic_train.drills.record import PACE_FILE, PACE_VARIABLE, Record
 from elastic_train.drills.watch import Watch
 
@@ -78,6 +89,8 @@ class Cluster:
         self.backend = backend or backend_of(C10d.name, record.path, network)
         self._looked_at = 0.0
         self._seen: list[Node] = []
+        self._temporary = tempfile.TemporaryDirectory(prefix="elastic-train-nodes-")
+        """for what each torchrun leaves in TMPDIR, and who is killed cannot remove"""
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
@@ -96,7 +109,7 @@ class Cluster:
             command,
             self._record.path / f"{place.name}-{place.num_started}.log",
             self._cwd,
-            clean_environment() | {PACE_VARIABLE: str(self._pace_file)},
+            clean_environment() | {PACE_VARIABLE: str(self._pace_file), "TMPDIR": self._temporary.name},
             name=place.name,
             host=network.host_name(place.index) if network else None,
             prefix=[
@@ -225,17 +238,24 @@ class Cluster:
         """What is left of all that was started, once it had ENDING_SECONDS to end; stops the backend."""
         deadline = time.monotonic() + ENDING_SECONDS
         while True:
-            processes = [(node.name, process) for node in self._seen for process in node.all_processes()]
+            processes = {process.pid: "a node" for process in self._strays()}
+            processes |= {process.pid: node.name for node in self._seen for process in node.all_processes()}
             if not processes or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        return [f"process {process.pid} of {name} still runs" for name, process in processes] + self.backend.stop()
+        return [f"process {pid} of {name} still runs" for pid, name in sorted(processes.items())] + self.backend.stop()
+
+    def _strays(self) -> list[psutil.Process]:
+        """Whatever came of the nodes and runs, those included whose parents are gone: a DataLoader's processes."""
+        return processes_with(PACE_VARIABLE, str(self._pace_file))
 
     def close(self) -> None:
         """End whatever still runs."""
         for node in self._seen:
             if node.process.poll() is None or node.all_processes():
                 node.end()
+        end_processes(self._strays())
+        self._temporary.cleanup()
         if self.clocks is not None and self.network is None:
             self.clocks.forget(node.process.pid for node in self._seen)
         self.backend.close()

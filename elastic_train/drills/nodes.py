@@ -147,13 +147,27 @@ class Node:
 
     def end(self) -> None:
         """Whatever still runs is killed, frozen or not; nothing of it is left when it returns."""
-        processes = self.all_processes()
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGCONT)
-                process.kill()
+        end_processes(self.all_processes())
         self.process.wait(10)
-        psutil.wait_procs(processes, timeout=10)
+
+
+def end_processes(processes: Sequence[psutil.Process]) -> None:
+    """SIGKILL, frozen or not; they are gone when it returns."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
+
+
+def processes_with(variable: str, value: str) -> list[psutil.Process]:
+    """Those that were started with it in their environment, whoever is their parent by now."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(variable) == value and is_running(process):
+                found.append(process)
+    return found
 
 
 def kill_at_once(nodes: Sequence[Node]) -> None:

@@ -49,6 +49,7 @@ def test_what_was_done_in_part_is_undone(tmp_path: Path, error: Exception) -> No
     with Timeline(cluster, last_step=None, seconds=10.0, file=io.StringIO()) as timeline:
         Conductor(settings, cluster, record, timeline)._strike(0, planned, fault)
     record.close()
+    cluster.close()
     assert fault.is_undone
     assert cluster.places[0].affliction is None
     drill = read_drill(tmp_path)

@@ -10,8 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elastic_train.drills.cluster import Cluster
 from elastic_train.drills.network import HUB_ADDRESS, Network
 from elastic_train.drills.nodes import Node, TooSlow, clean_environment, inner_pid, is_running, kill_at_once, wait_until
+from elastic_train.drills.record import PACE_FILE, PACE_VARIABLE, Record
 
 # An agent with a worker in a session of its own that has a child; the worker survives the agent.
 AGENT = """
@@ -64,6 +66,24 @@ def test_a_worker_that_outlives_its_agent_is_seen_and_ended(node: Node) -> None:
     assert set(node.all_processes()) == {worker, *children}
     node.end()
     assert not any(map(is_running, [worker, *children]))
+
+
+def test_an_orphan_of_a_worker_is_seen_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agent and worker are killed, and what the worker had started runs on; nobody knows whose child it was."""
+    monkeypatch.setattr("elastic_train.drills.cluster.ENDING_SECONDS", 0.1)
+    record = Record(tmp_path)
+    cluster = Cluster(tmp_path, record, [], num_nodes=1)
+    mark = {PACE_VARIABLE: str(record.path / PACE_FILE)}
+    node = Node([sys.executable, "-c", AGENT], tmp_path / "node.log", tmp_path, clean_environment() | mark)
+    orphan = next(iter(set(whole(node)) - {node.agent(), *node.workers()}))
+    for process in (node.process, *node.workers()):
+        process.kill()
+    wait_until(lambda: node.all_processes() == [], "end of agent and worker", 10)
+    assert cluster.leftovers() == [f"process {orphan.pid} of a node still runs"]
+    cluster.close()
+    assert not is_running(orphan)
+    node.end()
+    record.close()
 
 
 def test_the_pid_of_an_ended_node_is_nobodys(tmp_path: Path) -> None:
