@@ -7,8 +7,8 @@ from collections import Counter
 
 from elastic_train.drills.finding import Found, Skip
 from elastic_train.drills.harm import JOIN_LIMIT_SECONDS, RESTART_LIMIT_SECONDS
-from elastic_train.drills.history import History
-from elastic_train.drills.lost_time import outages_of
+from elastic_train.drills.history import History, World
+from elastic_train.drills.lost_time import Outage, outages_of
 
 
 def check_incidents(history: History) -> Found:
@@ -21,20 +21,17 @@ def check_incidents(history: History) -> Found:
         raise Skip("nothing happened")
     findings = []
     limits = _limits(history)
-    admitting = {world.generation for world in history.worlds if world.joined}
+    worlds = {world.generation: world for world in history.worlds}
     for outage in outages:
-        limit = limits.get(outage.cause, math.inf)
-        if outage.generation in admitting:  # it may have waited for --min-nodes
-            limit = max(limit, JOIN_LIMIT_SECONDS)
+        limit = _limit_of(outage, worlds.get(outage.generation), limits)
         if outage.seconds > limit:
             findings.append(
                 f"{outage.cause} before generation {outage.generation}: {outage.seconds:.2f} s without a step, "
                 f"limit {limit:.0f} s"
             )
-    may_lose = history.drill is None or any(fault.loses_steps for fault in faults)
     for entry in incidents:
         lost = int(entry.get("committed_steps_lost") or 0)
-        if lost and not (entry.get("cause") == "restart" and may_lose):
+        if lost and not (entry.get("cause") == "restart" and _may_lose(history, float(entry.get("time") or 0.0))):
             findings.append(f"{entry.get('cause')}: {lost} committed steps lost")
         seconds, limit = sum(dict(entry.get("seconds") or {}).values()), limits.get(str(entry.get("cause")), math.inf)
         if seconds > limit:
@@ -54,6 +51,24 @@ def check_incidents(history: History) -> Found:
     return f"{len(incidents)} incidents, {len(faults)} faults, {len(outages)} outages{told}", findings
 
 
+def _may_lose(history: History, time: float) -> bool:
+    """Whether a restart at a time may have cost steps: in a drill only the first world after everything was killed."""
+    if history.drill is None:
+        return True
+    before = max((world.time for world in history.worlds if world.time < time), default=0.0)
+    return history.drill.may_lose_steps(before, time)
+
+
+def _limit_of(outage: Outage, world: World | None, limits: dict[str, float]) -> float:
+    """Who is taken in starts before the others stop, unless they cannot go on without it (--min-nodes)."""
+    limit = limits.get(outage.cause, math.inf)
+    if world is None or world.cause == "start":
+        return limit
+    if world.joined and world.lost | world.left:
+        return max(limit, JOIN_LIMIT_SECONDS)
+    return limits["leave"] if world.cause == "join" else limit
+
+
 def _limits(history: History) -> dict[str, float]:
     """Seconds by cause. How long a run stays down outside of a drill is its user's affair."""
     peer_timeout = float(history.config.get("peer_timeout") or 10.0)
@@ -67,7 +82,8 @@ def check_faults(history: History) -> Found:
         raise Skip("not a drill")
     faults = history.drill.faults
     planned = int(history.drill.settings.get("num_faults", len(faults)))
-    findings = [
+    findings = [f"{name} is missing or torn" for name in history.drill.missing]
+    findings += [
         f"fault {fault.number} ({fault.name}) did not strike: {fault.reason}"
         for fault in faults
         if fault.struck_at is None

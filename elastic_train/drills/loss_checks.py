@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from elastic_train.drills.finding import Found, Skip
-from elastic_train.drills.history import History
+from elastic_train.drills.history import FINISHED, History
 from elastic_train.drills.lost_time import lost_time
 from elastic_train.drills.record import DrillRecord, FaultRecord
 
 STANDSTILL_SECONDS = 1.0
-"""what a fault that takes nobody may cost at once, beyond two ordinary steps; a pause is shorter"""
+"""what a fault that takes nobody may cost at once, beyond two ordinary steps"""
 
 
 def check_losses(history: History) -> Found:
@@ -19,18 +20,16 @@ def check_losses(history: History) -> Found:
         raise Skip("not a drill")
     drill = history.drill
     findings = []
-    num_gone = 0
-    for member, time, what in sorted(set(_gone(history)), key=lambda found: found[1]):
-        num_gone += 1
+    gone = sorted(set(_gone(history)), key=lambda found: found[1])
+    for member, time, what in gone:
         node = drill.node_of.get(member)
         if node is None or not _is_accounted_for(drill, node, member, time):
             findings.append(f"{member} of {node or 'no node that was seen'} {what}, and no fault had struck it")
-    findings += [
-        f"fault {fault.number} ({fault.name} of {fault.target}): not one step while it lasted"
-        for fault in drill.faults
-        if _stood_still(history, fault)
-    ]
-    return f"{num_gone} were lost, left or failed", findings
+    findings += _ended_unasked(history, drill, [(drill.node_of.get(member), time) for member, time, _ in gone])
+    for fault in drill.faults:
+        name = f"fault {fault.number} ({fault.name} of {fault.target})"
+        findings += [f"{name}: {what}" for what in (_standstill(history, fault), *_crashed(history, fault)) if what]
+    return f"{len(gone)} were lost, left or failed", findings
 
 
 def _gone(history: History) -> Iterator[tuple[str, float, str]]:
@@ -48,12 +47,38 @@ def _gone(history: History) -> Iterator[tuple[str, float, str]]:
 
 def _is_accounted_for(drill: DrillRecord, node: str, member: str, time: float) -> bool:
     """Whether a fault had struck the node since its start, or its agent restarted the worker so that others join."""
-    here = [line for line in drill.nodes if line["node"] == node]
-    started = max((line["time"] for line in here if line["what"] == "started" and line["time"] <= time), default=0.0)
-    if any(node in fault.may_take and _is_due_to(fault, started, time) for fault in drill.faults):
+    if _is_struck(drill, node, time):
         return True
+    here = [line for line in drill.nodes if line["node"] == node]
     after = next((line for line in here if line["time"] > time and line.get("member") != member), None)
     return after is not None and after["what"] == "worker"
+
+
+def _ended_unasked(history: History, drill: DrillRecord, gone: list[tuple[str | None, float]]) -> Iterator[str]:
+    """The nodes that ended before the job did, or in error, and of which nobody says that it lost them: worlds of new
+    processes do not. Those of the last world are check_end's."""
+    last = {drill.node_of.get(member) for member in history.worlds[-1].members} if history.is_finished else set()
+    last_ends = {line["node"]: line for line in drill.nodes if line["what"] == "ended"}
+    last_step_at = history.kept[-1].time if history.kept else 0.0
+    for line in drill.nodes:
+        if line["what"] != "ended" or (line["node"] in last and line is last_ends[line["node"]]):
+            continue
+        node, time = line["node"], float(line["time"])
+        is_known = any(found == node and _started(drill, node, time) <= at <= time for found, at in gone)
+        if not is_known and (line.get("code") != 0 or time < last_step_at) and not _is_struck(drill, node, time):
+            yield f"{node} ended with code {line.get('code')}, and no fault had struck it"
+
+
+def _is_struck(drill: DrillRecord, node: str, time: float) -> bool:
+    """Whether a fault had struck a node since its start, and not so long ago that it explains nothing."""
+    started = _started(drill, node, time)
+    return any(node in fault.may_take and _is_due_to(fault, started, time) for fault in drill.faults)
+
+
+def _started(drill: DrillRecord, node: str, by: float) -> float:
+    """When it had started last."""
+    starts = (line["time"] for line in drill.nodes if (line["node"], line["what"]) == (node, "started"))
+    return max((time for time in starts if time <= by), default=0.0)
 
 
 def _is_due_to(fault: FaultRecord, started: float, time: float) -> bool:
@@ -62,10 +87,36 @@ def _is_due_to(fault: FaultRecord, started: float, time: float) -> bool:
     return fault.undone_at is None or time <= fault.undone_at + fault.limit_seconds
 
 
-def _stood_still(history: History, fault: FaultRecord) -> bool:
-    """Whether no step was committed during a fault that is to pass unnoticed, where there was time for one."""
+def _standstill(history: History, fault: FaultRecord) -> str | None:
+    """How long the steps stood still around a fault that is to pass unnoticed; None where they did not."""
     if fault.struck_at is None or fault.undone_at is None or fault.may_take:
-        return False
-    ordinary = max(lost_time(history).step_seconds.values(), default=0.0)
-    has_time = fault.undone_at - fault.struck_at > STANDSTILL_SECONDS + 2 * ordinary
-    return has_time and not any(fault.struck_at < step.time < fault.undone_at for step in history.steps)
+        return None
+    times = sorted(step.time for step in history.steps)
+    gaps = [
+        after - before
+        for before, after in itertools.pairwise(times)
+        if before < fault.undone_at and after > fault.struck_at
+    ]
+    longest = max(gaps, default=0.0)
+    limit = STANDSTILL_SECONDS + 2 * max(lost_time(history).step_seconds.values(), default=0.0)
+    if fault.holds_up:
+        limit += fault.undone_at - fault.struck_at
+    return f"{longest:.2f} s without a step while it lasted, limit {limit:.2f} s" if longest > limit else None
+
+
+def _crashed(history: History, fault: FaultRecord) -> Iterator[str]:
+    """The workers that were asked to leave and were lost instead."""
+    struck_at = fault.struck_at
+    if fault.name != "stop" or struck_at is None or history.drill is None:
+        return
+    before = [world for world in history.worlds if world.time <= struck_at][-1:]
+    after = [world for world in history.worlds if world.time > struck_at][:1]
+    said = {
+        str(line["writer"])
+        for line in history.of("done")
+        if line["time"] >= struck_at and line.get("outcome") in ("stopped", *FINISHED)
+    }
+    lost = {member for world in after for member in world.lost}
+    for member in (member for world in before for member in world.members):
+        if history.drill.node_of.get(member) in fault.may_take and (member not in said or member in lost):
+            yield f"{member} was asked to leave, and was lost"

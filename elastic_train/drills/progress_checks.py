@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from elastic_train.drills.finding import WALL_TOLERANCE, Found, Skip
 from elastic_train.drills.history import History, Line, World
+
+DRILL_TOLERANCE = 0.1
+"""seconds: its nodes have one clock"""
 
 # --- the samples ------------------------------------------------------------------------------------------------------
 
@@ -91,7 +95,7 @@ def check_steps(history: History) -> Found:
         findings.append(f"step {gaps[0]} was never committed, but step {history.last_step} was ({len(gaps)} missing)")
     reached, before = 0, None
     for world in history.worlds:
-        has_restarted = _may_have_restarted(history, world)
+        has_restarted = _may_have_restarted(history, world, before)
         if world.step < reached and not has_restarted and not _was_in_hand(history, world, before, reached):
             findings.append(
                 f"generation {world.generation} begins at step {world.step}, but step {reached} had been committed"
@@ -113,23 +117,28 @@ def check_steps(history: History) -> Found:
     return f"steps 1 to {history.last_step} in {len(history.worlds)} generations", findings
 
 
-def _may_have_restarted(history: History, world: World) -> bool:
+def _may_have_restarted(history: History, world: World, before: World | None) -> bool:
     """Whether it is one of new processes, which lose what came after the last snapshot: in a drill only where
-    everything was killed."""
-    killed = history.drill is None or any(
-        fault.loses_steps and fault.has_struck(world.time) for fault in history.drill.faults
-    )
+    everything was killed since the world before."""
+    since = before.time if before is not None else 0.0
+    killed = history.drill is None or history.drill.may_lose_steps(since, world.time)
     return killed and world.restored_from in ("snapshot", "scratch")
 
 
 def _was_in_hand(history: History, world: World, before: World | None, reached: int) -> bool:
     """Whether only members that are not in the next world had applied the newest step: by the contract not committed.
 
-    There is one such step at most: the others cannot begin the next one without having applied it.
+    There is one such step at most: the others cannot begin the next one without having applied it. Of a world that
+    all had to leave, whoever ended by itself had handed on or saved what it had applied.
     """
     if before is None or reached - world.step > 1:
         return False
-    return world.cause == "start" or all(
+    if world.cause == "start":
+        return not any(
+            line["generation"] == before.generation and line["step"] >= reached and line.get("outcome") != "failed"
+            for line in history.of("done")
+        )
+    return all(
         step.writer not in world.members
         for step in history.steps
         if step.generation == before.generation and step.step == reached
@@ -172,13 +181,14 @@ def check_generations(history: History) -> Found:
         name = f"generation {after.generation}"
         if after.time < before.time - WALL_TOLERANCE:
             findings.append(f"{name} stood {before.time - after.time:.1f} s before generation {before.generation}")
-        if after.cause in ("peer_lost", "leave"):
+        if after.cause != "start":
             strangers = set(after.members) - set(before.members) - after.joined
             if strangers and after.generation == before.generation + 1:
                 findings.append(f"{name} re-formed in place with {', '.join(sorted(strangers))}, not in the one before")
             gone = set(before.members) - set(after.members)
             if after.generation == before.generation + 1 and gone != after.lost | after.left:
                 findings.append(f"{name} names {_names(after.lost | after.left)} as gone, but {_names(gone)} are")
+    findings += _at_the_same_time(history)
     members = {world.generation: world.members for world in history.worlds}
     findings += [
         f"step {step.step} of generation {step.generation} was written by {step.writer}, which is no member of it"
@@ -186,6 +196,23 @@ def check_generations(history: History) -> Found:
         if step.writer not in members.get(step.generation, (step.writer,))
     ]
     return f"generations {history.worlds[0].generation} to {history.worlds[-1].generation}", findings
+
+
+def _at_the_same_time(history: History) -> Iterator[str]:
+    """The generations that went on when a later one trained already. One step of each may be late: whoever was frozen
+    in the middle of it, or cut off, writes it down before it learns that it was left out."""
+    first: dict[int, float] = {}
+    for step in history.steps:
+        first.setdefault(step.generation, step.time)
+    tolerance = WALL_TOLERANCE if history.drill is None else DRILL_TOLERANCE
+    for generation in sorted(first):
+        until = min((time for later, time in first.items() if later > generation), default=math.inf) + tolerance
+        late = [step for step in history.steps if step.generation == generation and step.time > until]
+        if len(late) > 1:
+            yield (
+                f"generation {generation} committed {len(late)} steps more, up to {late[-1].step}, when a later one "
+                f"trained"
+            )
 
 
 def _names(members: Iterable[str]) -> str:

@@ -97,9 +97,10 @@ class FaultRecord:
         """Who kills everything at once loses what came after the last snapshot; no other harm of a drill does."""
         return self.name in ("kill-all", "damage")
 
-    def has_struck(self, by: float) -> bool:
-        """Whether it had, at `by` (Unix seconds)."""
-        return self.struck_at is not None and self.struck_at <= by
+    @property
+    def holds_up(self) -> bool:
+        """Whether workers themselves cannot go on, or hardly, while it lasts: all wait for them."""
+        return self.name in ("pause", "slow")
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ class DrillRecord:
     faults: list[FaultRecord] = field(default_factory=list)
     reference: dict[str, Any] | None = None
     leftovers: list[str] | None = None
+    missing: tuple[str, ...] = ()
+    """the files without which nothing can be said about it that are not there, or torn"""
 
     @property
     def node_of(self) -> dict[str, str]:
@@ -124,20 +127,30 @@ class DrillRecord:
             fault.target for fault in self.faults if fault.name == "damage" and fault.struck_at is not None
         )
 
+    def may_lose_steps(self, since: float, until: float) -> bool:
+        """Whether everything was killed between two times (Unix seconds)."""
+        return any(
+            fault.loses_steps and fault.struck_at is not None and since <= fault.struck_at <= until
+            for fault in self.faults
+        )
+
 
 def read_drill(run_dir: Path) -> DrillRecord | None:
     """None where the run was no drill."""
     folder = run_dir / FOLDER
-    settings = read_json(folder / "drill.json")
-    if not isinstance(settings, dict):
+    if not folder.is_dir():
         return None
+    settings = read_json(folder / "drill.json")
+    needed = {"drill.json": isinstance(settings, dict)}
+    needed |= {name: (folder / name).is_file() for name in ("nodes.jsonl", "faults.jsonl")}
     reference, leftovers = read_json(folder / "reference.json"), read_json(folder / "leftovers.json")
     return DrillRecord(
-        settings=settings,
+        settings=settings if isinstance(settings, dict) else {},
         nodes=_lines(folder / "nodes.jsonl"),
         faults=fault_records(_lines(folder / "faults.jsonl")),
         reference=reference if isinstance(reference, dict) else None,
         leftovers=leftovers if isinstance(leftovers, list) else None,
+        missing=tuple(f"{FOLDER}/{name}" for name, is_there in needed.items() if not is_there),
     )
 
 

@@ -40,6 +40,38 @@ def test_an_outage_beyond_its_limit(run_dir: Path) -> None:
     assert "peer_lost before generation 1: 40.50 s without a step, limit 36 s" in only_failure(run_dir, "incidents")
 
 
+def test_a_join_in_place_that_stands_still(run_dir: Path) -> None:
+    """Who is taken in was there before the others stopped."""
+
+    def join(lost: list[str]) -> None:
+        change = {
+            "cause": "join",
+            "lost_members": lost,
+            "members": [*MEMBERS[:2], "d/0/14"],
+            "joined_members": ["d/0/14"],
+        }
+        for member in MEMBERS[:2]:
+            edit_lines(
+                events_of(run_dir, member),
+                lambda lines: [{**line, **change} if _is_second_world(line) else line for line in lines],
+            )
+
+    def delay(lines: list[Line]) -> list[Line]:
+        return [{**line, "time": line["time"] + (40 if line["generation"] == 1 else 0)} for line in lines]
+
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), delay)
+    edit_json(run_dir / "result.json", lambda result: {**result, **with_wall(result, 42.0)})
+    join([])
+    assert "incidents: join before generation 1: 40.50 s without a step, limit 30 s" in audit(run_dir).reasons
+    join([MEMBERS[2]])
+    assert verdicts(audit(run_dir))["incidents"] is Verdict.PASS, "it may have waited for --min-nodes"
+
+
+def _is_second_world(line: Line) -> bool:
+    return (line["event"], line["generation"]) == ("world", 1)
+
+
 def test_an_outage_beyond_its_limit_when_the_drill_had_let_its_job_run_free(run_dir: Path) -> None:
     mark_as_drill(run_dir, released=START + 1.4)
     test_an_outage_beyond_its_limit(run_dir)
@@ -94,6 +126,12 @@ def test_only_who_kills_everything_may_lose_committed_steps(run_dir: Path) -> No
     faults = run_dir / "drill" / "faults.jsonl"
     edit_lines(faults, lambda lines: [{**lines[0], "name": "kill-all"}, lines[1]])
     assert audit(run_dir).passed
+
+    def restart_again(result: Line) -> Line:
+        return {**result, "incidents": [*result["incidents"], {**result["incidents"][0], "time": START + 2.3}]}
+
+    edit_json(run_dir / "result.json", restart_again)
+    assert "restart: 2 committed steps lost" in only_failure(run_dir, "incidents"), "once was because of it"
 
 
 def test_a_fault_that_did_not_strike(run_dir: Path) -> None:
@@ -154,7 +192,83 @@ def test_a_standstill_while_an_etcd_member_is_away(run_dir: Path) -> None:
 
     for member in MEMBERS[:2]:
         edit_lines(events_of(run_dir, member), stand_still)
-    assert "losses: fault 1 (kill-etcd of ): not one step while it lasted" in audit(run_dir).reasons
+    told = "losses: fault 1 (kill-etcd of ): {} s without a step while it lasted, limit 1.20 s"
+    assert told.format("5.10") in audit(run_dir).reasons
+
+    def step_once(lines: list[Line]) -> list[Line]:
+        return [
+            {**line, "time": START + 2.1} if (line["event"], line["step"]) == ("step", 6) else line for line in lines
+        ]
+
+    edit_lines(events_of(run_dir), step_once)
+    assert told.format("5.10") in audit(run_dir).reasons, "that one had been in hand"
+    edit_lines(
+        run_dir / "drill" / "faults.jsonl",
+        lambda lines: [{**line, "name": "slow"} if line.get("name") == "kill-etcd" else line for line in lines],
+    )
+    assert "fault 1 (slow of ): 5.10 s without a step" in "\n".join(audit(run_dir).reasons)
+    edit_lines(
+        events_of(run_dir),
+        lambda lines: [
+            {**line, "time": line["time"] - 2} if line["event"] == "step" and line["step"] > 6 else line
+            for line in lines
+        ],
+    )
+    assert verdicts(audit(run_dir))["losses"] is Verdict.PASS, "a step may take as long as its slowest worker"
+
+
+def test_a_node_that_ends_unstruck_between_worlds_of_new_processes(run_dir: Path) -> None:
+    mark_as_drill(run_dir, [])
+
+    def start_anew(lines: list[Line]) -> list[Line]:
+        anew = {"cause": "start", "lost_members": []}
+        return [{**line, **anew} if _is_second_world(line) else line for line in lines if line["event"] != "peer_lost"]
+
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), start_anew)
+    nodes = run_dir / "drill" / "nodes.jsonl"
+    for time, code in ((1.6, 1), (1.6, 0), (3, 1)):
+        edit_lines(
+            nodes,
+            lambda lines, end={"time": START + time, "code": code}: [
+                {**line, **end} if (line["what"], line["node"]) == ("ended", "node3") else line for line in lines
+            ],
+        )
+        reason = f"losses: node3 ended with code {code}, and no fault had struck it"
+        assert reason in audit(run_dir).reasons
+
+
+def test_a_node_that_was_to_stop_and_crashed(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    edit_lines(run_dir / "drill" / "faults.jsonl", lambda lines: [{**lines[0], "name": "stop"}, lines[1]])
+    crashed = "fault 0 (stop of node3): c/0/13 was asked to leave, and was lost"
+    assert crashed in only_failure(run_dir, "losses")
+
+    def stop(lines: list[Line]) -> list[Line]:
+        return [*lines, {**lines[-1], "event": "done", "time": START + 1.5, "outcome": "stopped"}]
+
+    def leave(lines: list[Line]) -> list[Line]:
+        left = {"cause": "leave", "lost_members": [], "left_members": [MEMBERS[2]]}
+        return [{**line, **left} if _is_second_world(line) else line for line in lines]
+
+    edit_lines(events_of(run_dir, MEMBERS[2]), stop)
+    assert crashed in only_failure(run_dir, "losses"), "the others went on without it all the same"
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), leave)
+    assert audit(run_dir).passed, audit(run_dir).reasons
+
+
+@pytest.mark.parametrize("name", ["drill.json", "nodes.jsonl", "faults.jsonl"])
+def test_a_drill_whose_files_are_gone(run_dir: Path, name: str) -> None:
+    mark_as_drill(run_dir)
+    (run_dir / "drill" / name).unlink()
+    assert f"faults: drill/{name} is missing or torn" in audit(run_dir).reasons
+
+
+def test_a_drill_whose_settings_are_torn(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    (run_dir / "drill" / "drill.json").write_text('{"seed": 1, "num_')
+    assert "drill/drill.json is missing or torn" in only_failure(run_dir, "faults")
 
 
 # --- the time ---------------------------------------------------------------------------------------------------------

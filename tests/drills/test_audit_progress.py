@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from elastic_train.drills.audit import Verdict, audit
 from elastic_train.drills.history import read_history
 from elastic_train.drills.lost_time import lost_time
@@ -150,12 +152,30 @@ def test_a_restart_of_a_drill_loses_no_more_than_what_came_after_the_newest_snap
     assert verdicts(audit(run_dir))["steps"] is Verdict.PASS, "its disk may have been lost"
     mark_as_drill(run_dir)
     faults = run_dir / "drill" / "faults.jsonl"
-    assert "steps: generation 2 begins at step 3, but step 7 had been committed" in audit(run_dir).reasons
+    lost = "steps: generation 2 begins at step 3, but step 7 had been committed"
+    assert lost in audit(run_dir).reasons
     edit_lines(faults, lambda lines: [{**lines[0], "name": "kill-all"}, lines[1]])
+    assert lost in audit(run_dir).reasons, "it had been got over: generation 1 came after it"
+    edit_lines(faults, lambda lines: [{**lines[0], "struck_at": START + 4}, lines[1]])
+    assert lost not in audit(run_dir).reasons
     reason = "steps: generation 2 begins at step 3, from snapshot, but the snapshot of step 5 had been saved"
     assert reason in audit(run_dir).reasons
     edit_lines(faults, lambda lines: [{**lines[0], "name": "damage", "target": "5"}, lines[1]])
     assert verdicts(audit(run_dir))["steps"] is Verdict.PASS, "that one was damaged"
+
+
+def test_a_join_that_loses_a_step(run_dir: Path) -> None:
+    """All leave, and hand on less than they had committed."""
+    restart(run_dir, 6, "handoff")
+    lost = "steps: generation 2 begins at step 6, but step 7 had been committed"
+    assert lost in audit(run_dir).reasons
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), lambda lines: [line for line in lines if not _ended_at(line, 7, 1)])
+    assert lost not in audit(run_dir).reasons, "whoever had applied it may have died"
+
+
+def _ended_at(line: Line, step: int, generation: int) -> bool:
+    return (line["event"], line["step"], line["generation"]) == ("done", step, generation)
 
 
 def test_a_step_that_is_missing(run_dir: Path) -> None:
@@ -199,6 +219,43 @@ def test_two_groups_of_one_generation(run_dir: Path) -> None:
     assert "generation 1 has 2 memberships: [a/0/11, b/0/12] and [b/0/12]" in reasons
 
 
+def test_two_groups_that_train_at_the_same_time(run_dir: Path) -> None:
+    """c is cut off, starts from the snapshot of step 3, and trains beside a and b as a generation of its own."""
+
+    def train(lines: list[Line]) -> list[Line]:
+        line = {**lines[-1], "generation": 2, "world_size": 1, "rank": 0, "step": 3, "time": START + 1.82}
+        world = {**line, "event": "world", "cause": "start", "members": MEMBERS[2:], "lost_members": []}
+        restore = {**line, "event": "restore", "source": "snapshot", "restored_step": 3}
+        step = {**line, "event": "step", "epoch": 1, "loss": 0.2}
+        steps = [{**step, "step": n, "time": START + 1.5 + 0.1 * n + 0.02} for n in range(4, LAST_STEP + 1)]
+        return [*lines, world, restore, *steps]
+
+    def delay(by: float) -> None:
+        edit_lines(
+            events_of(run_dir),
+            lambda lines: [{**line, "time": line["time"] + (by if line["generation"] == 1 else 0)} for line in lines],
+        )
+
+    edit_lines(events_of(run_dir, MEMBERS[2]), train)
+    assert verdicts(audit(run_dir))["generations"] is Verdict.PASS, "clocks of several machines may differ by as much"
+    delay(3.0)
+    late = "generations: generation 1 committed {} steps more, up to 7, when a later one trained"
+    assert late.format(4) in audit(run_dir).reasons
+    delay(-3.0)
+    mark_as_drill(run_dir)
+    assert late.format(2) in audit(run_dir).reasons, "a drill has one clock"
+
+
+def test_a_step_that_whoever_was_frozen_writes_down_late(run_dir: Path) -> None:
+    """c had rank 0."""
+
+    def write_fourth(lines: list[Line]) -> list[Line]:
+        return [*lines, {**lines[-1], "event": "step", "step": 4, "epoch": 1, "loss": 0.25, "time": START + 9}]
+
+    edit_lines(events_of(run_dir, MEMBERS[2]), write_fourth)
+    assert verdicts(audit(run_dir))["generations"] is Verdict.PASS
+
+
 def test_a_step_written_by_somebody_who_was_not_in(run_dir: Path) -> None:
     def trespass(lines: list[Line]) -> list[Line]:
         return [*lines, {**lines[-1], "event": "step", "generation": 1, "step": LAST_STEP + 1, "epoch": 2, "loss": 1.0}]
@@ -221,6 +278,21 @@ def test_a_stranger_in_a_world_that_re_formed(run_dir: Path) -> None:
     assert any(
         reason.startswith("generations: generation 1 re-formed in place with d/0/14") for reason in found.reasons
     )
+
+
+@pytest.mark.parametrize("cause", ["join", "leave", "peer_lost"])
+def test_a_member_that_is_gone_and_named_by_nobody(run_dir: Path, cause: str) -> None:
+    def drop(lines: list[Line]) -> list[Line]:
+        return [
+            {**line, "cause": cause, "lost_members": []}
+            if (line["event"], line["generation"]) == ("world", 1)
+            else line
+            for line in lines
+        ]
+
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), drop)
+    assert "generation 1 names nobody as gone, but c/0/13 are" in only_failure(run_dir, "generations")
 
 
 def test_a_newcomer_in_a_world_that_re_formed(run_dir: Path) -> None:
