@@ -147,7 +147,7 @@ def _compare(settings: Settings) -> None:
     except ReferenceFailed as error:
         print(f"elastic-train: warning: nothing to compare with: {error}", flush=True)
     else:
-        wanted = ("state_sha256", "step", "train_loss", "early_loss", "test_accuracy")
+        wanted = ("state_sha256", "step", "train_loss", "early_loss", "late_loss", "test_accuracy")
         write_reference(settings.run_dir, {name: found.get(name) for name in wanted})
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from elastic_train.drills.finding import WALL_TOLERANCE, Found, Skip
 from elastic_train.drills.history import FINISHED, History, Line
+from elastic_train.drills.record import DrillRecord
 from elastic_train.drills.remains_checks import find_snapshots_of
 from elastic_train.errors import SnapshotDamaged, SnapshotError
 
@@ -16,6 +17,10 @@ PHASE_TOLERANCE = 0.05
 LOSS_TOLERANCE = 0.1
 """relative: how far the mean loss of a `fast` run may be from the undisturbed one's; that of a single step tells how
 easy its samples were"""
+ACCURACY_TOLERANCE = 0.05
+"""absolute: how far its test accuracy may be from the undisturbed one's"""
+ENDING_SECONDS = 60.0
+"""from the last step to the end of every node, beside evaluation and snapshots; seconds, where the machine is idle"""
 
 
 def check_end(history: History) -> Found:
@@ -27,7 +32,7 @@ def check_end(history: History) -> Found:
         if (outcome := history.outcomes.get(member, "without a word")) not in FINISHED:
             findings.append(f"{member} was in the last world and ended {outcome}")
     if history.drill is not None:
-        findings += _wrong_codes(history)
+        findings += _wrong_ends(history, history.drill)
     return f"step {history.last_step}", findings
 
 
@@ -46,15 +51,19 @@ def _why_not_finished(history: History) -> str:
     raise Skip(f"the run is {status.state}")
 
 
-def _wrong_codes(history: History) -> list[str]:
-    assert history.drill is not None
-    found = []
-    codes = {line["node"]: line.get("code") for line in history.drill.nodes if line["what"] == "ended"}
-    last = set(history.worlds[-1].members) if history.worlds and history.is_finished else set()
-    for member, node in history.drill.node_of.items():
-        if member in last and codes.get(node, 0) != 0:
-            found.append(f"{node} finished, but its torchrun exited with {codes[node]}")
-    return found
+def _wrong_ends(history: History, drill: DrillRecord) -> Iterable[str]:
+    """Of the nodes of the last world: how their torchruns ended, and when."""
+    ends = {line["node"]: line for line in drill.nodes if line["what"] == "ended"}
+    phases = dict((history.result or {}).get("goodput") or {})
+    limit = ENDING_SECONDS + sum(float(phases.get(name) or 0.0) for name in ("evaluate", "snapshot"))
+    for node in sorted({drill.node_of[member] for member in history.worlds[-1].members if member in drill.node_of}):
+        if node not in ends:
+            yield f"{node} finished, but its torchrun did not end"
+            continue
+        if (code := ends[node].get("code")) != 0:
+            yield f"{node} finished, but its torchrun exited with {code}"
+        if history.kept and (seconds := ends[node]["time"] - history.kept[-1].time) > limit:
+            yield f"{node} ended {seconds:.0f} s after the last step, limit {limit:.0f} s"
 
 
 def check_state(history: History) -> Found:
@@ -93,8 +102,20 @@ def _differences(history: History, result: Line, reference: Line) -> Iterable[st
     loss, undisturbed = history.early_loss, reference.get("early_loss")
     if loss is None or undisturbed is None:
         yield "no loss of the one or of the other run"
-    elif not math.isclose(loss, undisturbed, rel_tol=LOSS_TOLERANCE):
+        return
+    if not math.isclose(loss, undisturbed, rel_tol=LOSS_TOLERANCE):
         yield f"the mean loss of the first half of the steps is {loss:.4f}, undisturbed {undisturbed:.4f}"
+    # What is easily learned has next to no loss left, of which a ratio would tell chance.
+    if _are_apart(history.late_loss, reference.get("late_loss"), LOSS_TOLERANCE, LOSS_TOLERANCE * abs(undisturbed)):
+        late = f"{history.late_loss:.4f}, undisturbed {reference['late_loss']:.4f}"
+        yield f"the mean loss of the second half of the steps is {late}"
+    if _are_apart(result.get("test_accuracy"), reference.get("test_accuracy"), 0.0, ACCURACY_TOLERANCE):
+        yield f"the test accuracy is {result['test_accuracy']:.4f}, undisturbed {reference['test_accuracy']:.4f}"
+
+
+def _are_apart(one: float | None, other: float | None, relative: float, absolute: float) -> bool:
+    """False where one of them is not known."""
+    return one is not None and other is not None and not math.isclose(one, other, rel_tol=relative, abs_tol=absolute)
 
 
 def _hash_of_final_snapshot(history: History, step: int) -> str | None:

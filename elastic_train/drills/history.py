@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -142,8 +142,12 @@ class History:
     @cached_property
     def early_loss(self) -> float | None:
         """The mean loss of the first half of the kept steps, while there is still much to learn; None without any."""
-        early = self.kept[: (len(self.kept) + 1) // 2]
-        return sum(step.loss for step in early) / len(early) if early else None
+        return _mean_loss(self.kept[: (len(self.kept) + 1) // 2])
+
+    @cached_property
+    def late_loss(self) -> float | None:
+        """The mean loss of the other half; None without any."""
+        return _mean_loss(self.kept[(len(self.kept) + 1) // 2 :])
 
     @cached_property
     def worlds(self) -> list[World]:
@@ -178,6 +182,10 @@ class History:
     def final_result(self) -> Line | None:
         """result.json, unless it is of an end from which the run was continued."""
         return self.result if self.is_finished else None
+
+
+def _mean_loss(steps: Sequence[Step]) -> float | None:
+    return sum(step.loss for step in steps) / len(steps) if steps else None
 
 
 def _world(generation: int, lines: list[Line], restores: Mapping[str, tuple[str, int]]) -> World:

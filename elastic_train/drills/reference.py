@@ -29,7 +29,7 @@ class ReferenceFailed(ElasticTrainError):
 
 
 def undisturbed(flags: Sequence[str], *, is_own_task: bool, cwd: Path) -> dict[str, Any]:
-    """result.json of `python -m elastic_train FLAGS`, and `early_loss` as of History.
+    """result.json of `python -m elastic_train FLAGS`, and `early_loss` and `late_loss` as of History.
 
     Those of the bundled job are cached. What a user's own task depends on is not known, nor what is in the files that
     flags name: they are run anew each time. Blocks for the training.
@@ -69,7 +69,8 @@ def _run(flags: Sequence[str], folder: Path, cwd: Path) -> dict[str, Any]:
     if done.returncode != 0 or not isinstance(result, dict):
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise ReferenceFailed(f"the undisturbed run ended with code {done.returncode}: {last}")
-    return result | {"early_loss": read_history(folder / "run").early_loss}
+    history = read_history(folder / "run")
+    return result | {"early_loss": history.early_loss, "late_loss": history.late_loss}
 
 
 def cache_directory() -> Path:

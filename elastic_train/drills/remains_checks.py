@@ -12,7 +12,7 @@ from elastic_train.errors import SnapshotDamaged, SnapshotError
 
 
 def check_snapshots(history: History) -> Found:
-    """No torn snapshot lies there, and none was ever restored."""
+    """The last step is there whole, no torn snapshot lies there, and none was ever restored."""
     from elastic_train.snapshot import verify
 
     infos, problems = find_snapshots_of(history)
@@ -32,7 +32,9 @@ def check_snapshots(history: History) -> Found:
         if line["source"] == "snapshot" and line["restored_step"] in damaged_steps - whole_steps
     ]
     findings += _restored_although_damaged(history)
-    if not infos and not problems:
+    if _keeps_snapshots_here(history) and history.is_finished and history.last_step not in {i.step for i in infos}:
+        findings.append(f"finished, but there is no snapshot of step {history.last_step}")
+    if not infos and not findings:
         raise Skip("no snapshot in the run directory")
     on_purpose = f", {len(planted)} damaged on purpose" if planted else ""
     return f"{len(infos)} snapshots{on_purpose}", findings
@@ -54,6 +56,11 @@ def _restored_although_damaged(history: History) -> Iterator[str]:
 
 def _is_of_step(name: str, step: int) -> bool:
     return name.startswith(f"step-{step:012d}-")
+
+
+def _keeps_snapshots_here(history: History) -> bool:
+    """Whether they must be seen: a folder elsewhere may be on another machine, but for a drill."""
+    return history.drill is not None or snapshots_of(history).is_relative_to(history.run_dir)
 
 
 def snapshots_of(history: History) -> Path:

@@ -72,6 +72,40 @@ def test_the_loss_decides_in_fast_mode(run_dir: Path) -> None:
     assert "no loss of the one or of the other run" in only_failure(run_dir, "state")
 
 
+def test_what_was_forgotten_late_in_fast_mode(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    late_loss = (1 / 5 + 1 / 6 + 1 / 7) / 3
+    edit_json(
+        run_dir / "drill" / "reference.json",
+        lambda found: {**found, "state_sha256": "0" * 64, "late_loss": late_loss + 0.04, "test_accuracy": 0.99},
+    )
+    fast = {"reduction": "fast"}
+    edit_json(
+        run_dir / "result.json",
+        lambda result: {**result, "config": {**result["config"], **fast}, "test_accuracy": 0.97},
+    )
+    assert audit(run_dir).passed, audit(run_dir).reasons
+    edit_json(run_dir / "result.json", lambda result: {**result, "test_accuracy": 0.1})
+    assert "the test accuracy is 0.1000, undisturbed 0.9900" in only_failure(run_dir, "state")
+    edit_json(run_dir / "result.json", lambda result: {**result, "test_accuracy": 0.97})
+
+    def diverge(lines: list[Line]) -> list[Line]:
+        return [{**line, "loss": 50.0} if line["event"] == "step" and line["step"] >= 5 else line for line in lines]
+
+    edit_lines(events_of(run_dir), diverge)
+    assert "second half of the steps is 50.0000, undisturbed 0.2098" in only_failure(run_dir, "state")
+
+
+def test_snapshots_that_are_missing(run_dir: Path) -> None:
+    shutil.rmtree(snapshot_of(run_dir, LAST_STEP))
+    missing = f"finished, but there is no snapshot of step {LAST_STEP}"
+    assert missing in "\n".join(audit(run_dir).reasons)
+    shutil.rmtree(run_dir / "snapshots")
+    assert f"snapshots: {missing}" in audit(run_dir).reasons
+    mark_as_drill(run_dir)
+    assert missing in only_failure(run_dir, "snapshots")
+
+
 def test_a_torn_snapshot(run_dir: Path) -> None:
     damage(run_dir, 3)
     assert "is damaged" in only_failure(run_dir, "snapshots")
@@ -156,6 +190,13 @@ def test_a_survivor_whose_torchrun_failed(run_dir: Path) -> None:
     assert "node1 finished, but its torchrun exited with 1" in only_failure(run_dir, "end")
 
 
+def test_a_node_that_ends_long_after_the_last_step(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    nodes = run_dir / "drill" / "nodes.jsonl"
+    edit_lines(nodes, lambda lines: [{**line, "time": START + 3000} if "code" in line else line for line in lines])
+    assert "node1 ended 2998 s after the last step, limit 60 s" in only_failure(run_dir, "end")
+
+
 def test_an_orphan_process(run_dir: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as orphan:
         now = time.time()
@@ -192,6 +233,8 @@ def test_a_temporary_file_in_a_folder_of_snapshots_elsewhere(run_dir: Path, tmp_
     assert audit(run_dir).passed, audit(run_dir).reasons
     (tmp_path / "elsewhere" / ".tmp-step-000000000008-gen-0001-a-11").mkdir()
     assert "is a temporary file" in only_failure(run_dir, "leftovers")
+    shutil.rmtree(tmp_path / "elsewhere")
+    assert verdicts(audit(run_dir))["snapshots"] is Verdict.SKIPPED, "it may be on another machine"
 
 
 def test_a_handoff_that_nobody_took(run_dir: Path) -> None:
