@@ -48,6 +48,8 @@ class PhaseClock:
         self._phase = Phase.STARTUP
         self._since = monotonic() - age
         self._process_started_at = wall() - age
+        self.newest_down = 0.0
+        """seconds between the save of what was continued and the start of this process"""
 
     def enter(self, phase: Phase) -> None:
         """The running phase ends now and `phase` begins."""
@@ -87,8 +89,8 @@ class PhaseClock:
         perhaps machines. A clock set back counts as no time.
         """
         self._inherited = {phase: float(seconds) for phase, seconds in state["totals"].items()}
-        down = max(0.0, self._process_started_at - float(state["saved_at"]))
-        self._inherited[Phase.DOWN] = self._inherited.get(Phase.DOWN, 0.0) + down
+        self.newest_down = max(0.0, self._process_started_at - float(state["saved_at"]))
+        self._inherited[Phase.DOWN] = self._inherited.get(Phase.DOWN, 0.0) + self.newest_down
 
     def take_over(self, state: dict[str, Any]) -> None:
         """A run that never stopped is joined: its totals stand, and what this process did before is no part of it."""

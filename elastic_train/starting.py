@@ -9,7 +9,7 @@ import time
 from elastic_train import determinism
 from elastic_train.config import Config, as_json
 from elastic_train.errors import FormationFailed
-from elastic_train.goodput import Phase, process_start_ticks
+from elastic_train.goodput import process_start_ticks
 from elastic_train.membership import Membership, new_token, versions
 from elastic_train.process_group import choose_backend, gather_json, gpu_of, use_interface_of
 from elastic_train.restore import Restored, restore
@@ -157,7 +157,7 @@ def note_restart(state: TrainState, restored: Restored, last_steps_seen: list[in
             "time": time.time(),
             "lost_members": [],
             "committed_steps_lost": max(0, seen - restored.step),
-            "seconds": {"down": state.clock.totals()[Phase.DOWN]},
+            "seconds": {"down": state.clock.newest_down},
         }
     )
 

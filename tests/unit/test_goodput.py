@@ -114,6 +114,11 @@ def test_a_restart_carries_the_totals_on_and_books_the_time_between_as_down() ->
     assert totals[Phase.DOWN] == pytest.approx(10.0)
     assert (totals[Phase.STARTUP], totals[Phase.FORM], totals[Phase.TRAIN]) == (2.0, 1.0, 15.0)
     assert total(second) == pytest.approx(10 + 4 + 6 + 2 + 1 + 5)
+    saved = second.state_dict()
+    passing.pass_by(3.0)
+    third = passing.clock()
+    third.load_state_dict(saved)
+    assert (third.totals()[Phase.DOWN], third.newest_down) == pytest.approx((13.0, 3.0)), "of this restart alone"
 
 
 def test_a_clock_that_was_set_back_counts_as_no_time() -> None:
