@@ -148,17 +148,19 @@ def _was_in_hand(history: History, world: World, before: World | None, reached: 
 def _overlooked(history: History, world: World) -> int | None:
     """The step of the newest snapshot, where a world of new processes did not begin with it.
 
-    Outside of a drill an older one is no finding: the newest may have been lost with the disk of its node.
+    Outside of a drill an older one is no finding: the newest may have been lost with the disk of its node. Nor are those
+    that had gone from the disk: --keep-snapshots counts the damaged, too.
     """
     if world.restored_from not in ("snapshot", "scratch"):
         return None
     damaged = history.drill.damaged if history.drill is not None else frozenset()
-    saved = [
-        int(line["snapshot_step"])
+    saved = {
+        (int(line["generation"]), int(line["snapshot_step"]), Path(line["path"]).name)
         for line in history.of("snapshot")
-        if line["generation"] < world.generation and Path(line["path"]).name not in damaged
-    ]
-    newest = max(saved, default=0)
+        if line["generation"] < world.generation
+    }
+    kept = sorted(saved)[-int(history.config.get("keep_snapshots") or 3) :]
+    newest = max((step for _, step, name in kept if name not in damaged), default=0)
     is_ours = history.drill is not None or world.restored_from == "scratch"
     return newest if newest > world.step and is_ours else None
 

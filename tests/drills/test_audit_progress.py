@@ -164,6 +164,23 @@ def test_a_restart_of_a_drill_loses_no_more_than_what_came_after_the_newest_snap
     assert verdicts(audit(run_dir))["steps"] is Verdict.PASS, "that one was damaged"
 
 
+def test_a_snapshot_that_made_room_for_damaged_ones(run_dir: Path) -> None:
+    restart(run_dir, 3, "snapshot", snapshot=5)
+    harm = {"what": "struck", "number": 0, "name": "damage", "step": 3, "struck_at": START + 4, "time": START + 4}
+    mark_as_drill(run_dir, [{**harm, "number": n, "target": str(n)} for n in (1, 2, 3)], num_faults=3)
+
+    def save(number: int) -> None:
+        saved = {"event": "snapshot", "generation": 1, "snapshot_step": 6, "path": f"/s/{number}", "time": START + 3}
+        edit_lines(events_of(run_dir), lambda lines: [*lines, {**lines[0], **saved}])
+
+    overlooked = "generation 2 begins at step 3, from snapshot, but the snapshot of step 5 had been saved"
+    save(1)
+    save(2)
+    assert f"steps: {overlooked}" in audit(run_dir).reasons
+    save(3)
+    assert verdicts(audit(run_dir))["steps"] is Verdict.PASS, "three are kept"
+
+
 def test_a_join_that_loses_a_step(run_dir: Path) -> None:
     """All leave, and hand on less than they had committed."""
     restart(run_dir, 6, "handoff")
