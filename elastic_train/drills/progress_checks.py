@@ -148,8 +148,8 @@ def _was_in_hand(history: History, world: World, before: World | None, reached: 
 def _overlooked(history: History, world: World) -> int | None:
     """The step of the newest snapshot, where a world of new processes did not begin with it.
 
-    Outside of a drill an older one is no finding: the newest may have been lost with the disk of its node. Nor are those
-    that had gone from the disk: --keep-snapshots counts the damaged, too.
+    Outside of a drill an older one is no finding: the newest may have been lost with the disk of its node. Nor is one
+    that had made room for newer ones, which --keep-snapshots counts although they were damaged later.
     """
     if world.restored_from not in ("snapshot", "scratch"):
         return None
