@@ -27,7 +27,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -80,13 +80,15 @@ class _Owner(_Holder):
 
 @dataclass(frozen=True)
 class Traces:
-    """The largest of each that the event files show; None where there is none."""
+    """How far the run came, by what the event files show; None where they show nothing."""
 
     generation: int | None
-    step: int | None
-    """committed, by any line"""
-    logged_step: int | None
-    """that has an event of its own"""
+    """the largest"""
+    reached: tuple[int, int] | None
+    """(generation, committed steps), the largest: a generation may have begun below what an earlier one had reached,
+    whose last steps were lost"""
+    logged: tuple[int, int] | None
+    """the same of the steps that have an event of their own"""
 
 
 class RunDirectory:
@@ -269,15 +271,19 @@ class RunDirectory:
         return target
 
     def traces(self) -> Traces:
-        """How far the run came, by the tails of all its event files, each read once."""
-        generations, steps, logged_steps = [], [], []
+        """By the tails of all event files, each read once."""
+        generations, reached, logged = [], [], []
         for path in self.events_dir.glob("*.jsonl"):
             for line in newest_events(path):
-                generations.append(line.get("generation"))
-                steps.append(line.get("step"))
-                if line.get("event") == "step":
-                    logged_steps.append(line.get("step"))
-        return Traces(_largest(generations), _largest(steps), _largest(logged_steps))
+                generation, step = _whole(line.get("generation")), _whole(line.get("step"))
+                if generation is None:
+                    continue
+                generations.append(generation)
+                if step is not None:
+                    reached.append((generation, step))
+                    if line.get("event") == "step":
+                        logged.append((generation, step))
+        return Traces(max(generations, default=None), max(reached, default=None), max(logged, default=None))
 
     def _check_job(self, owner: _Owner | None, job_token: str, generation: int) -> _Owner:
         if owner is None:
@@ -416,10 +422,9 @@ class RunDirectory:
                 return sibling
 
 
-def _largest(values: Iterable[Any]) -> int | None:
-    """Of the whole numbers among what a file may hold."""
-    numbers = (value for value in values if isinstance(value, int) and not isinstance(value, bool))
-    return max(numbers, default=None)
+def _whole(value: Any) -> int | None:
+    """A whole number, of what a file may hold."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _stops(generation: int) -> str:

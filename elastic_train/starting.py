@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 
 from elastic_train import determinism
 from elastic_train.config import Config, as_json
@@ -125,9 +126,9 @@ class Start:
         # An attempt that a death broke off may have named the run already; that name holds.
         state.run_uid = self._membership.agreed_once("run_uid", state.run_uid)
         self._membership.agreed_once("agreement", json.dumps(worker.agreement()))
-        seen = gather_json({"step": self._traces.step, "logged": self._traces.logged_step})
-        note_restart(state, restored, [entry["step"] for entry in seen])
-        logged = max(known([entry["logged"] for entry in seen]), default=None)
+        seen = gather_json({"reached": self._traces.reached, "logged": self._traces.logged})
+        note_restart(state, restored, newest_step([entry["reached"] for entry in seen]))
+        logged = newest_step([entry["logged"] for entry in seen])
         if world.rank == restored.from_rank and logged == state.step - 1:
             worker.reporter.write_commit(state)  # the rank 0 that committed it died before it could
         if worker.config.reduction == "ordered":
@@ -146,24 +147,28 @@ class Start:
         state.fingerprint = found[0]
 
 
-def note_restart(state: TrainState, restored: Restored, last_steps_seen: list[int | None]) -> None:
-    """A run that is continued by new processes was interrupted: an incident, with the steps that were lost."""
+def note_restart(state: TrainState, restored: Restored, reached: int | None) -> None:
+    """A run that is continued by new processes was interrupted: an incident, with the steps that were lost.
+
+    Args:
+        reached: committed steps of the newest generation that anybody knows of.
+    """
     if restored.source == "scratch" or state.is_finished:
         return
-    seen = max(known(last_steps_seen), default=0)
     state.incidents.append(
         {
             "cause": "join" if restored.source == "handoff" else "restart",
             "time": time.time(),
             "lost_members": [],
-            "committed_steps_lost": max(0, seen - restored.step),
+            "committed_steps_lost": max(0, (reached or 0) - restored.step),
             "seconds": {"down": state.clock.newest_down},
         }
     )
 
 
-def known(values: list[int | None]) -> list[int]:
-    return [value for value in values if value is not None]
+def newest_step(seen: Sequence[Sequence[int] | None]) -> int | None:
+    """Of what each member has seen, as (generation, step): the largest step of the newest generation."""
+    return max(((one[0], one[1]) for one in seen if one is not None), default=(None, None))[1]
 
 
 def describe_share(config: Config, world_size: int) -> str:

@@ -22,7 +22,8 @@ import pytest
 import elastic_train
 from elastic_train import run_directory
 from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryInUse
-from elastic_train.run_directory import RunDirectory, write_atomic
+from elastic_train.run_directory import RunDirectory, Traces, write_atomic
+from elastic_train.starting import newest_step
 
 DEADLINE = 30.0
 HOST = "node-a"
@@ -452,8 +453,13 @@ def test_last_generation_and_step(directory: RunDirectory) -> None:
     )
     (directory.events_dir / "empty.jsonl").write_text("")
     (directory.events_dir / "c.jsonl.bak").write_text('{"generation": 99, "step": 99}\n')
-    assert directory.traces().generation == 6
-    assert directory.traces().step == 90
+    assert directory.traces() == Traces(generation=6, reached=(6, 80), logged=(4, 90))
+
+
+def test_steps_that_a_restart_lost_are_lost_once() -> None:
+    """The join after it begins where the restart had come to, and not where the run had been before."""
+    assert newest_step([[11, 1285], [12, 1127], None]) == 1127
+    assert newest_step([None]) is None
 
 
 @pytest.mark.parametrize("padding", range(0, 64 * 1024, 7919))
@@ -461,7 +467,7 @@ def test_only_the_tail_of_an_event_file_is_read(directory: RunDirectory, padding
     directory.events_dir.mkdir()
     last = json.dumps({"generation": 3, "step": 12, "pad": "x" * padding}) + "\n"
     (directory.events_dir / "a.jsonl").write_text('{"generation": 1, "step": 1}\n' * 5000 + last)
-    assert (directory.traces().generation, directory.traces().step) == (3, 12)
+    assert directory.traces() == Traces(generation=3, reached=(3, 12), logged=None)
 
 
 def test_a_line_that_begins_at_the_border_counts(directory: RunDirectory) -> None:
