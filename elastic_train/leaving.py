@@ -129,7 +129,7 @@ class WaysOut:
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
         signum = worker.stop.signum or signal.SIGTERM
         reporter.events.write("signal", signal=signal.Signals(signum).name)
-        reporter.events.write("done", outcome="stopped")
+        reporter.events.write("done", outcome="stopped", starts_again=is_join)
         what = "starts again" if is_join else f"stopped by {signal.Signals(signum).name}"
         reporter.say_for_node(f"{what} at step {state.step}")
         why = ", for the nodes that join" if is_join else "; the same command continues from here"

@@ -218,6 +218,38 @@ def test_a_new_start_of_a_stopped_run(files: Files) -> None:
     assert found.notes == ("a later start, 3.0 s ago, failed: TaskMismatch: --seed differs",)
 
 
+def test_between_the_processes_of_a_join_a_run_starts(files: Files) -> None:
+    workers = [files.worker(rank, started=NOW - 900) for rank in range(2)]
+    for worker in workers:
+        worker.enter(1, NOW - 890)
+        worker.write("done", NOW - 30, outcome="stopped", starts_again=True)
+    found = read(files, False)
+    assert found.state is RunState.STARTING
+    assert found.notes == ("its workers start again, for the nodes that join",)
+    newcomer = files.worker(0, started=NOW - 15, start_number=1)
+    assert read(files, True).state is RunState.STARTING
+    newcomer.write("done", NOW - 14, outcome="stopped")  # for one more that joins
+    assert read(files, False).state is RunState.STARTING
+    newcomer.write("done", NOW - 14, outcome="failed", error="boom")
+    found = read(files, False)
+    assert (found.state, found.notes) == (RunState.STOPPED, ("a later start, 15 s ago, failed: boom",))
+
+
+def test_a_join_that_nobody_came_of_is_a_stop(files: Files) -> None:
+    worker = files.worker(0, started=NOW - 900)
+    worker.enter(1, NOW - 890)
+    worker.write("done", NOW - status.RESTART_SECONDS - 1, outcome="stopped", starts_again=True)
+    assert read(files, False).state is RunState.STOPPED
+
+
+@pytest.mark.parametrize(("source", "cause"), [("handoff", "join"), ("snapshot", "restart")])
+def test_new_processes_joined_or_were_restarted(files: Files, source: str, cause: str) -> None:
+    worker = files.worker(0, started=NOW - 20)
+    worker.enter(1, NOW - 10)
+    worker.write("restore", NOW - 10, source=source, restored_step=3)
+    assert [text.partition(",")[0] for text in read(files).incidents] == [cause]
+
+
 def test_a_refused_second_job_does_not_hide_the_first(files: Files) -> None:
     first = files.worker(0, started=NOW - 900)
     first.enter(0, NOW - 890)
@@ -251,6 +283,7 @@ def test_result_and_evaluation(files: Files) -> None:
     files.result(step=46, test_accuracy=0.97, goodput={"ratio": 0.5}, incidents=[incident])
     found = read(files, False)
     assert (found.test_accuracy, found.accuracy_step, found.goodput_ratio) == (0.97, 46, 0.5)
+    assert dict(describe(found, NOW))["training"] == "50% of the wall time"
     assert found.incidents == ("restart, 15 min 0 s ago, 2 committed steps lost",)
     assert found.result_path == files.run_dir / "result.json"
 
