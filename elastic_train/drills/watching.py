@@ -16,6 +16,11 @@ REFRESH_SECONDS = 1.0
 GOODPUT_EVERY_SECONDS = 5.0
 GOODPUT_SHARE = 0.05
 """of its time that this may spend on reading all of a long run's events"""
+LINE = (
+    "state", "generation", "world size", "members", "step", "epoch", "loss", "samples/s", "snapshot", "goodput",
+    "incidents",
+)  # fmt: skip
+"""the facts of a line where there is no terminal"""
 LIVE = (RunState.STARTING, RunState.RUNNING, RunState.SILENT)
 
 
@@ -28,7 +33,8 @@ class GoodputSoFar:
         self._next = now()
 
     def read(self, *, is_over: bool = False) -> str | None:
-        """As text; None before the second step. Of a run that is over it is taken anew."""
+        """As text, the figure that `audit` and `report` tell; None before the second step. Of a run that is over it is
+        taken anew."""
         if is_over or self._now() >= self._next:
             started = self._now()
             try:
@@ -36,7 +42,8 @@ class GoodputSoFar:
             except RunDirectoryError:  # moved aside by a new start
                 return self._text
             told = [f"{cause} {seconds:.1f} s" for cause, seconds in lost.by_cause.items() if seconds >= 0.05]
-            self._text = f"{lost.ratio:.3f} so far; lost: {', '.join(told) or 'nothing'}" if lost.wall else None
+            ratio = f"{lost.ratio:.3f}{'' if is_over else ' so far'}"
+            self._text = f"{ratio} (lost: {', '.join(told) or 'nothing'})" if lost.wall else None
             self._next = self._now() + max(GOODPUT_EVERY_SECONDS, (self._now() - started) / GOODPUT_SHARE)
         return self._text
 
@@ -68,23 +75,31 @@ def watch_status(
 
 def _rows(status: Status, goodput: GoodputSoFar, now: float) -> list[tuple[str, str]]:
     rows = describe(status, now)
-    so_far = goodput.read(is_over=status.state not in LIVE) if status.goodput_ratio is None else None
+    so_far = goodput.read(is_over=status.state not in LIVE)
     return rows if so_far is None else [*rows, ("goodput", so_far)]
+
+
+def _in_brief(status: Status) -> dict[str, str]:
+    """The rows that are too long for a line."""
+    rows = {}
+    if status.snapshot is not None:
+        rows["snapshot"] = f"step {status.snapshot.step}"
+    if status.incidents:
+        rows["incidents"] = f"{len(status.incidents)}, the last: {status.incidents[-1]}"
+    return rows
 
 
 def _print_lines(
     run_dir: Path, file: TextIO, goodput: GoodputSoFar, sleep: Callable[[float], None], now: Callable[[], float]
 ) -> Status:
     last: tuple[object, ...] | None = None
-    wanted = ("state", "generation", "world size", "step", "loss", "samples/s", "snapshot", "goodput")
     while True:
         status = read_status(run_dir, now())
         key = (status.state, status.generation, status.step)
         if key != last:
             last = key
-            rows = dict(_rows(status, goodput, now()))
-            facts = "; ".join(f"{name}: {rows[name].split(',')[0]}" for name in wanted if name in rows)
-            print(facts, file=file, flush=True)
+            rows = dict(_rows(status, goodput, now())) | _in_brief(status)
+            print("; ".join(f"{name}: {rows[name]}" for name in LINE if name in rows), file=file, flush=True)
         if status.state not in LIVE:
             return status
         sleep(REFRESH_SECONDS)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
 
 from elastic_train.drills.watching import GoodputSoFar, watch_status
-from elastic_train.status import RunState
-from tests.drills.small_run import MEMBERS, START, write_small_run
+from elastic_train.status import RESTART_SECONDS, RunState
+from tests.drills.small_run import MEMBERS, START, add_monotonic, write_small_run
 
 
 @pytest.fixture
@@ -58,7 +60,46 @@ def test_it_follows_a_run_to_its_end(run_dir: Path, file: io.StringIO) -> None:
     assert text.index("running") < text.index("finished")
     assert "7 of 7" in text
     if not file.isatty():
-        assert "goodput: 0." in text.splitlines()[-1]
+        assert text.splitlines()[-1] == (
+            "state: finished; generation: 1; world size: 2; members: a/0/11, b/0/12; step: 7 of 7; epoch: 3 of 100, "
+            "4 of 10 samples; loss: 0.1429; samples/s: 33; snapshot: step 7; goodput: 0.545 (lost: peer_lost 0.5 s); "
+            "incidents: 1, the last: peer_lost, 1.2 s ago, generation 1 with 2 workers at step 3"
+        )
+
+
+def test_it_waits_for_the_processes_of_a_join(run_dir: Path) -> None:
+    to_come = take_back(run_dir)
+    for path in to_come:
+        with path.open("a") as events:
+            done = {"time": START + 1.4, "event": "done", "outcome": "stopped", "generation": 0, "starts_again": True}
+            events.write(json.dumps(done) + "\n")
+    started = time.time()
+    clock = [started]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += 10 * seconds
+
+    file = io.StringIO()
+    assert watch_status(run_dir, file, sleep=sleep, now=lambda: clock[0]).state is RunState.STOPPED
+    assert clock[0] - started > RESTART_SECONDS - 5
+    assert [line.partition(";")[0] for line in file.getvalue().splitlines()] == ["state: starting", "state: stopped"]
+
+
+def test_its_goodput_is_that_of_the_page_to_the_end(tmp_path: Path) -> None:
+    write_small_run(tmp_path / "run")
+    add_monotonic(tmp_path / "run")
+    file = io.StringIO()
+    watch_status(tmp_path / "run", file, now=lambda: START + 3.0)
+    assert "; goodput: 0.545 (lost" in file.getvalue()
+
+
+def test_large_numbers_are_whole(run_dir: Path) -> None:
+    for path in (run_dir / "events").iterdir():
+        text = path.read_text()
+        path.write_text(text.replace('"samples_done": 10', '"samples_done": 10000').replace("10}", "10000}"))
+    file = io.StringIO()
+    watch_status(run_dir, file, now=lambda: START + 3.0)
+    assert re.search(r"samples/s: \d{1,3}(,\d{3})+;", file.getvalue()), file.getvalue()
 
 
 def test_goodput_is_not_read_all_the_time(run_dir: Path) -> None:
@@ -66,7 +107,7 @@ def test_goodput_is_not_read_all_the_time(run_dir: Path) -> None:
     goodput = GoodputSoFar(run_dir, now=lambda: clock[0])
     first = goodput.read()
     assert first is not None
-    assert first.startswith("0.545 so far; lost: peer_lost 0.5 s")
+    assert first.startswith("0.545 so far (lost: peer_lost 0.5 s")
     (run_dir / "events" / f"{MEMBERS[0].replace('/', '-')}.jsonl").unlink()
     clock[0] = 4.0
     assert goodput.read() == first, "not due"
