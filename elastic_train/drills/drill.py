@@ -15,11 +15,13 @@ from elastic_train.drills.audit import audit_history, describe
 from elastic_train.drills.backends import backend_of
 from elastic_train.drills.catalogue import FAULTS
 from elastic_train.drills.cluster import Cluster
+from elastic_train.drills.etcd_cluster import EtcdCallFailed
 from elastic_train.drills.faketime import NodeClocks
 from elastic_train.drills.harm import Fault, Harm, NotStruck
 from elastic_train.drills.history import read_history
 from elastic_train.drills.live import Timeline
 from elastic_train.drills.network import Network, NetworkError
+from elastic_train.drills.nodes import TooSlow
 from elastic_train.drills.record import Record, write_reference
 from elastic_train.drills.reference import ReferenceFailed, undisturbed
 from elastic_train.drills.report import write_report
@@ -36,6 +38,10 @@ SLOW_STEPS_PER_SECOND = 2.0
 """the same, when it has nearly reached its end and they are late"""
 SLOW_FROM = 0.9
 """share of the steps from which on it waits for the faults"""
+
+
+TROUBLE = (NotStruck, NetworkError, EtcdCallFailed, TooSlow, psutil.Error)
+"""what a fault may meet with on a machine, and no reason to end the drill"""
 
 
 class DrillFailed(ElasticTrainError):
@@ -267,9 +273,9 @@ class Conductor:
         struck_at, step = time.time(), cluster.watch.step
         try:
             evidence = fault.strike(harm)
-        except (NotStruck, psutil.NoSuchProcess) as error:
+        except TROUBLE as error:
             self._skip(number, planned, str(error), harm.target)
-            fault.undo(harm)  # it may have been done in part
+            self._try_undo(fault, harm)  # it may have been done in part
             for place in harm.targets:
                 place.affliction = None
             return
@@ -312,15 +318,27 @@ class Conductor:
             self._fail(pending, f"{harm.target} was still there {END_LIMIT_SECONDS:.0f} s after it was left out")
 
     def _undo(self, pending: _Pending) -> None:
-        pending.fault.undo(pending.harm)
+        """Once, whatever comes of it."""
         pending.is_undone = True
-        pending.harm.undone_at_step = self._cluster.watch.step
-        self._record.fault("undone", pending.number)
-        self._timeline.say(f"{pending.fault.name} of {pending.harm.target} is undone")
+        if self._try_undo(pending.fault, pending.harm):
+            pending.harm.undone_at_step = self._cluster.watch.step
+            self._record.fault("undone", pending.number)
+            self._timeline.say(f"{pending.fault.name} of {pending.harm.target} is undone")
+
+    def _try_undo(self, fault: Fault, harm: Harm) -> bool:
+        try:
+            fault.undo(harm)
+        except TROUBLE as error:
+            self._timeline.say(f"{fault.name} of {harm.target} could not be undone: {error}")
+            return False
+        return True
 
     def _fail(self, pending: _Pending, reason: str) -> None:
+        """The job did not get over it; nor is it to get into the way of what comes next."""
         self._timeline.say(f"{pending.fault.name}: {reason}")
         self._record.fault("recovered", pending.number, seconds=None, reason=reason)
+        if pending.fault.undo_after is not None and not pending.is_undone:
+            self._undo(pending)
         pending.is_closed = True
 
     def _world_in_words(self) -> str:
@@ -336,7 +354,7 @@ class Conductor:
         for pending in self._open:
             if pending.recovered_at is None:
                 self._fail(pending, f"{ended} before the next step")
-            if pending.fault.undo_after is not None and not pending.is_undone:
+            elif pending.fault.undo_after is not None and not pending.is_undone:
                 self._undo(pending)
 
     # --- the end ------------------------------------------------------------------------------------------------------

@@ -1,57 +1,121 @@
-"""A fault that finds out too late that it cannot strike leaves nothing behind, and the drill goes on."""
+"""A fault that cannot strike, or that the job does not get over, leaves nothing behind, and the drill goes on."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from elastic_train.drills.cluster import Cluster, NodeState, Place
-from elastic_train.drills.drill import Conductor, Settings
+from elastic_train.drills.drill import Conductor, Settings, _Pending
+from elastic_train.drills.etcd_cluster import EtcdCallFailed
 from elastic_train.drills.harm import Fault, Harm, NotStruck
 from elastic_train.drills.live import Timeline
-from elastic_train.drills.record import Record, read_drill
+from elastic_train.drills.network import NetworkError
+from elastic_train.drills.nodes import TooSlow
+from elastic_train.drills.record import FaultRecord, Record, read_drill
 from elastic_train.drills.schedule import Planned
+
+PLANNED = Planned(0.0, "half-done")
 
 
 class HalfDone(Fault):
     name = "half-done"
+    undo_after = 1.0
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-        self.is_undone = False
+    def __init__(self, error: Exception | None = None, undo_error: Exception | None = None) -> None:
+        self.error, self.undo_error = error, undo_error
+        self.num_undone = 0
 
     def choose(self, harm: Harm) -> list[Place]:
         return harm.cluster.places[:1]
 
     def strike(self, harm: Harm) -> str:
         harm.targets[0].affliction = NodeState.FROZEN
-        raise self.error
+        if self.error is not None:
+            raise self.error
+        return "frozen"
 
     def undo(self, harm: Harm) -> None:
-        self.is_undone = True
+        self.num_undone += 1
+        if self.undo_error is not None:
+            raise self.undo_error
         harm.targets[0].affliction = NodeState.OUT
 
 
-@pytest.mark.parametrize("error", [NotStruck("it did not stop"), psutil.NoSuchProcess(7)], ids=["not struck", "gone"])
-def test_what_was_done_in_part_is_undone(tmp_path: Path, error: Exception) -> None:
-    planned = Planned(0.0, "half-done")
+@pytest.fixture
+def conductor(tmp_path: Path) -> Iterator[Conductor]:
     settings = Settings(
-        run_dir=tmp_path, seed=1, plan=[planned], flags=[], num_nodes=2, num_workers=1, global_batch_size=64,
+        run_dir=tmp_path, seed=1, plan=[PLANNED], flags=[], num_nodes=2, num_workers=1, global_batch_size=64,
         peer_timeout=5.0, last_step=None, wants_network=False, backend="c10d", etcd_endpoint=None,
     )  # fmt: skip
     record = Record(tmp_path)
     record.add_setting(seed=1)
     cluster = Cluster(tmp_path, record, [], num_nodes=2)
-    fault = HalfDone(error)
     with Timeline(cluster, last_step=None, seconds=10.0, file=io.StringIO()) as timeline:
-        Conductor(settings, cluster, record, timeline)._strike(0, planned, fault)
+        yield Conductor(settings, cluster, record, timeline)
     record.close()
     cluster.close()
-    assert fault.is_undone
-    assert cluster.places[0].affliction is None
-    drill = read_drill(tmp_path)
+
+
+def recorded(run_dir: Path) -> FaultRecord:
+    drill = read_drill(run_dir)
     assert drill is not None
-    assert [(found.struck_at, found.target) for found in drill.faults] == [(None, "node1")]
+    (fault,) = drill.faults
+    return fault
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotStruck("it did not stop"),
+        psutil.NoSuchProcess(7),
+        psutil.AccessDenied(7),
+        NetworkError("iptables: no such module"),
+        EtcdCallFailed("etcdctl hangs"),
+        TooSlow("no end of the killed processes"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_was_done_in_part_is_undone(tmp_path: Path, conductor: Conductor, error: Exception) -> None:
+    fault = HalfDone(error, undo_error=NetworkError("no such rule"))
+    conductor._strike(0, PLANNED, fault)
+    assert fault.num_undone == 1
+    assert conductor._cluster.places[0].affliction is None
+    found = recorded(tmp_path)
+    assert (found.struck_at, found.target, found.reason) == (None, "node1", str(error))
+
+
+def struck(conductor: Conductor, fault: Fault) -> _Pending:
+    conductor._strike(0, PLANNED, fault)
+    (pending,) = conductor._pending
+    return pending
+
+
+def test_what_the_job_does_not_get_over_is_undone(tmp_path: Path, conductor: Conductor) -> None:
+    """Else a node stays frozen, or without its network, under all that follows, and never ends."""
+    fault = HalfDone()
+    pending = struck(conductor, fault)
+    pending.struck_at -= 1000.0
+    conductor._follow(pending)
+    assert pending.is_closed
+    assert fault.num_undone == 1
+    assert conductor._cluster.places[0].affliction is NodeState.OUT
+    conductor._give_up_the_rest()
+    assert fault.num_undone == 1
+    found = recorded(tmp_path)
+    assert (found.recovered_seconds, found.undone_at is not None) == (None, True)
+
+
+def test_what_cannot_be_undone_is_told_and_not_tried_again(tmp_path: Path, conductor: Conductor) -> None:
+    fault = HalfDone(undo_error=EtcdCallFailed("no member leads"))
+    pending = struck(conductor, fault)
+    pending.recovered_at = pending.struck_at - 10.0
+    conductor._follow(pending)
+    conductor._follow(pending)
+    assert fault.num_undone == 1
+    assert recorded(tmp_path).undone_at is None
+    assert "half-done of node1 could not be undone: no member leads" in conductor._timeline._file.getvalue()  # type: ignore[attr-defined]
