@@ -110,9 +110,9 @@ class C10d:
         return found
 
     def close(self) -> None:
-        for node in self._seen:
-            if node.process.poll() is None or node.all_processes():
-                node.end()
+        with contextlib.ExitStack() as ends:
+            for node in self._seen:
+                ends.callback(node.end)
 
 
 class Etcd3:
@@ -165,10 +165,11 @@ class Etcd3:
         return keys_of(self._endpoint, self._run_id)
 
     def close(self) -> None:
-        if self.members is not None:
-            self.members.end()
-            self._is_running = False
-        self._folder.cleanup()
+        self._is_running = False
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._folder.cleanup)
+            if self.members is not None:
+                ends.callback(self.members.end)
 
 
 def keys_of(endpoint: str, run_id: str) -> Sequence[str]:

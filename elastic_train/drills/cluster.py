@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 
@@ -250,12 +251,12 @@ class Cluster:
         return processes_with(PACE_VARIABLE, str(self._pace_file))
 
     def close(self) -> None:
-        """End whatever still runs."""
-        for node in self._seen:
-            if node.process.poll() is None or node.all_processes():
-                node.end()
-        end_processes(self._strays())
-        self._temporary.cleanup()
-        if self.clocks is not None and self.network is None:
-            self.clocks.forget(node.process.pid for node in self._seen)
-        self.backend.close()
+        """End whatever still runs, all of it, though one of them may not go."""
+        with ExitStack() as ends:
+            ends.callback(self.backend.close)
+            if self.clocks is not None and self.network is None:
+                ends.callback(self.clocks.forget, [node.process.pid for node in self._seen])
+            ends.callback(self._temporary.cleanup)
+            ends.callback(lambda: end_processes(self._strays()))
+            for node in self._seen:
+                ends.callback(node.end)

@@ -52,10 +52,10 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     if arguments.rdzv_endpoint is not None and arguments.nodes_as == "namespaces":
         raise UsageError("--nodes-as namespaces: nodes there reach nothing but each other; leave out --rdzv-endpoint")
     wants_processes = arguments.nodes_as == "processes" or arguments.rdzv_endpoint is not None
-    why_not = "" if wants_processes else Network.why_not()
+    why_not = None if wants_processes else Network.why_not()
     if arguments.nodes_as == "namespaces" and why_not is not None:
         raise UsageError(f"--nodes-as namespaces: not on this machine: {why_not}")
-    has_network = why_not is None
+    has_network = not wants_processes and why_not is None
     plan = plan_of(arguments, seed, has_network)
     is_bundled = not any(given.partition("=")[0] in TASK_FLAGS for given in arguments.flags)
     is_long = arguments.every is not None or arguments.faults is not None
@@ -79,6 +79,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         peer_timeout=config.peer_timeout,
         last_step=last_step,
         wants_network=has_network,
+        why_no_network=why_not,
         backend=arguments.backend,
         etcd_endpoint=arguments.rdzv_endpoint,
     )
@@ -98,7 +99,7 @@ def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list
         if arguments.faults is not None or arguments.every is not None:
             raise UsageError("--scenario says what happens when: it goes without --faults and --every")
         plan = read_scenario(arguments.scenario, list(FAULTS))
-        _require_available([planned.fault for planned in plan], available, arguments.backend)
+        _require_available([planned.fault for planned in plan], available, arguments.backend, has_network)
         return plan
     if arguments.faults is None and arguments.every is None:
         if arguments.nodes < len(DEFAULT_FAULTS) - 1:
@@ -109,19 +110,19 @@ def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list
     unknown = sorted(set(names) - set(FAULTS))
     if unknown:
         raise UsageError(f"--faults: no {', '.join(unknown)}; --list shows what there is")
-    _require_available(names, available, arguments.backend)  # also those that this seed does not draw
+    _require_available(names, available, arguments.backend, has_network)  # also those that this seed does not draw
     every = arguments.every or EVERY_SECONDS[arguments.backend]
     return random_plan(seed, names, arguments.duration, every, arguments.nodes, sizes)
 
 
-def _require_available(names: Iterable[str], available: Iterable[str], given: str) -> None:
+def _require_available(names: Iterable[str], available: Iterable[str], given: str, has_network: bool) -> None:
     """Raises UsageError naming the first fault that this drill cannot do."""
     for name in sorted(set(names) - set(available)):
         if (backend := FAULTS[name].backend) not in (None, given):
             raise UsageError(f"{name}: goes with --backend {backend} only")
-        if (why_not := FAULTS[name].why_not()) is not None:
-            raise UsageError(f"{name}: not on this machine: {why_not}")
-        raise UsageError(f"{name}: needs network namespaces, which this machine or --nodes-as does not allow")
+        if FAULTS[name].needs_network and not has_network:
+            raise UsageError(f"{name}: needs network namespaces, which this machine or --nodes-as does not allow")
+        raise UsageError(f"{name}: not on this machine: {FAULTS[name].why_not()}")
 
 
 def default_flags(last_step: int | None) -> list[str]:

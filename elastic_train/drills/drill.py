@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -40,6 +42,7 @@ SLOW_FROM = 0.9
 """share of the steps from which on it waits for the faults"""
 
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TROUBLE = (NotStruck, NetworkError, EtcdCallFailed, TooSlow, psutil.Error)
 """what a fault may meet with on a machine, and no reason to end the drill"""
 
@@ -70,6 +73,8 @@ class Settings:
     """c10d or etcd3"""
     etcd_endpoint: str | None
     """of a cluster that is there; None for one of the drill's own"""
+    why_no_network: str | None = None
+    """what this machine lacks for it, where the drill would have one"""
 
 
 @dataclass
@@ -87,13 +92,26 @@ class _Pending:
     is_closed: bool = False
 
 
+class _Ends(ExitStack):
+    """One that no second Ctrl-C breaks off: it would leave nodes and namespaces behind, and the commands that remove
+    them get it too."""
+
+    def __exit__(self, *details: Any) -> bool | None:
+        kept = {signum: signal.signal(signum, signal.SIG_IGN) for signum in ENDING_SIGNALS}
+        try:
+            return super().__exit__(*details)
+        finally:
+            for signum, handler in kept.items():
+                signal.signal(signum, handler)
+
+
 def run_drill(settings: Settings) -> bool:
     """Carry it out and judge it; blocks for its whole length. Whether the audit passed.
 
     Raises:
         DrillFailed: the job did not even start, or this machine lacks something.
     """
-    with ExitStack() as ends:
+    with _Ends() as ends:
         record = Record(settings.run_dir)
         ends.callback(record.close)
         network = None
@@ -142,6 +160,8 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
             f"drill with seed {settings.seed}: {settings.num_nodes} nodes as {kind}, backend {settings.backend}; "
             f"{', '.join(planned.fault for planned in settings.plan)}"
         )
+        if settings.why_no_network is not None:
+            timeline.say(f"no network namespaces, so that no node can lose its network: {settings.why_no_network}")
         Conductor(settings, cluster, record, timeline).conduct()
         record.leftovers(cluster.leftovers())
 

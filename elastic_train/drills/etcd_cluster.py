@@ -268,5 +268,6 @@ class EtcdCluster:
         return [line for line in self.ctl("get", "", "--prefix", "--keys-only").splitlines() if line]
 
     def end(self) -> None:
-        for member in self.members:
-            member.kill()
+        with contextlib.ExitStack() as ends:
+            for member in self.members:
+                ends.callback(member.kill)

@@ -7,16 +7,22 @@ do not meet. Needs root, and `ip` and `unshare`; the filter faults need `iptable
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 SUBNET = "10.77.0"
 HUB_ADDRESS = f"{SUBNET}.1"
+NAMESPACES = Path("/run/netns")
+"""where `ip netns` keeps them"""
+PREFIX = "et"
+"""of their names, before the pid of who made them"""
 
 # `ip netns exec` leads into the network; unshare gives the rest. --kill-child: the node ends with the first process.
 _ENTER = (
@@ -37,12 +43,15 @@ class Network:
 
         Raises NetworkError where this machine does not allow it; nothing is left then.
         """
-        self._prefix = f"et{os.getpid()}"
+        self._prefix = f"{PREFIX}{os.getpid()}"
         self._made: list[str] = []
         self._folder = Path(tempfile.mkdtemp(prefix="elastic-train-drill-"))
         self.num_nodes = num_nodes
         self._aliases = aliases
+        self._filtered: set[int] = set()
+        self._slowed: set[int] = set()
         try:
+            _sweep()
             self._make_hub()
             for index in range(num_nodes):
                 self._make_node(index)
@@ -58,8 +67,15 @@ class Network:
         missing = [name for name in ("ip", "unshare", "mount", "hostname") if shutil.which(name) is None]
         if missing:
             return f"no {' and '.join(missing)} here"
+        return Network.why_no(lambda network: None)
+
+    @classmethod
+    def why_no(cls, harm: Callable[[Network], None]) -> str | None:
+        """Why that cannot be done to node 0 of a network made for it; None if it can. A kernel may lack what a rule
+        asks for, though the command is there."""
         try:
-            Network(1).close()
+            with contextlib.closing(cls(1)) as network:
+                harm(network)
         except NetworkError as error:
             return str(error)
         return None
@@ -108,14 +124,29 @@ class Network:
         """The node sends no faster than `rate`, e.g. `2mbit`."""
         limit = ("tbf", "rate", rate, "burst", "32k", "latency", "400ms")
         _run(["ip", "netns", "exec", self._name(index), "tc", "qdisc", "add", "dev", "eth0", "root", *limit])
+        self._slowed.add(index)
+
+    def num_dropped(self, index: int) -> int:
+        """Packets that rules have taken from the node since they were set."""
+        listed = _run(["ip", "netns", "exec", self._name(index), "iptables", "-L", "-v", "-x", "-n"])
+        return sum(
+            int(line.split()[0]) for line in listed.splitlines() if " DROP " in line and line.split()[0].isdigit()
+        )
+
+    def num_held_back(self, index: int) -> int:
+        """How often a packet of the node had to wait since it was slowed down."""
+        told = _run(["ip", "netns", "exec", self._name(index), "tc", "-s", "qdisc", "show", "dev", "eth0"])
+        return sum(map(int, re.findall(r"overlimits (\d+)", told)))
 
     def heal(self, index: int) -> None:
         """Whatever was done to the node's network is undone."""
         _ip("-n", self._name("hub"), "link", "set", f"veth{index}", "up")
-        if self.has_filter:
+        if index in self._filtered:
             self._filter(index, "-F")
-        tc = ["ip", "netns", "exec", self._name(index), "tc", "qdisc", "del", "dev", "eth0", "root"]
-        subprocess.run(tc, capture_output=True, check=False)  # an error where there was no limit
+            self._filtered.remove(index)
+        if index in self._slowed:
+            _run(["ip", "netns", "exec", self._name(index), "tc", "qdisc", "del", "dev", "eth0", "root"])
+            self._slowed.remove(index)
 
     def can_reach_hub(self, index: int, seconds: float = 1.0) -> bool:
         """Whether the bridge answers a TCP connection attempt of the node, with an RST at least, within `seconds`."""
@@ -165,17 +196,31 @@ class Network:
 
     def _filter(self, index: int, *rule: str) -> None:
         _run(["ip", "netns", "exec", self._name(index), "iptables", *rule])
+        self._filtered.add(index)
 
 
 def _ip(*arguments: str) -> None:
     _run(["ip", *arguments])
 
 
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _sweep() -> None:
+    """Remove the namespaces of drills that were killed before they could. Their processes died with them."""
+    for path in NAMESPACES.glob(f"{PREFIX}*-*"):
+        pid = path.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            _quiet(["ip", "netns", "del", path.name])
+
+
+def _run(command: Sequence[str]) -> str:
+    """What it printed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise NetworkError(f"{' '.join(command)}: {error.strerror}") from error
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise NetworkError(f"{' '.join(command)}: {said[0] if said else f'exit code {done.returncode}'}")
+    return done.stdout
 
 
 def _quiet(command: Sequence[str]) -> int:

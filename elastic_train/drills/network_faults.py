@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from elastic_train.drills.cluster import NodeState, Place
 from elastic_train.drills.harm import RECOVERY_LIMIT_SECONDS, Disturbance, Fault, Harm, NotStruck
+from elastic_train.drills.network import Network
+
+LOST_SHARE = 0.2
+SLOW_RATE = "2mbit"
+EFFECT_SECONDS = 10.0
+"""within which some packet comes or goes, a heartbeat at least"""
 
 
 class Partition(Fault):
@@ -41,6 +50,10 @@ class OneWayDrop(Partition):
     name = "one-way"
     says = "what a node sends is dropped, what it hears is not"
 
+    @classmethod
+    def why_not(cls) -> str | None:
+        return Network.why_no(lambda network: network.drop_outgoing(0))
+
     def cut(self, harm: Harm) -> None:
         assert harm.cluster.network is not None
         harm.cluster.network.drop_outgoing(harm.targets[0].index)
@@ -67,10 +80,16 @@ class PacketLoss(Disturbance):
     says = "a fifth of the packets to a node is lost for three seconds"
     needs_network = True
 
+    @classmethod
+    def why_not(cls) -> str | None:
+        return Network.why_no(lambda network: network.drop_some(0, LOST_SHARE))
+
     def strike(self, harm: Harm) -> str:
-        assert harm.cluster.network is not None
-        harm.cluster.network.drop_some(harm.targets[0].index, 0.2)
-        return "20 % of what comes in is dropped"
+        network, index = harm.cluster.network, harm.targets[0].index
+        assert network is not None
+        network.drop_some(index, LOST_SHARE)
+        seconds = _seconds_until(lambda: network.num_dropped(index) > 0, "no packet was dropped")
+        return f"{LOST_SHARE:.0%} of what comes in is dropped, the first packet after {seconds:.2f} s"
 
     def may_take(self, harm: Harm) -> list[Place]:
         """TCP doubles its wait at every loss of the same packet: by chance a node is silent for --peer-timeout."""
@@ -85,7 +104,23 @@ class SlowLink(PacketLoss):
     name = "slow-link"
     says = "a node sends at 2 Mbit/s for three seconds"
 
+    @classmethod
+    def why_not(cls) -> str | None:
+        return Network.why_no(lambda network: network.slow_down(0, SLOW_RATE))
+
     def strike(self, harm: Harm) -> str:
-        assert harm.cluster.network is not None
-        harm.cluster.network.slow_down(harm.targets[0].index, "2mbit")
-        return "2 Mbit/s"
+        network, index = harm.cluster.network, harm.targets[0].index
+        assert network is not None
+        network.slow_down(index, SLOW_RATE)
+        seconds = _seconds_until(lambda: network.num_held_back(index) > 0, "no packet was held back")
+        return f"{SLOW_RATE}, the first packet was held back after {seconds:.2f} s"
+
+
+def _seconds_until(has_effect: Callable[[], bool], otherwise: str) -> float:
+    """How long it took. Raises: NotStruck where what was done meets with no packet."""
+    started = time.monotonic()
+    while not has_effect():
+        if time.monotonic() - started > EFFECT_SECONDS:
+            raise NotStruck(f"{otherwise} in {EFFECT_SECONDS:.0f} s")
+        time.sleep(0.02)
+    return time.monotonic() - started

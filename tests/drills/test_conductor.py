@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
 from elastic_train.drills.cluster import Cluster, NodeState, Place
-from elastic_train.drills.drill import Conductor, Settings, _Pending
+from elastic_train.drills.drill import Conductor, Settings, _Ends, _Pending
 from elastic_train.drills.etcd_cluster import EtcdCallFailed
 from elastic_train.drills.harm import Fault, Harm, NotStruck
 from elastic_train.drills.live import Timeline
@@ -119,3 +122,27 @@ def test_what_cannot_be_undone_is_told_and_not_tried_again(tmp_path: Path, condu
     assert fault.num_undone == 1
     assert recorded(tmp_path).undone_at is None
     assert "half-done of node1 could not be undone: no member leads" in conductor._timeline._file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_second_interrupt_leaves_nothing_behind() -> None:
+    ended = []
+    before = signal.getsignal(signal.SIGINT)
+    ends = _Ends()
+    ends.callback(ended.append, "network")
+    ends.callback(os.kill, os.getpid(), signal.SIGINT)
+    ends.callback(ended.append, "nodes")
+    ends.close()
+    assert ended == ["nodes", "network"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_node_that_does_not_go_keeps_no_other(tmp_path: Path) -> None:
+    record = Record(tmp_path)
+    cluster = Cluster(tmp_path, record, [], num_nodes=3, backend=Mock())
+    cluster._seen = [Mock(), Mock(**{"end.side_effect": TooSlow("it is still there")}), Mock()]
+    with pytest.raises(TooSlow, match="it is still there"):
+        cluster.close()
+    for node in cluster._seen:
+        node.end.assert_called_once()  # type: ignore[attr-defined]
+    cluster.backend.close.assert_called_once()  # type: ignore[attr-defined]
+    record.close()

@@ -1,17 +1,23 @@
-"""Nodes of a drill are ended whole, by pid, and never a process that only has the pid of one."""
+"""Nodes of a drill are ended whole, by pid, and never a process that only has the pid of one; and their network."""
 
 from __future__ import annotations
 
+import random
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
-from elastic_train.drills.cluster import Cluster
-from elastic_train.drills.network import HUB_ADDRESS, Network
+from elastic_train.drills import network_faults
+from elastic_train.drills.cluster import Cluster, Place
+from elastic_train.drills.harm import Fault, Harm, NotStruck
+from elastic_train.drills.network import HUB_ADDRESS, NAMESPACES, Network
+from elastic_train.drills.network_faults import PacketLoss, SlowLink
 from elastic_train.drills.nodes import Node, TooSlow, clean_environment, inner_pid, is_running, kill_at_once, wait_until
 from elastic_train.drills.record import PACE_FILE, PACE_VARIABLE, Record
 
@@ -147,3 +153,61 @@ def test_what_is_done_to_a_network_is_undone_again() -> None:
             wait_until(lambda: network.can_reach_hub(0), f"way to {HUB_ADDRESS}", 20)
     finally:
         network.close()
+
+
+@needs_network
+def test_what_a_machine_cannot_do_to_a_network_is_said() -> None:
+    assert Network.why_no(lambda network: network.pull_cable(0)) is None
+    why = Network.why_no(lambda network: network.slow_down(0, "2 apples"))
+    assert why is not None
+    assert "2 apples" in why
+
+
+@needs_network
+@pytest.mark.parametrize(
+    ("kind", "what"), [(PacketLoss, "no packet was dropped"), (SlowLink, "no packet was held back")]
+)
+def test_harm_to_a_network_that_meets_with_no_packet_did_not_strike(
+    kind: type[Fault], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (missing := kind.why_not()) is not None:
+        pytest.skip(missing)
+    monkeypatch.setattr(network_faults, "EFFECT_SECONDS", 0.5)
+    network = Network(2)
+    sender = receiver = None
+    try:
+        harm = Harm(Mock(network=network), random.Random(1), 5.0, targets=[Place(0)])
+        with pytest.raises(NotStruck, match=what):
+            kind().strike(harm)
+        network.heal(0)
+        # Datagrams in both directions: what the one fault takes comes in, what the other slows down goes out.
+        send = "import socket, sys, time; s = socket.socket(type=socket.SOCK_DGRAM)\nwhile True:"
+        send += " s.sendto(bytes(1400), (sys.argv[1], 9)); time.sleep(0.001)"
+        python = [sys.executable, "-c", send]
+        monkeypatch.setattr(network_faults, "EFFECT_SECONDS", 20.0)
+        sender = subprocess.Popen(["ip", "netns", "exec", network._name(0), *python, network.address(1)])
+        receiver = subprocess.Popen(["ip", "netns", "exec", network._name(1), *python, network.address(0)])
+        assert "the first packet" in kind().strike(harm)
+    finally:
+        for process in filter(None, (sender, receiver)):
+            process.kill()
+            process.wait()
+        network.close()
+
+
+@needs_network
+def test_namespaces_of_a_drill_that_was_killed_are_removed_by_the_next() -> None:
+    dead, alive = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
+    names = [f"et{process.pid}-hub" for process in (dead, alive)]
+    try:
+        for name in names:
+            subprocess.run(["ip", "netns", "add", name], check=True)
+        dead.kill()
+        dead.wait()
+        Network(1).close()
+        assert [(NAMESPACES / name).exists() for name in names] == [False, True]
+    finally:
+        alive.kill()
+        alive.wait()
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)

@@ -10,6 +10,7 @@ import pytest
 from elastic_train.cli import make_parser
 from elastic_train.drills.catalogue import FAULTS
 from elastic_train.drills.command import settings_of
+from elastic_train.drills.network import Network, NetworkError
 from elastic_train.drills.record import fault_records
 from elastic_train.drills.schedule import DEFAULT_FAULTS, default_plan, fits, random_plan, read_scenario
 from elastic_train.errors import UsageError
@@ -114,6 +115,29 @@ def test_nodes_in_namespaces_cannot_reach_a_users_etcd() -> None:
     assert not settings_of(make_parser().parse_args(arguments)).wants_network
     with pytest.raises(UsageError, match="leave out --rdzv-endpoint"):
         settings_of(make_parser().parse_args([*arguments, "--nodes-as", "namespaces"]))
+
+
+def test_where_there_are_no_namespaces_the_drill_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Network, "why_not", lambda: "not root")
+    found = settings_of(make_parser().parse_args(["drill"]))
+    assert (found.wants_network, found.why_no_network) == (False, "not root")
+    assert settings_of(settings()).why_no_network is None, "as it was told"
+
+
+@pytest.mark.skipif(Network.why_not() is not None, reason=f"no network namespaces: {Network.why_not()}")
+def test_what_the_machine_cannot_do_to_a_network_is_refused_and_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(network: Network, *_: object) -> None:
+        raise NetworkError("Couldn't load match `statistic'")
+
+    missing = {"drop_outgoing": "one-way", "drop_some": "packet-loss", "slow_down": "slow-link"}
+    for method, fault in missing.items():
+        monkeypatch.setattr(Network, method, fail)
+        with pytest.raises(UsageError, match=f"{fault}: not on this machine: Couldn't load"):
+            settings_of(make_parser().parse_args(["drill", "--faults", f"kill,{fault}"]))
+    words = ["drill", "--seed", "1", "--every", "1", "--duration", "500"]
+    drawn = settings_of(make_parser().parse_args(words)).plan
+    assert "partition" in {planned.fault for planned in drawn}
+    assert not {planned.fault for planned in drawn} & set(missing.values())
 
 
 def test_a_run_directory_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
