@@ -235,19 +235,22 @@ def run_drill(arguments: argparse.Namespace) -> int:
 
 
 def run_audit(arguments: argparse.Namespace) -> int:
-    from elastic_train.drills.audit import audit_history, describe
+    from elastic_train.drills.audit import audit_history, conclude, describe
     from elastic_train.drills.history import read_history
 
     history = read_history(arguments.run_dir)
     found = audit_history(history)
-    print("\n".join(describe(found, history)))
+    print("\n".join([*describe(found, history), *conclude(found)]))
     return 0 if found.passed else 1
 
 
 def write_report(arguments: argparse.Namespace) -> int:
+    from elastic_train.drills.audit import audit_history
+    from elastic_train.drills.history import read_history
     from elastic_train.drills.report import write_report
 
-    path = write_report(arguments.run_dir).absolute()
+    history = read_history(arguments.run_dir)
+    path = write_report(history, audit_history(history)).absolute()
     print(path)
     if arguments.open:
         import webbrowser

@@ -78,7 +78,7 @@ def _run(name: str, promise: str, check: Callable[[History], Found], history: Hi
 
 
 def describe(found: Audit, history: History) -> list[str]:
-    """Lines for a terminal; the last ones are PASS, or FAIL with the reasons."""
+    """Lines for a terminal: one for each check, and one for the goodput."""
     width = max(len(check.name) for check in found.checks)
     lines = [f"{check.name:<{width}}  {check.verdict:<7}  {check.promise}: {check.detail}" for check in found.checks]
     lost = lost_time(history)
@@ -88,6 +88,12 @@ def describe(found: Audit, history: History) -> list[str]:
             f"{'goodput':<{width}}  {lost.ratio:<7.3f}  of {lost.wall:.1f} s between the first and the last step; "
             f"lost: {causes}"
         )
+    return lines
+
+
+def conclude(found: Audit) -> list[str]:
+    """What comes below them: PASS, or FAIL with the reasons."""
+    lines = []
     num_skipped = sum(check.verdict is Verdict.SKIPPED for check in found.checks)
     if num_skipped:
         lines.append(f"{num_skipped} of {len(found.checks)} checks were skipped: of them this says nothing")

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from elastic_train.drills.audit import audit_history, describe
+from elastic_train.drills.audit import audit_history, conclude, describe
 from elastic_train.drills.backends import backend_of
 from elastic_train.drills.catalogue import FAULTS
 from elastic_train.drills.cluster import Cluster
@@ -180,10 +180,8 @@ def _compare(settings: Settings) -> None:
 def _judge(settings: Settings) -> bool:
     history = read_history(settings.run_dir)
     found = audit_history(history)
-    lines = describe(found, history)
-    print("\n".join(lines[: len(found.checks) + 1]))
-    print(f"seed {settings.seed}; {write_report(settings.run_dir)}")
-    print("\n".join(lines[len(found.checks) + 1 :]), flush=True)
+    where = f"seed {settings.seed}; {write_report(history, found)}"
+    print("\n".join([*describe(found, history), where, *conclude(found)]), flush=True)
     return found.passed
 
 

@@ -62,11 +62,20 @@ class KillAgain(Kill):
 
     def strike(self, harm: Harm) -> str:
         first, second = harm.targets
-        harm.cluster.kill([first])
         pause = harm.rng.uniform(0.0, 0.2)
-        time.sleep(pause)
+        started = time.monotonic()
+        harm.cluster.kill([first])
+        time.sleep(max(0.0, started + pause - time.monotonic()))
+        seconds, is_late = time.monotonic() - started, self._has_stepped(harm)
         harm.cluster.kill([second])
-        return f"the second died {pause * 1000:.0f} ms after the first"
+        hit = "after their next step" if is_late or self._has_stepped(harm) else "while the others re-formed"
+        return f"the second died {seconds * 1000:.0f} ms after the first, {hit}"
+
+    def _has_stepped(self, harm: Harm) -> bool:
+        """Whether a step was committed without the first, and with the second."""
+        harm.cluster.watch.poll()
+        world = harm.cluster.watch.world
+        return world is not None and has_stepped_anew(harm) and not set(world.members).isdisjoint(harm.members)
 
 
 class KillWorker(Fault):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from elastic_train.drills.audit import Audit, audit_history
+from elastic_train.drills.audit import Audit
 from elastic_train.drills.charts import Axis, Mark, Segment, bar, curve, lanes, legend, nice_step, table
-from elastic_train.drills.history import History, read_history
-from elastic_train.drills.lost_time import LostTime, cause_of, lost_time
+from elastic_train.drills.history import History, World
+from elastic_train.drills.lost_time import LostTime, cause_of, lost_time, outages_of
 from elastic_train.errors import RunDirectoryError
 from elastic_train.run_directory import write_atomic
 
@@ -21,16 +21,15 @@ FILE = "report.html"
 RATE_BINS = 100
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write RUN_DIR/report.html; its path. Reads the whole run, seconds for a long one.
+def write_report(history: History, found: Audit) -> Path:
+    """Write report.html into the directory of a run; its path.
 
     Raises:
-        RunDirectoryError: there is no run in it, or the file cannot be written.
+        RunDirectoryError: the file cannot be written.
     """
-    history = read_history(run_dir)
-    path = run_dir / FILE
+    path = history.run_dir / FILE
     try:
-        write_atomic(path, page(history, audit_history(history)).encode())
+        write_atomic(path, page(history, found).encode())
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be written: {error.strerror}") from error
     return path
@@ -70,12 +69,13 @@ def _section(title: str, content: str) -> str:
 
 def _summary(history: History, found: Audit, lost: LostTime) -> str:
     verdict = "PASS" if found.passed else "FAIL"
+    outages = outages_of(history)
     figures: list[tuple[str, str, str | None]] = [
         ("goodput", "goodput", f"{lost.ratio:.3f}" if lost.wall else None),
         ("step", "committed steps", str(history.last_step)),
         ("generations", "generations", str(len(history.worlds))),
-        ("outages", "outages", str(len(lost.outages))),
-        ("longest", "longest without a step", _seconds(max((o.seconds for o in lost.outages), default=None))),
+        ("outages", "outages", str(len(outages))),
+        ("longest", "longest outage", _seconds(max((outage.seconds for outage in outages), default=None))),
         ("wall", "wall", _seconds((history.result or {}).get("wall_seconds"))),
         ("accuracy", "test accuracy", _percent((history.result or {}).get("test_accuracy"))),
     ]
@@ -254,25 +254,43 @@ def _samples_of(step: int, length: int | None, batch: int) -> int:
 
 
 def _recoveries(history: History) -> str:
-    worlds = [world for world in history.worlds[1:] if world.cause != "start" and world.seconds]
+    """In place it takes fractions of a second, with new processes many: each has a scale of its own."""
+    in_place, anew = ([w for w in history.worlds[1:] if (w.cause == "start") is is_new] for is_new in (False, True))
+    note = "<p>With new processes, from the last step to the world:</p>" if in_place and anew else ""
+    return _recovery_bars(history, in_place) + note + _recovery_bars(history, anew)
+
+
+def _recovery_bars(history: History, worlds: Sequence[World]) -> str:
     if not worlds:
         return ""
-    names = list(dict.fromkeys(name for world in worlds for name in world.seconds))
-    longest = max(sum(world.seconds.values()) for world in worlds)
+    phases = {world.generation: _phases_of(world, history) for world in worlds}
+    names = list(dict.fromkeys(name for found in phases.values() for name in found))
+    longest = max(sum(found.values()) for found in phases.values())
+    colours = {name: _colour(index) for index, name in enumerate(names)}
     name_of = _namer(history)
-    rows = [
-        (
-            str(world.generation),
-            escape(f"{world.cause} {', '.join(dict.fromkeys(map(name_of, sorted(world.lost | world.left))))}"),
-            f'<span data-name="recovery-{world.generation}">{sum(world.seconds.values()):.3f} s</span>',
-            bar([(name, world.seconds.get(name, 0.0), _colour(index)) for index, name in enumerate(names)], longest),
-            " ".join(f"{name} {world.seconds.get(name, 0.0):.3f}" for name in names),
+    rows = []
+    for world in worlds:
+        found = phases[world.generation]
+        whom = dict.fromkeys(map(name_of, sorted(world.lost | world.left | world.joined)))
+        rows.append(
+            (
+                str(world.generation),
+                escape(f"{cause_of(world)} {', '.join(whom)}"),
+                f'<span data-name="recovery-{world.generation}">{sum(found.values()):.3f} s</span>',
+                bar([(name, seconds, colours[name]) for name, seconds in found.items()], longest),
+                " ".join(f"{name} {seconds:.3f}" for name, seconds in found.items()),
+            )
         )
-        for world in worlds
-    ]
-    key = legend((name, _colour(index)) for index, name in enumerate(names))
     head = ("generation", "after", "sum", "", "seconds")
-    return key + table(head, rows, ids=[f"recovery-{world.generation}" for world in worlds])
+    return legend(colours.items()) + table(head, rows, ids=[f"recovery-{world.generation}" for world in worlds])
+
+
+def _phases_of(world: World, history: History) -> Mapping[str, float]:
+    """Seconds by phase until a world stood. One of new processes has a single phase, from the last step before it."""
+    if world.cause != "start":
+        return world.seconds
+    last = max((step.time for step in history.steps if step.generation < world.generation), default=None)
+    return {} if last is None else {"down and startup": max(0.0, world.time - last)}
 
 
 def _goodput(lost: LostTime) -> str:

@@ -12,8 +12,9 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
+from elastic_train.drills.checks import CHECKS
 from elastic_train.drills.cluster import Cluster, NodeState, Place
-from elastic_train.drills.drill import Conductor, Settings, _Ends, _Pending
+from elastic_train.drills.drill import Conductor, Settings, _Ends, _judge, _Pending
 from elastic_train.drills.etcd_cluster import EtcdCallFailed
 from elastic_train.drills.harm import Fault, Harm, NotStruck
 from elastic_train.drills.live import Timeline
@@ -49,17 +50,20 @@ class HalfDone(Fault):
         harm.targets[0].affliction = NodeState.OUT
 
 
-@pytest.fixture
-def conductor(tmp_path: Path) -> Iterator[Conductor]:
-    settings = Settings(
-        run_dir=tmp_path, seed=1, plan=[PLANNED], flags=[], num_nodes=2, num_workers=1, global_batch_size=64,
+def settings_in(run_dir: Path) -> Settings:
+    return Settings(
+        run_dir=run_dir, seed=1, plan=[PLANNED], flags=[], num_nodes=2, num_workers=1, global_batch_size=64,
         peer_timeout=5.0, last_step=None, wants_network=False, backend="c10d", etcd_endpoint=None,
     )  # fmt: skip
+
+
+@pytest.fixture
+def conductor(tmp_path: Path) -> Iterator[Conductor]:
     record = Record(tmp_path)
     record.add_setting(seed=1)
     cluster = Cluster(tmp_path, record, [], num_nodes=2)
     with Timeline(cluster, last_step=None, seconds=10.0, file=io.StringIO()) as timeline:
-        yield Conductor(settings, cluster, record, timeline)
+        yield Conductor(settings_in(tmp_path), cluster, record, timeline)
     record.close()
     cluster.close()
 
@@ -146,3 +150,15 @@ def test_a_node_that_does_not_go_keeps_no_other(tmp_path: Path) -> None:
         node.end.assert_called_once()  # type: ignore[attr-defined]
     cluster.backend.close.assert_called_once()  # type: ignore[attr-defined]
     record.close()
+
+
+def test_the_verdict_and_its_reasons_come_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a run without a goodput, too: one that never took a step."""
+    (tmp_path / "events").mkdir()
+    assert not _judge(settings_in(tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    seed, verdict = lines.index(f"seed 1; {tmp_path / 'report.html'}"), lines.index("FAIL")
+    assert seed == len(CHECKS)
+    assert "checks were skipped" in lines[seed + 1]
+    assert verdict == seed + 2
+    assert all(line.startswith("  ") for line in lines[verdict + 1 :])

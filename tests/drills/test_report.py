@@ -13,10 +13,13 @@ import pytest
 from PIL import Image
 
 from elastic_train.cli import main
+from elastic_train.drills.audit import audit_history
 from elastic_train.drills.charts import MAX_POINTS, Axis, nice_step, thinned
 from elastic_train.drills.history import read_history
 from elastic_train.drills.lost_time import lost_time
-from tests.drills.small_run import MEMBERS, edit_json, mark_as_drill, write_small_run
+from elastic_train.drills.report import write_report
+from tests.drills.planting import restart
+from tests.drills.small_run import MEMBERS, START, edit_json, mark_as_drill, write_small_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
@@ -115,6 +118,33 @@ def test_every_mark_leads_somewhere(run_dir: Path) -> None:
     targets = set(re.findall(r'href="#([^"]+)"', text))
     assert targets
     assert targets <= set(re.findall(r'id="([^"]+)"', text))
+
+
+def test_new_processes_have_a_bar_and_a_mark_that_leads_to_it(tmp_path: Path) -> None:
+    write_small_run(tmp_path / "run")
+    restart(tmp_path / "run", 3, "snapshot", 3)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert {"recovery-1", "recovery-2"} <= set(re.findall(r'href="#([^"]+)"', text)) & set(
+        re.findall(r'id="([^"]+)"', text)
+    )
+    last_step, world = 2.2, 5.0
+    assert shown(text)["recovery-2"] == f"{world - last_step:.3f} s"
+    assert f"down and startup {world - last_step:.3f}" in text
+
+
+def test_an_outage_after_the_drill_let_go_counts(run_dir: Path) -> None:
+    edit_json(run_dir / "drill" / "drill.json", lambda settings: {**settings, "released": START + 1.3})
+    assert main(["report", str(run_dir)]) == 0
+    found = shown((run_dir / "report.html").read_text())
+    assert (found["outages"], found["longest"]) == ("1", "0.50 s")
+
+
+def test_the_page_is_of_the_audit_that_was_printed(run_dir: Path) -> None:
+    history = read_history(run_dir)
+    found = audit_history(history)
+    (run_dir / "result.json").unlink()
+    assert 'data-name="verdict">PASS<' in write_report(history, found).read_text()
 
 
 def test_thinning_keeps_the_spikes() -> None:

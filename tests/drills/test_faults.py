@@ -1,0 +1,52 @@
+"""What a fault says of what it did is true."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from elastic_train.drills.cluster import Place
+from elastic_train.drills.faults import KillAgain
+from elastic_train.drills.harm import Harm
+from elastic_train.drills.watch import Watch
+from elastic_train.events import EventLog
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Iterator[EventLog]:
+    log = EventLog(tmp_path / "events", host="node3", local_rank=0, rank=0, world_size=1)
+    yield log
+    log.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "hit"),
+    [
+        ((["world"], []), "while the others re-formed"),
+        (([], ["world"]), "while the others re-formed"),
+        ((["world", "step"], ["world"]), "after their next step"),
+        ((["world"], ["step"]), "after their next step"),
+    ],
+)
+def test_a_second_death_hits_a_re_form_or_comes_too_late(
+    tmp_path: Path, events: EventLog, said: tuple[Sequence[str], Sequence[str]], hit: str
+) -> None:
+    """`said`: what the third node writes as the first one dies, and as the second does."""
+    targets = [Place(0), Place(1)]
+    members = ["node1/0/1", "node2/0/2", "node3/0/3"]
+
+    def kill(places: Sequence[Place]) -> None:
+        for event in said[targets.index(places[0])]:
+            if event == "world":
+                del members[0]
+                events.write("world", generation=3 - len(members), step=5, members=members)
+            else:
+                events.write("step", generation=3 - len(members), step=6, loss=1.0)
+
+    cluster = Mock(watch=Watch(tmp_path), kill=kill)
+    harm = Harm(cluster, random.Random(1), 5.0, targets=targets, generation=0, members=("node1/0/1", "node2/0/2"))
+    assert KillAgain().strike(harm).endswith(f"ms after the first, {hit}")
