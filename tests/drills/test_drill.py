@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,24 @@ def drill(cwd: Path, *arguments: str, timeout: float) -> subprocess.CompletedPro
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )
+
+
+@contextmanager
+def watching(run_dir: Path, output: Path) -> Iterator[None]:
+    """`status --watch` without a terminal, from the first event on; it is over when the run is."""
+    program = (
+        "import pathlib, sys, time\nfrom elastic_train.cli import main\n"
+        "while not (pathlib.Path(sys.argv[1]) / 'events').exists(): time.sleep(0.1)\n"
+        "sys.exit(main(['status', '--watch', sys.argv[1]]))"
+    )
+    with output.open("w") as file:
+        watch = subprocess.Popen([sys.executable, "-c", program, str(run_dir)], stdout=file, stderr=file)
+    try:
+        yield
+        assert watch.wait(30) == 0, output.read_text()
+    finally:
+        watch.kill()
+        watch.wait()
 
 
 def scenario(path: Path, *faults: str, every: float = 2.0) -> str:
@@ -105,6 +125,27 @@ def test_a_drill_with_clocks_that_are_set_off(tmp_path: Path, backend: str) -> N
     evidence = [fault.evidence for fault in record.faults if fault.name == "clock"]
     assert len(evidence) == 3
     assert all("3600 s off in all 2 processes" in text for text in evidence), evidence
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backend", ["c10d", "etcd3"])
+def test_a_drill_with_all_that_processes_suffer_and_its_watch(tmp_path: Path, backend: str) -> None:
+    """Six nodes: two die at once, two one after the other, and so on until one is left. A watch goes on to the end,
+    through the join too."""
+    faults = ["slow", "kill-two", "join", "kill-again", "hang", "stop", "join", "kill"]
+    plan = scenario(tmp_path, *faults, every=4.0)
+    words = ("--backend", backend, "--seed", "5", "--nodes", "6", "--nodes-as", "processes", "--scenario", plan)
+    shown = tmp_path / "watch.txt"
+    with watching(tmp_path / "run", shown):
+        done = drill(tmp_path, *words, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = read_drill(tmp_path / "run")
+    assert record is not None
+    assert [fault.name for fault in record.faults if fault.struck_at is not None] == faults
+    lines = shown.read_text().splitlines()
+    assert lines[-1].startswith("state: finished; "), lines[-1]
+    assert ("state: starting; generation: " in shown.read_text()) == (backend == "c10d"), "workers start again there"
 
 
 @pytest.mark.slow
