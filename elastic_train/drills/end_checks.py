@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 from elastic_train.drills.finding import WALL_TOLERANCE, Found, Skip
-from elastic_train.drills.history import FINISHED, History, Line
+from elastic_train.drills.history import FINISHED, History, Line, writer
 from elastic_train.drills.record import DrillRecord
 from elastic_train.drills.remains_checks import find_snapshots_of
 from elastic_train.errors import SnapshotDamaged, SnapshotError
@@ -148,7 +148,7 @@ def check_phases(history: History) -> Found:
     if abs(total - wall) > PHASE_TOLERANCE:
         findings.append(f"the phases sum to {total:.3f} s, the wall is {wall:.3f} s")
     if history.kept and result.get("step") == history.last_step:
-        began, ended = float(history.events[0]["time"]), float(history.events[-1]["time"])
+        began, ended = _begun(history), float(history.events[-1]["time"])
         if wall < history.kept[-1].time - began - WALL_TOLERANCE:
             findings.append(f"the wall is {wall:.1f} s, but the events span {history.kept[-1].time - began:.1f} s")
         # A process is as old as its imports take when it writes its first event.
@@ -156,3 +156,11 @@ def check_phases(history: History) -> Found:
         if wall > longest + WALL_TOLERANCE:
             findings.append(f"the wall is {wall:.1f} s, but the startup and all events together span {longest:.1f} s")
     return f"{total:.2f} s in {len(seconds)} phases", findings
+
+
+def _begun(history: History) -> float:
+    """The first event of whoever began from scratch: an attempt before that, which saved nothing, is no part of it."""
+    scratch = [line for line in history.of("restore") if line["source"] == "scratch"]
+    newest = max((int(line["generation"]) for line in scratch), default=None)
+    writers = {writer(line) for line in scratch if line["generation"] == newest}
+    return min(float(line["time"]) for line in history.events if not writers or writer(line) in writers)

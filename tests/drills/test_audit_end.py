@@ -254,3 +254,10 @@ def test_what_the_drill_itself_found_left(run_dir: Path) -> None:
     assert "port 29400 is still open" in only_failure(run_dir, "leftovers")
     (run_dir / "drill" / "leftovers.json").unlink()
     assert "the drill did not look for what it left" in only_failure(run_dir, "leftovers")
+
+
+def test_an_attempt_that_saved_nothing_is_no_part_of_the_wall(run_dir: Path) -> None:
+    """Its nodes lost their power before the first snapshot, and the run began again from scratch."""
+    early = {"time": START - 100.0, "event": "start", "generation": None, "rank": 0, "step": 0}
+    (run_dir / "events" / "gone-0-1.jsonl").write_text(json.dumps(early) + "\n")
+    assert verdicts(audit(run_dir))["phases"] is Verdict.PASS

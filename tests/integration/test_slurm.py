@@ -28,6 +28,7 @@ from tests.integration.cluster import (
     newest_snapshot,
     outcomes,
     result,
+    snapshot_names,
     wait_for_step,
     worlds,
 )
@@ -151,6 +152,7 @@ def test_a_node_is_lost_and_the_spare_steps_in(site: Site, undisturbed_hash: str
 
 def lose_the_first_node(site: Site, job: str) -> None:
     """The job is put in the queue again, and two others bring it to its end."""
+    wait_until(lambda: snapshot_names(site.run_dir), "snapshot", LIVES)
     generation = max(event["generation"] for event in events(site.run_dir, "world"))
     site.slurm.lose_power(0)
     wait_until(lambda: site.slurm.job(job)["Restarts"] == "1", "requeue", LIVES)
@@ -238,7 +240,7 @@ def test_what_is_submitted_is_the_script_as_it_stands_in_the_repository(site: Si
     script = site.path / "fixed.sbatch"
     shutil.copy(Path(__file__).parents[2] / "deploy" / "slurm" / "fixed.sbatch", script)
     text = script.read_text().replace("SETUP='source .venv/bin/activate'", f"SETUP={shlex.quote(site.setup())}")
-    text = text.replace("FLAGS=()", "FLAGS=(--max-steps 20 --no-progress)").replace("task=4 ", "task=1 ")
+    text = text.replace("\nFLAGS=()", "\nFLAGS=(--max-steps 20 --no-progress)").replace("task=4 ", "task=1 ")
     script.write_text(text)
     job = site.slurm.run(["sbatch", "fixed.sbatch"], site.path).split()[-1]
     site.slurm.wait_for_state(job, "COMPLETED", TRAINS)
