@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "127.0.1.1", "::1")
 KEEP_ALIVE_SECONDS = 15.0
 """after which torchrun takes a silent agent for dead"""
 
@@ -83,6 +84,8 @@ def mend_agents_state(encoded: str, dead_agents: Collection[tuple[str, int]]) ->
 
     state = _unpickle_agents_state(encoded, _RendezvousState, _NodeDesc)
     dead = {(same_host(host), pid) for host, pid in dead_agents}
+    # Where a machine's name stands beside localhost in /etc/hosts, its agent calls itself that (socket.getfqdn).
+    dead |= {(nameless, pid) for _, pid in dead for nameless in LOOPBACK_NAMES}
     dropped = [node for node in state.participants if (same_host(node.addr), node.pid) in dead]
     if not state.complete or not (state.closed or dropped):
         return None

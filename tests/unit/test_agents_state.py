@@ -115,6 +115,19 @@ def test_a_dead_agent_is_dropped_with_its_heartbeat() -> None:
     assert found.participants == {ALIVE: 0}
 
 
+@pytest.mark.parametrize("address", ["localhost", "127.0.1.1"])
+def test_a_dead_agent_that_calls_itself_localhost_is_dropped(address: str) -> None:
+    """So that who comes in its place, where all places were taken, does not wait for its keep-alive to run out."""
+    state = make_state()
+    nameless = _NodeDesc(address, DEAD.pid, 0)
+    state.participants = {ALIVE: 0, nameless: 1}
+    state.last_heartbeats = dict.fromkeys((ALIVE, nameless), state.last_heartbeats[ALIVE])
+    mended = mend_agents_state(encode(state), {("dead", DEAD.pid)})
+    assert mended is not None
+    assert decode(mended).participants == {ALIVE: 0}
+    assert mend_agents_state(encode(state), {("dead", 999)}) is None
+
+
 @pytest.mark.parametrize(
     ("state", "dead"),
     [
