@@ -95,6 +95,7 @@ def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list
         and kind.why_not() is None
     ]
     sizes = {name: kind.size for name, kind in FAULTS.items()}
+    least = {name: kind.least_nodes() for name, kind in FAULTS.items()}
     if arguments.scenario is not None:
         if arguments.faults is not None or arguments.every is not None:
             raise UsageError("--scenario says what happens when: it goes without --faults and --every")
@@ -104,7 +105,7 @@ def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list
     if arguments.faults is None and arguments.every is None:
         if arguments.nodes < len(DEFAULT_FAULTS) - 1:
             every = arguments.duration / (len(DEFAULT_FAULTS) + 1)
-            return random_plan(seed, DEFAULT_FAULTS, arguments.duration, every, arguments.nodes, sizes)
+            return random_plan(seed, DEFAULT_FAULTS, arguments.duration, every, arguments.nodes, sizes, least)
         return default_plan(seed, arguments.duration, arguments.nodes, sizes)
     names = arguments.faults.split(",") if arguments.faults else available
     unknown = sorted(set(names) - set(FAULTS))
@@ -112,7 +113,7 @@ def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list
         raise UsageError(f"--faults: no {', '.join(unknown)}; --list shows what there is")
     _require_available(names, available, arguments.backend, has_network)  # also those that this seed does not draw
     every = arguments.every or EVERY_SECONDS[arguments.backend]
-    return random_plan(seed, names, arguments.duration, every, arguments.nodes, sizes)
+    return random_plan(seed, names, arguments.duration, every, arguments.nodes, sizes, least)
 
 
 def _require_available(names: Iterable[str], available: Iterable[str], given: str, has_network: bool) -> None:

@@ -267,9 +267,9 @@ class Conductor:
         """On a machine that is too busy, nodes are expelled that no fault touched: start one where a fault needs it.
         The audit reports them."""
         cluster = self._cluster
-        if cluster.is_settled and cluster.vacant and not self._open and len(cluster.inside) < 1 - fault.size:
+        if cluster.is_settled and cluster.vacant and not self._open and len(cluster.inside) < fault.least_nodes():
             place = cluster.vacant[0]
-            self._timeline.say(f"{place.name} starts: {fault.name} needs {1 - fault.size} nodes")
+            self._timeline.say(f"{place.name} starts: {fault.name} needs {fault.least_nodes()} nodes")
             cluster.start(place)
 
     def _harm(self, number: int) -> Harm:

@@ -60,6 +60,8 @@ class Fault:
     says: ClassVar[str]
     """one line for --list"""
     size: ClassVar[int] = -1
+    needs_company: ClassVar[bool] = False
+    """whether it has no effect on a node that trains alone"""
     needs_network: ClassVar[bool] = False
     """whether its nodes must be network namespaces"""
     needs_clocks: ClassVar[bool] = False
@@ -77,6 +79,11 @@ class Fault:
         """What else it needs that this machine lacks; None if it lacks nothing."""
         return None
 
+    @classmethod
+    def least_nodes(cls) -> int:
+        """How many healthy ones there must be."""
+        return max(1 - cls.size, 2 if cls.needs_company else 1)
+
     def limit_seconds(self, harm: Harm) -> float:
         """From the strike to the next step, at most."""
         return RECOVERY_LIMIT_SECONDS
@@ -85,7 +92,7 @@ class Fault:
         """What it waits for; None when it may strike."""
         if not cluster.is_settled:
             return "the world is not settled"
-        if len(cluster.inside) < 1 - self.size:
+        if len(cluster.inside) < self.least_nodes():
             return f"only {len(cluster.inside)} healthy nodes are in"
         return None
 
@@ -120,9 +127,6 @@ class Disturbance(Fault):
     size = 0
     undo_after = 3.0
     changes_world = False
-
-    def not_yet(self, cluster: Cluster) -> str | None:
-        return None if cluster.is_settled else "the world is not settled"
 
     def may_take(self, harm: Harm) -> list[Place]:
         return []

@@ -103,6 +103,7 @@ class PacketLoss(Disturbance):
 class SlowLink(PacketLoss):
     name = "slow-link"
     says = "a node sends at 2 Mbit/s for three seconds"
+    needs_company = True
 
     @classmethod
     def why_not(cls) -> str | None:

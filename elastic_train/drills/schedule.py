@@ -35,9 +35,18 @@ def default_plan(seed: int, duration: float, num_nodes: int, sizes: Mapping[str,
 
 
 def random_plan(
-    seed: int, faults: Sequence[str], duration: float, every: float, num_nodes: int, sizes: Mapping[str, int]
+    seed: int,
+    faults: Sequence[str],
+    duration: float,
+    every: float,
+    num_nodes: int,
+    sizes: Mapping[str, int],
+    least: Mapping[str, int],
 ) -> list[Planned]:
     """A fault every `every` seconds from `faults`; joins wherever a node is missing, so that it can go on for ever.
+
+    Args:
+        least: how many nodes there must be for each.
 
     Raises:
         UsageError: no fault of these can ever strike a job of so many nodes.
@@ -46,7 +55,7 @@ def random_plan(
     present, plan = num_nodes, []
     harmful = [name for name in faults if name != "join"]
     for index in range(max(1, int(duration / every))):
-        possible = [name for name in harmful if present + sizes[name] >= LEAST_NODES]
+        possible = [name for name in harmful if present >= least[name]]
         weights = [1.0] * len(possible)
         if present < num_nodes:
             possible, weights = [*possible, "join"], [*weights, float(JOIN_WEIGHT)]

@@ -16,6 +16,7 @@ from elastic_train.drills.schedule import DEFAULT_FAULTS, default_plan, fits, ra
 from elastic_train.errors import UsageError
 
 SIZES = {name: kind.size for name, kind in FAULTS.items()}
+LEAST = {name: kind.least_nodes() for name, kind in FAULTS.items()}
 
 
 def test_the_default_plan_has_its_five_faults_in_a_possible_order() -> None:
@@ -34,16 +35,20 @@ def test_the_default_plan_has_its_five_faults_in_a_possible_order() -> None:
 @pytest.mark.parametrize("nodes", [2, 3, 4, 8])
 def test_a_long_plan_never_runs_out_of_nodes_or_places(nodes: int) -> None:
     for seed in range(50):
-        plan = random_plan(seed, list(FAULTS), 900.0, 5.0, nodes, SIZES)
-        assert plan == random_plan(seed, list(FAULTS), 900.0, 5.0, nodes, SIZES)
+        plan = random_plan(seed, list(FAULTS), 900.0, 5.0, nodes, SIZES, LEAST)
+        assert plan == random_plan(seed, list(FAULTS), 900.0, 5.0, nodes, SIZES, LEAST)
         assert len(plan) == 180
         assert fits([planned.fault for planned in plan], nodes, SIZES)
         assert plan[-1].at == 900.0
+        present = nodes
+        for planned in plan:
+            assert present >= LEAST[planned.fault], "a slow line needs somebody at its other end"
+            present += SIZES[planned.fault]
 
 
 def test_faults_that_no_job_of_this_size_survives() -> None:
     with pytest.raises(UsageError, match="none of them leaves a node of 2"):
-        random_plan(0, ["kill-two"], 60.0, 10.0, 2, SIZES)
+        random_plan(0, ["kill-two"], 60.0, 10.0, 2, SIZES, LEAST)
 
 
 def test_a_scenario_file(tmp_path: Path) -> None:
