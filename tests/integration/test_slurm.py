@@ -28,7 +28,6 @@ from tests.integration.cluster import (
     newest_snapshot,
     outcomes,
     result,
-    snapshot_names,
     wait_for_step,
     worlds,
 )
@@ -152,7 +151,7 @@ def test_a_node_is_lost_and_the_spare_steps_in(site: Site, undisturbed_hash: str
 
 def lose_the_first_node(site: Site, job: str) -> None:
     """The job is put in the queue again, and two others bring it to its end."""
-    wait_until(lambda: snapshot_names(site.run_dir), "snapshot", LIVES)
+    wait_until(lambda: [*site.run_dir.glob("snapshots/step-*")], "snapshot", LIVES)
     generation = max(event["generation"] for event in events(site.run_dir, "world"))
     site.slurm.lose_power(0)
     wait_until(lambda: site.slurm.job(job)["Restarts"] == "1", "requeue", LIVES)
