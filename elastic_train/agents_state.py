@@ -80,9 +80,7 @@ def mend_agents_state(encoded: str, dead_agents: Collection[tuple[str, int]]) ->
     Args:
         dead_agents: (host name, pid) of agents that are proven dead, as their own workers named them.
     """
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
-
-    state = _unpickle_agents_state(encoded, _RendezvousState, _NodeDesc)
+    state = _decode(encoded)
     dead = {(same_host(host), pid) for host, pid in dead_agents}
     # Where a machine's name stands beside localhost in /etc/hosts, its agent calls itself that (socket.getfqdn).
     dead |= {(nameless, pid) for _, pid in dead for nameless in LOOPBACK_NAMES}
@@ -93,21 +91,19 @@ def mend_agents_state(encoded: str, dead_agents: Collection[tuple[str, int]]) ->
     for node in dropped:
         del state.participants[node]
         state.last_heartbeats.pop(node, None)
-    return base64.b64encode(pickle.dumps(state)).decode()
+    return _encode(state)
 
 
 def reopened(encoded: str) -> str:
     """The agents' state as the first of a next round finds it, when nobody of this one is left."""
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
-
-    state = _unpickle_agents_state(encoded, _RendezvousState, _NodeDesc)
+    state = _decode(encoded)
     if state.complete:
         state.round += 1
     state.complete = state.closed = False
     state.deadline = None
     for emptied in (state.participants, state.wait_list, state.redundancy_list, state.last_heartbeats):
         emptied.clear()
-    return base64.b64encode(pickle.dumps(state)).decode()
+    return _encode(state)
 
 
 def same_host(name: str) -> str:
@@ -115,6 +111,17 @@ def same_host(name: str) -> str:
     with suppress(ValueError):
         return str(ipaddress.ip_address(name))
     return re.sub(r"[^A-Za-z0-9]", "_", name.split(".")[0])
+
+
+def _decode(encoded: str) -> Any:
+    """As torch's own classes, which can be written back."""
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+    return _unpickle_agents_state(encoded, _RendezvousState, _NodeDesc)
+
+
+def _encode(state: Any) -> str:
+    return base64.b64encode(pickle.dumps(state)).decode()
 
 
 def _unpickle_agents_state(encoded: str, state_class: type, node_class: type) -> Any:

@@ -135,16 +135,23 @@ class TorchStore:
         return StoreUnreachable(f"the rendezvous store does not answer: {first_line(error)}")
 
 
-def is_store(host: str, port: int, patience: timedelta) -> bool | None:
-    """Whether what listens there answers as a rendezvous store does; None where nothing listens. Blocks for about
-    `patience` where it does not, and leaves a thread behind where it says nothing."""
+def greet(host: str, port: int, patience: timedelta) -> Store | None:
+    """A client of the rendezvous store that listens there; None where nothing listens. Blocks for about `patience`
+    where what listens is none, and leaves a thread behind where it says nothing.
+
+    Raises:
+        StoreUnreachable: it does not answer as a rendezvous store does.
+    """
     if not is_listening(host, port):
         return None
     making = connect(lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience))
     with contextlib.suppress(queue.Empty):
-        if isinstance(making.get(timeout=patience.total_seconds()), TCPStore):
-            return True
-    return False if is_listening(host, port) else None  # a store that ends answers wrongly, too
+        found = making.get(timeout=patience.total_seconds())
+        if isinstance(found, Store):
+            return found
+    if is_listening(host, port):
+        raise StoreUnreachable(f"what listens at {host}:{port} does not answer as a rendezvous store")
+    return None  # a store that ends answers wrongly, too
 
 
 def is_listening(host: str, port: int) -> bool:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import queue
 import re
 import sys
 import time
@@ -28,12 +27,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_train import keep_alive
 from elastic_train.agents_state import KEEP_ALIVE_SECONDS, agents_key, read_agents_state, reopened
 from elastic_train.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
 from elastic_train.slurm import torchrun_variables
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 DEFAULT_PORT = 29400
 LAST_CALL_SECONDS = 2
@@ -76,50 +78,45 @@ def prepare_agent() -> Any:
         if plan.announcement:
             _say(plan.announcement)
         if endpoint := plan.environment.get(ENDPOINT_VARIABLE):
-            require_no_stranger(endpoint)
+            raw = greet_endpoint(endpoint)
             keep_alive.install()
-            reopen_if_abandoned(endpoint, option(arguments, os.environ, "rdzv-id") or "none")
+            if raw is not None:
+                reopen_if_abandoned(raw, endpoint, option(arguments, os.environ, "rdzv-id") or "none")
     return refuse_as_backend
 
 
-def require_no_stranger(endpoint: str) -> None:
-    """Ends this process, an agent that torchrun would end with a traceback: another program has the endpoint's port."""
-    from elastic_train.store import is_store  # torch is loaded by now
+def greet_endpoint(endpoint: str) -> Store | None:
+    """A client of the store there; None where nobody hosts it yet. Ends this process, an agent that torchrun would end
+    with a traceback, where another program has the endpoint's port."""
+    from elastic_train.errors import StoreUnreachable
+    from elastic_train.store import greet  # torch is loaded by now
 
     host, port = split_endpoint(endpoint)
-    if is_store(host, port, FIRST_ANSWER) is not False:
-        return
+    with suppress(StoreUnreachable):
+        return greet(host, port, FIRST_ANSWER)
     _say(
         f"what listens at {endpoint} does not answer as a rendezvous store; waiting up to "
         f"{STRANGER_PATIENCE.total_seconds():.0f} s for it"
     )
-    if is_store(host, port, STRANGER_PATIENCE) is False:
-        _say(
-            f"error: what listens at {endpoint} is no rendezvous store: another program has that port; choose another "
-            "--rdzv-endpoint"
-        )
-        os._exit(1)  # a thread that waits for the stranger's answer could abort an ordinary exit
+    with suppress(StoreUnreachable):
+        return greet(host, port, STRANGER_PATIENCE)
+    _say(
+        f"error: what listens at {endpoint} is no rendezvous store: another program has that port; choose another "
+        "--rdzv-endpoint"
+    )
+    os._exit(1)  # a thread that waits for the stranger's answer could abort an ordinary exit
 
 
-def reopen_if_abandoned(endpoint: str, run_id: str) -> None:
+def reopen_if_abandoned(raw: Store, endpoint: str, run_id: str) -> None:
     """An agent that ends closes its rendezvous for all who come later, which only workers who train on mend. Where the
     store outlives the last agent, nothing could ever start there again: it is opened once nobody has given a sign of
     life for as long as torchrun takes for dead. Blocks for that long where it is closed, and else for next to nothing.
     """
-    from torch.distributed import TCPStore
-
     from elastic_train.errors import StoreUnreachable
-    from elastic_train.store import TorchStore, connect, is_listening
+    from elastic_train.store import TorchStore
 
-    host, port = split_endpoint(endpoint)
-    if not is_listening(host, port):
-        return
-    made = connect(lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=STRANGER_PATIENCE))
-    with suppress(queue.Empty, StoreUnreachable, ValueError):  # torchrun itself says what is wrong, and better
-        raw = made.get(timeout=STRANGER_PATIENCE.total_seconds())
-        if isinstance(raw, RuntimeError):
-            return
-        store, key = TorchStore(raw, STRANGER_PATIENCE), agents_key(run_id)
+    store, key = TorchStore(raw, STRANGER_PATIENCE), agents_key(run_id)
+    with suppress(StoreUnreachable, ValueError):  # torchrun itself says what is wrong, and better
         seen, since = store.get(key), time.monotonic()
         if seen is None or not read_agents_state(seen).is_closed:
             return

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from elastic_train.errors import StoreRefused, StoreUnreachable, UsageError
 from elastic_train.etcd_settings import EtcdSettings
-from elastic_train.store import is_store
+from elastic_train.store import greet
 from elastic_train.torchrun import split_endpoint
 
 CONNECT_SECONDS = 3.0
@@ -44,7 +44,9 @@ def look_at_endpoint(endpoint: str) -> RendezvousFacts:
         return RendezvousFacts(notes=(f"{where} answers; nobody listens there yet, as before the first node starts",))
     except OSError as error:
         return RendezvousFacts((f"{where} does not answer: {error}",), is_usable=False)
-    if is_store(host, port, timedelta(seconds=CONNECT_SECONDS)) is False:
+    try:
+        greet(host, port, timedelta(seconds=CONNECT_SECONDS))
+    except StoreUnreachable:
         return RendezvousFacts((f"what listens at {where} is no rendezvous store",), is_usable=False)
     return RendezvousFacts(notes=(f"{where} answers as a rendezvous store",))
 

@@ -132,9 +132,7 @@ def store_is_usable(gathered: Gathered) -> list[Finding]:
                 Finding(
                     Level.MATTERS if is_usable else Level.BREAKS,
                     f"rendezvous, from {nodes_of(gathered, ranks)}: {error}",
-                    "who loses a majority of its members cannot meet"
-                    if is_usable
-                    else "without it the workers cannot meet",
+                    "without a majority of its members nobody can meet" if is_usable else "without it nobody can meet",
                     "check the address, the firewall, and whether it has started; TLS and users: deploy/etcd/README.md",
                 )
             )

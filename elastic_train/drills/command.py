@@ -87,43 +87,46 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list[Planned]:
     """The schedule that the flags ask for. Raises UsageError."""
-    available = [
-        name
-        for name, kind in FAULTS.items()
-        if (has_network or not kind.needs_network)
-        and kind.backend in (None, arguments.backend)
-        and kind.why_not() is None
-    ]
     sizes = {name: kind.size for name, kind in FAULTS.items()}
     least = {name: kind.least_nodes() for name, kind in FAULTS.items()}
     if arguments.scenario is not None:
         if arguments.faults is not None or arguments.every is not None:
             raise UsageError("--scenario says what happens when: it goes without --faults and --every")
         plan = read_scenario(arguments.scenario, list(FAULTS))
-        _require_available([planned.fault for planned in plan], available, arguments.backend, has_network)
+        _require_available([planned.fault for planned in plan], arguments.backend, has_network)
         return plan
     if arguments.faults is None and arguments.every is None:
         if arguments.nodes < len(DEFAULT_FAULTS) - 1:
             every = arguments.duration / (len(DEFAULT_FAULTS) + 1)
             return random_plan(seed, DEFAULT_FAULTS, arguments.duration, every, arguments.nodes, sizes, least)
         return default_plan(seed, arguments.duration, arguments.nodes, sizes)
-    names = arguments.faults.split(",") if arguments.faults else available
-    unknown = sorted(set(names) - set(FAULTS))
-    if unknown:
-        raise UsageError(f"--faults: no {', '.join(unknown)}; --list shows what there is")
-    _require_available(names, available, arguments.backend, has_network)  # also those that this seed does not draw
+    if arguments.faults:
+        names = arguments.faults.split(",")
+        unknown = sorted(set(names) - set(FAULTS))
+        if unknown:
+            raise UsageError(f"--faults: no {', '.join(unknown)}; --list shows what there is")
+        _require_available(names, arguments.backend, has_network)  # also those that this seed does not draw
+    else:
+        names = [name for name in FAULTS if _why_not(name, arguments.backend, has_network) is None]
     every = arguments.every or EVERY_SECONDS[arguments.backend]
     return random_plan(seed, names, arguments.duration, every, arguments.nodes, sizes, least)
 
 
-def _require_available(names: Iterable[str], available: Iterable[str], given: str, has_network: bool) -> None:
+def _require_available(names: Iterable[str], backend: str, has_network: bool) -> None:
     """Raises UsageError naming the first fault that this drill cannot do."""
-    for name in sorted(set(names) - set(available)):
-        if (backend := FAULTS[name].backend) not in (None, given):
-            raise UsageError(f"{name}: goes with --backend {backend} only")
-        if FAULTS[name].needs_network and not has_network:
-            raise UsageError(f"{name}: needs network namespaces, which this machine or --nodes-as does not allow")
-        raise UsageError(f"{name}: not on this machine: {FAULTS[name].why_not()}")
+    for name in sorted(set(names)):
+        if (why_not := _why_not(name, backend, has_network)) is not None:
+            raise UsageError(f"{name}: {why_not}")
+
+
+def _why_not(name: str, backend: str, has_network: bool) -> str | None:
+    """Why this drill cannot do a fault; None if it can. May have to try it, which takes a moment."""
+    kind = FAULTS[name]
+    if kind.backend not in (None, backend):
+        return f"goes with --backend {kind.backend} only"
+    if kind.needs_network and not has_network:
+        return "needs network namespaces, which this machine or --nodes-as does not allow"
+    return None if (why_not := kind.why_not()) is None else f"not on this machine: {why_not}"
 
 
 def default_flags(last_step: int | None) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from elastic_train.drills.finding import Found, Skip
 from elastic_train.drills.history import FINISHED, History
@@ -26,9 +26,12 @@ def check_losses(history: History) -> Found:
         if node is None or not _is_accounted_for(drill, node, member, time):
             findings.append(f"{member} of {node or 'no node that was seen'} {what}, and no fault had struck it")
     findings += _ended_unasked(history, drill, [(drill.node_of.get(member), time) for member, time, _ in gone])
+    times = sorted(step.time for step in history.steps)
+    limit = STANDSTILL_SECONDS + 2 * max(lost_time(history).step_seconds.values(), default=0.0)
     for fault in drill.faults:
         name = f"fault {fault.number} ({fault.name} of {fault.target})"
-        findings += [f"{name}: {what}" for what in (_standstill(history, fault), *_crashed(history, fault)) if what]
+        found = (_standstill(times, limit, fault), *_crashed(history, fault))
+        findings += [f"{name}: {what}" for what in found if what]
     return f"{len(gone)} were lost, left or failed", findings
 
 
@@ -87,18 +90,17 @@ def _is_due_to(fault: FaultRecord, started: float, time: float) -> bool:
     return fault.undone_at is None or time <= fault.undone_at + fault.limit_seconds
 
 
-def _standstill(history: History, fault: FaultRecord) -> str | None:
-    """How long the steps stood still around a fault that is to pass unnoticed; None where they did not."""
+def _standstill(times: Sequence[float], limit: float, fault: FaultRecord) -> str | None:
+    """How long the steps, whose `times` these are, stood still around a fault that is to pass unnoticed; None where
+    they did not."""
     if fault.struck_at is None or fault.undone_at is None or fault.may_take:
         return None
-    times = sorted(step.time for step in history.steps)
     gaps = [
         after - before
         for before, after in itertools.pairwise(times)
         if before < fault.undone_at and after > fault.struck_at
     ]
     longest = max(gaps, default=0.0)
-    limit = STANDSTILL_SECONDS + 2 * max(lost_time(history).step_seconds.values(), default=0.0)
     if fault.holds_up:
         limit += fault.undone_at - fault.struck_at
     return f"{longest:.2f} s without a step while it lasted, limit {limit:.2f} s" if longest > limit else None

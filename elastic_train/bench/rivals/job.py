@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 from elastic_train.drills.task import PacedDigits
 from elastic_train.events import JsonLines, file_name
@@ -27,6 +30,15 @@ def build_model() -> nn.Module:
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def endless(loader: DataLoader[Any], sampler: DistributedSampler[Any], epoch: int) -> Iterator[tuple[int, Any]]:
+    """(epoch, batch), from the beginning of an epoch on; a rival trains until it is ended."""
+    while True:
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            yield epoch, batch
+        epoch += 1
 
 
 class StepLog:

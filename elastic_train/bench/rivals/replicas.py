@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from torch.utils.data import DataLoader
 from torchft import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo
 
-from elastic_train.bench.rivals.job import BATCH_PER_RANK, StepLog, build_model, build_optimizer, task
+from elastic_train.bench.rivals.job import BATCH_PER_RANK, StepLog, build_model, build_optimizer, endless, task
 
 TIMEOUT = timedelta(seconds=5)
 
@@ -51,18 +51,14 @@ def main() -> None:
     sampler = DistributedSampler(task.train_set, number, num_replicas, group_rank=0, num_replicas=1)
     loader = DataLoader(task.train_set, BATCH_PER_RANK, sampler=sampler)
     log = StepLog(run_dir)
-    epoch = 0
-    while True:  # until it is ended
-        sampler.set_epoch(epoch)
-        for batch in loader:
-            optimizer.zero_grad()
-            loss = task.loss(ddp, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            before = manager.current_step()
-            optimizer.step()
-            if manager.current_step() > before and manager.participating_rank() == 0:
-                log.write(manager.current_step(), epoch, manager.num_participants(), loss)
-        epoch += 1
+    for epoch, batch in endless(loader, sampler, 0):
+        optimizer.zero_grad()
+        loss = task.loss(ddp, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        before = manager.current_step()
+        optimizer.step()
+        if manager.current_step() > before and manager.participating_rank() == 0:
+            log.write(manager.current_step(), epoch, manager.num_participants(), loss)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from elastic_train.bench.rivals.job import BATCH_PER_RANK, StepLog, build_model, build_optimizer, task
+from elastic_train.bench.rivals.job import BATCH_PER_RANK, StepLog, build_model, build_optimizer, endless, task
 
 SNAPSHOT_EVERY = 20
 """steps"""
@@ -38,22 +38,18 @@ def main() -> None:
     sampler: DistributedSampler[object] = DistributedSampler(task.train_set)
     loader = DataLoader(task.train_set, BATCH_PER_RANK, sampler=sampler)
     log = StepLog(run_dir)
-    epoch = first_epoch
-    while True:  # until it is ended
-        sampler.set_epoch(epoch)
-        for batch in loader:
-            optimizer.zero_grad()
-            loss = task.loss(ddp, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            step += 1
-            if dist.get_rank() == 0:
-                log.write(step, epoch, dist.get_world_size(), loss)
-                if step % SNAPSHOT_EVERY == 0:
-                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                    torch.save(state | {"step": step, "epoch": epoch}, draft)
-                    draft.replace(snapshot)
-        epoch += 1
+    for epoch, batch in endless(loader, sampler, first_epoch):
+        optimizer.zero_grad()
+        loss = task.loss(ddp, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        step += 1
+        if dist.get_rank() == 0:
+            log.write(step, epoch, dist.get_world_size(), loss)
+            if step % SNAPSHOT_EVERY == 0:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(state | {"step": step, "epoch": epoch}, draft)
+                draft.replace(snapshot)
 
 
 if __name__ == "__main__":
