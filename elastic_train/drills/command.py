@@ -20,6 +20,8 @@ BUNDLED_TASK = "elastic_train.drills.task:PacedDigits"
 TASK_FLAGS = ("--task", "--dataset", "--model")
 OWNED_FLAGS = ("--run-dir", "--fresh", "--snapshot-dir")
 """flags of the worker that the drill sets itself, or that would spoil it"""
+SNAPSHOT_EVERY = 100
+"""steps"""
 EVERY_SECONDS = {"c10d": 20.0, "etcd3": 5.0}
 """under c10d a join takes several seconds, and harm during one may end the job"""
 SHARE_TRAINED = {"c10d": 0.5, "etcd3": 0.8}
@@ -37,6 +39,11 @@ def list_faults() -> list[str]:
     ]
 
 
+def may_use_namespaces(arguments: argparse.Namespace) -> bool:
+    """Whether the nodes are to be network namespaces where this machine allows that."""
+    return arguments.nodes_as != "processes" and arguments.rdzv_endpoint is None
+
+
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Raises UsageError naming the flag."""
     for name, least in (("nodes", 2), ("workers", 1)):
@@ -51,17 +58,17 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         raise UsageError("--rdzv-endpoint: of an etcd cluster; it goes with --backend etcd3")
     if arguments.rdzv_endpoint is not None and arguments.nodes_as == "namespaces":
         raise UsageError("--nodes-as namespaces: nodes there reach nothing but each other; leave out --rdzv-endpoint")
-    wants_processes = arguments.nodes_as == "processes" or arguments.rdzv_endpoint is not None
-    why_not = None if wants_processes else Network.why_not()
+    why_not = Network.why_not() if may_use_namespaces(arguments) else None
     if arguments.nodes_as == "namespaces" and why_not is not None:
         raise UsageError(f"--nodes-as namespaces: not on this machine: {why_not}")
-    has_network = not wants_processes and why_not is None
+    has_network = may_use_namespaces(arguments) and why_not is None
     plan = plan_of(arguments, seed, has_network)
     is_bundled = not any(given.partition("=")[0] in TASK_FLAGS for given in arguments.flags)
     is_long = arguments.every is not None or arguments.faults is not None
     steps = int(
         max(10.0, plan[-1].at) * 1.2 * STEPS_PER_SECOND * (SHARE_TRAINED[arguments.backend] if is_long else 1.0)
     )
+    steps += SNAPSHOT_EVERY * sum(FAULTS[planned.fault].snapshots for planned in plan)
     last_step = steps if is_bundled else None
     flags = [*default_flags(last_step), *arguments.flags]
     config = checked(flags, arguments.flags)
@@ -134,7 +141,7 @@ def default_flags(last_step: int | None) -> list[str]:
     bundled = ["--task", BUNDLED_TASK, "--epochs", "1000000", "--max-steps", str(last_step)] if last_step else []
     return [
         *bundled, "--reduction", "ordered", "--ledger", "--no-progress", "--peer-timeout", "5",
-        "--snapshot-every", "100", "--eval-every", "1000000",
+        "--snapshot-every", str(SNAPSHOT_EVERY), "--eval-every", "1000000",
     ]  # fmt: skip
 
 

@@ -70,6 +70,8 @@ class Fault:
     """the only one that it goes with; None: any"""
     undo_after: ClassVar[float | None] = None
     """seconds from the recovery, or for a fault without one from the strike, to `undo`; None: nothing to undo"""
+    snapshots: ClassVar[int] = 0
+    """that are written while it lasts"""
 
     changes_world: ClassVar[bool] = True
     """whether a new generation is what it leads to"""

@@ -100,6 +100,7 @@ class DiskFull(Disturbance):
     says = "the disk of the node that writes snapshots is full when one is due; there is room again afterwards"
     needs_network = True  # with which nodes have mounts of their own
     undo_after = 0.0
+    snapshots = 2  # the one that finds no room, and the next, which does
 
     @classmethod
     def why_not(cls) -> str | None:

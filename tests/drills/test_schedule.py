@@ -12,6 +12,7 @@ from elastic_train.drills.catalogue import FAULTS
 from elastic_train.drills.command import settings_of
 from elastic_train.drills.network import Network, NetworkError
 from elastic_train.drills.record import fault_records
+from elastic_train.drills.resource_faults import DiskFull
 from elastic_train.drills.schedule import DEFAULT_FAULTS, default_plan, fits, random_plan, read_scenario
 from elastic_train.errors import UsageError
 
@@ -143,6 +144,19 @@ def test_what_the_machine_cannot_do_to_a_network_is_refused_and_not_drawn(monkey
     drawn = settings_of(make_parser().parse_args(words)).plan
     assert "partition" in {planned.fault for planned in drawn}
     assert not {planned.fault for planned in drawn} & set(missing.values())
+
+
+def test_a_job_is_long_enough_for_the_snapshots_that_a_fault_waits_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Network, "why_not", lambda: None)
+    monkeypatch.setattr(DiskFull, "why_not", lambda: None)
+    found = []
+    for faults in (("pause",) * 3, ("pause", "disk-full", "disk-full")):
+        file = tmp_path / "scenario.toml"
+        file.write_text("".join(f'[[fault]]\nat = {5 * n}\nname = "{name}"\n' for n, name in enumerate(faults)))
+        found.append(settings_of(make_parser().parse_args(["drill", "--scenario", str(file)])).last_step)
+    assert found == [240, 640], "one that finds no room, and one that does, after each 100 steps"
 
 
 def test_a_run_directory_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
