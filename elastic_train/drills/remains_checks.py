@@ -92,11 +92,15 @@ def check_leftovers(history: History) -> Found:
     for line in history.of("start"):
         if process_is_alive(line):
             findings.append(f"process {line['pid']}, a worker of this run, still runs")
-    findings += [f"{path} is a handoff that nobody will take" for path in _handoffs(history)]
+    looked_at = "processes and shared memory of this machine, temporary files"
+    try:
+        findings += [f"{path} is a handoff that nobody will take" for path in _handoffs(history)]
+    except PermissionError as error:  # of another user
+        looked_at += f", but no handoffs: {error}"
     if history.drill is not None:
         own = history.drill.leftovers
         findings += ["the drill did not look for what it left"] if own is None else own
-    return "processes and shared memory of this machine, temporary files", findings
+    return looked_at, findings
 
 
 def _is_temporary(name: str) -> bool:
