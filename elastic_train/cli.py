@@ -222,12 +222,15 @@ def run_check(arguments: argparse.Namespace) -> int:
 def run_drill(arguments: argparse.Namespace) -> int:
     if not arguments.list:
         require_linux("a drill")
-    from elastic_train.drills.command import list_faults, settings_of
+    from elastic_train.drills.command import list_faults, may_use_namespaces, settings_of
     from elastic_train.drills.drill import run_drill
+    from elastic_train.drills.user_namespace import become_root
 
     if arguments.list:
         print("\n".join(list_faults()))
         return 0
+    if may_use_namespaces(arguments):
+        become_root()
     for signum in (signal.SIGTERM, signal.SIGHUP):  # so that its nodes are ended
         if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup leaves it
             signal.signal(signum, lambda received, _frame: sys.exit(128 + received))

@@ -2,7 +2,7 @@
 
 A node in one of them can lose its network or its power (silence, with no FIN and no RST), and not only its processes.
 All of them hang on one bridge in a namespace of its own, so that nothing touches the machine's network and two drills
-do not meet. Needs root, and `ip` and `unshare`; the filter faults need `iptables`.
+do not meet. Needs root, which may be that of a user namespace, `ip` and `unshare`; the filter faults need `iptables`.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Network:
     def why_not() -> str | None:
         """Why this machine has no namespaces for us; None if it has."""
         if os.geteuid() != 0:
-            return "not root"
+            return "neither root, nor in a user namespace that allows them (unshare --user --map-root-user --net)"
         missing = [name for name in ("ip", "unshare", "mount", "hostname") if shutil.which(name) is None]
         if missing:
             return f"no {' and '.join(missing)} here"
-        return Network.why_no(lambda network: None)
+        return Network.why_no(lambda network: _run([*network.node_prefix(0), "true"]))
 
     @classmethod
-    def why_no(cls, harm: Callable[[Network], None]) -> str | None:
+    def why_no(cls, harm: Callable[[Network], object]) -> str | None:
         """Why that cannot be done to node 0 of a network made for it; None if it can. A kernel may lack what a rule
         asks for, though the command is there."""
         try:

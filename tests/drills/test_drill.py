@@ -20,12 +20,19 @@ from elastic_train.drills.resource_faults import OutOfMemory
 from tests.etcd_cluster import etcd_running
 
 
+def drill_environment(cwd: Path) -> dict[str, str]:
+    return clean_environment() | {"XDG_CACHE_HOME": str(cwd / "cache")}
+
+
+def drill_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "elastic_train.cli", "drill", "--run-dir", "run", *arguments]
+
+
 def drill(cwd: Path, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
-    environment = clean_environment() | {"XDG_CACHE_HOME": str(cwd / "cache")}
-    command = [sys.executable, "-m", "elastic_train.cli", "drill", "--run-dir", "run", *arguments]
     return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+        drill_command(*arguments),
+        cwd=cwd, env=drill_environment(cwd), capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
 
 
 @contextmanager
