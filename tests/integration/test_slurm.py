@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,19 @@ def test_a_node_is_lost_and_the_spare_steps_in(site: Site, undisturbed_hash: str
     }
 
 
+@contextmanager
+def etcd_running(site: Site) -> Iterator[str]:
+    """Three members off the nodes; their endpoint."""
+    path = site.path / "etcd"
+    path.mkdir()
+    etcd = EtcdCluster(path, 3, host=HUB_ADDRESS, prefix=site.slurm.network.hub_prefix())
+    try:
+        etcd.start()
+        yield etcd.endpoint
+    finally:
+        etcd.end()
+
+
 def lose_the_first_node(site: Site, job: str) -> None:
     """The job is put in the queue again, and two others bring it to its end."""
     wait_until(lambda: [*site.run_dir.glob("snapshots/step-*")], "snapshot", LIVES)
@@ -178,6 +192,24 @@ def test_the_first_node_of_an_elastic_job_is_lost(site: Site, undisturbed_hash: 
     site.check(undisturbed_hash)
 
 
+def test_the_first_node_is_lost_and_the_others_train_to_the_end(site: Site, undisturbed_hash: str) -> None:
+    """They meet in etcd, so that nothing but the batch script was on it. SLURM starts the job again after their end,
+    when there is nothing left to do."""
+    with etcd_running(site) as endpoint:
+        job = site.submit("--no-check", "--nodes", "1:3", "--etcd", endpoint)
+        site.wait_for_world(3)
+        generation = max(event["generation"] for event in events(site.run_dir, "world"))
+        site.slurm.lose_power(0)
+        assert site.wait_for_world(2, without="node1", after=generation) == {"node2", "node3"}
+        site.set_pace(0.0)
+        wait_until(lambda: outcomes(site.run_dir) == ["finished", "finished"], "end of the others", TRAINS)
+        wait_until(lambda: site.slurm.job(job)["Restarts"] == "1", "requeue", LIVES)
+        site.slurm.wait_for_state(job, "PENDING", LIVES)
+        site.slurm.start_again_soon(job)
+        site.finish(job)
+        site.check(undisturbed_hash)
+
+
 def test_time_runs_out_then_the_job_is_cancelled(site: Site, undisturbed_hash: str) -> None:
     """Each time the state is saved at the step where all of them stop."""
     job = site.submit("--no-check", "--nodes", "1:2")
@@ -204,13 +236,9 @@ def test_time_runs_out_then_the_job_is_cancelled(site: Site, undisturbed_hash: s
 
 def test_an_array_of_nodes_and_a_job_that_joins(site: Site, undisturbed_hash: str) -> None:
     """Through etcd: each node is a job of its own; any of them may be lost, and others join."""
-    path = site.path / "etcd"
-    path.mkdir()
-    etcd = EtcdCluster(path, 3, host=HUB_ADDRESS, prefix=site.slurm.network.hub_prefix())
-    try:
-        etcd.start()
+    with etcd_running(site) as endpoint:
         common = [
-            "--no-check", "--nodes", "1:3", "--name", "shared", "--etcd", etcd.endpoint, "--sbatch", "exclusive",
+            "--no-check", "--nodes", "1:3", "--name", "shared", "--etcd", endpoint, "--sbatch", "exclusive",
             "--workers", "1",
         ]  # fmt: skip
         array = site.submit(*common, "--array", "--allocate", "2")
@@ -230,8 +258,6 @@ def test_an_array_of_nodes_and_a_job_that_joins(site: Site, undisturbed_hash: st
         site.wait_for_world(3, without="node1", after=generation)
         site.finish(first, f"{array}_1", joining)
         site.check(undisturbed_hash)
-    finally:
-        etcd.end()
 
 
 def test_what_is_submitted_is_the_script_as_it_stands_in_the_repository(site: Site) -> None:
