@@ -270,6 +270,9 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
     for text in arguments.sbatch:
         name, _, value = text.removeprefix("--").partition("=")
         options[name] = value
+    for option, given_value in given.items():
+        if given_value == "":
+            raise UsageError(f"--{option}: has no value")
     script = write_script(
         SlurmJob(
             nodes=arguments.nodes,

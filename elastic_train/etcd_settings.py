@@ -112,14 +112,7 @@ class EtcdSettings:
         Raises:
             UsageError: something is missing, cannot be read, or must not stand on a command line.
         """
-        if "password" in conf:
-            raise UsageError(
-                "etcd: everybody on this machine can read a password on a command line: give password_file=PATH, or "
-                f"{PASSWORD_VARIABLE} in the environment"
-            )
-        unknown = sorted(conf.keys() - {*CONF_KEYS, *OTHER_KEYS})
-        if unknown:
-            raise UsageError(f"etcd: --rdzv-conf knows no {', '.join(unknown)}; it knows {', '.join(CONF_KEYS)}")
+        require_known(conf)
         given = {name: str(conf[name]) for name in CONF_KEYS if name in conf}
         if "last_call_timeout" in conf:
             given.setdefault("last_call", str(conf["last_call_timeout"]))
@@ -147,6 +140,18 @@ class EtcdSettings:
         )
         settings.password(environ)
         return settings
+
+
+def require_known(conf: Mapping[str, object]) -> None:
+    """Raises UsageError where `--rdzv-conf` has a key that means nothing, or what must not stand on a command line."""
+    if "password" in conf:
+        raise UsageError(
+            "etcd: everybody on this machine can read a password on a command line: give password_file=PATH, or "
+            f"{PASSWORD_VARIABLE} in the environment"
+        )
+    unknown = sorted(conf.keys() - {*CONF_KEYS, *OTHER_KEYS})
+    if unknown:
+        raise UsageError(f"etcd: --rdzv-conf knows no {', '.join(unknown)}; it knows {', '.join(CONF_KEYS)}")
 
 
 def parse_endpoints(text: str) -> tuple[tuple[str, ...], set[str]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from elastic_train.config import check_task_stands_alone, parse, task_of
 from elastic_train.errors import ElasticTrainError, UsageError
+from elastic_train.etcd_settings import parse_endpoints, require_known
 
 SCRIPTS = Path(__file__).parent / "data"
 """the scripts of deploy/slurm, so that they come with an installation too"""
@@ -52,6 +53,10 @@ def write_script(job: SlurmJob) -> str:
     fewest, most = _nodes(job.nodes)
     is_fixed = fewest is None
     _check(job, is_fixed)
+    if job.allocate and job.allocate < (fewest or 1) and not job.etcd:
+        raise UsageError(
+            f"--allocate {job.allocate}: training starts with {fewest} nodes, and another job joins only with --etcd"
+        )
     script = (SCRIPTS / ("fixed.sbatch" if is_fixed else "elastic.sbatch")).read_text(encoding="utf-8")
     asked = job.allocate or most
     options = {"nodes": str(1 if job.is_array else asked)}
@@ -97,6 +102,9 @@ def _check(job: SlurmJob, is_fixed: bool) -> None:
         raise UsageError("--local-snapshots: it is for the check, which --no-check leaves out")
     if job.etcd_conf and not job.etcd:
         raise UsageError("--etcd-conf goes with --etcd")
+    if job.etcd:
+        parse_endpoints(job.etcd)
+        require_known(dict(part.partition("=")[::2] for part in (job.etcd_conf or "").split(",") if part))
     for flag, value in {"--allocate": job.allocate, "--workers": job.workers}.items():
         if value is not None and value < 1:
             raise UsageError(f"{flag} {value}: must be at least 1")
@@ -118,7 +126,12 @@ def _setup_of_this_environment() -> str | None:
 
 
 def set_option(script: str, name: str, value: str) -> str:
-    """`#SBATCH --name=value` in place of the line that is there, else after the last one."""
+    """`#SBATCH --name=value` in place of the line that is there, else after the last one; quoted for sbatch where it
+    must be. Raises UsageError."""
+    if not value.isprintable():
+        raise UsageError(f"--{name} {value!r}: sbatch takes one line")
+    if re.search(r"[\s#'\"\\]", value):
+        value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
     option = f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}"
     line = re.compile(rf"^#SBATCH --{re.escape(name)}(?![\w-])[^\n]*$", re.MULTILINE)
     if line.search(script):

@@ -111,6 +111,11 @@ def test_the_check_is_told_of_snapshots_that_each_node_keeps(nodes: str, is_loca
         (SlurmJob(nodes="4", etcd="a:1"), "--etcd"),
         (SlurmJob(is_array=True), "--array"),
         (SlurmJob(etcd_conf="ca=x"), "--etcd-conf"),
+        (SlurmJob(etcd="a:1", etcd_conf="ca=x,cafile=y"), "knows no cafile"),
+        (SlurmJob(etcd="a:1", etcd_conf="user=x,password=y"), "password_file=PATH"),
+        (SlurmJob(etcd="a:b"), "'a:b'"),
+        (SlurmJob(nodes="2:4", allocate=1), "--allocate 1: training starts with 2"),
+        (SlurmJob(options={"comment": "a\n#SBATCH --uid=0"}), "--comment"),
         (SlurmJob(workers=0), "--workers 0"),
         (SlurmJob(has_local_snapshots=True, is_checked=False), "--local-snapshots"),
         (SlurmJob(options={"nodes": "3"}), "--sbatch nodes"),
@@ -131,6 +136,19 @@ def test_an_option_is_replaced_or_added() -> None:
     assert set_option(script, "time", "2").splitlines()[2] == "#SBATCH --time-min=1"
     assert set_option(script, "qos", "x").splitlines()[3] == "#SBATCH --qos=x"
     assert set_variable(script, "A", r"'\1'").splitlines()[-1] == r"A='\1'"
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [("a b", '"a b"'), ("a#b", '"a#b"'), ('a"b\\c', r'"a\"b\\c"'), ("it's", '"it\'s"'), ("0-3%2", "0-3%2")],
+)
+def test_what_sbatch_would_not_read_as_one_word_is_quoted(value: str, line: str) -> None:
+    assert set_option("#SBATCH --time=1\n", "comment", value).splitlines()[1] == f"#SBATCH --comment={line}"
+
+
+def test_an_option_without_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "slurm", "--partition", "", "--dry-run"]) == 2
+    assert "--partition: has no value" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None:

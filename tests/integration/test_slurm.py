@@ -260,6 +260,31 @@ def test_an_array_of_nodes_and_a_job_that_joins(site: Site, undisturbed_hash: st
         site.check(undisturbed_hash)
 
 
+def test_the_time_of_one_job_of_an_array_is_over(site: Site, undisturbed_hash: str) -> None:
+    """It is the one whose number is that of the array as a whole, by which SLURM would take all of them to be meant."""
+    with etcd_running(site) as endpoint:
+        name = """it's "one" #1"""
+        array = site.submit(
+            "--no-check", "--nodes", "1:2", "--name", "shared", "--etcd", endpoint, "--array", "--sbatch", "exclusive",
+            "--job-name", name,
+        )  # fmt: skip
+        site.wait_for_world(2)
+        jobs = {number: site.slurm.job(f"{array}_{number}") for number in range(2)}
+        assert {job["JobName"] for job in jobs.values()} == {name}
+        number = next(number for number, job in jobs.items() if job["JobId"] == array)
+        generation = max(event["generation"] for event in events(site.run_dir, "world"))
+        one, other = f"{array}_{number}", f"{array}_{1 - number}"
+        site.set_pace(CRAWL)
+        site.slurm.run(["scancel", "--batch", "--signal=USR1", one])
+        wait_until(lambda: site.slurm.job(one)["Restarts"] == "1", "requeue", LIVES)
+        assert (site.slurm.job(other)["JobState"], site.slurm.job(other)["Restarts"]) == ("RUNNING", "0")
+        site.slurm.wait_for_state(one, "PENDING", LIVES)
+        site.slurm.start_again_soon(one)
+        site.wait_for_world(2, after=generation + 1)
+        site.finish(one, other)
+        site.check(undisturbed_hash)
+
+
 def test_what_is_submitted_is_the_script_as_it_stands_in_the_repository(site: Site) -> None:
     """`sbatch deploy/slurm/fixed.sbatch`, with nothing but its variables edited."""
     script = site.path / "fixed.sbatch"
