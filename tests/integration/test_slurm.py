@@ -270,7 +270,8 @@ def test_the_time_of_one_job_of_an_array_is_over(site: Site, undisturbed_hash: s
         )  # fmt: skip
         site.wait_for_world(2)
         jobs = {number: site.slurm.job(f"{array}_{number}") for number in range(2)}
-        assert {job["JobName"] for job in jobs.values()} == {name}
+        names = site.slurm.run(["squeue", "--noheader", "--format=%j", f"--jobs={array}"])
+        assert names.splitlines() == [name, name]
         number = next(number for number, job in jobs.items() if job["JobId"] == array)
         generation = max(event["generation"] for event in events(site.run_dir, "world"))
         one, other = f"{array}_{number}", f"{array}_{1 - number}"
