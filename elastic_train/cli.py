@@ -106,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="network namespaces let a node lose its network or its power; auto: where this machine allows",
     )  # fmt: skip
     drill.add_argument(
-        "--run-dir", type=Path, metavar="PATH", help="where it leaves the run (default: runs/drill-SEED)"
+        "--run-dir", type=Path, metavar="PATH", help="where it leaves the run (default: runs/drill-SEED-DATE-TIME)"
     )
     drill.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of the worker, to drill a task of your own")
 

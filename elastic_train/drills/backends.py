@@ -26,6 +26,7 @@ from elastic_train.etcd_settings import EtcdSettings
 
 ENDPOINT_SECONDS = 300.0
 """it imports torch, on a machine that may be busy with anything"""
+ANSWER_SECONDS = 10.0
 ENDING_SECONDS = 60.0
 """for processes that have been told to end, or whose node has; tenths of a second, where the machine is not starved"""
 ETCD_MEMBERS = 3
@@ -139,7 +140,9 @@ class Etcd3:
         return ["--rdzv-backend=etcd3", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={self._run_id}"]
 
     def start(self) -> None:
-        if self.members is not None and not self._is_running:
+        if self.members is None:
+            self._keys(ANSWER_SECONDS)  # nodes would wait for it a minute
+        elif not self._is_running:
             self.members.start()
             self._is_running = True
 
@@ -150,7 +153,7 @@ class Etcd3:
         keys: list[str] = []
 
         def is_empty() -> bool:
-            keys[:] = self._keys()
+            keys[:] = self._keys(ENDING_SECONDS)
             return not keys
 
         with contextlib.suppress(TooSlow):
@@ -158,11 +161,11 @@ class Etcd3:
         self.close()
         return [f"key {key} is still in etcd" for key in keys]
 
-    def _keys(self) -> Sequence[str]:
+    def _keys(self, seconds: float) -> Sequence[str]:
         if self.members is not None:
             return self.members.keys()
         assert self._endpoint is not None, "it has one or the other"
-        return keys_of(self._endpoint, self._run_id)
+        return keys_of(self._endpoint, self._run_id, seconds)
 
     def close(self) -> None:
         self._is_running = False
@@ -172,14 +175,14 @@ class Etcd3:
                 ends.callback(self.members.end)
 
 
-def keys_of(endpoint: str, run_id: str) -> Sequence[str]:
-    """The keys of a run in a user's cluster. Raises as every call of etcd.py does."""
+def keys_of(endpoint: str, run_id: str, seconds: float) -> Sequence[str]:
+    """The keys of a run in a user's cluster, which has so long to answer. Raises as every call of etcd.py does."""
     from elastic_train.etcd import Connections, Etcd
 
     settings = EtcdSettings.from_torchrun(endpoint, {}, os.environ, min_nodes=1, max_nodes=1)
     connections = Connections(settings)
     try:
-        entries, _ = Etcd(connections, deadline=ENDING_SECONDS).below(f"{settings.prefix}/{run_id}/")
+        entries, _ = Etcd(connections, deadline=seconds).below(f"{settings.prefix}/{run_id}/")
     finally:
         connections.close()
     return [entry.key for entry in entries]

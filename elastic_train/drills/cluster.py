@@ -225,6 +225,15 @@ class Cluster:
         ranks = [world.members.index(member) for member in place.members if member in world.members] if world else []
         return min(ranks, default=None)
 
+    def last_words(self) -> str:
+        """What a node said of its end, and where the logs are."""
+        for node in self._seen:
+            lines = node.log.read_text(errors="replace").splitlines()
+            errors = [line.split(": ", 2)[-1] for line in lines if line.startswith("elastic_train: error")]
+            if errors:
+                return f"{errors[-1]} (all logs: {self._record.path})"
+        return f"their logs are in {self._record.path}"
+
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def kill(self, places: Sequence[Place]) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from elastic_train.__main__ import own_flags
 from elastic_train.config import Config, parse
 from elastic_train.drills.backends import Etcd3
 from elastic_train.drills.catalogue import FAULTS
@@ -107,11 +108,11 @@ def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list
             every = arguments.duration / (len(DEFAULT_FAULTS) + 1)
             return random_plan(seed, DEFAULT_FAULTS, arguments.duration, every, arguments.nodes, sizes, least)
         return default_plan(seed, arguments.duration, arguments.nodes, sizes)
-    if arguments.faults:
+    if arguments.faults is not None:
         names = arguments.faults.split(",")
         unknown = sorted(set(names) - set(FAULTS))
         if unknown:
-            raise UsageError(f"--faults: no {', '.join(unknown)}; --list shows what there is")
+            raise UsageError(f"--faults: no {', '.join(map(repr, unknown))}; --list shows what there is")
         _require_available(names, arguments.backend, has_network)  # also those that this seed does not draw
     else:
         names = [name for name in FAULTS if _why_not(name, arguments.backend, has_network) is None]
@@ -146,8 +147,9 @@ def default_flags(last_step: int | None) -> list[str]:
 
 
 def checked(flags: Sequence[str], own: Sequence[str]) -> Config:
-    """The worker's configuration. Raises UsageError where the worker would, or where the drill must decide."""
+    """The worker's configuration; a user's task is imported for its flags. Raises UsageError where the worker would,
+    or where the drill must decide."""
     for given in own:
         if given.partition("=")[0] in OWNED_FLAGS:
             raise UsageError(f"{given}: the drill sets that itself")
-    return parse(flags)
+    return parse(flags, own_flags(list(flags)))

@@ -21,11 +21,11 @@ from elastic_train.drills.etcd_cluster import EtcdCallFailed
 from elastic_train.drills.faketime import NodeClocks
 from elastic_train.drills.harm import Fault, Harm, NotStruck
 from elastic_train.drills.history import read_history
-from elastic_train.drills.live import Timeline
+from elastic_train.drills.live import Timeline, num_workers
 from elastic_train.drills.network import Network, NetworkError
 from elastic_train.drills.nodes import TooSlow
 from elastic_train.drills.record import Record, write_reference
-from elastic_train.drills.reference import ReferenceFailed, undisturbed
+from elastic_train.drills.reference import ReferenceFailed, cache_directory, undisturbed
 from elastic_train.drills.report import write_report
 from elastic_train.drills.schedule import Planned
 from elastic_train.errors import ElasticTrainError
@@ -43,6 +43,8 @@ SLOW_FROM = 0.9
 
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INTERRUPTIONS = (KeyboardInterrupt, SystemExit)
+"""by Ctrl-C, and by the other ending signals"""
 TROUBLE = (NotStruck, NetworkError, EtcdCallFailed, TooSlow, psutil.Error)
 """what a fault may meet with on a machine, and no reason to end the drill"""
 
@@ -112,7 +114,10 @@ def run_drill(settings: Settings) -> bool:
         DrillFailed: the job did not even start, or this machine lacks something.
     """
     with _Ends() as ends:
-        record = Record(settings.run_dir)
+        try:
+            record = Record(settings.run_dir)
+        except OSError as error:
+            raise DrillFailed(f"--run-dir {settings.run_dir} cannot be made: {error.strerror}") from error
         ends.callback(record.close)
         network = None
         try:
@@ -122,7 +127,16 @@ def run_drill(settings: Settings) -> bool:
             _conduct(settings, record, network, ends)
         except NetworkError as error:
             raise DrillFailed(str(error)) from error
-    _compare(settings)
+        except INTERRUPTIONS:
+            record.add_setting(interrupted=True)
+            print(f"interrupted; its nodes are ended, and what they wrote is in {settings.run_dir}", flush=True)
+            raise
+    try:
+        _compare(settings)
+    except INTERRUPTIONS:
+        told = f"`elastic-train audit {settings.run_dir}` judges the drill without that comparison"
+        print(f"interrupted; {told}", flush=True)
+        raise
     return _judge(settings)
 
 
@@ -160,6 +174,7 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
             f"drill with seed {settings.seed}: {settings.num_nodes} nodes as {kind}, backend {settings.backend}; "
             f"{', '.join(planned.fault for planned in settings.plan)}"
         )
+        timeline.say(f"run directory {settings.run_dir}")
         if settings.why_no_network is not None:
             timeline.say(f"no network namespaces, so that no node can lose its network: {settings.why_no_network}")
         Conductor(settings, cluster, record, timeline).conduct()
@@ -167,7 +182,7 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
 
 
 def _compare(settings: Settings) -> None:
-    print("the same job undisturbed, to compare with (kept for the next drill) ...", flush=True)
+    print(f"the same job undisturbed, to compare with (kept in {cache_directory()} for the next drill) ...", flush=True)
     try:
         found = undisturbed(settings.flags, is_own_task=settings.last_step is None, cwd=Path.cwd())
     except ReferenceFailed as error:
@@ -223,7 +238,7 @@ class Conductor:
         while not (cluster.is_settled and len(cluster.inside) == len(cluster.places)):
             self._look()
             if not cluster.running:
-                raise DrillFailed(f"every node ended before the first step; their logs are in {self._record.path}")
+                raise DrillFailed(f"every node ended before the first step: {cluster.last_words()}")
             if time.monotonic() > deadline:
                 raise DrillFailed(
                     f"no world of {len(cluster.places)} nodes after {START_LIMIT_SECONDS:.0f} s; "
@@ -362,12 +377,13 @@ class Conductor:
     def _world_in_words(self) -> str:
         world = self._cluster.watch.world
         assert world is not None
-        return f"{len(world.members)} workers, generation {world.generation}"
+        return f"{num_workers(len(world.members))}, generation {world.generation}"
 
     def _give_up_the_rest(self) -> None:
         ended = "training had ended" if self._cluster.watch.is_finished else "no node was left"
         for number, planned in self._plan:
-            self._skip(number, planned, f"{ended} before its time")
+            more = "; give it more to do, e.g. --epochs" if self._settings.last_step is None else ""
+            self._skip(number, planned, f"{ended} before its time{more}")
         self._plan.clear()
         for pending in self._open:
             if pending.recovered_at is None:

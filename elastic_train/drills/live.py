@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TextIO
 from elastic_train.drills.cluster import Cluster, NodeState
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.live import Live
-    from rich.table import Table
 
 COLUMNS = 60
 """of the timeline"""
@@ -24,6 +24,11 @@ MARKS = {
     NodeState.OUT: ("░", "yellow"),
     NodeState.ENDED: (" ", "dim"),
 }
+
+
+def num_workers(count: int) -> str:
+    """In words."""
+    return "1 worker" if count == 1 else f"{count} workers"
 
 
 class Timeline:
@@ -79,17 +84,17 @@ class Timeline:
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
 
-    def _table(self) -> Table:
+    def _table(self) -> Group:
+        from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
         watch = self._cluster.watch
         step = f"step {watch.step}" + (f" of {self._last_step}" if self._last_step else "")
         loss = "" if watch.loss is None else f", loss {watch.loss:.4f}"
-        size = 0 if watch.world is None else len(watch.world.members)
+        world = watch.world
+        size = "no world yet" if world is None else f"generation {world.generation}, {num_workers(len(world.members))}"
         grid = Table.grid(padding=(0, 1))
-        grid.title = f"{self.elapsed:.0f} s, generation {max(0, watch.generation)}, {size} workers, {step}{loss}"
-        grid.title_justify = "left"
         for place in self._cluster.places:
             bar = Text()
             for state in self._columns[place.name][-COLUMNS:]:
@@ -98,4 +103,5 @@ class Timeline:
             rank = self._cluster.rank_of(place)
             label = f"{place.state}" + (f", rank {rank}" if rank is not None and place.state is NodeState.IN else "")
             grid.add_row(Text(place.name), bar, Text(label, style=MARKS[place.state][1]))
-        return grid
+        # Not the grid's own title, which would be wrapped to the width of the grid.
+        return Group(Text(f"{self.elapsed:.0f} s, {size}, {step}{loss}", no_wrap=True, overflow="ellipsis"), grid)

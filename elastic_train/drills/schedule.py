@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_train.errors import UsageError
+from elastic_train.errors import UsageError, first_line
 
 DEFAULT_FAULTS = ("kill", "join", "hang", "stop", "kill-rank-0")
 LEAST_NODES = 1
@@ -89,15 +90,31 @@ def read_scenario(path: Path, known: Sequence[str]) -> list[Planned]:
         UsageError: it cannot be read, or has something else in it.
     """
     try:
-        tables = tomllib.loads(path.read_text())["fault"]
-        plan = [Planned(float(table["at"]), str(table["name"])) for table in tables]
-    except OSError as error:
-        raise UsageError(f"--scenario {path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"--scenario {path}: write [[fault]] tables with at = SECONDS and name = NAME: {error}"
-        ) from error
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--scenario {path} cannot be read: {first_line(error)}") from error
+    try:
+        written = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"--scenario {path} is no TOML: {error}") from error
+    tables = written.get("fault")
+    if set(written) != {"fault"} or not isinstance(tables, list) or not tables:
+        raise UsageError(f"--scenario {path}: write [[fault]] tables with at = SECONDS and name = NAME each, no more")
+    plan = [_planned(f"--scenario {path}: fault {number}", table) for number, table in enumerate(tables, 1)]
     unknown = sorted({planned.fault for planned in plan} - set(known))
-    if unknown or not plan:
-        raise UsageError(f"--scenario {path}: no fault {', '.join(unknown) or 'in it'}; there are {', '.join(known)}")
+    if unknown:
+        raise UsageError(f"--scenario {path}: no fault {', '.join(unknown)}; there are {', '.join(known)}")
     return sorted(plan, key=lambda planned: planned.at)
+
+
+def _planned(which: str, table: object) -> Planned:
+    keys = set(table) if isinstance(table, dict) else set()
+    if not isinstance(table, dict) or keys != {"at", "name"}:
+        odd = ", ".join(sorted(keys ^ {"at", "name"})) or repr(table)
+        raise UsageError(f"{which}: write at = SECONDS and name = NAME, nothing else; check {odd}")
+    at, name = table["at"], table["name"]
+    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < math.inf:
+        raise UsageError(f"{which}: at = {at!r} is no number of seconds from the first step on")
+    if not isinstance(name, str):
+        raise UsageError(f"{which}: name = {name!r} is no name")
+    return Planned(float(at), name)

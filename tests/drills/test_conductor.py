@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
+from rich.console import Console
 
 from elastic_train.drills.checks import CHECKS
 from elastic_train.drills.cluster import Cluster, NodeState, Place
@@ -126,6 +127,40 @@ def test_what_cannot_be_undone_is_told_and_not_tried_again(tmp_path: Path, condu
     assert fault.num_undone == 1
     assert recorded(tmp_path).undone_at is None
     assert "half-done of node1 could not be undone: no member leads" in conductor._timeline._file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_what_a_node_ended_with_is_said(tmp_path: Path) -> None:
+    record = Record(tmp_path)
+    cluster = Cluster(tmp_path, record, [], num_nodes=2)
+    assert str(record.path) in cluster.last_words()
+    for number, text in enumerate(
+        ("a traceback\n", "waiting\nelastic_train: error (rank 1): no such: user\ntorchrun\n")
+    ):
+        log = tmp_path / f"{number}.log"
+        log.write_text(text)
+        cluster._seen.append(Mock(log=log, all_processes=list))
+    assert cluster.last_words() == f"no such: user (all logs: {record.path})"
+    cluster.close()
+    record.close()
+
+
+@pytest.mark.parametrize("columns", [100, 60])
+def test_what_stands_above_the_timeline_is_one_line(tmp_path: Path, columns: int) -> None:
+    record = Record(tmp_path)
+    cluster = Cluster(tmp_path, record, [], num_nodes=2)
+    timeline = Timeline(cluster, last_step=288, seconds=10.0, file=io.StringIO())
+    console = Console(file=io.StringIO(), width=columns)
+    for world, told in (
+        (None, "0 s, no world yet, step 160 of 288, loss 0.0123"),
+        (Mock(generation=1, members=["a"]), "0 s, generation 1, 1 worker, step 160 of 288, loss 0.0123"),
+    ):
+        cluster.watch = Mock(step=160, loss=0.0123, world=world)
+        with console.capture() as capture:
+            console.print(timeline._table())
+        lines = capture.get().splitlines()
+        assert (lines[0].rstrip(), len(lines)) == (told, 3)
+    cluster.close()
+    record.close()
 
 
 def test_a_second_interrupt_leaves_nothing_behind() -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elastic_train.drills.audit import audit
 from elastic_train.drills.faketime import NodeClocks
 from elastic_train.drills.network import Network
-from elastic_train.drills.nodes import clean_environment
+from elastic_train.drills.nodes import clean_environment, free_port
 from elastic_train.drills.record import read_drill
 from elastic_train.drills.resource_faults import OutOfMemory
 from tests.etcd_cluster import etcd_running
@@ -97,6 +99,43 @@ def test_a_drill_in_etcd(tmp_path: Path) -> None:
         done = drill(tmp_path, *words, timeout=280)
         assert done.returncode == 0, done.stdout + done.stderr
         assert etcd.keys() == []
+
+
+def test_what_can_be_told_before_the_first_node_starts(tmp_path: Path) -> None:
+    words = ("--backend", "etcd3", "--rdzv-endpoint", f"localhost:{free_port()}", "--nodes", "2")
+    for arguments, says in (
+        (words, "does not answer"),
+        (("--run-dir", "/proc/x", "--nodes-as", "processes"), "/proc/x cannot be made"),
+    ):
+        done = drill(tmp_path, *arguments, timeout=60)
+        assert done.returncode == 1
+        assert done.stderr.startswith("elastic-train: error: ")
+        assert says in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.timeout(300)
+def test_an_interrupted_drill_says_so(tmp_path: Path) -> None:
+    """And a run that is interrupted is one that ended."""
+    command = drill_command("--nodes", "2", "--nodes-as", "processes")
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=drill_environment(tmp_path), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert any("2 nodes train" in line for line in lines)
+        process.send_signal(signal.SIGINT)
+        rest = list(lines)
+        assert process.wait(60) == 128 + signal.SIGINT
+    finally:
+        process.kill()
+        process.wait()
+    assert f"interrupted; its nodes are ended, and what they wrote is in {tmp_path / 'run'}" in rest[-1]
+    record = read_drill(tmp_path / "run")
+    assert record is not None
+    assert record.settings["interrupted"] is True
+    assert [pid for line in record.nodes if (pid := line.get("pid")) and psutil.pid_exists(pid)] == []
 
 
 @pytest.mark.slow

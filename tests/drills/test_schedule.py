@@ -60,10 +60,19 @@ def test_a_scenario_file(tmp_path: Path) -> None:
         (20, "join"),
     ]
     for text, message in (
-        ("", "fault"),
+        ("", r"write \[\[fault\]\] tables"),
+        ("[[faults]]\nat = 1\n", r"write \[\[fault\]\] tables"),
+        ('[fault]\nat = 1\nname = "kill"\n', r"write \[\[fault\]\] tables"),
+        ('seed = 3\n[[fault]]\nat = 1\nname = "kill"\n', r"write \[\[fault\]\] tables"),
         ('[[fault]]\nat = 1\nname = "earthquake"\n', "no fault earthquake"),
-        ('[[fault]]\nname = "kill"\n', "at"),
-        ("not toml", "write"),
+        ('[[fault]]\nat = 1\nname = "kill"\n[[fault]]\nname = "kill"\n', "fault 2: .*check at"),
+        ('[[fault]]\nat = 1\nname = "kill"\nnode = 2\n', "fault 1: .*check node"),
+        ('[[fault]]\nat = -5\nname = "kill"\n', "at = -5"),
+        ('[[fault]]\nat = "5"\nname = "kill"\n', "at = '5'"),
+        ("[[fault]]\nat = nan\nname = 'kill'\n", "at = nan"),
+        ("[[fault]]\nat = 1\nname = 3\n", "name = 3"),
+        ("fault = [3]\n", "fault 1: "),
+        ("not toml", "is no TOML"),
     ):
         path.write_text(text)
         with pytest.raises(UsageError, match=message):
@@ -80,7 +89,8 @@ def test_flags_after_the_dashes_are_the_workers(tmp_path: Path) -> None:
     found = settings_of(settings("--seed", "3", "--run-dir", str(tmp_path / "run"), "--", "--lr", "0.1"))
     assert list(found.flags[-2:]) == ["--lr", "0.1"]
     assert found.last_step == 1200
-    own = settings_of(settings("--", "--task", "my_module:MyTask", "--epochs", "3", "--peer-timeout=5"))
+    flagged = ("--task", "tests.unit.test_tasks:_Flagged", "--width", "7")
+    own = settings_of(settings("--", *flagged, "--epochs", "3", "--peer-timeout=5"))
     assert own.last_step is None, "it has its own end"
     assert own.peer_timeout == 5.0
     assert "elastic_train.drills.task:PacedDigits" not in own.flags
@@ -91,9 +101,12 @@ def test_flags_after_the_dashes_are_the_workers(tmp_path: Path) -> None:
     [
         (("--nodes", "1"), "--nodes 1"),
         (("--duration", "0"), "--duration"),
-        (("--faults", "earthquake"), "no earthquake"),
+        (("--faults", "earthquake"), "no 'earthquake'"),
         (("--faults", "partition"), "needs network namespaces"),
         (("--scenario", "x.toml", "--every", "5"), "goes without"),
+        (("--faults", ""), "--faults: no ''"),
+        (("--", "--task", "nosuch:Task"), "no module named nosuch"),
+        (("--", "--task", "tests.unit.test_tasks:_Flagged", "--height", "7"), "unrecognized arguments: --height 7"),
         (("--faults", "kill,kill-etcd"), "kill-etcd: goes with --backend etcd3 only"),
         (("--backend", "etcd3", "--faults", "kill-endpoint"), "kill-endpoint: goes with --backend c10d only"),
         (("--rdzv-endpoint", "h1:2379"), "goes with --backend etcd3"),
