@@ -364,8 +364,58 @@ def test_the_variables_at_the_top_are_enough(tmp_path: Path) -> None:
     container = job["template"]["spec"]["containers"][0]
     assert job["parallelism"] == job["completions"] == 6
     assert find(manifests, "PodDisruptionBudget", "trainer")["spec"]["minAvailable"] == 5
-    assert container["image"] == "registry.example/trainer:latest-cuda"
+    assert container["image"] == "registry.example/trainer:1-cuda"
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_what_the_page_deletes_to_begin_again_is_what_trains(overlay: str) -> None:
+    page = (
+        (KUBERNETES / "README.md")
+        .read_text()
+        .partition("`kubectl -n elastic-train delete`")[2]
+        .partition("`kubectl delete")[0]
+    )
+    named = {word for code in re.findall("`([^`]+)`", page) for word in code.split() if "/" in word}
+    there = {
+        f"{found['kind'].lower()}/{found['metadata']['name']}"
+        for found in build_folder(KUBERNETES / "overlays" / overlay)
+    }
+    trains = {
+        name for name in there if name.partition("/")[0] in ("job", "deployment", "jobset", "trainjob", "pytorchjob")
+    }
+    assert trains
+    assert trains <= named
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_volume_is_among_the_variables(overlay: str, tmp_path: Path) -> None:
+    """Of a cluster of one node, say, where no default class can be written from several."""
+    shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
+    path = tmp_path / "kubernetes" / "overlays" / overlay / "kustomization.yaml"
+    head, variables, rest = re.split(r"# ---[^\n]*\n", path.read_text())
+    for old, new in {
+        "value: ReadWriteMany}": "value: ReadWriteOnce}", "value: 10Gi}": "value: 1Ti}", "# - {op: add": "- {op: add",
+        "value: NAME}": "value: fast}",
+    }.items():  # fmt: skip
+        assert old in variables
+        variables = variables.replace(old, new)
+    path.write_text(head + variables + rest)
+    spec = find(build_folder(path.parent), "PersistentVolumeClaim", "runs")["spec"]
+    assert (spec["accessModes"], spec["storageClassName"]) == (["ReadWriteOnce"], "fast")
+    assert spec["resources"]["requests"]["storage"] == "1Ti"
+
+
+@pytest.mark.parametrize("overlay", ["c10d", "etcd3"])
+def test_the_check_has_what_the_trainer_is_given(overlay: str, tmp_path: Path) -> None:
+    shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
+    path = tmp_path / "kubernetes" / "overlays" / overlay / "kustomization.yaml"
+    text = path.read_text()
+    assert "memory: 2Gi}" in text
+    path.write_text(text.replace("memory: 2Gi}", "memory: 3Gi}"))
+    pod = find(build_folder(path.parent), "Job", "trainer")["spec"]["template"]["spec"]
+    for container in (pod["containers"][0], pod["initContainers"][0]):
+        assert container["resources"]["requests"] == {"cpu": "1", "memory": "3Gi"}
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
