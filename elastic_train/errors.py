@@ -82,7 +82,16 @@ class StoreUnreachable(ElasticTrainError):
 
 
 class StoreRefused(ElasticTrainError):
-    """The rendezvous store refuses this user, this key, or this write; trying again would not help."""
+    """The rendezvous store refuses this user, this key, or this write; trying again would not help.
+
+    Also where the two do not accept each other's certificates.
+    """
+
+    def __init__(self, what: str, do: str = "") -> None:
+        super().__init__(f"{what}; {do}" if do else what)
+        self.what = what
+        self.do = do
+        """what a person can do about it"""
 
 
 class FormationFailed(ElasticTrainError):

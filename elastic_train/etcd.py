@@ -10,6 +10,7 @@
 | a token is fetched once and expires                        | a client whose token is refused is made anew            |
 | certificate and key without a CA: plaintext                | refused (etcd_settings.py)                              |
 | errors lose their details, some come raw                   | the stubs are called directly; one place judges errors  |
+| gRPC prints a line for every handshake that fails          | its log is for errors, unless GRPC_VERBOSITY is set     |
 
 Retries are tenacity policies: transient errors only, up to a deadline, with jitter. A transaction that timed out may
 have been applied: every value that etcd_store.py writes carries a stamp of its own, by which it is recognised.
@@ -24,6 +25,7 @@ import importlib.util
 import os
 import queue
 import random
+import re
 import sys
 import threading
 import time
@@ -47,6 +49,12 @@ CONNECT_OPTIONS = (
 )
 MAX_OPERATIONS = 100
 """in one transaction; etcd's own limit is 128"""
+REMEDIES = {
+    "invalid user ID or password": "correct user= and the first line of password_file= in --rdzv-conf",
+    "user name is empty": "give user= and password_file= in --rdzv-conf, or cert= and key= of the user's certificate",
+    "authentication is not enabled": "leave user= out of --rdzv-conf: this etcd knows no users yet",
+}
+"""by words of etcd's own"""
 Answer = TypeVar("Answer")
 
 
@@ -104,6 +112,8 @@ class Connections:
         """by endpoint: a client, and when the certificates that it was made with were written"""
         self._current = random.randrange(len(settings.endpoints))  # not everybody at the same one
         self._is_closed = False
+        self.has_answered = False
+        """whether any member ever has: where certificates were good once, they may be being renewed"""
         self.num_requests = 0
         """attempts made so far, and bytes of the messages both ways: for measurements"""
         self.num_bytes = 0
@@ -195,7 +205,8 @@ class Etcd:
     """One caller's way to the cluster; threads may share it.
 
     Every call returns within about `deadline` seconds, or raises StoreUnreachable; StoreRefused says what etcd does not
-    allow.
+    allow. At the start that is also, at once, where no member and this side accept each other's certificates: that does
+    not heal.
     """
 
     connections: Connections
@@ -324,13 +335,16 @@ class Etcd:
         import tenacity
 
         errors: list[str] = [] if tried is None else tried
+        refusals: dict[str, TlsRefused] = {}
+        endpoints = self.connections.settings.endpoints
+        where = ",".join(endpoints)
         retry = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(Transient),
             stop=tenacity.stop_after_delay(self.deadline),
             # A whole round over the endpoints costs no pause; after that, up to half a second, with jitter.
             wait=lambda state: (
                 0.0
-                if state.attempt_number < len(self.connections.settings.endpoints)
+                if state.attempt_number < len(endpoints)
                 else random.uniform(0.02, min(0.5, 0.02 * 2 ** min(state.attempt_number, 10)))
             ),
             before_sleep=lambda _state: self.before_retry(errors[-1]),
@@ -343,13 +357,19 @@ class Etcd:
                 return self._attempt(method, request, give_up_at)
             except Transient as error:
                 errors.append(str(error))
+                if isinstance(error, TlsRefused):
+                    refusals[error.endpoint] = error
+                    if len(refusals) == len(endpoints) and not self.connections.has_answered:
+                        raise StoreRefused(str(error), error.do) from error
                 raise
 
         try:
             return retry(attempt)
         except Transient as error:
-            where = ",".join(self.connections.settings.endpoints)
-            raise StoreUnreachable(f"etcd at {where} does not answer ({error}; {self.deadline:g} s)") from error
+            why = next(iter(refusals.values()), error)
+            raise StoreUnreachable(f"etcd at {where} does not answer ({why}; {self.deadline:g} s)") from error
+        except StoreRefused as error:
+            raise StoreRefused(f"etcd at {where}: {error.what}", error.do) from error
 
     def _attempt(self, method: Callable[[Any], Any], request: Any, give_up_at: float) -> Any:
         import grpc
@@ -361,9 +381,11 @@ class Etcd:
             index, client = self.connections.client()
             response = method(client)(request, timeout, metadata=client.metadata)
             self.connections.num_bytes += request.ByteSize() + response.ByteSize()
+            self.connections.has_answered = True
             return response
         except grpc.RpcError as error:
-            judged = judge(error)
+            settings = self.connections.settings
+            judged = judge_tls(error.details() or "", settings.endpoints[index], settings) or judge(error)
             if isinstance(judged, TokenRefused) and client is not None:
                 self.connections.drop(index, client)
             elif isinstance(judged, Transient):
@@ -381,6 +403,48 @@ class TokenRefused(Transient):
     """The client's token has expired, or is from before a change of the users."""
 
 
+class TlsRefused(Transient):
+    """A member and this side do not accept each other's certificates; other members may be in order."""
+
+    def __init__(self, endpoint: str, what: str, do: str) -> None:
+        super().__init__(what)
+        self.endpoint = endpoint
+        self.do = do
+
+
+def judge_tls(text: str, endpoint: str, settings: EtcdSettings) -> TlsRefused | None:
+    """What gRPC says of a connection, where it is that one side refuses the other's certificate."""
+    if "Hostname Verification Check failed" in text:
+        return TlsRefused(
+            endpoint,
+            f"its certificate is not for {endpoint.rpartition(':')[0]}",
+            "name it in --rdzv-endpoint as its certificate does, or make one for this name too (elastic-train certs "
+            "--hosts)",
+        )
+    if found := re.search(r"CERTIFICATE_VERIFY_FAILED(?:: ([^:]+))?", text):
+        why = found[1] or "its check has failed"
+        if "expired" in why or "not yet valid" in why:
+            do = "renew it (elastic-train certs --renew), or set this machine's clock"
+            return TlsRefused(endpoint, f"its certificate is not accepted: {why}", do)
+        return TlsRefused(
+            endpoint,
+            f"its certificate is not signed by ca={settings.ca} ({why})",
+            "give ca= in --rdzv-conf the certificate of the authority that has signed etcd's",
+        )
+    if re.search(r"ALERT_(\w+_)?CERTIFICATE|ALERT_UNKNOWN_CA", text):
+        if settings.cert is None:
+            return TlsRefused(
+                endpoint, "it asks for a client certificate", "give cert=FILE and key=FILE in --rdzv-conf"
+            )
+        return TlsRefused(
+            endpoint,
+            f"it does not accept the client certificate cert={settings.cert}",
+            "give one in --rdzv-conf that has not expired, signed by the authority that etcd trusts (its "
+            "--trusted-ca-file)",
+        )
+    return None
+
+
 def judge(error: Any) -> Exception:
     """What a gRPC error means: Transient, TokenRefused, LeaseLost, Compacted, or StoreRefused for all that stays."""
     import grpc
@@ -394,11 +458,14 @@ def judge(error: Any) -> Exception:
     if code == codes.OUT_OF_RANGE:
         return Compacted(text)
     if code == codes.RESOURCE_EXHAUSTED and "too many requests" not in text:
-        return StoreRefused(f"etcd refuses to write: {text}; a full database must be compacted and defragmented")
+        return StoreRefused(f"it refuses to write: {text}", "a full database must be compacted and defragmented")
     if code == codes.PERMISSION_DENIED:
-        return StoreRefused(f"etcd: {text}: the user's role does not allow this key prefix (prefix= in --rdzv-conf)")
+        return StoreRefused(
+            f"{text}: the user's role does not allow this key prefix",
+            "give the prefix= (--rdzv-conf) and the --rdzv-id that the role has, or grant it PREFIX/RUN_ID/",
+        )
     if code in (codes.INVALID_ARGUMENT, codes.FAILED_PRECONDITION, codes.UNIMPLEMENTED):
-        return StoreRefused(f"etcd: {text}")
+        return StoreRefused(text, next((do for words, do in REMEDIES.items() if words in text), ""))
     return Transient(text.splitlines()[0][:200] if text else str(code.name).lower().replace("_", " "))
 
 
@@ -490,6 +557,7 @@ def import_etcd3() -> Any:
     spec = importlib.util.find_spec("etcd3")
     if spec is None or not spec.submodule_search_locations:
         raise UsageError("--rdzv-backend=etcd3 needs the etcd3 client: pip install 'elastic_train[etcd]'")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when gRPC is loaded; it would log every failed handshake
     from google.protobuf.descriptor_pool import DescriptorPool
     from google.protobuf.internal import builder
 
