@@ -20,6 +20,14 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with the store, and what to do about it."""
+
+    what: str
+    do: str
+
+
+@dataclass(frozen=True)
 class WorkerFacts:
     """What one worker found by itself."""
 
@@ -67,8 +75,8 @@ class WorkerFacts:
     num_loaders: int
     """DataLoader processes, --num-workers"""
     keep_snapshots: int
-    rendezvous_errors: tuple[str, ...] = ()
-    """what is wrong with the store, or with one of its members"""
+    rendezvous_problems: tuple[Problem, ...] = ()
+    """with the store, or with some of its members"""
     is_rendezvous_usable: bool = True
     rendezvous_notes: tuple[str, ...] = ()
     expiries: tuple[str, ...] = ()
@@ -81,9 +89,12 @@ class WorkerFacts:
     def from_json(text: str) -> WorkerFacts:
         values: dict[str, Any] = json.loads(text)
         gpu = values.pop("gpu")
-        lists = ("interfaces", "host_addresses", "rendezvous_errors", "rendezvous_notes", "expiries")
+        problems = tuple(Problem(**problem) for problem in values.pop("rendezvous_problems"))
+        lists = ("interfaces", "host_addresses", "rendezvous_notes", "expiries")
         return WorkerFacts(
-            **values | {name: tuple(values[name]) for name in lists}, gpu=None if gpu is None else Gpu(**gpu)
+            **values | {name: tuple(values[name]) for name in lists},
+            gpu=None if gpu is None else Gpu(**gpu),
+            rendezvous_problems=problems,
         )
 
 

@@ -88,7 +88,7 @@ def look_here(
         snapshot_seconds=measured[1] if measured else None,
         num_loaders=config.num_workers,
         keep_snapshots=config.keep_snapshots,
-        rendezvous_errors=rendezvous.errors,
+        rendezvous_problems=rendezvous.problems,
         is_rendezvous_usable=rendezvous.is_usable,
         rendezvous_notes=rendezvous.notes,
         expiries=rendezvous.expiries,

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-from elastic_train.errors import StoreRefused, StoreUnreachable, UsageError
+from elastic_train.check.facts import Problem
+from elastic_train.check.finding import count
+from elastic_train.errors import StoreRefused, StoreUnreachable
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.store import greet
 from elastic_train.torchrun import split_endpoint
@@ -18,13 +20,15 @@ from elastic_train.torchrun import split_endpoint
 CONNECT_SECONDS = 3.0
 CALL_SECONDS = 8.0
 EXPIRY_DAYS = 14
+CHECK_ADDRESS = "check the address, the firewall, and whether it has started"
+SEE_PAGE = "deploy/etcd/README.md has TLS, users and roles"
 
 
 @dataclass(frozen=True)
 class RendezvousFacts:
-    errors: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     is_usable: bool = True
-    """whether the errors leave enough of it to meet at"""
+    """whether the problems leave enough of it to meet at"""
     notes: tuple[str, ...] = ()
     expiries: tuple[str, ...] = ()
     """of certificates that expire soon"""
@@ -36,18 +40,21 @@ def look_at_endpoint(endpoint: str) -> RendezvousFacts:
         host, port = split_endpoint(endpoint)
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
     except (ValueError, OSError) as error:
-        return RendezvousFacts((f"{endpoint} does not resolve: {error}",), is_usable=False)
+        return unusable(f"{endpoint} does not resolve: {error}", "check the name, and this machine's name server")
     where = f"{host}:{port} ({address[0]})"
     try:
         socket.create_connection((host, port), CONNECT_SECONDS).close()
     except ConnectionRefusedError:
         return RendezvousFacts(notes=(f"{where} answers; nobody listens there yet, as before the first node starts",))
     except OSError as error:
-        return RendezvousFacts((f"{where} does not answer: {error}",), is_usable=False)
+        return unusable(f"{where} does not answer: {error}", CHECK_ADDRESS)
     try:
         greet(host, port, timedelta(seconds=CONNECT_SECONDS))
     except StoreUnreachable:
-        return RendezvousFacts((f"what listens at {where} is no rendezvous store",), is_usable=False)
+        return unusable(
+            f"what listens at {where} is no rendezvous store",
+            "another program has that port: choose another --rdzv-endpoint",
+        )
     return RendezvousFacts(notes=(f"{where} answers as a rendezvous store",))
 
 
@@ -55,45 +62,48 @@ def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
     """Each member by itself, then a write where the job will. Blocks some seconds where a member does not answer."""
     from elastic_train.etcd import Connections, Etcd  # and with it gRPC
 
-    errors: list[str] = []
     expiries: list[str] = []
     if settings.cert is not None:
         expiries += expiry_told(f"the client certificate {settings.cert}", days_of(settings.cert))
-    num_silent = 0
     key = f"{settings.prefix}/{run_id}/{secrets.token_hex(6)}"
+    met: dict[Problem, list[str]] = {}
+    """by what is wrong, the members that it is wrong with"""
     for endpoint in settings.endpoints:
-        if settings.ca is not None:
-            problem, days = certificate_of(endpoint, settings)
-            if problem is not None:
-                errors.append(f"etcd at {endpoint}: {problem}")
-                num_silent += 1
-                continue
-            expiries += expiry_told(f"the certificate of etcd at {endpoint}", days)
         connections = Connections(replace(settings, endpoints=(endpoint,)))
         try:
             Etcd(connections, deadline=CONNECT_SECONDS).get(key)
         except StoreUnreachable as error:
-            errors.append(f"etcd at {endpoint}: {error}")
-            num_silent += 1
-        except StoreRefused:
-            break  # for all of them, and told below
+            met.setdefault(why_silent(endpoint, settings, error), []).append(endpoint)
+        except StoreRefused as error:
+            problem = Problem(error.what.removeprefix(f"etcd at {endpoint}: "), error.do or SEE_PAGE)
+            met.setdefault(problem, []).append(endpoint)
+        else:
+            if settings.ca is not None:
+                expiries += expiry_told(f"the certificate of etcd at {endpoint}", days_of_server(endpoint, settings))
         finally:
             connections.close()
-    if num_silent == len(settings.endpoints):
-        return RendezvousFacts(tuple(errors), is_usable=False, expiries=tuple(expiries))
+    problems = tuple(replace(problem, what=f"etcd at {', '.join(at)}: {problem.what}") for problem, at in met.items())
+    if sum(map(len, met.values())) == len(settings.endpoints):
+        return RendezvousFacts(problems, is_usable=False, expiries=tuple(expiries))
     connections = Connections(settings)
     try:
         etcd = Etcd(connections, deadline=CALL_SECONDS)
         write_once(etcd, key)
-    except (StoreUnreachable, StoreRefused, UsageError) as error:
-        return RendezvousFacts((*errors, str(error)), is_usable=False, expiries=tuple(expiries))
+    except (StoreUnreachable, StoreRefused) as error:
+        do = error.do if isinstance(error, StoreRefused) else "see that a majority of its members run, and their logs"
+        what = error.what if isinstance(error, StoreRefused) else str(error)
+        return RendezvousFacts((*problems, Problem(what, do or SEE_PAGE)), is_usable=False, expiries=tuple(expiries))
     finally:
         connections.close()
     who = "anybody" if settings.user is None and settings.cert is None else settings.user or "the client certificate"
     how = "TLS" if settings.ca is not None else "plain text"
     where = f"{settings.prefix}/{run_id}"
-    note = f"etcd with {len(settings.endpoints)} members over {how}; {who} may write below {where}"
-    return RendezvousFacts(tuple(errors), notes=(note,), expiries=tuple(expiries))
+    note = f"etcd with {count(len(settings.endpoints), 'member')} over {how}; {who} may write below {where}"
+    return RendezvousFacts(problems, notes=(note,), expiries=tuple(expiries))
+
+
+def unusable(what: str, do: str) -> RendezvousFacts:
+    return RendezvousFacts((Problem(what, do),), is_usable=False)
 
 
 def write_once(etcd: object, key: str) -> None:
@@ -107,8 +117,45 @@ def write_once(etcd: object, key: str) -> None:
         etcd.revoke(lease)
 
 
-def certificate_of(endpoint: str, settings: EtcdSettings) -> tuple[str | None, float | None]:
-    """(what is wrong with the TLS of a member, days until its certificate expires)."""
+def why_silent(endpoint: str, settings: EtcdSettings, error: StoreUnreachable) -> Problem:
+    """What is wrong with a member that gave no answer: gRPC does not tell TLS at one end alone from a lost connection.
+
+    Blocks for some seconds at most.
+    """
+    try:
+        with socket.create_connection(split_endpoint(endpoint), CONNECT_SECONDS) as connection:
+            has_tls = speaks_tls(connection)
+    except OSError as refused:
+        return Problem(f"it does not answer: {refused.strerror or refused}", CHECK_ADDRESS)
+    if has_tls and settings.ca is None:
+        return Problem(
+            "it speaks TLS, and no ca= is given",
+            "give ca=FILE in --rdzv-conf, the certificate of its authority; cert= and key= too where it asks for them",
+        )
+    if not has_tls and settings.ca is not None:
+        return Problem(
+            "it does not speak TLS, and ca= is given",
+            "leave ca=, cert= and key= out of --rdzv-conf, or start it with --cert-file and --key-file",
+        )
+    why = error.__cause__ or error
+    return Problem(f"it takes connections and does not answer: {why}", "see its log, and how busy its machine is")
+
+
+def speaks_tls(connection: socket.socket) -> bool:
+    """Whether a TLS server is at the other end; not whether its certificate, or ours, is good."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        context.wrap_socket(connection).close()
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")  # it asks for a client certificate
+    except OSError:
+        return False
+    return True
+
+
+def days_of_server(endpoint: str, settings: EtcdSettings) -> float | None:
+    """Until the certificate of a member that answers expires; None where it says nothing of that."""
     host, port = split_endpoint(endpoint)
     context = ssl.create_default_context(cafile=settings.ca)
     try:
@@ -119,14 +166,10 @@ def certificate_of(endpoint: str, settings: EtcdSettings) -> tuple[str | None, f
             context.wrap_socket(plain, server_hostname=host) as connection,
         ):
             certificate = connection.getpeercert() or {}
-    except ssl.SSLCertVerificationError as error:
-        return f"its certificate is not accepted: {error.verify_message}", None
-    except ssl.SSLError as error:
-        return f"no TLS: {error.reason or error}", None
-    except OSError as error:
-        return f"it does not answer: {error}", None
+    except OSError:  # it has answered gRPC, which is what counts
+        return None
     expiry = certificate.get("notAfter")
-    return None, (ssl.cert_time_to_seconds(str(expiry)) - time.time()) / 86400 if expiry else None
+    return (ssl.cert_time_to_seconds(str(expiry)) - time.time()) / 86400 if expiry else None
 
 
 def days_of(path: str) -> float | None:

@@ -6,7 +6,7 @@ import ipaddress
 import re
 from statistics import median
 
-from elastic_train.check.facts import ALL_REDUCE_BYTES, Gathered
+from elastic_train.check.facts import ALL_REDUCE_BYTES, Gathered, Problem
 from elastic_train.check.finding import Finding, Level, by_value, by_value_of, count, fine, listing, nodes_of, rate
 from elastic_train.status import human_bytes
 
@@ -124,18 +124,21 @@ def torch_is_known(gathered: Gathered) -> list[Finding]:
 
 
 def store_is_usable(gathered: Gathered) -> list[Finding]:
+    met: dict[Problem, list[int]] = {}
+    for rank, worker in enumerate(gathered.workers):
+        for problem in worker.rendezvous_problems:
+            met.setdefault(problem, []).append(rank)
     findings = []
-    for text, ranks in by_value(gathered, lambda rank: "\n".join(gathered.workers[rank].rendezvous_errors)).items():
+    for problem, ranks in met.items():
         is_usable = all(gathered.workers[rank].is_rendezvous_usable for rank in ranks)
-        for error in filter(None, text.split("\n")):
-            findings.append(
-                Finding(
-                    Level.MATTERS if is_usable else Level.BREAKS,
-                    f"rendezvous, from {nodes_of(gathered, ranks)}: {error}",
-                    "without a majority of its members nobody can meet" if is_usable else "without it nobody can meet",
-                    "check the address, the firewall, and whether it has started; TLS and users: deploy/etcd/README.md",
-                )
+        findings.append(
+            Finding(
+                Level.MATTERS if is_usable else Level.BREAKS,
+                f"rendezvous, from {nodes_of(gathered, ranks)}: {problem.what}",
+                "without a majority of its members nobody can meet" if is_usable else "without it nobody can meet",
+                problem.do,
             )
+        )
     findings += [
         Finding(
             Level.MATTERS,

@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -22,10 +23,10 @@ import pytest
 
 from elastic_train import cli
 from elastic_train.certificates import make_certificates
-from elastic_train.check.rendezvous import certificate_of, look_at_etcd
+from elastic_train.check.rendezvous import days_of_server, look_at_etcd
 from elastic_train.drills.etcd_cluster import EtcdCluster, Tls, find_program, make_tls
 from elastic_train.drills.network import Network
-from elastic_train.drills.nodes import clean_environment, is_listening, wait_until
+from elastic_train.drills.nodes import clean_environment, wait_until
 from elastic_train.errors import UsageError
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.torchrun import read_command
@@ -41,41 +42,50 @@ def lines_of_page(program: str) -> list[list[str]]:
 
 
 class TestCertificates:
-    def test_a_server_is_believed_by_its_names_and_its_authority_alone(self, tmp_path: Path) -> None:
-        tls = make_tls(tmp_path / "ours", needs_client_cert=True)
-        stranger = make_tls(tmp_path / "theirs")
-        cluster = EtcdCluster(tmp_path, 1, tls)
+    def test_a_check_says_what_is_wrong_with_certificates_and_what_to_do(self, tmp_path: Path) -> None:
+        """Once for all members; in words of --rdzv-conf."""
+        tls, stranger = make_tls(tmp_path / "ours"), make_tls(tmp_path / "theirs")
+        ours = replace(tls, needs_client_cert=True)
+        cluster = EtcdCluster(tmp_path, 3, ours)
+        files = {"cert": str(tls.client_cert), "key": str(tls.client_key)}
+        own_files = {"cert": str(stranger.client_cert), "key": str(stranger.client_key)}
         try:
             cluster.start()
-            files = {"cert": str(tls.client_cert), "key": str(tls.client_key)}
-            ours = cluster.settings(ca=str(tls.ca), **files)
-            problem, days = certificate_of(cluster.endpoint, ours)
-            assert problem is None
+            good = cluster.settings(ca=str(tls.ca), **files)
+            assert look_at_etcd(good, "a").problems == ()
+            days = days_of_server(cluster.members[0].endpoint, good)
             assert days is not None
             assert 364 < days <= 365
-            assert look_at_etcd(ours, "a").errors == ()
-            other = cluster.settings(ca=str(stranger.ca), **files)
-            assert "not accepted" in str(certificate_of(cluster.endpoint, other)[0])
-            assert not look_at_etcd(other, "a").is_usable
-            with_no_certificate = cluster.settings(ca=str(tls.ca))
-            assert not look_at_etcd(with_no_certificate, "a").is_usable
+            for given, what, do in (
+                ({"ca": str(stranger.ca), **files}, f"not signed by ca={stranger.ca}", "ca="),
+                ({"ca": str(tls.ca)}, "asks for a client certificate", "cert=FILE and key=FILE"),
+                ({"ca": str(tls.ca), **own_files}, f"cert={stranger.client_cert}", "--trusted-ca-file"),
+                ({}, "speaks TLS, and no ca= is given", "ca=FILE"),
+            ):
+                facts = look_at_etcd(cluster.settings(**given), "a")
+                assert not facts.is_usable
+                (problem,) = facts.problems
+                assert problem.what.startswith(f"etcd at {', '.join(member.endpoint for member in cluster.members)}: ")
+                assert problem.what.count(cluster.members[0].endpoint) == 1
+                assert what in problem.what
+                assert do in problem.do
         finally:
             cluster.end()
 
-    def test_a_server_is_not_believed_by_another_name(self, tmp_path: Path) -> None:
-        files = make_certificates(tmp_path / "certs", ["etcd-1.lan", "10.0.0.11"])
-        client = (files.certificate("client"), files.key("client"))
-        tls = Tls(files.ca, files.certificate("server"), files.key("server"), *client)
-        cluster = EtcdCluster(tmp_path, 1, tls)
+    def test_a_check_says_that_nobody_speaks_tls_or_listens(self, tmp_path: Path) -> None:
+        ca = make_tls(tmp_path).ca
+        cluster = EtcdCluster(tmp_path, 1)
         (member,) = cluster.members
         try:
-            member.start()
-            wait_until(lambda: is_listening(member.client_port, member.host), "etcd")
-            problem, _ = certificate_of(member.endpoint, cluster.settings(ca=str(files.ca)))
-            assert "not accepted" in str(problem)
-            assert "127.0.0.1" in str(problem)
+            cluster.start()
+            (problem,) = look_at_etcd(cluster.settings(ca=str(ca)), "a").problems
+            assert problem.what == f"etcd at {member.endpoint}: it does not speak TLS, and ca= is given"
+            assert "leave ca=" in problem.do
         finally:
             cluster.end()
+        (problem,) = look_at_etcd(cluster.settings(), "a").problems
+        assert problem.what == f"etcd at {member.endpoint}: it does not answer: Connection refused"
+        assert "firewall" in problem.do
 
     def test_keys_are_for_their_owner_and_nothing_is_overwritten_unasked(self, tmp_path: Path) -> None:
         files = make_certificates(tmp_path / "certs", ["etcd-1.lan", "10.0.0.11", "fd00::1"], client="trainer")
@@ -175,13 +185,20 @@ def test_the_user_of_a_run_may_write_below_its_prefix_and_nowhere_else(
         settings = cluster.settings(ca=str(folder / "ca.pem"), user="trainer")
         monkeypatch.setenv("ELASTIC_TRAIN_ETCD_PASSWORD", TRAINER_PASSWORD)
         own = look_at_etcd(settings, "run-a")
-        assert own.errors == ()
+        assert own.problems == ()
         assert "trainer may write below /elastic_train/run-a" in own.notes[0]
         others = look_at_etcd(settings, "run-b")
         assert not others.is_usable
-        assert "role does not allow" in others.errors[-1]
+        (problem,) = others.problems
+        assert "role does not allow" in problem.what
+        assert "--rdzv-id that the role has" in problem.do
         monkeypatch.setenv("ELASTIC_TRAIN_ETCD_PASSWORD", "wrong")
-        assert not look_at_etcd(settings, "run-a").is_usable
+        wrong = look_at_etcd(settings, "run-a")
+        assert not wrong.is_usable
+        assert "password_file=" in wrong.problems[0].do
+        nobody = look_at_etcd(cluster.settings(ca=str(folder / "ca.pem")), "run-a")
+        assert not nobody.is_usable
+        assert "user= and password_file=" in nobody.problems[0].do
 
 
 def test_a_client_certificate_alone_is_a_user(tmp_path: Path) -> None:
@@ -189,8 +206,8 @@ def test_a_client_certificate_alone_is_a_user(tmp_path: Path) -> None:
     with member_with_users(tmp_path, users_of_page(), needs_client_cert=True) as (cluster, folder):
         files = {"cert": str(folder / "trainer.pem"), "key": str(folder / "trainer.key")}
         settings = cluster.settings(ca=str(folder / "ca.pem"), **files)
-        assert look_at_etcd(settings, "run-a").errors == ()
-        assert "role does not allow" in look_at_etcd(settings, "run-b").errors[-1]
+        assert look_at_etcd(settings, "run-a").problems == ()
+        assert "role does not allow" in look_at_etcd(settings, "run-b").problems[-1].what
 
 
 def test_no_password_stands_on_a_command_line() -> None:
@@ -270,7 +287,7 @@ def test_a_local_cluster_lives_until_it_is_ended(tmp_path: Path, flags: tuple[st
         settings = EtcdSettings.from_torchrun(options["rdzv-endpoint"], conf, {}, min_nodes=1, max_nodes=4)
         assert len(settings.endpoints) == 3
         assert (settings.ca is not None) == bool(flags)
-        assert look_at_etcd(settings, "none").errors == ()
+        assert look_at_etcd(settings, "none").problems == ()
         folder = Path(re.findall(r", in (\S+) \(removed at the end\)", log.read_text())[0])
         members = [psutil.Process(int(pid)) for pid in re.findall(r"pid (\d+)", log.read_text())]
         members[0].kill()

@@ -179,11 +179,11 @@ def test_etcd_before_any_job(etcd: EtcdCluster, tmp_path: Path) -> None:
     """One member away is a warning; two of three, and nobody could meet."""
     from elastic_train.check.rendezvous import look_at_etcd
 
-    assert look_at_etcd(etcd.settings(), "none/check").errors == ()
+    assert look_at_etcd(etcd.settings(), "none/check").problems == ()
     etcd.members[0].kill()
     one_away = look_at_etcd(etcd.settings(), "none/check")
     assert one_away.is_usable
-    assert len(one_away.errors) == 1
-    assert etcd.members[0].endpoint in one_away.errors[0]
+    assert len(one_away.problems) == 1
+    assert etcd.members[0].endpoint in one_away.problems[0].what
     etcd.members[1].kill()
     assert not look_at_etcd(etcd.settings(), "none/check").is_usable

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_train.check import node_rules, world_rules
 from elastic_train.check.command import describe
-from elastic_train.check.facts import Gathered, Gpu, Link, SharedFacts, Wanted, WorkerFacts
+from elastic_train.check.facts import Gathered, Gpu, Link, Problem, SharedFacts, Wanted, WorkerFacts
 from elastic_train.check.finding import Finding, Level
 from elastic_train.check.rules import RULES, is_passed, judge
 
@@ -101,7 +101,7 @@ def test_a_good_job_passes_with_a_word_from_every_rule() -> None:
 
 
 def test_facts_survive_their_way_through_the_store() -> None:
-    one = replace(worker(1), gpu=GPU, rendezvous_errors=("a", "b"))
+    one = replace(worker(1), gpu=GPU, rendezvous_problems=(Problem("a", "b"), Problem("c", "d")))
     assert WorkerFacts.from_json(one.to_json()) == one
     assert WorkerFacts.from_json(worker(0).to_json()) == worker(0)
     assert SharedFacts.from_json(shared(0, 3).to_json()) == shared(0, 3)
@@ -173,10 +173,13 @@ def test_a_node_without_the_hook_matters_under_c10d_alone() -> None:
 
 
 def test_a_store_that_cannot_be_used_and_one_with_a_member_away() -> None:
-    away = with_worker(job(), 1, rendezvous_errors=("etcd at b:2379 does not answer",))
-    assert "node1" in the_one(world_rules.store_is_usable(away), Level.MATTERS).what
-    gone = with_worker(job(), 1, rendezvous_errors=("no quorum",), is_rendezvous_usable=False)
+    away = with_worker(job(), 1, rendezvous_problems=(Problem("etcd at b:2379 does not answer", "start it"),))
+    found = the_one(world_rules.store_is_usable(away), Level.MATTERS)
+    assert ("node1" in found.what, found.do) == (True, "start it")
+    gone = with_worker(job(), 1, rendezvous_problems=(Problem("no quorum", "see"),), is_rendezvous_usable=False)
     the_one(world_rules.store_is_usable(gone), Level.BREAKS)
+    everywhere = with_all(job(), rendezvous_problems=(Problem("wrong ca=", "another"),), is_rendezvous_usable=False)
+    assert "from node0, node1, node2: wrong ca=" in the_one(world_rules.store_is_usable(everywhere), Level.BREAKS).what
     old = with_all(job(), expiries=("the client certificate trainer.pem expires in 3 days",))
     assert "certs" in the_one(world_rules.store_is_usable(old), Level.MATTERS).do
 
