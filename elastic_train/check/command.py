@@ -16,13 +16,14 @@ from elastic_train.config import Config, parse
 from elastic_train.errors import FormationFailed, LeftOut, StoreRefused, StoreUnreachable, UsageError
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.stopping import StopSignal, die_with_parent
-from elastic_train.torchrun import Launch, max_nodes_of
+from elastic_train.torchrun import Launch, max_nodes_of, split_endpoint
 
 if TYPE_CHECKING:
     from elastic_train.check.rendezvous import RendezvousFacts
 
 OWN_ID = "check"
 """follows the job's run id in etcd"""
+MAX_PORT = 65535
 LEAST_PEER_TIMEOUT = 30.0
 """seconds: here nobody is in a hurry to be rid of a slow node, it is to be named"""
 
@@ -33,6 +34,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: a flag of the check or of the job is wrong.
     """
+    refuse_what_cannot_work(arguments)
     if "RANK" in os.environ:
         die_with_parent()
     from elastic_train.__main__ import own_flags
@@ -45,6 +47,23 @@ def run_check(arguments: argparse.Namespace) -> int:
     if launch.local_rank == 0:  # in each node's own terminal or log
         print("\n".join([*describe(findings), "PASS" if is_good else "FAIL"]), flush=True)
     return 0 if is_good else 1
+
+
+def refuse_what_cannot_work(arguments: argparse.Namespace) -> None:
+    """Raises: UsageError; before anything that takes long."""
+    for flag in ("nodes", "workers"):
+        number = getattr(arguments, flag)
+        if number is not None and number < 1:
+            raise UsageError(f"--{flag} {number}: must be at least 1")
+    if arguments.rdzv_backend == "etcd3":
+        etcd_settings(arguments, os.environ)
+    elif arguments.rdzv_endpoint is not None:
+        try:
+            _, port = split_endpoint(arguments.rdzv_endpoint)
+        except ValueError as error:
+            raise UsageError(f"--rdzv-endpoint: {error}") from error
+        if not 0 < port <= MAX_PORT:
+            raise UsageError(f"--rdzv-endpoint {arguments.rdzv_endpoint}: a port is 1 to {MAX_PORT}")
 
 
 def launch_of(config: Config, environ: Mapping[str, str]) -> Launch:

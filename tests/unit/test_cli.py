@@ -162,6 +162,11 @@ class TestSnapshotList:
         (["bench", "bogus"], "invalid choice: 'bogus'"),
         (["bench", "loop", "--quic"], "unrecognized arguments: --quic"),
         (["bench", "loop", "--json", "/no/such/folder/file"], "there is no folder /no/such/folder"),
+        (["check", "--nodes", "0"], "--nodes 0: must be at least 1"),
+        (["check", "--workers", "-1"], "--workers -1: must be at least 1"),
+        (["check", "--rdzv-endpoint=localhost:abc"], "--rdzv-endpoint: 'localhost:abc' is not HOST:PORT"),
+        (["check", "--rdzv-endpoint=localhost:99999"], "a port is 1 to 65535"),
+        (["check", "--rdzv-backend=etcd3"], "needs --rdzv-endpoint=HOST:PORT"),
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(
