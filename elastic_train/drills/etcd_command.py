@@ -47,7 +47,8 @@ def serve_etcd(arguments: argparse.Namespace) -> int:
 def describe(cluster: EtcdCluster, folder: Path, *, keeps: bool) -> list[str]:
     tls = cluster.tls
     conf = [f"--rdzv-conf=ca={tls.ca},cert={tls.client_cert},key={tls.client_key}"] if tls else []
-    command = ["torchrun", "--rdzv-backend=etcd3", f"--rdzv-endpoint={cluster.endpoint}", *conf]
+    # One of its own: tries without one would all be the run of runs/default, and the second would go on with the first.
+    command = ["torchrun", "--rdzv-backend=etcd3", f"--rdzv-endpoint={cluster.endpoint}", "--rdzv-id=try-1", *conf]
     size = len(cluster.members)
     spare = (size - 1) // 2
     return [
@@ -58,6 +59,7 @@ def describe(cluster: EtcdCluster, folder: Path, *, keeps: bool) -> list[str]:
         "",
         f"  {' '.join(command)} --nnodes 1:4 -m elastic_train",
         "",
+        "Another --rdzv-id is another run, with a directory of its own below runs/.",
     ]
 
 

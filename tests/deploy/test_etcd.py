@@ -283,6 +283,8 @@ def test_a_local_cluster_lives_until_it_is_ended(tmp_path: Path, flags: tuple[st
         line = wait_until(lambda: re.search(r"^  torchrun (.*)$", log.read_text(), re.M), "the torchrun line", 100)
         options = read_command(shlex.split(line[1])).options
         assert options["rdzv-backend"] == "etcd3"
+        assert options["rdzv-id"] == "try-1"
+        assert "Another --rdzv-id is another run" in log.read_text()
         conf = dict(part.split("=", 1) for part in options.get("rdzv-conf", "").split(",") if part)
         settings = EtcdSettings.from_torchrun(options["rdzv-endpoint"], conf, {}, min_nodes=1, max_nodes=4)
         assert len(settings.endpoints) == 3
