@@ -10,18 +10,20 @@ import datetime
 import importlib.util
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic_train.errors import UsageError
+from elastic_train.errors import UsageError, first_line
 
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 AUTHORITY_YEARS = 10
+MAX_DAYS = 365 * AUTHORITY_YEARS
 
 
 @dataclass(frozen=True)
@@ -51,40 +53,54 @@ def make_certificates(
     """An authority (the one that is there, or a new one), `server` for all of `hosts`, and one for a client.
 
     Args:
-        hosts: names and IP addresses under which the servers are reached; clients compare them.
+        hosts: names and IP addresses under which the servers are reached; clients compare them. Empty: only a client's
+            certificate, by the authority that is there.
         client: its common name, which etcd takes for the user name; also that of its files.
         renew: replace certificates that are there; the authority stays, so that nobody else has to be told.
 
     Raises:
-        UsageError: `cryptography` is not installed, there are certificates already, or the authority's key is missing.
+        UsageError: `cryptography` is not installed, an argument cannot work, there are certificates already, the
+            authority or its key is missing, or the folder cannot be read or written.
     """
     if importlib.util.find_spec("cryptography") is None:
         raise UsageError("certificates need cryptography: pip install 'elastic_train[certs]'")
-    if not hosts:
-        raise UsageError("--hosts: name the hosts of the servers, as clients will")
     if client in ("ca", "server") or not client.replace("-", "").replace("_", "").isalnum():
         raise UsageError(f"--client {client}: letters, digits, - and _, and neither ca nor server")
+    if not 0 < days <= MAX_DAYS:
+        raise UsageError(f"--days {days}: 1 to {MAX_DAYS}, as long as the authority lasts")
+    names = [general_name(host) for host in hosts]
     files = CertificateFiles(folder)
-    standing = [files.certificate(name) for name in ("server", client) if files.certificate(name).exists()]
-    if standing and not renew:
-        raise UsageError(f"{standing[0]} exists; --renew replaces it, signed by the same authority")
-    if files.ca.exists() != files.ca_key.exists():
-        raise UsageError(f"{folder} holds only one of ca.pem and ca.key: a new authority needs an empty folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    authority, authority_key = read_authority(files) if files.ca.exists() else make_authority(files)
-    names: list[x509.GeneralName] = [general_name(host) for host in hosts]
-    issue(files, "server", hosts[0], names, authority, authority_key, days)
-    issue(files, client, client, [], authority, authority_key, days)
+    wanted = ["server", client] if hosts else [client]
+    try:
+        standing = [files.certificate(name) for name in wanted if files.certificate(name).exists()]
+        if standing and not renew:
+            hint = "; without --hosts only the client's is made" if standing == [files.certificate("server")] else ""
+            raise UsageError(f"{standing[0]} exists; --renew replaces it, signed by the same authority{hint}")
+        if files.ca.exists() != files.ca_key.exists():
+            raise UsageError(f"{folder} holds only one of ca.pem and ca.key: a new authority needs an empty folder")
+        if not hosts and not files.ca.exists():
+            raise UsageError(f"{folder} has no authority yet: --hosts, the servers' names and addresses, makes one")
+        folder.mkdir(parents=True, exist_ok=True)
+        authority, authority_key = read_authority(files) if files.ca.exists() else make_authority(files)
+        if hosts:
+            issue(files, "server", hosts[0], names, authority, authority_key, days)
+        issue(files, client, client, [], authority, authority_key, days)
+    except OSError as error:
+        raise UsageError(f"{error.filename or folder}: {error.strerror}") from error
     return files
 
 
 def general_name(host: str) -> x509.GeneralName:
+    """Raises: UsageError where it is neither an address nor a name."""
     from cryptography import x509
 
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        return x509.DNSName(host)
+        pass
+    if re.fullmatch(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?", host) is None or ".." in host:
+        raise UsageError(f"--hosts: {host!r} is no host name or address (without scheme and port)")
+    return x509.DNSName(host)
 
 
 def read_authority(files: CertificateFiles) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
@@ -92,10 +108,14 @@ def read_authority(files: CertificateFiles) -> tuple[x509.Certificate, EllipticC
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    key = load_pem_private_key(files.ca_key.read_bytes(), password=None)
+    try:
+        key = load_pem_private_key(files.ca_key.read_bytes(), password=None)
+        certificate = x509.load_pem_x509_certificate(files.ca.read_bytes())
+    except (TypeError, ValueError) as error:  # TypeError: with a password
+        raise UsageError(f"{files.ca} and {files.ca_key} are not ours: {first_line(error)}") from error
     if not isinstance(key, EllipticCurvePrivateKey):
         raise UsageError(f"{files.ca_key} is no elliptic curve key, so not one of ours")
-    return x509.load_pem_x509_certificate(files.ca.read_bytes()), key
+    return certificate, key
 
 
 def make_authority(files: CertificateFiles) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
@@ -104,7 +124,7 @@ def make_authority(files: CertificateFiles) -> tuple[x509.Certificate, EllipticC
 
     key = ec.generate_private_key(ec.SECP256R1())
     name = common_name("elastic_train authority")
-    builder = begin(name, name, key.public_key(), 365 * AUTHORITY_YEARS)
+    builder = begin(name, name, key.public_key(), MAX_DAYS)
     usage = key_usage(digital_signature=False, signs=True)
     certificate = (
         builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

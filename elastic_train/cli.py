@@ -174,10 +174,13 @@ def make_parser() -> argparse.ArgumentParser:
 
     certs = _add(commands, "certs", make_certs, "certificates for an etcd cluster and its clients")
     certs.add_argument("dir", type=Path, metavar="DIR", help="ca, server and client go there, each .pem and .key")
-    certs.add_argument("--hosts", required=True, metavar="HOST,...", help="names and addresses of the etcd servers")
+    certs.add_argument(
+        "--hosts", metavar="HOST,...",
+        help="names and addresses of the etcd servers; without, only the client's is made, by the authority in DIR",
+    )  # fmt: skip
     certs.add_argument("--client", default="client", metavar="NAME", help="user name in etcd (default: client)")
     certs.add_argument("--days", type=int, default=365, help="that server and client are valid (default: 365)")
-    certs.add_argument("--renew", action="store_true", help="replace server and client; the authority stays")
+    certs.add_argument("--renew", action="store_true", help="replace what is there; the authority stays")
 
     bench = _add(commands, "bench", run_benchmark, "ours against what one would write by hand, interleaved in one run")
     from elastic_train.bench import BENCHMARKS
@@ -324,10 +327,13 @@ def serve_etcd(arguments: argparse.Namespace) -> int:
 def make_certs(arguments: argparse.Namespace) -> int:
     from elastic_train.certificates import make_certificates
 
-    hosts = [host.strip() for host in arguments.hosts.split(",") if host.strip()]
+    hosts = [host.strip() for host in (arguments.hosts or "").split(",") if host.strip()]
+    if arguments.hosts is not None and not hosts:
+        raise UsageError("--hosts: name the hosts of the servers, as clients will")
     files = make_certificates(arguments.dir, hosts, client=arguments.client, days=arguments.days, renew=arguments.renew)
     name = arguments.client
-    print(f"servers: {files.certificate('server')}, {files.key('server')}; authority: {files.ca}")
+    if hosts:
+        print(f"servers: {files.certificate('server')}, {files.key('server')}; authority: {files.ca}")
     print(f"workers: --rdzv-conf=ca={files.ca},cert={files.certificate(name)},key={files.key(name)}")
     print(f"keep {files.ca_key} away from all nodes: whoever has it makes certificates that they accept")
     return 0

@@ -21,17 +21,23 @@ def serve_etcd(arguments: argparse.Namespace) -> int:
     """Start the members, say how to use them, and end them all on SIGINT or SIGTERM.
 
     Raises:
-        EtcdMissing: there is no etcd on this machine. TooSlow: it does not become healthy. UsageError: the folder is
-            not empty, and members of an earlier start would look for each other at ports that are gone.
+        EtcdMissing: there is no etcd on this machine. TooSlow: it does not become healthy. UsageError: the folder
+            cannot be written; or is not empty, and members of an earlier start would look for each other at ports that
+            are gone.
     """
-    if arguments.dir is not None and arguments.dir.is_dir() and any(arguments.dir.iterdir()):
-        raise UsageError(f"--dir {arguments.dir}: is not empty")
+    if arguments.dir is not None:
+        try:
+            arguments.dir.mkdir(parents=True, exist_ok=True)
+            if any(arguments.dir.iterdir()):
+                raise UsageError(f"--dir {arguments.dir}: is not empty")
+            tempfile.TemporaryFile(dir=arguments.dir).close()
+        except OSError as error:
+            raise UsageError(f"--dir {arguments.dir}: {error.strerror}") from error
     ended: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda received, _frame: ended.append(received))
     folder = (arguments.dir or Path(tempfile.mkdtemp(prefix="elastic-train-etcd-"))).absolute()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         cluster = EtcdCluster(folder, arguments.members, make_tls(folder) if arguments.tls else None)
         with ExitStack() as ends:
             ends.callback(cluster.end)  # also the members of a start that fails half way

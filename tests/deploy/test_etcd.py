@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cryptography import x509
 
 from elastic_train import cli
 from elastic_train.certificates import make_certificates
@@ -39,6 +40,13 @@ def lines_of_page(program: str) -> list[list[str]]:
     """The page's commands with a program, as words."""
     text = re.sub(r"\\\n", " ", PAGE)
     return [shlex.split(line) for line in text.splitlines() if line.startswith(f"    {program} ")]
+
+
+def assert_one_line(capsys: pytest.CaptureFixture[str], *told: str) -> None:
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"elastic-train: error: .*\n", err)
+    assert all(text in err for text in told), err
 
 
 class TestCertificates:
@@ -113,6 +121,68 @@ class TestCertificates:
         assert f"--rdzv-conf=ca={folder / 'ca.pem'},cert={folder / 'trainer.pem'}" in capsys.readouterr().out
         assert cli.main([command[1], str(folder), *command[3:]]) == 2
         assert "--renew" in capsys.readouterr().err
+
+    def test_one_more_client_leaves_everything_else_as_it_is(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = tmp_path / "certs"
+        assert cli.main(["certs", str(folder), "--client", "other"]) == 2
+        assert "no authority yet" in capsys.readouterr().err
+        assert not folder.exists()
+        files = make_certificates(folder, ["etcd-1.lan"])
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        assert cli.main(["certs", str(folder), "--client", "other"]) == 0
+        assert "cert=" + str(files.certificate("other")) in capsys.readouterr().out
+        assert cli.main(["certs", str(folder), "--client", "other"]) == 2
+        assert cli.main(["certs", str(folder), "--client", "other", "--renew"]) == 0
+        after = {path.name: path.read_bytes() for path in folder.iterdir()}
+        assert after.keys() - before.keys() == {"other.pem", "other.key"}
+        assert {name: after[name] for name in before} == before
+        authority = x509.load_pem_x509_certificate(before["ca.pem"])
+        x509.load_pem_x509_certificate(after["other.pem"]).verify_directly_issued_by(authority)
+
+    @pytest.mark.parametrize(
+        ("flags", "told"),
+        [
+            (["--hosts", "a b"], "'a b' is no host name or address"),
+            (["--hosts", "a,c:2379"], "'c:2379' is no host name"),
+            (["--hosts", "https://x"], "'https://x' is no host name"),
+            (["--hosts", ","], "--hosts: name the hosts"),
+            (["--hosts", "a", "--days", "0"], "--days 0: 1 to 3650"),
+            (["--hosts", "a", "--days", "-3"], "--days -3: 1 to 3650"),
+            (["--hosts", "a", "--days", "99999999"], "--days 99999999: 1 to 3650"),
+        ],
+    )
+    def test_what_cannot_work_is_one_line(
+        self, flags: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["certs", str(tmp_path / "certs"), *flags]) == 2
+        assert_one_line(capsys, told)
+        assert not (tmp_path / "certs").exists()
+
+    @pytest.mark.parametrize("command", [["certs", "PATH", "--hosts", "a"], ["etcd", "--dir", "PATH"]])
+    def test_a_folder_that_cannot_be_made(
+        self, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "afile").touch()
+        for path, told in (("afile", "exists"), ("afile/x", "Not a directory"), ("/proc/none", "No such file")):
+            assert cli.main([word.replace("PATH", str(tmp_path / path)) for word in command]) == 2
+            assert_one_line(capsys, str(tmp_path / path), told)
+
+    def test_an_authority_that_is_none(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for name in ("ca.pem", "ca.key"):
+            (tmp_path / name).write_text("none\n")
+        assert cli.main(["certs", str(tmp_path), "--hosts", "a"]) == 2
+        assert_one_line(capsys, str(tmp_path / "ca.key"), "are not ours")
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+    @pytest.mark.parametrize("command", [["certs", "PATH", "--hosts", "a"], ["etcd", "--dir", "PATH"]])
+    def test_a_folder_that_may_not_be_written(
+        self, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        tmp_path.chmod(0o500)
+        assert cli.main([word.replace("PATH", str(tmp_path)) for word in command]) == 2
+        assert_one_line(capsys, str(tmp_path), "Permission denied")
 
     @pytest.mark.parametrize("name", ["ca", "server", "a/b", ""])
     def test_a_client_that_would_overwrite_the_authority(self, name: str, tmp_path: Path) -> None:
