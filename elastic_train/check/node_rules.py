@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 from elastic_train.check.facts import Gathered
 from elastic_train.check.finding import (
     Finding,
@@ -117,19 +120,23 @@ def snapshot_directory_is_one(gathered: Gathered) -> list[Finding]:
     findings = []
     workers = gathered.workers
     for error, ranks in errors(gathered, lambda worker: worker.snapshot_dir_error):
+        is_full = any(os.strerror(code) in error for code in (errno.ENOSPC, errno.EDQUOT))
+        mend = "free space there" if is_full else "mount it, give its user the right to write"
         findings.append(
             Finding(
                 Level.BREAKS,
                 f"{nodes_of(gathered, ranks)} cannot write to {workers[ranks[0]].snapshot_dir}: {error}",
                 "nothing could be saved there: a job that is stopped begins again from an older state",
-                "mount it, give its user the right to write, or choose another --run-dir or --snapshot-dir",
+                f"{mend}, or choose another --run-dir or --snapshot-dir",
             )
         )
     if findings or not gathered.shared:
         return findings or fine(f"snapshot directory {workers[0].snapshot_dir}: writable")
     groups = by_value_of([",".join(map(str, shared.sees_directory_of)) for shared in gathered.shared])
     if len(groups) == 1 and gathered.shared[0].sees_directory_of == tuple(range(len(workers))):
-        return fine(f"snapshot directory {workers[0].snapshot_dir}: writable and the same for all")
+        alone = "; one node alone, not compared with others'"
+        told = "writable" + (" and the same for all" if len(gathered.nodes) > 1 else alone)
+        return fine(f"snapshot directory {workers[0].snapshot_dir}: {told}")
     seen = "; ".join(f"{nodes_of(gathered, ranks)}: {workers[ranks[0]].snapshot_dir}" for ranks in groups.values())
     if not gathered.wanted.wants_shared_directory:
         return fine(f"snapshot directories, each node its own as --local-snapshots says: {seen}")

@@ -282,11 +282,11 @@ def everybody_reaches_everybody(gathered: Gathered) -> list[Finding]:
                 "look at interfaces and versions above; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose an interface",
             )
         )
-    if not gathered.shared:
-        return []
-    return findings or fine(
-        f"connections: every worker reaches every other one, and {gathered.workers[0].backend} works"
-    )
+    if findings or not gathered.shared:
+        return findings
+    if len(gathered.workers) == 1:
+        return fine(f"{gathered.workers[0].backend} works; one worker alone: no connection to others was tried")
+    return fine(f"connections: every worker reaches every other one, and {gathered.workers[0].backend} works")
 
 
 def clocks_agree(gathered: Gathered) -> list[Finding]:

@@ -172,6 +172,12 @@ def test_a_node_without_the_hook_matters_under_c10d_alone() -> None:
     the_one(world_rules.torch_is_known(with_worker(job(is_c10d=False), 2, has_hook=False)), Level.FINE)
 
 
+def test_one_alone_has_compared_nothing() -> None:
+    for rule in (world_rules.everybody_reaches_everybody, node_rules.snapshot_directory_is_one):
+        assert "alone" in the_one(rule(job(1)), Level.FINE).what
+        assert "alone" not in the_one(rule(job(2)), Level.FINE).what
+
+
 def test_a_store_that_cannot_be_used_and_one_with_a_member_away() -> None:
     away = with_worker(job(), 1, rendezvous_problems=(Problem("etcd at b:2379 does not answer", "start it"),))
     found = the_one(world_rules.store_is_usable(away), Level.MATTERS)
@@ -287,7 +293,11 @@ def test_a_task_that_cannot_be_built() -> None:
 def test_the_snapshot_directory() -> None:
     rule = node_rules.snapshot_directory_is_one
     unwritable = with_worker(job(), 1, snapshot_dir_error="Permission denied")
-    assert "node1 cannot write" in the_one(rule(unwritable), Level.BREAKS).what
+    found = the_one(rule(unwritable), Level.BREAKS)
+    assert "node1 cannot write" in found.what
+    assert "right to write" in found.do
+    full = with_worker(job(), 1, snapshot_dir_error="cannot be written: [Errno 28] No space left on device")
+    assert the_one(rule(full), Level.BREAKS).do.startswith("free space there, or")
     apart = with_shared(job(), 2, sees_directory_of=(2,))
     found = the_one(rule(apart), Level.BREAKS)
     assert "node0, node1: /runs/a/snapshots; node2: /runs/a/snapshots" in found.what
