@@ -28,12 +28,15 @@ SLOW_SHARE = 0.5
 
 def world_is_the_one_asked_for(gathered: Gathered) -> list[Finding]:
     if gathered.world_error is not None:
+        has_store = all(worker.is_rendezvous_usable for worker in gathered.workers)
         return [
             Finding(
                 Level.BREAKS,
                 f"no world was formed: {gathered.world_error}",
                 "what is below is of this worker alone",
-                "see that all nodes are started, with one endpoint, one run id and one --nnodes",
+                "see that all nodes are started, with one endpoint, one run id and one --nnodes"
+                if has_store
+                else "mend the rendezvous first, see below",
             )
         ]
     wanted, num_nodes, num_workers = gathered.wanted, len(gathered.nodes), len(gathered.workers)

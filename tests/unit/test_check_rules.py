@@ -149,6 +149,8 @@ def test_no_world_at_all() -> None:
     found = the_one(world_rules.world_is_the_one_asked_for(alone), Level.BREAKS)
     assert "rank 1 did not come" in found.what
     assert not is_passed(judge(alone))
+    without = with_worker(alone, 0, is_rendezvous_usable=False)
+    assert "rendezvous" in the_one(world_rules.world_is_the_one_asked_for(without), Level.BREAKS).do
 
 
 def test_workers_of_one_node_are_one_node() -> None:
