@@ -84,7 +84,15 @@ class History:
     """every path below the run directory, relative"""
 
     def of(self, event: str) -> list[Line]:
-        return [line for line in self.events if line["event"] == event]
+        """By time."""
+        return self._by_event.get(event, [])
+
+    @cached_property
+    def _by_event(self) -> dict[str, list[Line]]:
+        found: dict[str, list[Line]] = {}
+        for line in self.events:
+            found.setdefault(line["event"], []).append(line)
+        return found
 
     @cached_property
     def starts(self) -> list[Line]:
@@ -124,6 +132,14 @@ class History:
             )
             for line in self.of("step")
         ]
+
+    @cached_property
+    def steps_of(self) -> dict[int, list[Step]]:
+        """Generation -> its steps, by time; without those that committed none."""
+        found: dict[int, list[Step]] = {}
+        for step in self.steps:
+            found.setdefault(step.generation, []).append(step)
+        return found
 
     @cached_property
     def kept(self) -> list[Step]:

@@ -107,7 +107,8 @@ class _Ordinary:
                 by_size[after.world_size].append(seconds)
         overall = median([seconds for found in by_size.values() for seconds in found] or [0.0])
         self._by_kind = {kind: median(found) for kind, found in by_kind.items()}
-        self.by_size = {after.world_size: median(by_size.get(after.world_size) or [overall]) for _, after in pairs}
+        present = {after.world_size for _, after in pairs}
+        self.by_size = {size: median(by_size[size]) if size in by_size else overall for size in present}
 
     def seconds(self, before: Step, after: Step) -> float:
         """Of the step `after`; where none like it follows another of its world, that of its world size, or of all."""

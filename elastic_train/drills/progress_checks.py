@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from elastic_train.drills.finding import WALL_TOLERANCE, Found, Skip
@@ -80,9 +81,7 @@ def check_steps(history: History) -> Found:
         raise Skip("no step was committed")
     findings = []
     worlds = {world.generation: world for world in history.worlds}
-    by_generation: dict[int, list[int]] = defaultdict(list)
-    for step in history.steps:
-        by_generation[step.generation].append(step.step)
+    by_generation = {generation: [step.step for step in steps] for generation, steps in history.steps_of.items()}
     for generation, numbers in sorted(by_generation.items()):
         repeated = sorted(number for number, n in Counter(numbers).items() if n > 1)
         if repeated:
@@ -93,6 +92,7 @@ def check_steps(history: History) -> Found:
     gaps = [step for step in range(1, history.last_step + 1) if step not in present]
     if gaps:
         findings.append(f"step {gaps[0]} was never committed, but step {history.last_step} was ({len(gaps)} missing)")
+    saved = _saved(history)
     reached, before = 0, None
     for world in history.worlds:
         has_restarted = _may_have_restarted(history, world, before)
@@ -100,10 +100,10 @@ def check_steps(history: History) -> Found:
             findings.append(
                 f"generation {world.generation} begins at step {world.step}, but step {reached} had been committed"
             )
-        if (saved := _overlooked(history, world)) is not None:
+        if (overlooked := _overlooked(history, world, saved)) is not None:
             findings.append(
                 f"generation {world.generation} begins at step {world.step}, from {world.restored_from}, "
-                f"but the snapshot of step {saved} had been saved"
+                f"but the snapshot of step {overlooked} had been saved"
             )
         numbers = by_generation.get(world.generation, [])
         if numbers and min(numbers) <= world.step:
@@ -139,13 +139,25 @@ def _was_in_hand(history: History, world: World, before: World | None, reached: 
             for line in history.of("done")
         )
     return all(
-        step.writer not in world.members
-        for step in history.steps
-        if step.generation == before.generation and step.step == reached
+        step.writer not in world.members for step in history.steps_of.get(before.generation, ()) if step.step == reached
     )
 
 
-def _overlooked(history: History, world: World) -> int | None:
+_Saved = tuple[int, int, str]
+"""generation and step of a snapshot, and its name"""
+
+
+def _saved(history: History) -> list[_Saved]:
+    """Every snapshot that was ever saved, the newest last."""
+    return sorted(
+        {
+            (int(line["generation"]), int(line["snapshot_step"]), Path(line["path"]).name)
+            for line in history.of("snapshot")
+        }
+    )
+
+
+def _overlooked(history: History, world: World, saved: list[_Saved]) -> int | None:
     """The step of the newest snapshot, where a world of new processes did not begin with it.
 
     Outside of a drill an older one is no finding: the newest may have been lost with the disk of its node. Nor is one
@@ -154,12 +166,8 @@ def _overlooked(history: History, world: World) -> int | None:
     if world.restored_from not in ("snapshot", "scratch"):
         return None
     damaged = history.drill.damaged if history.drill is not None else frozenset()
-    saved = {
-        (int(line["generation"]), int(line["snapshot_step"]), Path(line["path"]).name)
-        for line in history.of("snapshot")
-        if line["generation"] < world.generation
-    }
-    kept = sorted(saved)[-int(history.config.get("keep_snapshots") or 3) :]
+    earlier = bisect.bisect_left(saved, (world.generation, 0, ""))
+    kept = saved[max(0, earlier - int(history.config.get("keep_snapshots") or 3)) : earlier]
     newest = max((step for _, step, name in kept if name not in damaged), default=0)
     is_ours = history.drill is not None or world.restored_from == "scratch"
     return newest if newest > world.step and is_ours else None
@@ -200,21 +208,21 @@ def check_generations(history: History) -> Found:
     return f"generations {history.worlds[0].generation} to {history.worlds[-1].generation}", findings
 
 
-def _at_the_same_time(history: History) -> Iterator[str]:
+def _at_the_same_time(history: History) -> list[str]:
     """The generations that went on when a later one trained already. One step of each may be late: whoever was frozen
     in the middle of it, or cut off, writes it down before it learns that it was left out."""
-    first: dict[int, float] = {}
-    for step in history.steps:
-        first.setdefault(step.generation, step.time)
     tolerance = WALL_TOLERANCE if history.drill is None else DRILL_TOLERANCE
-    for generation in sorted(first):
-        until = min((time for later, time in first.items() if later > generation), default=math.inf) + tolerance
-        late = [step for step in history.steps if step.generation == generation and step.time > until]
+    later_began = math.inf
+    found = []
+    for generation, steps in sorted(history.steps_of.items(), reverse=True):
+        late = [step for step in steps if step.time > later_began + tolerance]
         if len(late) > 1:
-            yield (
+            found.append(
                 f"generation {generation} committed {len(late)} steps more, up to {late[-1].step}, when a later one "
                 f"trained"
             )
+        later_began = min(later_began, steps[0].time)
+    return found[::-1]
 
 
 def _names(members: Iterable[str]) -> str:

@@ -263,7 +263,8 @@ def _recoveries(history: History) -> str:
 def _recovery_bars(history: History, worlds: Sequence[World]) -> str:
     if not worlds:
         return ""
-    phases = {world.generation: _phases_of(world, history) for world in worlds}
+    last_steps = _last_steps(history)
+    phases = {world.generation: _phases_of(world, last_steps.get(world.generation)) for world in worlds}
     names = list(dict.fromkeys(name for found in phases.values() for name in found))
     longest = max(sum(found.values()) for found in phases.values())
     colours = {name: _colour(index) for index, name in enumerate(names)}
@@ -285,11 +286,22 @@ def _recovery_bars(history: History, worlds: Sequence[World]) -> str:
     return legend(colours.items()) + table(head, rows, ids=[f"recovery-{world.generation}" for world in worlds])
 
 
-def _phases_of(world: World, history: History) -> Mapping[str, float]:
+def _last_steps(history: History) -> dict[int, float]:
+    """Generation -> when the last step of those before it was committed; without those that had none before them."""
+    found: dict[int, float] = {}
+    last: float | None = None
+    for world in history.worlds:
+        if last is not None:
+            found[world.generation] = last
+        if steps := history.steps_of.get(world.generation):
+            last = max(steps[-1].time, last or 0.0)
+    return found
+
+
+def _phases_of(world: World, last: float | None) -> Mapping[str, float]:
     """Seconds by phase until a world stood. One of new processes has a single phase, from the last step before it."""
     if world.cause != "start":
         return world.seconds
-    last = max((step.time for step in history.steps if step.generation < world.generation), default=None)
     return {} if last is None else {"down and startup": max(0.0, world.time - last)}
 
 

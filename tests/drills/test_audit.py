@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_train.cli import main
-from elastic_train.drills.audit import Verdict, audit
+from elastic_train.drills.audit import Verdict, audit, audit_history
 from elastic_train.drills.history import read_history
+from elastic_train.drills.report import page
 from elastic_train.errors import RunDirectoryError
 from tests.drills.planting import (
     damage,
@@ -23,6 +25,7 @@ from tests.drills.small_run import (
     Line,
     edit_lines,
     mark_as_drill,
+    write_lines,
 )
 
 
@@ -74,3 +77,26 @@ def test_an_event_of_a_later_version(run_dir: Path) -> None:
 
     edit_lines(events_of(run_dir), add)
     assert audit(run_dir).passed
+
+
+def test_the_time_it_takes_grows_with_the_run_and_not_with_its_square(tmp_path: Path) -> None:
+    steps, generations = 20_000, 2_000
+    (tmp_path / "events").mkdir()
+    per_generation = steps // generations
+    lines: list[Line] = [
+        {"event": "start", "generation": None, "config": {"global_batch_size": 4}, "task": {"train_length": 8}}
+    ]
+    for generation in range(generations):
+        done = generation * per_generation
+        world = {"generation": generation, "step": done, "rank": 0, "members": ["a/0/1"], "cause": "start"}
+        lines.append({"event": "world", **world})
+        lines.append({"event": "restore", **world, "source": "snapshot" if done else "scratch", "restored_step": done})
+        for step in range(done + 1, done + per_generation + 1):
+            lines.append({"event": "step", "generation": generation, "step": step, "epoch": 0, "loss": 1.0})
+        lines.append({"event": "snapshot", "generation": generation, "snapshot_step": step, "path": f"/s/{step}"})
+    told = [{"world_size": 1, **line, "time": START + 0.01 * number} for number, line in enumerate(lines)]
+    write_lines(tmp_path / "events" / "a-0-1.jsonl", told)
+    history = read_history(tmp_path)
+    began = time.process_time()
+    page(history, audit_history(history))
+    assert time.process_time() - began < 8.0, "1 s on an idle machine; what grew with the square took half a minute"
