@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -39,6 +40,8 @@ class Audit:
     """All checks of one run."""
 
     checks: tuple[Check, ...]
+    is_of_a_live_run: bool = False
+    """its end is still to come"""
 
     @property
     def passed(self) -> bool:
@@ -63,7 +66,15 @@ def audit(run_dir: Path) -> Audit:
 
 def audit_history(history: History) -> Audit:
     """Every check that there is, in the order in which a person would ask."""
-    return Audit(tuple(_run(name, promise, check, history) for name, promise, check in CHECKS))
+    return Audit(tuple(_run(name, promise, check, history) for name, promise, check in CHECKS), _is_live(history))
+
+
+def _is_live(history: History) -> bool:
+    from elastic_train.status import RunState, read_status
+
+    if history.is_finished or not history.events:
+        return False
+    return read_status(history.run_dir, time.time()).state in (RunState.STARTING, RunState.RUNNING)
 
 
 def _run(name: str, promise: str, check: Callable[[History], Found], history: History) -> Check:
@@ -80,7 +91,11 @@ def _run(name: str, promise: str, check: Callable[[History], Found], history: Hi
 def describe(found: Audit, history: History) -> list[str]:
     """Lines for a terminal: one for each check, and one for the goodput."""
     width = max(len(check.name) for check in found.checks)
-    lines = [f"{check.name:<{width}}  {check.verdict:<7}  {check.promise}: {check.detail}" for check in found.checks]
+    lines = [
+        f"{check.name:<{width}}  {check.verdict:<7}  {'broken: ' if check.verdict is Verdict.FAIL else ''}"
+        f"{check.promise}: {check.detail}"
+        for check in found.checks
+    ]
     lost = lost_time(history)
     if lost.wall:
         causes = ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in lost.by_cause.items())
@@ -96,7 +111,9 @@ def conclude(found: Audit) -> list[str]:
     lines = []
     num_skipped = sum(check.verdict is Verdict.SKIPPED for check in found.checks)
     if num_skipped:
-        lines.append(f"{num_skipped} of {len(found.checks)} checks were skipped: of them this says nothing")
+        lines.append(f"{num_skipped} of {len(found.checks)} checks were skipped: there was nothing to look at")
+    if found.is_of_a_live_run:
+        lines.append("the run is still running: this says nothing of its end")
     if found.passed:
         return [*lines, "PASS"]
     return [*lines, "FAIL", *(f"  {reason}" for reason in found.reasons or ["nothing could be checked"])]

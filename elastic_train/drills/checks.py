@@ -25,7 +25,7 @@ CHECKS: tuple[tuple[str, str, Callable[[History], Found]], ...] = (
     ("generations", "one membership per generation, in a chain", check_generations),
     ("incidents", "every incident within its limit, no committed step lost", check_incidents),
     ("phases", "the phases sum to the wall", check_phases),
-    ("state", "the weights are those of the undisturbed job", check_state),
+    ("state", "the final weights agree", check_state),
     ("snapshots", "snapshots are whole, none that is torn was restored", check_snapshots),
     ("leftovers", "nothing is left behind", check_leftovers),
 )

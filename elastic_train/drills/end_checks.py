@@ -67,7 +67,7 @@ def _wrong_ends(history: History, drill: DrillRecord) -> Iterable[str]:
 
 
 def check_state(history: History) -> Found:
-    """The final weights are those of the undisturbed job, bit for bit in ordered mode; the final snapshot has them."""
+    """The final snapshot has the final weights, and so has a drill's undisturbed job: in ordered mode bit for bit."""
     result = history.final_result
     if result is None:
         raise Skip("no result.json of this end; it is written at the end of training")
@@ -83,18 +83,22 @@ def check_state(history: History) -> Found:
     if history.drill is not None and reference is None:
         findings.append("the undisturbed run failed: there is nothing to compare with")
     if reference is not None:
-        looked_at.append("an undisturbed run")
+        looked_at.append("an undisturbed run" if _is_ordered(result) else "an undisturbed run, by its losses")
         findings += list(_differences(history, result, reference))
     if not looked_at and not findings:
         raise Skip("neither a snapshot of the last step nor an undisturbed run to compare with")
     return f"{str(result.get('state_sha256'))[:16]}, compared with {' and '.join(looked_at) or 'nothing'}", findings
 
 
+def _is_ordered(result: Line) -> bool:
+    return dict(result.get("config") or {}).get("reduction") == "ordered"
+
+
 def _differences(history: History, result: Line, reference: Line) -> Iterable[str]:
     if result.get("step") != reference.get("step"):
         yield f"step {result.get('step')}, undisturbed {reference.get('step')}"
         return
-    if dict(result.get("config") or {}).get("reduction") == "ordered":
+    if _is_ordered(result):
         if result.get("state_sha256") != reference.get("state_sha256"):
             ours, theirs = str(result.get("state_sha256"))[:16], str(reference.get("state_sha256"))[:16]
             yield f"state_sha256 {ours}, undisturbed {theirs}"

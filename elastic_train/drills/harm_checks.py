@@ -17,6 +17,7 @@ def check_incidents(history: History) -> Found:
     incidents = [entry for entry in result.get("incidents") or [] if isinstance(entry, dict)]
     faults = [fault for fault in history.drill.faults if fault.struck_at is not None] if history.drill else []
     outages = outages_of(history)
+    num_incidents = len(history.worlds[1:]) if history.final_result is None else len(incidents)
     if not incidents and not faults and not outages:
         raise Skip("nothing happened")
     findings = []
@@ -48,7 +49,8 @@ def check_incidents(history: History) -> Found:
             )
     worst = max((outage.seconds for outage in outages if outage.cause == "peer_lost"), default=None)
     told = "" if worst is None else f"; longest outage by a lost peer {worst:.2f} s"
-    return f"{len(incidents)} incidents, {len(faults)} faults, {len(outages)} outages{told}", findings
+    counts = ((num_incidents, "incident"), (len(faults), "fault"), (len(outages), "outage"))
+    return ", ".join(f"{n} {what}{'' if n == 1 else 's'}" for n, what in counts) + told, findings
 
 
 def _may_lose(history: History, time: float) -> bool:

@@ -43,12 +43,26 @@ def test_a_good_drill_passes_every_check(run_dir: Path) -> None:
 
 def test_the_command_ends_in_a_verdict(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(run_dir)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "PASS"
+    told = capsys.readouterr().out
+    assert told.splitlines()[-1] == "PASS"
+    assert "undisturbed" not in told, "there was no such job"
+    assert "1 incident, 0 faults, 1 outage;" in told
     damage(run_dir, LAST_STEP)
     assert main(["audit", str(run_dir)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2] == "FAIL"
     assert lines[-1].startswith("  snapshots: snapshot ")
+    assert any(line.startswith("snapshots    FAIL     broken: ") for line in lines), "no promise looks like a fact"
+
+
+def test_a_run_that_goes_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "result.json").unlink()
+    for path in (run_dir / "events").iterdir():
+        edit_lines(path, lambda lines: [line for line in lines if line["event"] != "done"])
+    assert main(["audit", str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == ["the run is still running: this says nothing of its end", "PASS"]
+    assert any("1 incident, 0 faults, 1 outage;" in line for line in lines)
 
 
 def test_no_run_is_an_error_and_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
