@@ -7,6 +7,7 @@ at is a link, so that it can be reached with the keyboard.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -66,9 +67,12 @@ def nice_step(rough: float) -> float:
 
 
 def lanes(rows: Sequence[tuple[str, Sequence[Segment]]], x: Axis, marks: Sequence[Mark], unit: str) -> str:
-    """One row per name with its segments, the marks across all of them, and the x axis below."""
+    """One row per name with its segments, the marks across all of them, and the x axis below. What all names begin with
+    (a host, up to its slash) is left out: there is room for a few characters."""
+    common = os.path.commonprefix([name for name, _ in rows]).rpartition("/") if len(rows) > 1 else ("", "", "")
+    begin = len(common[0] + common[1])
     body = "".join(
-        f'<div class="lane"><span class="lane-name">{escape(name)}</span><div class="lane-area">'
+        f'<div class="lane"><span class="lane-name" title="{escape(name)}"><bdi>{escape(name[begin:])}</bdi></span><div class="lane-area">'
         + "".join(_segment(segment, x) for segment in segments)
         + "</div></div>"
         for name, segments in rows
@@ -106,15 +110,18 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, ids: Sequence[str] = ()) -> str:
-    """Cells are HTML; `ids` name the rows for links to them."""
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], *, ids: Sequence[str] = (), is_prose: bool = False
+) -> str:
+    """Cells are HTML; `ids` name the rows for links to them. `is_prose`: on a phone it wraps, where others scroll."""
     titles = "".join(f"<th scope=col>{escape(title)}</th>" for title in head)
+    kind = ' class="prose"' if is_prose else ""
     lines = []
     for index, row in enumerate(rows):
         name = f' id="{escape(ids[index])}" tabindex="-1"' if ids else ""
         lines.append(f"<tr{name}>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>")
     return (
-        '<div class="scroll" tabindex="0"><table><thead><tr>'
+        f'<div class="scroll" tabindex="0"><table{kind}><thead><tr>'
         f"{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
 

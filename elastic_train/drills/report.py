@@ -355,7 +355,7 @@ def _audit(found: Audit) -> str:
         )
         for check in found.checks
     ]
-    return table(("check", "", "promise", "looked at"), rows)
+    return table(("check", "", "promise", "looked at"), rows, is_prose=True)
 
 
 def _configuration(history: History) -> str:

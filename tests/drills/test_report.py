@@ -14,7 +14,7 @@ from PIL import Image
 
 from elastic_train.cli import main
 from elastic_train.drills.audit import audit_history
-from elastic_train.drills.charts import MAX_POINTS, Axis, nice_step, thinned
+from elastic_train.drills.charts import MAX_POINTS, Axis, lanes, nice_step, thinned
 from elastic_train.drills.history import read_history
 from elastic_train.drills.lost_time import lost_time
 from elastic_train.drills.report import write_report
@@ -89,13 +89,19 @@ def test_a_browser_shows_the_numbers_of_the_files(run_dir: Path) -> None:
 def test_it_fits_a_phone_and_follows_light_and_dark(run_dir: Path, tmp_path: Path) -> None:
     assert main(["report", str(run_dir)]) == 0
     page = tmp_path / "probe.html"
-    script = "console.error('probe');document.body.title=document.documentElement.scrollWidth>innerWidth"
+    script = (
+        "console.error('probe');document.body.title=document.documentElement.scrollWidth>innerWidth;"
+        "const cut=e=>e.scrollWidth>e.clientWidth;"
+        "document.body.lang=[...document.querySelectorAll('.lane-name')].filter(cut).length"
+        "+[...document.querySelectorAll('.prose')].filter(e=>cut(e.parentElement)).length"
+    )
     text = (run_dir / "report.html").read_text()
     page.write_text(text.replace("</main>", f"</main><script>{script}</script>"))
     done = browse(page, "--window-size=390,900", "--dump-dom")
     assert "CONSOLE" in done.stderr, "a word of the page would be seen"
     dom = done.stdout
     assert re.search(r'<body[^>]* title="false"', dom), "it scrolls sideways on a phone"
+    assert re.search(r'<body[^>]* lang="0"', dom), "a lane's name is cut off, or the audit"
     brightness = {}
     for scheme, flags in (("light", ()), ("dark", ("--blink-settings=preferredColorScheme=0",))):
         picture = tmp_path / f"{scheme}.png"
@@ -145,6 +151,15 @@ def test_the_page_is_of_the_audit_that_was_printed(run_dir: Path) -> None:
     found = audit_history(history)
     (run_dir / "result.json").unlink()
     assert 'data-name="verdict">PASS<' in write_report(history, found).read_text()
+
+
+def test_lanes_are_named_by_what_tells_them_apart() -> None:
+    def names(*members: str) -> list[str]:
+        return re.findall(r"<bdi>([^<]*)<", lanes([(member, []) for member in members], Axis(0.0, 1.0), [], "s"))
+
+    assert names("vm/0/2931", "vm/0/2944", "vm/1/2950") == ["0/2931", "0/2944", "1/2950"]
+    assert names("node1", "node2") == ["node1", "node2"]
+    assert names("vm/0/2931") == ["vm/0/2931"]
 
 
 def test_thinning_keeps_the_spikes() -> None:
