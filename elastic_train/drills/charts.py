@@ -69,12 +69,11 @@ def nice_step(rough: float) -> float:
 def lanes(rows: Sequence[tuple[str, Sequence[Segment]]], x: Axis, marks: Sequence[Mark], unit: str) -> str:
     """One row per name with its segments, the marks across all of them, and the x axis below. What all names begin with
     (a host, up to its slash) is left out: there is room for a few characters."""
-    common = os.path.commonprefix([name for name, _ in rows]).rpartition("/") if len(rows) > 1 else ("", "", "")
-    begin = len(common[0] + common[1])
+    common = os.path.commonpath([name for name, _ in rows]) if len(rows) > 1 else ""
+    begin = len(common) + 1 if common else 0
     body = "".join(
-        f'<div class="lane"><span class="lane-name" title="{escape(name)}"><bdi>{escape(name[begin:])}</bdi></span><div class="lane-area">'
-        + "".join(_segment(segment, x) for segment in segments)
-        + "</div></div>"
+        f'<div class="lane"><span class="lane-name" title="{escape(name)}"><bdi>{escape(name[begin:])}</bdi></span>'
+        '<div class="lane-area">' + "".join(_segment(segment, x) for segment in segments) + "</div></div>"
         for name, segments in rows
     )
     return f'<div class="lanes">{body}<div class="lane-marks">{_marks(marks, x)}</div></div>{_x_axis(x, unit)}'
