@@ -25,9 +25,13 @@ ENDING_SECONDS = 60.0
 
 def check_end(history: History) -> Found:
     """The job reached its end: result.json is there, and whoever was in the last world says `finished`."""
+    findings = []
+    if history.drill is not None and history.drill.is_interrupted:
+        findings.append("the drill was interrupted, so that its job was ended and the faults to come did not strike")
     if not history.is_finished:
-        return f"step {history.last_step}", [_why_not_finished(history)]
-    findings = ["finished, but there is no result.json"] if history.result is None else []
+        return f"step {history.last_step}", [*findings, _why_not_finished(history)]
+    if history.result is None:
+        findings.append(f"finished, but {history.why_no_result}")
     for member in history.worlds[-1].members:
         if (outcome := history.outcomes.get(member, "without a word")) not in FINISHED:
             findings.append(f"{member} was in the last world and ended {outcome}")
@@ -66,11 +70,17 @@ def _wrong_ends(history: History, drill: DrillRecord) -> Iterable[str]:
             yield f"{node} ended {seconds:.0f} s after the last step, limit {limit:.0f} s"
 
 
+def _no_result_yet(history: History) -> str:
+    if history.result is None and "result.json" in history.names:
+        return history.why_no_result
+    return "no result.json of this end; it is written at the end of training"
+
+
 def check_state(history: History) -> Found:
     """The final snapshot has the final weights, and so has a drill's undisturbed job: in ordered mode bit for bit."""
     result = history.final_result
     if result is None:
-        raise Skip("no result.json of this end; it is written at the end of training")
+        raise Skip(_no_result_yet(history))
     findings, looked_at = [], []
     stored = _hash_of_final_snapshot(history, int(result.get("step") or 0))
     if stored is not None:
@@ -141,7 +151,7 @@ def check_phases(history: History) -> Found:
     """The phases sum to the wall, and the wall covers everything that the events saw."""
     result = history.final_result
     if result is None:
-        raise Skip("no result.json of this end; it is written at the end of training")
+        raise Skip(_no_result_yet(history))
     phases = dict(result.get("goodput") or {})
     wall = float(result.get("wall_seconds") or 0.0)
     seconds = {name: float(value) for name, value in phases.items() if name not in ("wall", "ratio")}

@@ -9,6 +9,7 @@ from elastic_train.drills.finding import Found, Skip
 from elastic_train.drills.harm import JOIN_LIMIT_SECONDS, RESTART_LIMIT_SECONDS
 from elastic_train.drills.history import History, World
 from elastic_train.drills.lost_time import Outage, outages_of
+from elastic_train.drills.record import UNKNOWN
 
 
 def check_incidents(history: History) -> Found:
@@ -88,7 +89,12 @@ def check_faults(history: History) -> Found:
     findings += [
         f"fault {fault.number} ({fault.name}) did not strike: {fault.reason}"
         for fault in faults
-        if fault.struck_at is None
+        if fault.struck_at is None and fault.name != UNKNOWN
+    ]
+    findings += [
+        f"drill/faults.jsonl lacks the line that says what fault {fault.number} was"
+        for fault in faults
+        if fault.name == UNKNOWN
     ]
     if len(faults) < planned:
         findings.append(f"only {len(faults)} of {planned} faults were tried")

@@ -195,6 +195,11 @@ class History:
         return not FINISHED.isdisjoint(self.outcomes.values())
 
     @property
+    def why_no_result(self) -> str:
+        """Of a run without one, in words."""
+        return "result.json is damaged: no JSON" if "result.json" in self.names else "there is no result.json"
+
+    @property
     def final_result(self) -> Line | None:
         """result.json, unless it is of an end from which the run was continued."""
         return self.result if self.is_finished else None

@@ -33,7 +33,7 @@ def check_ledger(history: History) -> Found:
         if line["step"] <= history.last_step:
             by_step[line["step"]][line["generation"]].append(line)
     per_epoch = -(-length // batch)
-    findings = [*history.torn]
+    findings = [line for line in history.torn if line.startswith("ledger/")]
     used: dict[int, Counter[int]] = defaultdict(Counter)
     for step in range(1, history.last_step + 1):
         if step not in by_step:
@@ -79,7 +79,7 @@ def check_steps(history: History) -> Found:
     """Committed steps never decrease, and none is missing; only a restart from the newest snapshot may repeat some."""
     if not history.steps:
         raise Skip("no step was committed")
-    findings = []
+    findings = [line for line in history.torn if line.startswith("events/")]
     worlds = {world.generation: world for world in history.worlds}
     by_generation = {generation: [step.step for step in steps] for generation, steps in history.steps_of.items()}
     for generation, numbers in sorted(by_generation.items()):

@@ -70,6 +70,10 @@ def _replace(path: Path, value: Any) -> None:
     write_atomic(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
+UNKNOWN = "unknown"
+"""the name of a fault of which the line that tells it is missing"""
+
+
 @dataclass(frozen=True)
 class FaultRecord:
     """One fault of a drill, from its lines."""
@@ -114,6 +118,11 @@ class DrillRecord:
     leftovers: list[str] | None = None
     missing: tuple[str, ...] = ()
     """the files without which nothing can be said about it that are not there, or torn"""
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether somebody ended it before its time."""
+        return self.settings.get("interrupted") is True
 
     @property
     def node_of(self) -> dict[str, str]:
@@ -167,7 +176,7 @@ def fault_records(lines: list[dict[str, Any]]) -> list[FaultRecord]:
         records.append(
             FaultRecord(
                 number=number,
-                name=str(any_line.get("name")),
+                name=str(any_line.get("name", UNKNOWN)),
                 target=str(any_line.get("target", "")),
                 struck_at=struck.get("struck_at"),
                 step=int(struck.get("step", 0)),

@@ -278,3 +278,8 @@ def test_an_attempt_that_saved_nothing_is_no_part_of_the_wall(run_dir: Path) -> 
     early = {"time": START - 100.0, "event": "start", "generation": None, "rank": 0, "step": 0}
     (run_dir / "events" / "gone-0-1.jsonl").write_text(json.dumps(early) + "\n")
     assert verdicts(audit(run_dir))["phases"] is Verdict.PASS
+
+
+def test_a_result_that_is_no_json(run_dir: Path) -> None:
+    (run_dir / "result.json").write_text('{"step": 7, ')
+    assert "finished, but result.json is damaged" in only_failure(run_dir, "end")

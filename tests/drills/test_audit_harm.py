@@ -271,6 +271,19 @@ def test_a_drill_whose_settings_are_torn(run_dir: Path) -> None:
     assert "drill/drill.json is missing or torn" in only_failure(run_dir, "faults")
 
 
+def test_a_fault_of_which_a_line_is_missing(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    edit_lines(run_dir / "drill" / "faults.jsonl", lambda lines: lines[1:])
+    reasons = audit(run_dir).reasons
+    assert "faults: drill/faults.jsonl lacks the line that says what fault 0 was" in reasons
+    assert not any("None" in reason for reason in reasons)
+
+
+def test_a_drill_that_was_interrupted_says_so_first(run_dir: Path) -> None:
+    mark_as_drill(run_dir, interrupted=True, num_faults=3)
+    assert audit(run_dir).reasons[0].startswith("end: the drill was interrupted")
+
+
 # --- the time ---------------------------------------------------------------------------------------------------------
 
 

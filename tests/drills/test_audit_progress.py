@@ -63,6 +63,12 @@ def test_a_torn_line(run_dir: Path) -> None:
     assert "is torn" in only_failure(run_dir, "ledger")
 
 
+def test_a_torn_event(run_dir: Path) -> None:
+    path = events_of(run_dir)
+    path.write_bytes(path.read_bytes() + b'{"time": 1, "st\n')
+    assert "events/a-0-11.jsonl: line 14 is torn" in only_failure(run_dir, "steps")
+
+
 def test_a_line_that_a_kill_cut_off_is_no_finding_of_its_own(run_dir: Path) -> None:
     path = ledger_of(run_dir, MEMBERS[1])
     whole = path.read_bytes()
