@@ -18,6 +18,7 @@ bandwidth, but no more than milliseconds at a time to the lock.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -662,7 +663,7 @@ class SnapshotWriter:
         except OSError as error:
             raise SnapshotError(
                 f"snapshot {path} cannot be written: {_cause(error)}; older snapshots are untouched; "
-                "free some space there or choose another --snapshot-dir"
+                f"{_advice(error)}choose another --snapshot-dir"
             ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -783,6 +784,15 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _advice(error: OSError) -> str:
+    """What helps, beside another folder."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space there or "
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "make the folder writable for this user or "
+    return ""
 
 
 def _cause(error: OSError) -> str:

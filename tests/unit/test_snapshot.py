@@ -881,3 +881,17 @@ def test_info_is_a_value(tmp_path: Path) -> None:
     first, second = (find_snapshots(tmp_path, warn=no_warning) for _ in range(2))
     assert first == second
     assert isinstance(first[0], SnapshotInfo)
+
+
+@pytest.mark.parametrize(("number", "told"), [(errno.ENOSPC, True), (errno.EROFS, False), (errno.EACCES, False)])
+def test_only_a_full_disk_is_to_be_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, told: bool
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(snapshot, "_write_state", refuse)
+    with pytest.raises(SnapshotError, match="cannot be written") as caught:
+        save(make_writer(tmp_path), step=1)
+    assert ("free some space" in str(caught.value)) is told
+    assert ("writable" in str(caught.value)) is not told
