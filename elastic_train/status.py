@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -74,6 +75,7 @@ class Status:
     epoch: int | None = None
     """of the newest committed step, from 0"""
     num_epochs: int | None = None
+    """None where training ends before, at --max-steps"""
     samples_done: int | None = None
     """in that epoch"""
     length: int | None = None
@@ -87,7 +89,8 @@ class Status:
     """the newest whole one by its size; its checksum is not verified"""
     incidents: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """oldest first, equal ones once"""
+    """oldest first; of those that differ in numbers only, as in the step of a snapshot, the newest, with a count"""
+    is_drill: bool = False
     result_path: Path | None = None
     goodput_ratio: float | None = None
     notes: tuple[str, ...] = ()
@@ -147,12 +150,20 @@ def read_status(run_dir: Path, now: float, is_alive: IsAlive | None = None) -> S
         raise RunDirectoryError(f"{run_dir} does not exist; --run-dir of the training says where the run is") from error
     except OSError as error:
         raise RunDirectoryError(f"{run_dir} cannot be read: {error.strerror}") from error
-    if not workers and not names & {"owner.json", "snapshots", "result.json", ".claim.lock"}:
+    if not workers and not names & {"owner.json", "drill", "snapshots", "result.json", ".claim.lock"}:
         raise RunDirectoryError(f"{run_dir} holds no run: there is no events/ in it")
+    if is_alive is None and "drill" in names:  # whose nodes may have host names of their own, and are here
+        lives = drill_is_alive(run_dir / "drill", now)
+
+        def is_alive(start: Line) -> bool | None:
+            known = process_is_alive(start)
+            return lives if known is None else known
+
     return _status(run_dir, workers, now, is_alive or process_is_alive)
 
 
 def _status(run_dir: Path, workers: list[_Worker], now: float, is_alive: IsAlive) -> Status:
+    is_drill = (run_dir / "drill").is_dir()
     generation = max((g for worker in workers if (g := worker.generation) is not None), default=None)
     current = [worker for worker in workers if worker.generation == generation]
     newest_time = max((float(worker.last["time"]) for worker in current), default=0.0)
@@ -164,6 +175,8 @@ def _status(run_dir: Path, workers: list[_Worker], now: float, is_alive: IsAlive
     state, notes = _classify(current, now, is_alive), []
     if state is RunState.RUNNING and generation is None:
         state = RunState.STARTING
+    if not workers and (owner := _read_json(run_dir / "owner.json") or ({} if is_drill else None)) is not None:
+        state = RunState.DEAD if is_alive(owner) is False else state
     attempt = _classify(newcomers, now, is_alive) if newcomers and state is not RunState.RUNNING else None
     if attempt is RunState.RUNNING:
         state = RunState.STARTING
@@ -186,6 +199,7 @@ def _status(run_dir: Path, workers: list[_Worker], now: float, is_alive: IsAlive
         step = snapshot.step
     batch, num_epochs = _int(config, "global_batch_size"), _int(config, "epochs")
     length = _length(start, snapshot, step_lines)
+    last_step = _last_step(length, batch, num_epochs, _int(config, "max_steps"))
     epoch, samples_done = _position(step, step_lines, length, batch)
     result = _read_json(run_dir / "result.json")
     result_is_current = result is not None and (step is None or _int(result, "step") == step)
@@ -200,12 +214,12 @@ def _status(run_dir: Path, workers: list[_Worker], now: float, is_alive: IsAlive
         last_line_time=max((worker.last_time for worker in workers), default=None),
         error=_error(current) if state is RunState.FAILED else None,
         generation=generation,
-        world_size=_int(newest, "world_size") if newest else None,
-        members=_members(world, current),
+        world_size=_int(newest, "world_size") if newest and generation is not None else None,
+        members=_members(world, current) if generation is not None else (),
         step=step,
-        last_step=_last_step(length, batch, num_epochs, _int(config, "max_steps")),
+        last_step=last_step,
         epoch=epoch,
-        num_epochs=num_epochs,
+        num_epochs=num_epochs if last_step == _last_step(length, batch, num_epochs, None) else None,
         samples_done=samples_done,
         length=length,
         loss=_float(step_lines[-1], "loss") if step_lines else None,
@@ -215,6 +229,7 @@ def _status(run_dir: Path, workers: list[_Worker], now: float, is_alive: IsAlive
         snapshot=snapshot,
         incidents=_incidents(workers, result if result_is_current else None, now),
         warnings=tuple(dict.fromkeys([*_warnings(workers), *problems])),
+        is_drill=is_drill,
         result_path=run_dir / "result.json" if result is not None else None,
         goodput_ratio=_float(_dict(result, "goodput"), "ratio") if result is not None and result_is_current else None,
         notes=tuple(notes),
@@ -363,15 +378,26 @@ def _incidents(workers: list[_Worker], result: Line | None, now: float) -> tuple
 
     return tuple(
         f"{cause_of(line)}, {duration(now - _time(line))} ago, "
-        f"generation {line['generation']} with {line.get('world_size')} workers at step {line.get('step')}"
+        f"generation {line['generation']} with {line.get('world_size')} "
+        f"{'worker' if line.get('world_size') == 1 else 'workers'} at step {line.get('step')}"
         for line in worlds.values()
     )
 
 
+_NUMBER = re.compile(r"\b\d+")
+
+
 def _warnings(workers: list[_Worker]) -> list[str]:
     lines = [line for worker in workers for line in worker.lines if line["event"] == "warning"]
-    counts = Counter(str(line.get("message")) for line in sorted(lines, key=_time))
-    return [message if count == 1 else f"{message} ({count} times)" for message, count in counts.items()]
+    counts: Counter[str] = Counter()
+    newest: dict[str, str] = {}
+    for line in sorted(lines, key=_time):
+        message = str(line.get("message"))
+        kind = _NUMBER.sub("", message)
+        counts[kind] += 1
+        newest.pop(kind, None)  # so that the newest kind is the last
+        newest[kind] = message
+    return [message if counts[kind] == 1 else f"{message} ({counts[kind]} times)" for kind, message in newest.items()]
 
 
 def _read_workers(directory: Path) -> list[_Worker]:
@@ -452,6 +478,20 @@ def process_is_alive(start: Line) -> bool | None:
     return _is_of(start, int(fields[19])) and fields[0] not in (b"Z", b"X")
 
 
+def drill_is_alive(folder: Path, now: float) -> bool | None:
+    """Whether a node of a drill of this machine lives; None where all may be about to start again."""
+    try:
+        if (folder / "leftovers.json").exists():  # which it writes at its end
+            return False
+        lines = [json.loads(raw) for raw in (folder / "nodes.jsonl").read_bytes().splitlines()]
+        age = now - (folder / "nodes.jsonl").stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    if any(line["what"] == "started" and process_is_alive({**line, "host": host_name()}) for line in lines):
+        return True
+    return False if age > SILENT_AFTER_SECONDS else None
+
+
 def _is_of(start: Line, ticks: int) -> bool:
     """Whether it is by the process that started so long after the machine, and not by an earlier one with its pid."""
     if (own := _int(start, "started_ticks")) is not None:
@@ -472,6 +512,8 @@ def describe(status: Status, now: float) -> list[tuple[str, str]]:
             rows.append((name, text))
 
     row("error", status.error)
+    if status.last_line_time is None and status.state is RunState.DEAD:
+        row("note", "no worker has written anything, and its processes are gone")
     if status.last_line_time is not None:
         row("last event", f"{duration(now - status.last_line_time)} ago{_meaning_of_silence(status, now)}")
     if status.generation is not None:
@@ -499,6 +541,8 @@ def describe(status: Status, now: float) -> list[tuple[str, str]]:
 
 
 def _meaning_of_silence(status: Status, now: float) -> str:
+    if status.is_drill and status.state in (RunState.DEAD, RunState.SILENT):
+        return "; it was a drill, and its nodes are gone" if status.state is RunState.DEAD else "; it is a drill"
     if status.state is RunState.DEAD:
         return "; its processes are gone, and the same command continues from the snapshot"
     if status.state is RunState.SILENT:

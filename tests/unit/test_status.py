@@ -415,3 +415,60 @@ def test_durations_and_sizes() -> None:
     assert [human_bytes(n) for n in (0, 999, 1000, 257_222, 5_000_000, 7 * 10**12)] == [
         "0 B", "999 B", "1.0 kB", "257.2 kB", "5.0 MB", "7.0 TB",
     ]  # fmt: skip
+
+
+def test_warnings_that_differ_in_a_number_are_one(files: Files) -> None:
+    worker = files.worker(0, started=NOW - 20)
+    worker.enter(0, NOW - 10)
+    for number in range(3):
+        worker.write("warning", NOW - 9 + number, message=f"snapshot /r/step-{number:012d} cannot be written")
+    assert read(files).warnings == ("snapshot /r/step-000000000002 cannot be written (3 times)",)
+
+
+def test_the_epochs_are_no_goal_where_the_steps_end_before(files: Files) -> None:
+    worker = files.worker(0, started=NOW - 60)
+    worker.write("start", NOW - 59, config={"epochs": 10**6, "global_batch_size": BATCH, "max_steps": 100})
+    worker.enter(0, NOW - 50)
+    worker.train(1, 50, NOW - 1)
+    told = dict(describe(read(files), NOW))
+    assert told["epoch"].split(",")[0] == "3"
+
+
+def test_before_the_first_world_there_are_no_members(files: Files) -> None:
+    files.worker(0, started=NOW - 3)
+    found = read(files)
+    assert (found.world_size, found.members) == (None, ())
+
+
+def test_a_run_whose_owner_died_before_any_event(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "pass"], stdin=subprocess.DEVNULL)
+    child.wait()
+    (tmp_path / "owner.json").write_text(json.dumps({"host": status.host_name(), "pid": child.pid, "time": NOW}))
+    found = status.read_status(tmp_path, NOW)
+    assert found.state is RunState.DEAD
+    assert "its processes are gone" in dict(describe(found, NOW))["note"]
+
+
+@pytest.mark.parametrize("has_events", [True, False])
+def test_a_drill_that_was_killed(files: Files, has_events: bool) -> None:
+    """Its nodes have host names of their own, and are on this machine."""
+    child = subprocess.Popen([sys.executable, "-c", "pass"], stdin=subprocess.DEVNULL)
+    child.wait()
+    if has_events:
+        files.worker(0, "node1", started=NOW - 100)
+    folder = files.run_dir / "drill"
+    folder.mkdir()
+
+    def state_with(pid: int, age: float) -> Status:
+        line = {"time": time.time(), "what": "started", "node": "node1", "pid": pid}
+        (folder / "nodes.jsonl").write_text(json.dumps(line) + "\n")
+        os.utime(folder / "nodes.jsonl", (NOW - age, NOW - age))
+        return status.read_status(files.run_dir, NOW)
+
+    assert state_with(os.getpid(), 100).state is RunState.STARTING
+    assert state_with(child.pid, 1).state in (RunState.STARTING, RunState.SILENT), "others may be about to start"
+    found = state_with(child.pid, 100)
+    assert found.state is RunState.DEAD
+    assert "other machines" not in str(describe(found, NOW))
+    (folder / "leftovers.json").write_text("[]")
+    assert state_with(child.pid, 1).state is RunState.DEAD
