@@ -64,7 +64,7 @@ class WaysOut:
             summary = json.loads(data)
             reporter.say(
                 f"finished: {state.step} steps{accuracy}, {summary['wall_seconds']:.1f} s, "
-                f"goodput {summary['goodput']['ratio']:.2f}; {worker.directory.result_path}"
+                f"{summary['goodput']['ratio']:.0%} of the wall time in training; {worker.directory.result_path}"
             )
         return 0
 
