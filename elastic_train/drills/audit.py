@@ -11,7 +11,7 @@ from pathlib import Path
 from elastic_train.drills.checks import CHECKS
 from elastic_train.drills.finding import Found, Skip
 from elastic_train.drills.history import History, read_history
-from elastic_train.drills.lost_time import lost_time
+from elastic_train.drills.lost_time import lost_time, span_of
 
 SHOWN_FINDINGS = 5
 
@@ -100,8 +100,7 @@ def describe(found: Audit, history: History) -> list[str]:
     if lost.wall:
         causes = ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in lost.by_cause.items())
         lines.append(
-            f"{'goodput':<{width}}  {lost.ratio:<7.3f}  of {lost.wall:.1f} s between the first and the last step; "
-            f"lost: {causes}"
+            f"{'goodput':<{width}}  {lost.ratio:<7.3f}  of {lost.wall:.1f} s {span_of(history)}; lost: {causes}"
         )
     return lines
 

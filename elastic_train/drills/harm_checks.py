@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from elastic_train.drills.finding import Found, Skip
+from elastic_train.drills.finding import Found, Skip, counted
 from elastic_train.drills.harm import JOIN_LIMIT_SECONDS, RESTART_LIMIT_SECONDS
 from elastic_train.drills.history import History, World
 from elastic_train.drills.lost_time import Outage, outages_of
@@ -51,7 +51,7 @@ def check_incidents(history: History) -> Found:
     worst = max((outage.seconds for outage in outages if outage.cause == "peer_lost"), default=None)
     told = "" if worst is None else f"; longest outage by a lost peer {worst:.2f} s"
     counts = ((num_incidents, "incident"), (len(faults), "fault"), (len(outages), "outage"))
-    return ", ".join(f"{n} {what}{'' if n == 1 else 's'}" for n, what in counts) + told, findings
+    return ", ".join(counted(n, what) for n, what in counts) + told, findings
 
 
 def _may_lose(history: History, time: float) -> bool:

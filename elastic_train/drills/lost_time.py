@@ -53,6 +53,13 @@ class LostTime:
         return self.useful / self.wall if self.wall > 0 else 0.0
 
 
+def span_of(history: History) -> str:
+    """Which time `lost_time` is about, in words."""
+    if history.drill is not None and history.drill.settings.get("released"):
+        return "between the first step and the moment at which the drill let its job run free"
+    return "between the first step and the last"
+
+
 def lost_time(history: History) -> LostTime:
     """All zero where fewer than two steps were committed. Of a drill, up to when it let its job run free."""
     return _lost_time(history, (history.drill.settings.get("released") if history.drill else None) or math.inf)

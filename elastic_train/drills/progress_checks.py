@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from elastic_train.drills.finding import WALL_TOLERANCE, Found, Skip
+from elastic_train.drills.finding import WALL_TOLERANCE, Found, Skip, counted
 from elastic_train.drills.history import History, Line, World
 
 DRILL_TOLERANCE = 0.1
@@ -63,7 +63,10 @@ def check_ledger(history: History) -> Found:
         strange = sorted(index for index in counter if not 0 <= index < length)
         if strange:
             findings.append(f"epoch {epoch}: {_some(strange)} of a data set of {length}")
-    return f"{history.last_step} steps, {len(used)} epochs of {length} samples", findings
+    return (
+        f"{counted(history.last_step, 'step')}, {counted(len(used), 'epoch')} of {counted(length, 'sample')}",
+        findings,
+    )
 
 
 def _some(indices: list[int]) -> str:
@@ -114,7 +117,7 @@ def check_steps(history: History) -> Found:
     result = history.final_result
     if result is not None and result.get("step") != history.last_step:
         findings.append(f"result.json is of step {result.get('step')}, the events reach {history.last_step}")
-    return f"steps 1 to {history.last_step} in {len(history.worlds)} generations", findings
+    return f"steps 1 to {history.last_step} in {counted(len(history.worlds), 'generation')}", findings
 
 
 def _may_have_restarted(history: History, world: World, before: World | None) -> bool:

@@ -12,8 +12,10 @@ from typing import Any
 
 from elastic_train.drills.audit import Audit
 from elastic_train.drills.charts import Axis, Mark, Segment, bar, curve, lanes, legend, nice_step, table
+from elastic_train.drills.finding import counted
 from elastic_train.drills.history import History, World
-from elastic_train.drills.lost_time import LostTime, cause_of, lost_time, outages_of
+from elastic_train.drills.lost_time import LostTime, cause_of, lost_time, outages_of, span_of
+from elastic_train.drills.record import FaultRecord
 from elastic_train.errors import RunDirectoryError
 from elastic_train.run_directory import write_atomic
 
@@ -45,7 +47,7 @@ def page(history: History, found: Audit) -> str:
         _section("Loss", _loss(history)),
         _section("Samples per second", _rate(history)),
         _section("Recovery by phase", _recoveries(history)),
-        _section("Goodput", _goodput(lost)),
+        _section("Goodput", _goodput(lost, span_of(history))),
         _section("Wall time by phase", _phases(history)),
         _section("Audit", _audit(found)),
         _configuration(history),
@@ -197,6 +199,7 @@ def _faults(history: History) -> str:
     if history.drill is None or not history.drill.faults:
         return ""
     faults = history.drill.faults
+    still = _standstills(history, faults)
     rows = [
         (
             str(fault.number),
@@ -204,13 +207,31 @@ def _faults(history: History) -> str:
             escape(fault.target),
             str(fault.step) if fault.struck_at is not None else "",
             f'<span data-name="recovered-{fault.number}">{_seconds(fault.recovered_seconds) or "never"}</span>',
+            f'<span data-name="still-{fault.number}">{_seconds(still.get(fault.number)) or ""}</span>',
             f"{fault.limit_seconds:.0f} s",
             escape(fault.evidence or fault.reason or ""),
         )
         for fault in faults
     ]
-    head = ("", "fault", "of", "at step", "next step after", "limit", "seen")
-    return table(head, rows, ids=[f"fault-{fault.number}" for fault in faults])
+    head = ("", "fault", "of", "at step", "next step after", "standstill", "limit", "how it showed")
+    note = (
+        "<p>The next step is the first that the fault stood in the way of: after a join that of the world with the "
+        "newcomer, whose start counts. The standstill is the time in which nobody committed a step.</p>"
+    )
+    return note + table(head, rows, ids=[f"fault-{fault.number}" for fault in faults])
+
+
+def _standstills(history: History, faults: Sequence[FaultRecord]) -> dict[int, float]:
+    """Number of a fault -> seconds of the longest outage until the job had got over it."""
+    found, outages = {}, outages_of(history)
+    for fault in faults:
+        if fault.struck_at is None or fault.recovered_seconds is None:
+            continue
+        until = fault.struck_at + fault.recovered_seconds
+        own = [o.seconds for o in outages if o.time < until and o.time + o.seconds > fault.struck_at]
+        if own:
+            found[fault.number] = max(own)
+    return found
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
@@ -257,7 +278,9 @@ def _recoveries(history: History) -> str:
     """In place it takes fractions of a second, with new processes many: each has a scale of its own."""
     in_place, anew = ([w for w in history.worlds[1:] if (w.cause == "start") is is_new] for is_new in (False, True))
     note = "<p>With new processes, from the last step to the world:</p>" if in_place and anew else ""
-    return _recovery_bars(history, in_place) + note + _recovery_bars(history, anew)
+    bars = _recovery_bars(history, in_place) + note + _recovery_bars(history, anew)
+    meaning = "In place from the first sign to the next world, with new processes from the last step to the world."
+    return f"<p>{meaning}</p>{bars}" if bars else ""
 
 
 def _recovery_bars(history: History, worlds: Sequence[World]) -> str:
@@ -305,14 +328,16 @@ def _phases_of(world: World, last: float | None) -> Mapping[str, float]:
     return {} if last is None else {"down and startup": max(0.0, world.time - last)}
 
 
-def _goodput(lost: LostTime) -> str:
+def _goodput(lost: LostTime, span: str) -> str:
     if not lost.wall:
         return ""
     parts = [("useful", lost.useful), *((cause, seconds) for cause, seconds in lost.by_cause.items() if seconds > 0)]
-    sizes = ", ".join(f"{seconds * 1000:.1f} ms with {size}" for size, seconds in sorted(lost.step_seconds.items()))
+    sizes = ", ".join(
+        f"{seconds * 1000:.1f} ms with {counted(size, 'worker')}" for size, seconds in sorted(lost.step_seconds.items())
+    )
     return (
-        f"<p>{lost.ratio:.3f} of what the workers present could have done undisturbed, from the first to the last step "
-        f"({lost.wall:.1f} s); a step takes {escape(sizes)} workers.</p>" + _shares(parts, lost.wall)
+        f"<p>{lost.ratio:.3f} of what the workers present could have done undisturbed, {span} "
+        f"({lost.wall:.1f} s); a step takes {escape(sizes)}.</p>" + _shares(parts, lost.wall)
     )
 
 

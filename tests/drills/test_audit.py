@@ -47,6 +47,7 @@ def test_the_command_ends_in_a_verdict(run_dir: Path, capsys: pytest.CaptureFixt
     assert told.splitlines()[-1] == "PASS"
     assert "undisturbed" not in told, "there was no such job"
     assert "1 incident, 0 faults, 1 outage;" in told
+    assert "7 steps, 3 epochs of 10 samples" in told
     damage(run_dir, LAST_STEP)
     assert main(["audit", str(run_dir)]) == 1
     lines = capsys.readouterr().out.splitlines()

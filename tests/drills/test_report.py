@@ -77,7 +77,7 @@ def test_a_browser_shows_the_numbers_of_the_files(run_dir: Path) -> None:
     assert found["step"] == str(result["step"])
     assert found["generations"] == str(result["generations"])
     assert found["wall"] == f"{result['wall_seconds']:.2f} s"
-    assert found["recovered-0"] == "0.55 s"
+    assert (found["recovered-0"], found["still-0"]) == ("0.55 s", "0.50 s")
     assert found["recovery-1"] == f"{sum(result['incidents'][0]['seconds'].values()):.3f} s"
     assert found["share-peer_lost"] == f"{lost.by_cause['peer_lost']:.2f} s"
     assert found["share-startup"] == f"{result['goodput']['startup']:.2f} s"
@@ -144,6 +144,10 @@ def test_an_outage_after_the_drill_let_go_counts(run_dir: Path) -> None:
     assert main(["report", str(run_dir)]) == 0
     found = shown((run_dir / "report.html").read_text())
     assert (found["outages"], found["longest"]) == ("1", "0.50 s")
+    assert (
+        "between the first step and the moment at which the drill let its job run free"
+        in (run_dir / "report.html").read_text()
+    )
 
 
 def test_the_page_is_of_the_audit_that_was_printed(run_dir: Path) -> None:
