@@ -261,7 +261,8 @@ def write_report(arguments: argparse.Namespace) -> int:
     if arguments.open:
         import webbrowser
 
-        webbrowser.open(path.as_uri())
+        if not webbrowser.open(path.as_uri()):
+            print("elastic-train: no browser could be opened: open the file above in one", file=sys.stderr)
     return 0
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import webbrowser
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,14 @@ def test_it_needs_nothing_else(run_dir: Path, capsys: pytest.CaptureFixture[str]
     assert page == run_dir / "report.html"
     assert page.stat().st_size < 2_000_000
     assert not re.findall(r"https?://|@import|<script|<link(?! rel=\"icon\" href=\"data:)", text)
+
+
+def test_no_browser_is_no_error(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(webbrowser, "open", lambda _url: False)
+    assert main(["report", str(run_dir), "--open"]) == 0
+    assert "no browser" in capsys.readouterr().err
 
 
 def test_what_comes_from_the_files_is_escaped(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
