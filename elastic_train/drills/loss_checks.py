@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from elastic_train.drills.finding import Found, Skip
@@ -30,7 +31,7 @@ def check_losses(history: History) -> Found:
     limit = STANDSTILL_SECONDS + 2 * max(lost_time(history).step_seconds.values(), default=0.0)
     for fault in drill.faults:
         name = f"fault {fault.number} ({fault.name} of {fault.target})"
-        found = (_standstill(times, limit, fault), *_crashed(history, fault))
+        found = (_standstill(times, limit, fault, drill.faults), *_crashed(history, fault))
         findings += [f"{name}: {what}" for what in found if what]
     return f"{len(gone)} were lost, left or failed", findings
 
@@ -90,13 +91,15 @@ def _is_due_to(fault: FaultRecord, started: float, time: float) -> bool:
     return fault.undone_at is None or time <= fault.undone_at + fault.limit_seconds
 
 
-def _standstill(times: Sequence[float], limit: float, fault: FaultRecord) -> str | None:
+def _standstill(times: Sequence[float], limit: float, fault: FaultRecord, faults: Sequence[FaultRecord]) -> str | None:
     """How long the steps, whose `times` these are, stood still around a fault that is to pass unnoticed; None where
-    they did not."""
+    they did not. What comes after the strike of the next fault is of that one."""
     if fault.struck_at is None or fault.undone_at is None or fault.may_take:
         return None
+    later = [other.struck_at for other in faults if other.struck_at is not None and other.struck_at > fault.struck_at]
+    end = min(later, default=math.inf)
     gaps = [
-        after - before
+        min(after, end) - before
         for before, after in itertools.pairwise(times)
         if before < fault.undone_at and after > fault.struck_at
     ]

@@ -177,6 +177,30 @@ def test_a_worker_that_its_agent_restarts_to_let_others_join(run_dir: Path) -> N
     assert verdicts(audit(run_dir))["losses"] is Verdict.PASS
 
 
+def test_a_standstill_is_that_of_the_next_fault_from_its_strike_on(run_dir: Path) -> None:
+    """`slow` is undone between two steps, and the second of them is held up by what strikes then."""
+    kill = {"what": "struck", "number": 1, "name": "kill", "step": 3, "limit_seconds": 15.0, "may_take": ["node3"]}
+    slow = {**kill, "number": 0, "name": "slow", "may_take": []}
+
+    over = [{"what": "recovered", "number": number, "time": START + 1.9, "seconds": 0.55} for number in (0, 1)]
+    undone = {"what": "undone", "number": 0, "time": START + 1.32}
+    struck = [{**fault, "time": at, "struck_at": at} for fault, at in ((slow, START + 1.0), (kill, START + 1.35))]
+    mark_as_drill(run_dir, [*struck, undone, *over], num_faults=2)
+
+    def stand_still(lines: list[Line]) -> list[Line]:
+        return [{**line, "time": line["time"] + (5 if line["time"] > START + 1.35 else 0)} for line in lines]
+
+    for member in MEMBERS:
+        edit_lines(events_of(run_dir, member), stand_still)
+    assert "slow" not in "\n".join(audit(run_dir).reasons)
+    later = START + 5.0
+    edit_lines(
+        run_dir / "drill" / "faults.jsonl",
+        lambda lines: [{**line, "struck_at": later} if line.get("name") == "kill" else line for line in lines],
+    )
+    assert "losses: fault 0 (slow of ): 3." in "\n".join(audit(run_dir).reasons)
+
+
 def test_a_standstill_while_an_etcd_member_is_away(run_dir: Path) -> None:
     kill = {"what": "struck", "number": 0, "name": "kill", "step": 3, "limit_seconds": 15.0, "may_take": ["node3"]}
     away = {**kill, "number": 1, "name": "kill-etcd", "may_take": [], "time": START + 2.05, "struck_at": START + 2.05}
