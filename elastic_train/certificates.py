@@ -76,6 +76,8 @@ def make_certificates(
         if standing and not renew:
             hint = "; without --hosts only the client's is made" if standing == [files.certificate("server")] else ""
             raise UsageError(f"{standing[0]} exists; --renew replaces it, signed by the same authority{hint}")
+        if renew and not hosts and not standing:
+            raise UsageError(f"there is no {files.certificate(client)} to renew; the servers' needs their --hosts")
         if files.ca.exists() != files.ca_key.exists():
             raise UsageError(f"{folder} holds only one of ca.pem and ca.key: a new authority needs an empty folder")
         if not hosts and not files.ca.exists():

@@ -103,7 +103,8 @@ def make_parser() -> argparse.ArgumentParser:
     drill.add_argument("--list", action="store_true", help="print the faults and what each does")
     drill.add_argument(
         "--nodes-as", choices=("auto", "processes", "namespaces"), default="auto",
-        help="network namespaces let a node lose its network or its power; auto: where this machine allows",
+        help="network namespaces let a node lose its network or its power, and reach nothing but the others; auto: "
+        "where this machine allows",
     )  # fmt: skip
     drill.add_argument(
         "--run-dir", type=Path, metavar="PATH", help="where it leaves the run (default: runs/drill-SEED-DATE-TIME)"
@@ -180,7 +181,9 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     certs.add_argument("--client", default="client", metavar="NAME", help="user name in etcd (default: client)")
     certs.add_argument("--days", type=int, default=365, help="that server and client are valid (default: 365)")
-    certs.add_argument("--renew", action="store_true", help="replace what is there; the authority stays")
+    certs.add_argument(
+        "--renew", action="store_true", help="replace what is there, without --hosts the client's; the authority stays"
+    )
 
     bench = _add(commands, "bench", run_benchmark, "ours against what one would write by hand, interleaved in one run")
     from elastic_train.bench import BENCHMARKS
@@ -233,7 +236,7 @@ def run_drill(arguments: argparse.Namespace) -> int:
         print("\n".join(list_faults()))
         return 0
     if may_use_namespaces(arguments):
-        become_root()
+        become_root([Path.cwd(), *filter(None, (arguments.run_dir, arguments.scenario))])
     for signum in (signal.SIGTERM, signal.SIGHUP):  # so that its nodes are ended
         if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup leaves it
             signal.signal(signum, lambda received, _frame: sys.exit(128 + received))

@@ -335,7 +335,8 @@ class Etcd:
         import tenacity
 
         errors: list[str] = [] if tried is None else tried
-        refusals: dict[str, TlsRefused] = {}
+        refused: dict[str, TlsRefused] = {}
+        """by endpoint, where the last answer was that, for good"""
         endpoints = self.connections.settings.endpoints
         where = ",".join(endpoints)
         retry = tenacity.Retrying(
@@ -357,16 +358,18 @@ class Etcd:
                 return self._attempt(method, request, give_up_at)
             except Transient as error:
                 errors.append(str(error))
-                if isinstance(error, TlsRefused):
-                    refusals[error.endpoint] = error
-                    if len(refusals) == len(endpoints) and not self.connections.has_answered:
-                        raise StoreRefused(str(error), error.do) from error
+                if not isinstance(error, TlsRefused) or error.may_heal:
+                    refused.pop(error.endpoint, None)
+                    raise
+                refused[error.endpoint] = error
+                if len(refused) == len(endpoints) and not self.connections.has_answered:
+                    raise StoreRefused(error.what, error.do) from error
                 raise
 
         try:
             return retry(attempt)
         except Transient as error:
-            why = next(iter(refusals.values()), error)
+            why = "; ".join(dict.fromkeys(map(str, (error, *refused.values()))))
             raise StoreUnreachable(f"etcd at {where} does not answer ({why}; {self.deadline:g} s)") from error
         except StoreRefused as error:
             raise StoreRefused(f"etcd at {where}: {error.what}", error.do) from error
@@ -390,6 +393,8 @@ class Etcd:
                 self.connections.drop(index, client)
             elif isinstance(judged, Transient):
                 self.connections.rotate(index)
+            if isinstance(judged, Transient):
+                judged.endpoint = settings.endpoints[index]
             raise judged from error
         except ValueError as error:  # grpc: "Cannot invoke RPC on closed channel!": by another thread, see drop()
             raise Transient(str(error)) from error
@@ -397,6 +402,9 @@ class Etcd:
 
 class Transient(Exception):
     """An attempt failed in a way that another one may not."""
+
+    endpoint = ""
+    """at which; empty where it did not come to one"""
 
 
 class TokenRefused(Transient):
@@ -406,10 +414,11 @@ class TokenRefused(Transient):
 class TlsRefused(Transient):
     """A member and this side do not accept each other's certificates; other members may be in order."""
 
-    def __init__(self, endpoint: str, what: str, do: str) -> None:
-        super().__init__(what)
-        self.endpoint = endpoint
-        self.do = do
+    def __init__(self, endpoint: str, what: str, do: str, *, may_heal: bool = False) -> None:
+        super().__init__(f"{endpoint}: {what}")
+        self.what, self.do = what, do
+        self.may_heal = may_heal
+        """a clock may be about to be set"""
 
 
 def judge_tls(text: str, endpoint: str, settings: EtcdSettings) -> TlsRefused | None:
@@ -424,8 +433,8 @@ def judge_tls(text: str, endpoint: str, settings: EtcdSettings) -> TlsRefused | 
     if found := re.search(r"CERTIFICATE_VERIFY_FAILED(?:: ([^:]+))?", text):
         why = found[1] or "its check has failed"
         if "expired" in why or "not yet valid" in why:
-            do = "renew it (elastic-train certs --renew), or set this machine's clock"
-            return TlsRefused(endpoint, f"its certificate is not accepted: {why}", do)
+            do = "renew it (elastic-train certs DIR --hosts ... --renew), or set this machine's clock"
+            return TlsRefused(endpoint, f"its certificate is not accepted: {why}", do, may_heal=True)
         return TlsRefused(
             endpoint,
             f"its certificate is not signed by ca={settings.ca} ({why})",

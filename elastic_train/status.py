@@ -153,7 +153,7 @@ def read_status(run_dir: Path, now: float, is_alive: IsAlive | None = None) -> S
     if not workers and not names & {"owner.json", "drill", "snapshots", "result.json", ".claim.lock"}:
         raise RunDirectoryError(f"{run_dir} holds no run: there is no events/ in it")
     if is_alive is None and "drill" in names:  # whose nodes may have host names of their own, and are here
-        lives = drill_is_alive(run_dir / "drill", now)
+        lives = drill_is_alive(run_dir / "drill")
 
         def is_alive(start: Line) -> bool | None:
             known = process_is_alive(start)
@@ -478,18 +478,12 @@ def process_is_alive(start: Line) -> bool | None:
     return _is_of(start, int(fields[19])) and fields[0] not in (b"Z", b"X")
 
 
-def drill_is_alive(folder: Path, now: float) -> bool | None:
-    """Whether a node of a drill of this machine lives; None where all may be about to start again."""
-    try:
-        if (folder / "leftovers.json").exists():  # which it writes at its end
-            return False
-        lines = [json.loads(raw) for raw in (folder / "nodes.jsonl").read_bytes().splitlines()]
-        age = now - (folder / "nodes.jsonl").stat().st_mtime
-    except (OSError, ValueError):
-        return None
-    if any(line["what"] == "started" and process_is_alive({**line, "host": host_name()}) for line in lines):
-        return True
-    return False if age > SILENT_AFTER_SECONDS else None
+def drill_is_alive(folder: Path) -> bool | None:
+    """Whether the drill lives, without which its nodes do not; None if it is none of this machine's."""
+    settings = _read_json(folder / "drill.json") or {}
+    if "interrupted" in settings or (folder / "leftovers.json").exists():  # which it writes at its end
+        return False
+    return process_is_alive({**settings, "time": settings.get("started")})
 
 
 def _is_of(start: Line, ticks: int) -> bool:

@@ -104,7 +104,10 @@ def _check(job: SlurmJob, is_fixed: bool) -> None:
         raise UsageError("--etcd-conf goes with --etcd")
     if job.etcd:
         parse_endpoints(job.etcd)
-        require_known(dict(part.partition("=")[::2] for part in (job.etcd_conf or "").split(",") if part))
+        try:
+            require_known(dict(part.partition("=")[::2] for part in (job.etcd_conf or "").split(",") if part))
+        except UsageError as error:
+            raise UsageError(f"--etcd-conf: {error}") from error
     for flag, value in {"--allocate": job.allocate, "--workers": job.workers}.items():
         if value is not None and value < 1:
             raise UsageError(f"{flag} {value}: must be at least 1")
@@ -128,7 +131,9 @@ def _setup_of_this_environment() -> str | None:
 def set_option(script: str, name: str, value: str) -> str:
     """`#SBATCH --name=value` in place of the line that is there, else after the last one; quoted for sbatch where it
     must be. Raises UsageError."""
-    if not value.isprintable():
+    if re.fullmatch(r"[a-z][a-z-]*", name) is None:
+        raise UsageError(f"--sbatch {name}: is no option of sbatch")
+    if len(value.splitlines()) > 1:
         raise UsageError(f"--{name} {value!r}: sbatch takes one line")
     if re.search(r"[\s#'\"\\]", value):
         value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'

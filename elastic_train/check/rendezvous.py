@@ -124,15 +124,15 @@ def why_silent(endpoint: str, settings: EtcdSettings, error: StoreUnreachable) -
     """
     try:
         with socket.create_connection(split_endpoint(endpoint), CONNECT_SECONDS) as connection:
-            has_tls = speaks_tls(connection)
+            has_tls = speaks_tls(connection)  # None: it says nothing
     except OSError as refused:
         return Problem(f"it does not answer: {refused.strerror or refused}", CHECK_ADDRESS)
-    if has_tls and settings.ca is None:
+    if has_tls is True and settings.ca is None:
         return Problem(
             "it speaks TLS, and no ca= is given",
             "give ca=FILE in --rdzv-conf, the certificate of its authority; cert= and key= too where it asks for them",
         )
-    if not has_tls and settings.ca is not None:
+    if has_tls is False and settings.ca is not None:
         return Problem(
             "it does not speak TLS, and ca= is given",
             "leave ca=, cert= and key= out of --rdzv-conf, or start it with --cert-file and --key-file",
@@ -141,15 +141,17 @@ def why_silent(endpoint: str, settings: EtcdSettings, error: StoreUnreachable) -
     return Problem(f"it takes connections and does not answer: {why}", "see its log, and how busy its machine is")
 
 
-def speaks_tls(connection: socket.socket) -> bool:
-    """Whether a TLS server is at the other end; not whether its certificate, or ours, is good."""
+def speaks_tls(connection: socket.socket) -> bool | None:
+    """Whether a TLS server is at the other end; not whether its certificate, or ours, is good. None: no answer."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         context.wrap_socket(connection).close()
+    except TimeoutError:
+        return None
     except ssl.SSLError as error:
         return "ALERT" in (error.reason or "")  # it asks for a client certificate
-    except OSError:
+    except OSError:  # an etcd without TLS ends the connection
         return False
     return True
 

@@ -140,11 +140,13 @@ class Etcd3:
         return ["--rdzv-backend=etcd3", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={self._run_id}"]
 
     def start(self) -> None:
+        if self._is_running:
+            return
         if self.members is None:
             self._keys(ANSWER_SECONDS)  # nodes would wait for it a minute
-        elif not self._is_running:
+        else:
             self.members.start()
-            self._is_running = True
+        self._is_running = True
 
     def lose(self) -> None:
         """Nothing: etcd is no part of the job, and keeps what it was told."""

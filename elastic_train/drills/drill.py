@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -29,6 +30,8 @@ from elastic_train.drills.reference import ReferenceFailed, cache_directory, und
 from elastic_train.drills.report import write_report
 from elastic_train.drills.schedule import Planned
 from elastic_train.errors import ElasticTrainError
+from elastic_train.goodput import process_start_ticks
+from elastic_train.world import host_name
 
 TICK_SECONDS = 0.03
 START_LIMIT_SECONDS = 600.0
@@ -129,13 +132,13 @@ def run_drill(settings: Settings) -> bool:
             raise DrillFailed(str(error)) from error
         except INTERRUPTIONS:
             record.add_setting(interrupted=True)
-            print(f"interrupted; its nodes are ended, and what they wrote is in {settings.run_dir}", flush=True)
+            print(f"interrupted; ending its nodes; what they wrote is in {settings.run_dir}", flush=True)
             raise
     try:
         _compare(settings)
     except INTERRUPTIONS:
-        told = f"`elastic-train audit {settings.run_dir}` judges the drill without that comparison"
-        print(f"interrupted; {told}", flush=True)
+        told = f"`elastic-train audit {settings.run_dir}` judges all the rest"
+        print(f"interrupted, so that there is nothing to compare with; {told}", flush=True)
         raise
     return _judge(settings)
 
@@ -154,6 +157,9 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
         num_faults=len(settings.plan),
         plan=[{"at": planned.at, "fault": planned.fault} for planned in settings.plan],
         started=time.time(),
+        host=host_name(),
+        pid=os.getpid(),
+        started_ticks=process_start_ticks(),
     )
     cluster = Cluster(
         settings.run_dir,

@@ -91,7 +91,7 @@ def check_state(history: History) -> Found:
             )
     reference = history.drill.reference if history.drill else None
     if history.drill is not None and reference is None:
-        findings.append("the undisturbed run failed: there is nothing to compare with")
+        findings.append("the undisturbed run failed or was interrupted: there is nothing to compare with")
     if reference is not None:
         looked_at.append("an undisturbed run" if _is_ordered(result) else "an undisturbed run, by its losses")
         findings += list(_differences(history, result, reference))

@@ -62,11 +62,11 @@ class Network:
     @staticmethod
     def why_not() -> str | None:
         """Why this machine has no namespaces for us; None if it has."""
-        if os.geteuid() != 0:
-            return "neither root, nor in a user namespace that allows them (unshare --user --map-root-user --net)"
         missing = [name for name in ("ip", "unshare", "mount", "hostname") if shutil.which(name) is None]
         if missing:
             return f"no {' and '.join(missing)} here"
+        if os.geteuid() != 0:
+            return "neither root, nor in a user namespace that allows them (unshare --user --map-root-user --net)"
         return Network.why_no(lambda network: _run([*network.node_prefix(0), "true"]))
 
     @classmethod

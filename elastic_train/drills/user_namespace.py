@@ -6,7 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
+HIDDEN = ("/run", "/dev/shm")
 # Not seen in there: the machine's network, which nothing made there may be connected to; what it has in /run, where
 # `ip netns` and iptables write; and its shared memory, where the folder of our root may be that of the machine's.
 _ENTER = [
@@ -19,10 +22,13 @@ _ENTER = [
 _PROBE = "import sys; from elastic_train.drills.network import Network; sys.exit(Network.why_not())"
 
 
-def become_root() -> None:
+def become_root(needed: Sequence[Path]) -> None:
     """An ordinary user's program starts again as the root of a user namespace, with the same pid, where that is allowed
-    and serves for network namespaces: this does not return then. For root it does nothing."""
+    and serves for network namespaces: this does not return then. For root it does nothing, nor where one of the
+    `needed` paths could not be seen in there."""
     if os.geteuid() == 0 or shutil.which(_ENTER[0]) is None:
+        return
+    if any(path.resolve().is_relative_to(hidden) for path in needed for hidden in HIDDEN):
         return
     python = [*_ENTER, sys.executable]
     if subprocess.run([*python, "-c", _PROBE], capture_output=True, check=False).returncode == 0:

@@ -513,11 +513,16 @@ def test_where_certificates_were_good_once_they_have_the_grace_to_be_so_again(
     secure: tuple[EtcdCluster, Path], tmp_path: Path
 ) -> None:
     cluster, password = secure
-    settings = secure_settings(cluster, password, ca=str(make_tls(tmp_path).ca))
-    connections = Connections(settings)
-    connections.has_answered = True
+    assert cluster.tls is not None
+    ca = tmp_path / "given.pem"
+    ca.write_bytes(cluster.tls.ca.read_bytes())
+    connections = Connections(secure_settings(cluster, password, ca=str(ca)))
+    assert Etcd(connections, deadline=PATIENCE).get("/team/none") is None
+    ca.write_bytes(make_tls(tmp_path).ca.read_bytes())
+    for index in range(len(cluster.members)):
+        connections.rotate(index)
     with pytest.raises(StoreUnreachable, match="not signed by ca="):
-        Etcd(connections, deadline=1).get("/team/x")
+        Etcd(connections, deadline=1).get("/team/none")
 
 
 def test_a_certificate_for_another_name(tmp_path: Path) -> None:

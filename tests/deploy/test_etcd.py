@@ -10,6 +10,7 @@ import re
 import select
 import shlex
 import signal
+import socket
 import ssl
 import stat
 import subprocess
@@ -95,6 +96,14 @@ class TestCertificates:
         assert problem.what == f"etcd at {member.endpoint}: it does not answer: Connection refused"
         assert "firewall" in problem.do
 
+    def test_a_check_tells_a_member_that_says_nothing_from_one_without_tls(self, tmp_path: Path) -> None:
+        """It takes the connection, as a frozen process does."""
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+            (problem,) = look_at_etcd(EtcdSettings((endpoint,), ca=str(make_tls(tmp_path).ca)), "a").problems
+        assert f"{endpoint}: it takes connections and does not answer" in problem.what
+        assert "ca=" not in problem.do
+
     def test_keys_are_for_their_owner_and_nothing_is_overwritten_unasked(self, tmp_path: Path) -> None:
         files = make_certificates(tmp_path / "certs", ["etcd-1.lan", "10.0.0.11", "fd00::1"], client="trainer")
         for name in ("ca", "server", "trainer"):
@@ -104,6 +113,8 @@ class TestCertificates:
         with pytest.raises(UsageError, match="--renew"):
             make_certificates(files.folder, ["etcd-1.lan"], client="trainer")
         assert {path.name: path.read_bytes() for path in files.folder.iterdir()} == before
+        with pytest.raises(UsageError, match=r"no .*nobody\.pem to renew"):
+            make_certificates(files.folder, [], client="nobody", renew=True)
         make_certificates(files.folder, ["etcd-1.lan"], client="trainer", renew=True)
         after = {path.name: path.read_bytes() for path in files.folder.iterdir()}
         changed = {name for name in before if after[name] != before[name]}

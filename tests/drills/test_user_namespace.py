@@ -21,7 +21,7 @@ from elastic_train.drills.network import Network
 from elastic_train.drills.user_namespace import become_root
 if os.geteuid() != 0:
     print(os.getpid(), Network.why_not(), flush=True)
-become_root()
+become_root([])
 network = Network(2)
 network.drop_outgoing(0)
 print(os.getpid(), sys.argv[1:], network.can_reach_hub(0), network.can_reach_hub(1), flush=True)
@@ -52,7 +52,7 @@ def test_an_ordinary_user_has_nodes_that_can_lose_their_network(tmp_path: Path) 
 def test_root_stays_who_he_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(os, "execvp", lambda *_: pytest.fail("started again"))
-    become_root()
+    become_root([])
 
 
 def test_where_it_is_not_allowed_he_stays_who_he_is_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -62,7 +62,17 @@ def test_where_it_is_not_allowed_he_stays_who_he_is_too(monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(os, "execvp", lambda *_: pytest.fail("started again"))
-    become_root()
+    become_root([])
+
+
+@pytest.mark.parametrize("path", ["/dev/shm/run", "/run/../dev/shm/x/run", "/run/user/1000/run"])
+def test_nor_where_his_files_could_not_be_seen_in_there(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "execvp", lambda *_: pytest.fail("started again"))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
+    become_root([Path("/home/me"), Path(path)])
+    with pytest.raises(pytest.fail.Exception, match="started again"):
+        become_root([Path("/home/me"), Path("/running")])
 
 
 @pytest.mark.slow

@@ -459,16 +459,16 @@ def test_a_drill_that_was_killed(files: Files, has_events: bool) -> None:
     folder = files.run_dir / "drill"
     folder.mkdir()
 
-    def state_with(pid: int, age: float) -> Status:
-        line = {"time": time.time(), "what": "started", "node": "node1", "pid": pid}
-        (folder / "nodes.jsonl").write_text(json.dumps(line) + "\n")
-        os.utime(folder / "nodes.jsonl", (NOW - age, NOW - age))
+    def state_with(pid: int, **settings: object) -> Status:
+        known = {"started": time.time(), "host": status.host_name(), "pid": pid, **settings}
+        (folder / "drill.json").write_text(json.dumps(known))
         return status.read_status(files.run_dir, NOW)
 
-    assert state_with(os.getpid(), 100).state is RunState.STARTING
-    assert state_with(child.pid, 1).state in (RunState.STARTING, RunState.SILENT), "others may be about to start"
-    found = state_with(child.pid, 100)
+    assert state_with(os.getpid()).state is RunState.STARTING
+    assert state_with(child.pid, host="another").state in (RunState.STARTING, RunState.SILENT), "nobody can tell"
+    assert state_with(os.getpid(), interrupted=True).state is RunState.DEAD
+    found = state_with(child.pid)
     assert found.state is RunState.DEAD
     assert "other machines" not in str(describe(found, NOW))
     (folder / "leftovers.json").write_text("[]")
-    assert state_with(child.pid, 1).state is RunState.DEAD
+    assert state_with(os.getpid()).state is RunState.DEAD
