@@ -274,12 +274,11 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
 
     given = {option: getattr(arguments, option.replace("-", "_")) for option in SLURM_OPTIONS}
     options = {option: str(value) for option, value in given.items() if value is not None}
+    if "" in options.values():
+        raise UsageError(f"--{next(option for option, value in options.items() if not value)}: has no value")
     for text in arguments.sbatch:
         name, _, value = text.removeprefix("--").partition("=")
         options[name] = value
-    for option, given_value in given.items():
-        if given_value == "":
-            raise UsageError(f"--{option}: has no value")
     script = write_script(
         SlurmJob(
             nodes=arguments.nodes,
@@ -345,7 +344,7 @@ def make_certs(arguments: argparse.Namespace) -> int:
 
 def list_snapshots(arguments: argparse.Namespace) -> int:
     from elastic_train.snapshot import find_snapshots, snapshots_in
-    from elastic_train.status import duration, human_bytes
+    from elastic_train.wording import duration, human_bytes
 
     directory = snapshots_in(arguments.path)
     found = find_snapshots(directory, warn=_warn)

@@ -15,6 +15,7 @@ from elastic_train.events import EventLog, Ledger, file_name, newest_events
 from elastic_train.metrics import Metrics, Snapshot
 from elastic_train.rate import Rate
 from elastic_train.state import TrainState
+from elastic_train.wording import count
 from elastic_train.world import World
 
 if TYPE_CHECKING:
@@ -231,8 +232,8 @@ class ProgressBar:
             self._task,
             completed=self._length if state.is_finished else state.samples_done,
             description=f"epoch {epoch}/{self._num_epochs}",
-            facts=f"step {state.step}  loss {loss:.4f}  {rate:,.0f} samples/s  {world.world_size} "
-            f"worker{'s' if world.world_size > 1 else ''}  snapshot {snapshot}",
+            facts=f"step {state.step}  loss {loss:.4f}  {rate:,.0f} samples/s  "
+            f"{count(world.world_size, 'worker')}  snapshot {snapshot}",
         )
         self._progress.refresh()
 

@@ -17,6 +17,7 @@ from elastic_train.restore import Restored, restore
 from elastic_train.saving import find_handoffs, remove_handoffs
 from elastic_train.snapshot import find_snapshots
 from elastic_train.state import TrainState
+from elastic_train.wording import count
 from elastic_train.worker import Worker
 from elastic_train.world import Member, World
 
@@ -192,10 +193,10 @@ def describe_start(worker: Worker, world: World, backend: str, restored: Restore
         if restored.source == "scratch"
         else f"from the {restored.source} of step {restored.step}, in epoch {epoch} of {config.epochs}"
     )
-    workers = f"{world.world_size} worker{'s' if world.world_size > 1 else ''}"
+    workers = count(world.world_size, "worker")
     if world.num_spares:
-        workers += f" and {world.num_spares} spare{'s' if world.num_spares > 1 else ''}"
-    nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
+        workers += f" and {count(world.num_spares, 'spare')}"
+    nodes = count(world.num_nodes, "node")
     return (
         f"world generation={world.generation}: {workers} on {nodes} ({worker.device.type}, {backend}), "
         f"global batch {config.global_batch_size} = {share} samples a worker; training {worker.task.name} {where}"

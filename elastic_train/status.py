@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic_train.errors import RunDirectoryError, SnapshotError
 from elastic_train.snapshot import SnapshotInfo, find_snapshots
+from elastic_train.wording import count, duration, human_bytes
 from elastic_train.world import host_name
 
 if TYPE_CHECKING:
@@ -378,8 +379,7 @@ def _incidents(workers: list[_Worker], result: Line | None, now: float) -> tuple
 
     return tuple(
         f"{cause_of(line)}, {duration(now - _time(line))} ago, "
-        f"generation {line['generation']} with {line.get('world_size')} "
-        f"{'worker' if line.get('world_size') == 1 else 'workers'} at step {line.get('step')}"
+        f"generation {line['generation']} with {count(_int(line, 'world_size'), 'worker')} at step {line.get('step')}"
         for line in worlds.values()
     )
 
@@ -567,28 +567,6 @@ def _some(messages: tuple[str, ...]) -> str | None:
     shown = messages[-SHOWN_MESSAGES:]
     earlier = f"; {len(messages) - len(shown)} earlier" if len(messages) > len(shown) else ""
     return f"{len(messages)}: " + "; ".join(reversed(shown)) + earlier
-
-
-def duration(seconds: float) -> str:
-    """Two units at most; a time that lies ahead, by a clock of another machine, is none."""
-    seconds = max(0.0, seconds)
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days"
-
-
-def human_bytes(count: int) -> str:
-    if count < 1000:
-        return f"{count} B"
-    value, unit = count / 1000, "kB"
-    for larger in ("MB", "GB", "TB"):
-        if value >= 1000:
-            value, unit = value / 1000, larger
-    return f"{value:.1f} {unit}"
 
 
 _COLOURS = {

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_train.check.facts import Gathered, Wanted
-from elastic_train.check.finding import Finding, Level, count
+from elastic_train.check.finding import Finding, Level
 from elastic_train.check.rules import is_passed, judge
 from elastic_train.config import Config, parse
 from elastic_train.errors import FormationFailed, LeftOut, StoreRefused, StoreUnreachable, UsageError
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.stopping import StopSignal, die_with_parent
 from elastic_train.torchrun import Launch, max_nodes_of, split_endpoint
+from elastic_train.wording import count
 
 if TYPE_CHECKING:
     from elastic_train.check.rendezvous import RendezvousFacts

@@ -69,9 +69,5 @@ def first_of_nodes(gathered: Gathered) -> list[tuple[int, WorkerFacts]]:
     return [(ranks[0], gathered.workers[ranks[0]]) for ranks in gathered.nodes.values()]
 
 
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def rate(bytes_per_second: float) -> str:
     return f"{8e-9 * bytes_per_second:.2f} Gbit/s"

@@ -10,14 +10,13 @@ from elastic_train.check.finding import (
     Finding,
     Level,
     by_value_of,
-    count,
     errors,
     fine,
     first_of_nodes,
     nodes_of,
     skipped,
 )
-from elastic_train.status import human_bytes
+from elastic_train.wording import count, human_bytes
 
 FRAMEWORK_SHARE = 0.9
 """of a GPU's memory is free on one that nobody else uses"""

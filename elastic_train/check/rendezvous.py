@@ -11,11 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from elastic_train.check.facts import Problem
-from elastic_train.check.finding import count
 from elastic_train.errors import StoreRefused, StoreUnreachable
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.store import greet
 from elastic_train.torchrun import split_endpoint
+from elastic_train.wording import count
 
 CONNECT_SECONDS = 3.0
 CALL_SECONDS = 8.0

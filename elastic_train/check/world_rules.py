@@ -7,8 +7,8 @@ import re
 from statistics import median
 
 from elastic_train.check.facts import ALL_REDUCE_BYTES, Gathered, Problem
-from elastic_train.check.finding import Finding, Level, by_value, by_value_of, count, fine, listing, nodes_of, rate
-from elastic_train.status import human_bytes
+from elastic_train.check.finding import Finding, Level, by_value, by_value_of, fine, listing, nodes_of, rate
+from elastic_train.wording import count, human_bytes
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 WHY_EQUAL = {

@@ -22,7 +22,7 @@ from elastic_train.drills.etcd_cluster import EtcdCallFailed
 from elastic_train.drills.faketime import NodeClocks
 from elastic_train.drills.harm import Fault, Harm, NotStruck
 from elastic_train.drills.history import read_history
-from elastic_train.drills.live import Timeline, num_workers
+from elastic_train.drills.live import Timeline
 from elastic_train.drills.network import Network, NetworkError
 from elastic_train.drills.nodes import TooSlow
 from elastic_train.drills.record import Record, write_reference
@@ -31,6 +31,7 @@ from elastic_train.drills.report import write_report
 from elastic_train.drills.schedule import Planned
 from elastic_train.errors import ElasticTrainError
 from elastic_train.goodput import process_start_ticks
+from elastic_train.wording import count
 from elastic_train.world import host_name
 
 TICK_SECONDS = 0.03
@@ -383,7 +384,7 @@ class Conductor:
     def _world_in_words(self) -> str:
         world = self._cluster.watch.world
         assert world is not None
-        return f"{num_workers(len(world.members))}, generation {world.generation}"
+        return f"{count(len(world.members), 'worker')}, generation {world.generation}"
 
     def _give_up_the_rest(self) -> None:
         ended = "training had ended" if self._cluster.watch.is_finished else "no node was left"

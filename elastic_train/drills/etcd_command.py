@@ -13,6 +13,7 @@ from pathlib import Path
 
 from elastic_train.drills.etcd_cluster import EtcdCluster, EtcdMember, make_tls
 from elastic_train.errors import UsageError
+from elastic_train.wording import count
 
 POLL_SECONDS = 0.2
 
@@ -58,7 +59,7 @@ def describe(cluster: EtcdCluster, folder: Path, *, keeps: bool) -> list[str]:
     size = len(cluster.members)
     spare = (size - 1) // 2
     return [
-        f"elastic-train: etcd, {size} member{'s' if size > 1 else ''}, {'TLS' if tls else 'plain text'}, "
+        f"elastic-train: etcd, {count(size, 'member')}, {'TLS' if tls else 'plain text'}, "
         f"in {folder}{'' if keeps else ' (removed at the end)'}; Ctrl-C ends it",
         *(f"  {member.name} at {member.endpoint}, pid {pid_of(member)}" for member in cluster.members),
         f"{spare} of them may be killed at a time. In other terminals:" if spare else "In other terminals:",

@@ -14,8 +14,3 @@ class Skip(Exception):
 
 Found = tuple[str, Iterable[str]]
 """what was looked at, and what is wrong"""
-
-
-def counted(number: int, what: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

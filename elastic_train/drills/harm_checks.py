@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from elastic_train.drills.finding import Found, Skip, counted
+from elastic_train.drills.finding import Found, Skip
 from elastic_train.drills.harm import JOIN_LIMIT_SECONDS, RESTART_LIMIT_SECONDS
 from elastic_train.drills.history import History, World
 from elastic_train.drills.lost_time import Outage, outages_of
 from elastic_train.drills.record import UNKNOWN
+from elastic_train.wording import count
 
 
 def check_incidents(history: History) -> Found:
@@ -51,7 +52,7 @@ def check_incidents(history: History) -> Found:
     worst = max((outage.seconds for outage in outages if outage.cause == "peer_lost"), default=None)
     told = "" if worst is None else f"; longest outage by a lost peer {worst:.2f} s"
     counts = ((num_incidents, "incident"), (len(faults), "fault"), (len(outages), "outage"))
-    return ", ".join(counted(n, what) for n, what in counts) + told, findings
+    return ", ".join(count(n, what) for n, what in counts) + told, findings
 
 
 def _may_lose(history: History, time: float) -> bool:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from elastic_train.drills.cluster import Cluster, NodeState
+from elastic_train.wording import count
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -24,11 +25,6 @@ MARKS = {
     NodeState.OUT: ("░", "yellow"),
     NodeState.ENDED: (" ", "dim"),
 }
-
-
-def num_workers(count: int) -> str:
-    """In words."""
-    return "1 worker" if count == 1 else f"{count} workers"
 
 
 class Timeline:
@@ -93,7 +89,7 @@ class Timeline:
         step = f"step {watch.step}" + (f" of {self._last_step}" if self._last_step else "")
         loss = "" if watch.loss is None else f", loss {watch.loss:.4f}"
         world = watch.world
-        size = "no world yet" if world is None else f"generation {world.generation}, {num_workers(len(world.members))}"
+        told = f"generation {world.generation}, {count(len(world.members), 'worker')}" if world else "no world yet"
         grid = Table.grid(padding=(0, 1))
         for place in self._cluster.places:
             bar = Text()
@@ -104,4 +100,4 @@ class Timeline:
             label = f"{place.state}" + (f", rank {rank}" if rank is not None and place.state is NodeState.IN else "")
             grid.add_row(Text(place.name), bar, Text(label, style=MARKS[place.state][1]))
         # Not the grid's own title, which would be wrapped to the width of the grid.
-        return Group(Text(f"{self.elapsed:.0f} s, {size}, {step}{loss}", no_wrap=True, overflow="ellipsis"), grid)
+        return Group(Text(f"{self.elapsed:.0f} s, {told}, {step}{loss}", no_wrap=True, overflow="ellipsis"), grid)

@@ -9,8 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from elastic_train.drills.finding import WALL_TOLERANCE, Found, Skip, counted
+from elastic_train.drills.finding import WALL_TOLERANCE, Found, Skip
 from elastic_train.drills.history import History, Line, World
+from elastic_train.wording import count
 
 DRILL_TOLERANCE = 0.1
 """seconds: its nodes have one clock"""
@@ -64,7 +65,7 @@ def check_ledger(history: History) -> Found:
         if strange:
             findings.append(f"epoch {epoch}: {_some(strange)} of a data set of {length}")
     return (
-        f"{counted(history.last_step, 'step')}, {counted(len(used), 'epoch')} of {counted(length, 'sample')}",
+        f"{count(history.last_step, 'step')}, {count(len(used), 'epoch')} of {count(length, 'sample')}",
         findings,
     )
 
@@ -117,7 +118,7 @@ def check_steps(history: History) -> Found:
     result = history.final_result
     if result is not None and result.get("step") != history.last_step:
         findings.append(f"result.json is of step {result.get('step')}, the events reach {history.last_step}")
-    return f"steps 1 to {history.last_step} in {counted(len(history.worlds), 'generation')}", findings
+    return f"steps 1 to {history.last_step} in {count(len(history.worlds), 'generation')}", findings
 
 
 def _may_have_restarted(history: History, world: World, before: World | None) -> bool:

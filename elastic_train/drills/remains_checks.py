@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from elastic_train.drills.finding import Found, Skip, counted
+from elastic_train.drills.finding import Found, Skip
 from elastic_train.drills.history import History
 from elastic_train.errors import SnapshotDamaged, SnapshotError
+from elastic_train.wording import count
 
 
 def check_snapshots(history: History) -> Found:
@@ -37,7 +38,7 @@ def check_snapshots(history: History) -> Found:
     if not infos and not findings:
         raise Skip("no snapshot in the run directory")
     on_purpose = f", {len(planted)} damaged on purpose" if planted else ""
-    return counted(len(infos), "snapshot") + on_purpose, findings
+    return count(len(infos), "snapshot") + on_purpose, findings
 
 
 def _restored_although_damaged(history: History) -> Iterator[str]:

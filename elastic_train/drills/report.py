@@ -12,12 +12,12 @@ from typing import Any
 
 from elastic_train.drills.audit import Audit
 from elastic_train.drills.charts import Axis, Mark, Segment, bar, curve, lanes, legend, nice_step, table
-from elastic_train.drills.finding import counted
 from elastic_train.drills.history import History, World
 from elastic_train.drills.lost_time import LostTime, cause_of, lost_time, outages_of, span_of
 from elastic_train.drills.record import FaultRecord
 from elastic_train.errors import RunDirectoryError
 from elastic_train.run_directory import write_atomic
+from elastic_train.wording import count
 
 FILE = "report.html"
 RATE_BINS = 100
@@ -333,7 +333,7 @@ def _goodput(lost: LostTime, span: str) -> str:
         return ""
     parts = [("useful", lost.useful), *((cause, seconds) for cause, seconds in lost.by_cause.items() if seconds > 0)]
     sizes = ", ".join(
-        f"{seconds * 1000:.1f} ms with {counted(size, 'worker')}" for size, seconds in sorted(lost.step_seconds.items())
+        f"{seconds * 1000:.1f} ms with {count(size, 'worker')}" for size, seconds in sorted(lost.step_seconds.items())
     )
     return (
         f"<p>{lost.ratio:.3f} of what the workers present could have done undisturbed, {span} "

@@ -16,7 +16,8 @@ from elastic_train import status
 from elastic_train.errors import RunDirectoryError
 from elastic_train.goodput import process_start_ticks
 from elastic_train.snapshot import FORMAT_VERSION
-from elastic_train.status import RunState, Status, describe, duration, human_bytes, process_is_alive, read_ends
+from elastic_train.status import RunState, Status, describe, process_is_alive, read_ends
+from elastic_train.wording import duration, human_bytes
 
 NOW = 1_700_000_000.0
 LENGTH, BATCH, EPOCHS = 1437, 64, 30
