@@ -164,10 +164,6 @@ def make_parser() -> argparse.ArgumentParser:
     export.add_argument("--output", metavar="FILE", type=Path, help="default: weights.FORMAT here")
     export.add_argument("--averaged", action="store_true", help="the averaged weights of --ema-decay")
 
-    store = _add(commands, "store", serve_store, "host the rendezvous store at the endpoint, off the training nodes")
-    store.add_argument("--port", type=int, default=29400, help="what --rdzv-endpoint names (default: 29400)")
-    store.add_argument("--host", metavar="ADDRESS", help="name or address to listen at (default: all)")
-
     etcd = _add(commands, "etcd", serve_etcd, "a local etcd cluster to try a job on, until Ctrl-C")
     etcd.add_argument("--members", type=int, default=3, metavar="N", help="how many (default: 3, of which one may die)")
     etcd.add_argument("--tls", action="store_true", help="with certificates of its own, for the client too")
@@ -297,25 +293,6 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
         )
     )
     print(script.rstrip("\n") if arguments.dry_run else submit(script))
-    return 0
-
-
-def serve_store(arguments: argparse.Namespace) -> int:
-    from elastic_train.store import serve
-
-    if arguments.host is None:
-        told = "listens at all addresses; --host ADDRESS: one of a network that only the nodes reach (README, Security)"
-        print(f"elastic-train: warning: {told}", file=sys.stderr, flush=True)
-    ended: list[int] = []
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup has it: what is ignored at the start stays so
-            signal.signal(signum, lambda received, _frame: ended.append(received))
-    serve(
-        arguments.host or "0.0.0.0",
-        arguments.port,
-        started=lambda port: print(f"elastic-train: store at port {port}; end it when the job is over", flush=True),
-        is_over=lambda: bool(ended),
-    )
     return 0
 
 

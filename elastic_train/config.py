@@ -108,7 +108,7 @@ class Config:
     min_nodes: int | None = None
     """fewer nodes than this wait for others instead of training; default: from --nnodes"""
     wait_timeout: float = 600.0
-    """seconds to wait for --min-nodes before saving and giving up"""
+    """seconds to wait for --min-nodes, or for silent nodes without which it may not go on, before giving up"""
     store_endpoint: str | None = None
     """HOST:PORT of the rendezvous, where it cannot be found out from torchrun's own flags"""
     local_rank: int | None = None

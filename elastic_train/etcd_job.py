@@ -18,15 +18,13 @@ from elastic_train.etcd import Entry, Etcd, Transaction
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.etcd_store import Guard, text_of
 from elastic_train.liveness import Probe, probe
-from elastic_train.lobby import Standing, standing
+from elastic_train.protocol.central import Standing
 
-ROUND = "round-0"
-"""below a job's prefix; where agents restart all workers together there are several (membership.py), here is one"""
 MIN_LEASE_SECONDS = 60.0
 NOTICE_SECONDS = 5.0
 """that those who train may need to notice that their grace is over: a call that is under way, and a heartbeat"""
 REFUSED_SECONDS = 3.0
-"""without a beat, where nobody listens at any member's address either"""
+"""without a heartbeat, where nobody listens at any member's address either"""
 NO_STAMP = b"-" * 12
 """in place of a stamp (etcd_store.py): the token is unique to its writer"""
 
@@ -115,31 +113,30 @@ def read_job(entry: Entry, settings: EtcdSettings, run_id: str) -> Job:
 
 
 def is_over(etcd: Etcd, job: Job, *, patience: float, check: Callable[[], None]) -> bool:
-    """Whether a job has reached its end, or has a world, or is about to, and every member of it is dead.
+    """Whether a job has reached its end, or has a world and every member of it is dead.
 
-    Nobody listens any more where a process was killed, and its heart stands still. One that cannot be reached from here
-    may train on without etcd for as long as its grace lasts: it is dead when its heart has not been seen to beat for
-    longer.
+    Nobody listens any more where a process was killed, and it sends no heartbeat. One that cannot be reached from here
+    may train on without etcd for as long as its grace lasts: it is dead when no heartbeat was seen for longer.
     """
     if etcd.get(f"{job.prefix}/over") is not None:
         return True
-    prefix = f"{job.prefix}/{ROUND}"
 
     def look() -> tuple[Standing, dict[str, str]]:
-        texts = {entry.key: text_of(entry) or "" for entry in etcd.below(f"{prefix}/")[0]}
-        return standing(prefix, texts), {key: text for key, text in texts.items() if key.startswith(f"{prefix}/beat/")}
+        texts = {entry.key: text_of(entry) or "" for entry in etcd.below(f"{job.prefix}/")[0]}
+        beats = {key: text for key, text in texts.items() if key.startswith(f"{job.prefix}/heartbeat/")}
+        return Standing().follow(lambda key: texts.get(f"{job.prefix}/{key}")), beats
 
     stood, beats = look()
-    if not stood.everyone:
+    if not stood.members:
         return False
-    # Perhaps it is only from here that nobody can be reached: a beating heart says more, and beats once a second.
-    is_refused = all(probe(member.address) is Probe.REFUSED for member in stood.everyone)
+    # Perhaps it is only from here that nobody can be reached: a heartbeat says more, and comes twice a second.
+    is_refused = all(probe(member.address) is Probe.REFUSED for member in stood.members)
     deadline = time.monotonic() + (REFUSED_SECONDS if is_refused else patience)
     while time.monotonic() < deadline:
         check()
         stands, beat = look()
-        # Any heart: a node that waits to be taken in goes on where all who trained have died.
-        if stands != stood or any(beats.get(heart) != text for heart, text in beat.items()):
+        # Anybody's: a node that waits to be admitted goes on where all who trained have died.
+        if stands != stood or any(beats.get(key) != text for key, text in beat.items()):
             return False
         time.sleep(0.1)
     return True

@@ -33,7 +33,6 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from elastic_train.agents_state import exit_barrier_keys
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable, first_line
 from elastic_train.etcd import Connections, Etcd
 from elastic_train.etcd_job import open_job, take_away
@@ -83,6 +82,21 @@ def num_waiting(me: str, current: Sequence[str], alive: Collection[str], waiting
     again = sum(node in waiting and node != me for node in current)
     room = limit - len(current) + gone
     return gone + again + min(max(0, room), sum(node not in current for node in waiting))
+
+
+def agents_key(run_id: str) -> str:
+    """The prefix that torchrun's own c10d rendezvous gives its keys (c10d_rendezvous_backend.py)."""
+    return f"torch.rendezvous.{run_id}"
+
+
+def exit_barrier_keys(run_id: str, round_: int) -> tuple[str, str]:
+    """(counter of agents that have arrived, flag that lets them go) of the agents' exit barrier.
+
+    `torch/distributed/elastic/utils/store.py` counts arrivals up to the number of agents of the last rendezvous and
+    waits 300 s for those that died.
+    """
+    prefix = f"{agents_key(run_id)}.{round_}/torchelastic/agent/terminal_state"
+    return f"{prefix}/num_members", f"{prefix}/last_member"
 
 
 class AgentsHandler(RendezvousHandler):
@@ -275,7 +289,7 @@ class AgentsHandler(RendezvousHandler):
             if members[0] in self._names("nodes"):
                 raise RendezvousConnectionError(f"the agent of rank 0 at {host}:{port}: {first_line(error)}") from error
             return None
-        # The names that torchrun's own rendezvous gives its rounds: torchrun.py knows what the agents do below them.
+        # The names that torchrun's own rendezvous gives its rounds; its agents have their exit barrier below them.
         barrier = exit_barrier_keys(self.get_run_id(), number)[0]
         prefix, _, _ = barrier.partition("/")
         self._group = raw

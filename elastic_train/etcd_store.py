@@ -115,6 +115,16 @@ class EtcdStore:
         """The same store, its keys under another lease."""
         return EtcdStore(self.etcd, lease=lease, guard=self._guard, mirror=self._mirror)
 
+    def below(self, prefix: str) -> dict[str, str]:
+        """The texts of all keys that begin with `prefix`."""
+        mirror = self._mirror
+        if mirror is not None and prefix.startswith(mirror.prefix) and mirror.wait_for_known():
+            return mirror.below(prefix)
+        return {entry.key: text_of(entry) or "" for entry in self.etcd.below(prefix)[0]}
+
+    def delete(self, key: str) -> None:
+        self.etcd.delete(key)
+
     def delete_prefix(self, prefix: str) -> None:
         """Remove all keys that begin with `prefix`."""
         self.etcd.delete_prefix(prefix)

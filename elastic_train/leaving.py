@@ -15,7 +15,7 @@ from elastic_train.goodput import Phase
 from elastic_train.liveness import Probe, probe
 from elastic_train.loop import WorldLoop
 from elastic_train.membership import Membership
-from elastic_train.saving import Saver, remove_handoffs
+from elastic_train.saving import Saver
 from elastic_train.worker import Worker
 from elastic_train.world import World
 
@@ -44,12 +44,9 @@ class WaysOut:
         data = write_result(worker, world, self._job_token, has_trained=outcome == "finished")
         if world.num_spares:
             with suppress(StoreUnreachable):  # the run is finished all the same
-                self._membership.announce_finished(data.decode())
+                self._membership.announce_finished(world, data.decode())
         self._membership.watcher.leave()  # who is through goes now, and is not missed
-        if world.is_first_of_node:
-            remove_handoffs(worker.directory)
-        with suppress(StoreUnreachable):  # the run is finished all the same
-            self._membership.release_agents(world)
+        self._membership.finish(world)
         worker.reach("exit", world)
         reporter.events.write("done", outcome=outcome)
         reporter.say_for_node(f"{outcome.replace('_', ' ')} at step {state.step}")
@@ -74,10 +71,6 @@ class WaysOut:
         self._membership.watcher.leave()
         if world.is_directory_leader:
             save_result(worker, result.encode())
-        if world.is_first_of_node:
-            remove_handoffs(worker.directory)
-        with suppress(StoreUnreachable):
-            self._membership.release_agents(world)
         reporter.events.write("done", outcome="finished")
         reporter.speak(f"the run is finished; this spare was not needed; {worker.directory.result_path}")
         return 0
@@ -85,38 +78,28 @@ class WaysOut:
     def stop(self, world: World) -> int:
         """Everybody was told to stop, at this very step: save, so that the next start goes on from here."""
         state = self._worker.state
-        is_join = self._is_join_pending()
-        if is_join and world.is_first_of_node:
-            self._saver.hand_off(state)
-        elif not is_join and world.is_directory_leader:
+        if world.is_directory_leader:
             self._saver.save_and_wait(state)
         self._saver.wait()
         dist.barrier()  # nobody's agent may end a node whose leader is still writing
         self._membership.watcher.leave()
-        return self._say_stopped(is_join=is_join)
-
-    def _is_join_pending(self) -> bool:
-        try:
-            return self._membership.agents.look(self._membership.store)
-        except StoreUnreachable:  # its host died, and the agents stop everybody for that
-            return False
+        return self._say_stopped()
 
     def stop_between_worlds(self, world: World) -> int:
-        """Told to stop while meeting: no process group to agree with anybody, so each node keeps what it has."""
-        is_join = self._is_join_pending()
+        """Told to stop between two worlds: no process group to agree with anybody, so each node keeps what it has."""
         if world.is_first_of_node:
             with suppress(OwnershipLost):  # the others may be a generation further
-                if is_join:
-                    self._saver.hand_off(self._worker.state)
-                else:
-                    self._saver.save_and_wait(self._worker.state)
+                self._saver.save_and_wait(self._worker.state)
                 self._saver.wait()
-        return self._say_stopped(is_join=is_join)
+        return self._say_stopped()
 
     def leave(self, world: World) -> int:
         """This node alone was told to stop; the step in hand is committed and the others have the state."""
         worker = self._worker
-        self._membership.leave(world, "stopped")
+        try:
+            self._membership.leave(world, "stopped")
+        except StoreUnreachable as error:  # then the others lose it as a peer
+            worker.reporter.warn(f"{error}; the others are not told that this worker leaves")
         with suppress(OwnershipLost):  # the others may be a generation further
             self._saver.wait()
         worker.reporter.events.write("signal", signal=signal.Signals(worker.stop.signum or signal.SIGTERM).name)
@@ -125,17 +108,16 @@ class WaysOut:
         worker.reporter.speak(f"{what} leaves at step {worker.state.step}; the others go on")
         return 128 + (worker.stop.signum or signal.SIGTERM)
 
-    def _say_stopped(self, *, is_join: bool) -> int:
+    def _say_stopped(self) -> int:
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
         signum = worker.stop.signum or signal.SIGTERM
         reporter.events.write("signal", signal=signal.Signals(signum).name)
-        reporter.events.write("done", outcome="stopped", starts_again=is_join)
-        what = "starts again" if is_join else f"stopped by {signal.Signals(signum).name}"
+        reporter.events.write("done", outcome="stopped")
+        what = f"stopped by {signal.Signals(signum).name}"
         reporter.say_for_node(f"{what} at step {state.step}")
-        why = ", for the nodes that join" if is_join else "; the same command continues from here"
         reporter.say(
             f"{what} at step {state.step} (epoch {state.epoch + 1} of {worker.config.epochs}, {state.samples_done} of "
-            f"{state.length} samples){why}"
+            f"{state.length} samples); the same command continues from here"
         )
         return 128 + signum
 

@@ -1,32 +1,33 @@
-"""Who is alive: a listener to be probed, a heartbeat to be seen, and a watcher that breaks a hopeless collective off.
+"""Who is alive, by the pings of links.py: a watcher that breaks a hopeless collective off.
 
-A killed process is seen at once: its listener refuses connections, and gloo raises at its ring neighbours. A frozen
-one, a cut cable, a stuck training thread raise nothing: those are seen by the watcher of every other member, which
-then closes the sockets of the process group, so that the blocked collective raises and the ordinary way out is taken.
+A killed process is seen at once: its connections close and its listener refuses. A frozen one, a cut cable, a stuck
+training thread close nothing: the watcher of every other member sees those, and then closes the sockets of the process
+group, so that the blocked collective raises and the ordinary way out is taken.
 
-Times are local and monotonic: a heartbeat is old when *this* process has not seen it change for so long. No two
-machines' clocks are compared.
+Times are local and monotonic: a member is silent when *this* process has not heard of it for so long. No two machines'
+clocks are compared.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
+from typing import Protocol
 
 from elastic_train.errors import StoreUnreachable
-from elastic_train.meeting import Sight
+from elastic_train.protocol.agreement import Status
+from elastic_train.protocol.laws import is_dead_in_time
+from elastic_train.protocol.links import Heard
 from elastic_train.rules import Activity, Beat, is_cut_off, stalled
-from elastic_train.store import KeyValueStore
 from elastic_train.world import Member, World
 
 PROBE_SECONDS = 0.5
+TEND_SECONDS = 0.5
+"""between two rounds of background tasks"""
 WARN_SECONDS = 5.0
 """of a store's silence before anybody is told"""
 STUCK_SECONDS = 1800.0
@@ -55,49 +56,32 @@ def probe(address: tuple[str, int], timeout: float = PROBE_SECONDS) -> Probe:
         return Probe.SILENT
 
 
-class Listener:
-    """A TCP socket that says by its existence that this process lives. It reads nothing."""
+class Pings(Protocol):
+    """What the watcher needs of links.Links."""
 
-    def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.bind((host, 0))
-        self._socket.listen(4096)  # probes of a member whose watcher is stuck must still be accepted
-        self._socket.setblocking(False)
-        self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
-        # A forked DataLoader process would keep the socket open beyond this process's death. And so it stays open until
-        # `close` or the end of the process, whatever becomes of this object.
-        os.register_at_fork(after_in_child=self._socket.close)
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def drain(self) -> None:
-        """Close the connections of probes, so that there is always room for the next."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            while True:
-                connection, _ = self._socket.accept()
-                connection.close()
-
-    def close(self) -> None:
-        self._socket.close()
+    def watch(self, members: Iterable[tuple[str, tuple[str, int]]], epoch: str) -> None: ...
+    def tell(self, status: str, *, at_once: bool = False) -> None: ...
+    def heard(self, uid: str) -> Heard | None: ...
+    def answered(self) -> dict[str, float]: ...
+    def wake(self) -> None: ...
+    def turn(self, seconds: float) -> bool: ...
+    def close(self, *, keeps_listening: bool = False) -> None: ...
 
 
 class Watcher:
-    """The thread that beats this member's heart and watches the others'; it has its own connection to the store.
+    """The thread that answers pings, sends them, and breaks a hopeless collective off.
 
     The training thread tells it what it does by `activity`, an assignment and nothing more; so the step path never
-    waits for the store.
+    waits for anything here.
 
     Args:
-        store: a client of its own.
-        prefix: of the heartbeat keys, one per member of this torchrun round.
+        links: the pings; for this thread alone from `start` on.
         peer_timeout: seconds after which a silent member is taken for dead.
         cut: closes the sockets of the present process group, from this thread.
-        errands: called about once a second, for what else must be looked after; may raise StoreUnreachable.
-        store_grace: seconds that the store may be away before the world ends, also one of this member alone; without
-            it `peer_timeout`, and a world of one trains on. Such a store writes what it is told to several disks and
-            keeps the past for a while: hearts beat more slowly there.
+        tend: background tasks, about once a second, with the world and whether this is its rank 0; may raise
+            StoreUnreachable.
+        store_grace: seconds that a store which all members need may be away before the world ends; None where there
+            is no such store.
         warn: told once when the store is away, and once when it is back, while training goes on.
         give_up: ends the process, where the training thread still waits for a collective of a broken world after all
             the time that a step may take: gloo can lose the end of a send (process_group.GroupSockets), as seen in
@@ -106,45 +90,35 @@ class Watcher:
 
     def __init__(
         self,
-        store: KeyValueStore,
-        prefix: str,
-        me: Member,
+        links: Pings,
         peer_timeout: float,
         cut: Callable[[], None],
-        errands: Callable[[], None],
+        tend: Callable[[World | None, bool], None],
         monotonic: Callable[[], float] = time.monotonic,
         store_grace: float | None = None,
         warn: Callable[[str], None] = lambda _message: None,
         give_up: Callable[[str], None] = lambda _message: None,
     ) -> None:
-        self.store = store
-        self._prefix = prefix
-        self._me = me
+        self.links = links
         self._peer_timeout = peer_timeout
-        self._interval = min(0.25, peer_timeout / 8)
-        self._beat_interval = self._interval if store_grace is None else min(1.0, peer_timeout / 8)
-        self._next_beat = monotonic()
+        self._interval = ping_interval(peer_timeout)
         self._cut = cut
-        self._errands = errands
-        self._has_grace = store_grace is not None
-        self._store_grace = peer_timeout if store_grace is None else store_grace
+        self._tend = tend
+        self._store_grace = store_grace
         self._warn = warn
         self._give_up = give_up
         self._broken_at: float | None = None
         self._has_given_up = False
         self._has_warned = False
         self._monotonic = monotonic
-        self.listener = Listener(me.address[0])
         self._activity: tuple[Activity, float] = (Activity.FORM, monotonic())
-        self._members: tuple[Member, ...] = ()
         self._world: World | None = None
-        self._world_key = ""
+        self._epoch = ""
+        self._broken: str | None = None
+        """verdicts of the present epoch, once its world is over"""
         self._is_standing = False
-        self._seen: dict[str, tuple[str, float]] = {}
         self._last_answer = monotonic()
-        self.answering_since = monotonic()
-        """since when the store has answered without a pause that anybody would notice"""
-        self._next_errand = monotonic()
+        self._next_tend = monotonic()
         self.verdicts: dict[int, str] = {}
         """ranks of the present world that are out, whatever their listener says, and why"""
         self.slowest_step = 0.0
@@ -155,21 +129,13 @@ class Watcher:
         """seconds that it may take at least, however fast the steps before were"""
         self.reason: str | None = None
         """why the present world was broken, as far as this member knows"""
-        self._count = 0
-        self._lock = threading.Lock()
-        self._wake_read, self._wake_write = os.pipe()
+        self._lock = threading.RLock()
         self._is_stopping = False
         self._crash: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
 
-    def start(self, store: KeyValueStore) -> None:
-        """Returns once the heart has beaten, before anybody can look for it.
-
-        Args:
-            store: the training thread's, which waits longer for an answer than this thread may.
-        """
-        self._beat(store)
-        self._last_answer = self._monotonic()
+    def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, *, keeps_listening: bool = False) -> None:
@@ -179,13 +145,11 @@ class Watcher:
             keeps_listening: others see that this process lives for as long as it does.
         """
         self._is_stopping = True
-        os.write(self._wake_write, b"x")
-        self._thread.join(self._peer_timeout + 5)
+        self.links.wake()
+        if self._thread.ident is not None:  # it may never have found its job
+            self._thread.join(self._peer_timeout + 5)
         if not self._thread.is_alive():
-            if not keeps_listening:
-                self.listener.close()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+            self.links.close(keeps_listening=keeps_listening)
 
     # --- for the training thread --------------------------------------------------------------------------------------
 
@@ -205,24 +169,24 @@ class Watcher:
         if self._crash is not None:
             raise self._crash
 
-    def observe(self, members: tuple[Member, ...]) -> None:
-        """Whose heartbeats to follow from now on."""
+    def adopt(self, world: World) -> None:
+        """Ping the members of `world` from now on, as one of them, and answer nobody else."""
         with self._lock:
-            now = self._monotonic()
-            self._members = members
-            self._seen = {member.name: (self._seen.get(member.name, ("", now))[0], now) for member in members}
+            self._epoch, self._broken = world.uid, None
+            self.links.tell(self._status())
+        self.links.watch([(member.uid, member.address) for member in world.members], world.uid)
 
-    def expect(self, world: World, key: str) -> None:
+    def expect(self, world: World) -> None:
         """A process group of this world is about to be made: break it off if a member dies before it stands."""
         with self._lock:
-            self._world, self._world_key, self._is_standing = world, key, False
+            self._world, self._is_standing = world, False
             self._broken_at = None
             self.verdicts, self.reason, self.least_patience = {}, None, 0.0
 
-    def enter(self, world: World, key: str) -> None:
+    def enter(self, world: World) -> None:
         """The process group of this world stands: it is watched until `leave`."""
         with self._lock:
-            self._world, self._world_key, self._is_standing = world, key, True
+            self._world, self._is_standing = world, True
 
     @property
     def is_spokesman(self) -> bool:
@@ -236,29 +200,53 @@ class Watcher:
             self._world = self._broken_at = None
         self.do(Activity.FORM)
 
-    def sight(self, member: Member, rank: int, patience_is_over: bool) -> Sight:
-        """What is known of an old member that has not joined: probes it, and looks at its heart.
+    def announce_broken(self) -> None:
+        """Tell the others' watchers that this member is out of the world, for those whom no closed socket tells."""
+        with self._lock:
+            if self._broken is None:
+                self._broken = "{}"
+            self.links.tell(self._status(), at_once=True)
+
+    def status(self, member: Member, rank: int, patience_is_over: bool) -> Status:
+        """What is known of a member that has not come to the agreement.
 
         Args:
             patience_is_over: the member has had all the time that a training thread needs to notice.
         """
-        if rank in self.verdicts or probe(member.address) is Probe.REFUSED:
-            return Sight.DEAD
-        if patience_is_over or self.age(member) > self._peer_timeout:
-            return Sight.DEAD
-        return Sight.ALIVE
+        heard = self.links.heard(member.uid)
+        if heard is None:
+            return Status.UNKNOWN if patience_is_over else Status.ALIVE
+        if heard.refused_at is not None:
+            since = None if heard.pinged_at is None else heard.refused_at - heard.pinged_at
+            return Status.DEAD if is_dead_in_time(since, self._peer_timeout) else Status.UNKNOWN
+        if rank in self.verdicts or patience_is_over or self.age(member) > self._peer_timeout:
+            return Status.UNKNOWN
+        return Status.ALIVE
+
+    def is_refused(self, member: Member) -> bool:
+        """Whether nobody of its uid listens at a watched member's address any more."""
+        heard = self.links.heard(member.uid)
+        return heard is not None and heard.refused_at is not None
 
     def age(self, member: Member) -> float:
-        """Seconds since this member's heartbeat was seen to change; 0 while the store itself does not answer."""
-        if self.is_store_silent:
-            return 0.0
-        now = self._monotonic()
-        return now - self._seen.setdefault(member.name, ("", now))[1]
+        """Seconds since a watched member gave a sign of life."""
+        heard = self.links.heard(member.uid)
+        return 0.0 if heard is None else self._monotonic() - heard.heard_at
+
+    def is_heard(self, member: Member) -> bool:
+        """Whether a watched member has given a sign of life within some pings."""
+        return self.age(member) <= 4 * self._interval
+
+    def unreachable(self, world: World) -> tuple[int, ...]:
+        """Ranks that have been silent for some pings though nobody refuses; for when a world broke and no one died."""
+        silent = 3 * self._interval + 0.5
+        others = (rank for rank in range(world.world_size) if rank != world.rank)
+        return tuple(rank for rank in others if self.age(world.members[rank]) > silent)
 
     @property
     def is_store_silent(self) -> bool:
-        """Whether it has missed more than a heartbeat of this member's."""
-        return self.store_silence > 2 * self._beat_interval + 0.5
+        """Whether the store has missed some of this member's background tasks."""
+        return self._store_grace is not None and self.store_silence > 2.5
 
     @property
     def store_silence(self) -> float:
@@ -269,104 +257,86 @@ class Watcher:
 
     def turn(self) -> None:
         """What the thread does in each of its rounds."""
-        try:
-            is_beat_due = self._monotonic() >= self._next_beat
-            if is_beat_due:
-                self._beat(self.store)
-                self._next_beat = self._monotonic() + self._beat_interval - self._interval / 2
-            self._look()
-            if self._monotonic() >= self._next_errand:
-                self._next_errand = self._monotonic() + 1.0
-                self._errands()
-            if is_beat_due:
+        with self._lock:
+            self.links.tell(self._status())
+        self._look()
+        if self._monotonic() >= self._next_tend:
+            self._next_tend = self._monotonic() + TEND_SECONDS
+            try:
+                self._tend(self._world, self.is_spokesman)
                 self.note_answer()
-        except StoreUnreachable as error:
-            world = self._world
-            if world is not None and self.store_silence > WARN_SECONDS and not self._has_warned:
-                self._has_warned = True
-                self._warn(
-                    f"{error}; training goes on for up to {self._store_grace:.0f} s without it, but nobody can join, "
-                    "and a lost member cannot be replaced"
-                )
-            with self._lock:  # the training thread may have an answer at this moment
-                excess = self.store_silence - self._store_grace
-                # The step in hand still goes on, and others may be about to take over.
-                ahead = min(self.slowest_step, self._store_grace / 2) if self._has_grace else 0.0
-                self.is_store_lost = (
-                    world is not None and excess + ahead > 0 and (self._has_grace or world.world_size > 1)
-                )
-            if world is not None and excess > self._patience and (world.world_size > 1 or world.is_spare):
-                self.reason = str(error)  # no step has ended since: a peer may be gone as well
-                self._break_off(world, {})
-            with contextlib.suppress(StoreUnreachable):  # a client that once got no answer gives none again
-                self.store = self.store.clone()
+            except StoreUnreachable as error:
+                self._judge_store(error)
         self._end_if_stuck()
+
+    def _judge_store(self, error: StoreUnreachable) -> None:
+        world, grace = self._world, self._store_grace
+        if grace is None:
+            return
+        if world is not None and self.store_silence > WARN_SECONDS and not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"{error}; training goes on for up to {grace:.0f} s without it, but nobody can join, and a lost member "
+                "cannot be replaced"
+            )
+        with self._lock:  # the training thread may have an answer at this moment
+            excess = self.store_silence - grace
+            ahead = min(
+                self.slowest_step, grace / 2
+            )  # the step in hand still goes on, others may be about to take over
+            self.is_store_lost = world is not None and excess + ahead > 0
+        if world is not None and excess > self._patience and (world.world_size > 1 or world.is_spare):
+            self.reason = str(error)  # no step has ended since: a peer may be gone as well
+            self._break_off(world, {})
 
     def note_answer(self) -> None:
         """The store has answered, on this thread or the training thread."""
         with self._lock:
             self.is_store_lost = False
-            silence, was_silent = self.store_silence, self.is_store_silent
-            self._last_answer = self._monotonic()
-            if was_silent:
-                self.answering_since = self._last_answer
+            silence, self._last_answer = self.store_silence, self._monotonic()
             has_warned, self._has_warned = self._has_warned, False
         if has_warned:
             self._warn(f"the store answers again, after {silence:.0f} s")
 
     def _run(self) -> None:
-        poll = select.poll()
-        poll.register(self._wake_read, select.POLLIN)
-        poll.register(self.listener.fileno(), select.POLLIN)
         while not self._is_stopping:
             try:
                 self.turn()
+                self.links.turn(self._interval)
             except Exception as error:  # the end of this thread; the training thread raises it
                 self._crash = error
                 return
-            poll.poll(1000 * self._interval)
-            self.listener.drain()
 
-    def _beat(self, store: KeyValueStore) -> None:
-        self._count += 1
+    def _status(self) -> str:
+        """One line for the others; its first character changes when this member is out of the world."""
         activity, since = self._activity
+        seconds = round(self._monotonic() - since, 3)
         generation = self._world.generation if self._world else -1
-        seconds = self._monotonic() - since
-        value = json.dumps([self._count, generation, activity, round(seconds, 3)])
-        store.put(f"{self._prefix}/beat/{self._me.name}", value)
+        mark = "-" if self._broken is None else "!"
+        return mark + json.dumps([generation, activity, seconds, self._broken or "{}"])
 
     def _look(self) -> None:
         with self._lock:
-            members, world, key, is_standing = self._members, self._world, self._world_key, self._is_standing
-        beats = self._follow(members)
+            world, is_standing = self._world, self._is_standing
         if world is None or (world.world_size == 1 and not world.is_spare):
             return
-        broken = self.store.get(f"{key}/broken")
-        if broken is None:
-            # A lone worker has no collective that could be broken off, so nobody goes on until it is proven dead.
-            is_judged = is_standing and world.world_size > 1
-            blamed = self._judge(world, beats) if is_judged else self._find_dead(world)
-            if blamed is None:
-                return
-            broken = self.store.create(f"{key}/broken", json.dumps(blamed))
-        self._break_off(world, parse_broken(broken))
-
-    def _follow(self, members: tuple[Member, ...]) -> dict[str, Beat]:
-        """The newest heartbeats, by name."""
-        beats: dict[str, Beat] = {}
-        values = self.store.get_many([f"{self._prefix}/beat/{member.name}" for member in members])
-        now = self._monotonic()
-        with self._lock:
-            if self.is_store_silent:  # it was, for the others too: no heart could be seen
-                self._seen = {name: (value, now) for name, (value, _) in self._seen.items()}
-            for member, value in zip(members, values, strict=True):
-                if value is None or member.name not in self._seen:
-                    continue
-                if self._seen[member.name][0] != value:
-                    self._seen[member.name] = (value, now)
-                _, generation, activity, seconds = json.loads(value)
-                beats[member.name] = Beat(int(generation), Activity(activity), float(seconds))
-        return beats
+        beats: dict[int, Beat] = {}
+        for rank, member in enumerate(world.workers):
+            heard = self.links.heard(member.uid)
+            if rank == world.rank:
+                activity, since = self._activity
+                beats[rank] = Beat(world.generation, activity, self._monotonic() - since)
+            elif heard is not None and heard.status and heard.epoch == world.uid:
+                generation, activity, seconds, broken = json.loads(heard.status[1:])
+                beats[rank] = Beat(int(generation), Activity(activity), float(seconds))
+                if heard.status[0] == "!":
+                    self._break_off(world, {int(one): why for one, why in json.loads(broken).items()})
+                    return
+        # A lone worker has no collective that could be broken off, so nobody goes on until it is proven dead.
+        is_judged = is_standing and world.world_size > 1
+        blamed = self._judge(world, beats) if is_judged else self._find_dead(world)
+        if blamed is not None:
+            self._break_off(world, blamed)
 
     def _find_dead(self, world: World) -> dict[int, str] | None:
         dead = {}
@@ -374,30 +344,29 @@ class Watcher:
             silence = self.age(member)
             if rank == world.rank:
                 continue
-            if probe(member.address) is Probe.REFUSED:
+            if self.is_refused(member):
                 dead[rank] = f"{member.name} (rank {rank}) died before its first step"
             elif silence > self._peer_timeout:  # frozen, while others wait for an answer of its
                 dead[rank] = f"{member.name} (rank {rank}) was silent for {silence:.1f} s before its first step"
         return dead or None
 
-    def _judge(self, world: World, beats_by_name: Mapping[str, Beat]) -> dict[int, str] | None:
+    def _judge(self, world: World, beats: Mapping[int, Beat]) -> dict[int, str] | None:
         """The ranks to blame, with the reason, if this member must break the world; perhaps none of them."""
         blamed: dict[int, str] = {}
         for rank, member in enumerate(world.workers):
             silence = self.age(member)
-            if rank != world.rank and silence > self._peer_timeout:
+            if rank == world.rank:
+                continue
+            if self.is_refused(member):
+                blamed[rank] = f"{member.name} (rank {rank}) died"
+            elif silence > self._peer_timeout:
                 blamed[rank] = f"{member.name} (rank {rank}) was silent for {silence:.1f} s"
         if world.is_spare:  # it knows nothing of how long a step takes
             return blamed or None
-        patience = self._patience
-        beats = {
-            rank: beats_by_name[member.name]
-            for rank, member in enumerate(world.workers)
-            if member.name in beats_by_name
-        }
-        for rank in stalled(beats, world.generation, patience):
+        for rank in stalled(beats, world.generation, self._patience):
             blamed.setdefault(rank, f"{world.members[rank].name} (rank {rank}) kept the others waiting")
-        if blamed or is_cut_off(beats, world.generation, patience):
+        is_complete = len(beats) == world.world_size
+        if blamed or (is_complete and is_cut_off(beats, world.generation, self._patience)):
             return blamed
         return None
 
@@ -417,8 +386,7 @@ class Watcher:
             self._has_given_up = True
             what = "a collective of theirs" if is_reducing else "what it was doing"
             self._give_up(
-                f"the others went on without this worker ({self.reason}), and {what} has not ended here in "
-                f"{waited:.0f} s: this worker ends"
+                f"this world is over ({self.reason}), and {what} has not ended here in {waited:.0f} s: this worker ends"
             )
 
     def _break_off(self, world: World, verdicts: dict[int, str]) -> None:
@@ -427,34 +395,22 @@ class Watcher:
                 return  # the training thread has left it meanwhile
             if self._broken_at is None:
                 self._broken_at = self._monotonic()
-            self.verdicts = verdicts
+                self.verdicts = verdicts
+                self._broken = json.dumps(verdicts)
+                self.links.tell(self._status(), at_once=True)
             if self.reason is None:
                 self.reason = "; ".join(verdicts.values()) or "a member has left the world"
             self._cut()
 
 
-def announce_broken(store: KeyValueStore, key: str) -> dict[int, str]:
-    """Tell the others' watchers that this member is out of the world, for those whom no closed socket tells.
-
-    Returns the ranks that some member's watcher has blamed for it, with the reasons.
-    """
-    return parse_broken(store.create(f"{key}/broken", "{}"))
-
-
-def parse_broken(text: str) -> dict[int, str]:
-    return {int(rank): why for rank, why in json.loads(text).items()}
+def ping_interval(peer_timeout: float) -> float:
+    """Seconds between two pings."""
+    return min(0.25, peer_timeout / 8)
 
 
 def refusing(members: Sequence[Member]) -> list[Member]:
     """Those at whose address nobody listens: their processes are gone. Blocks up to PROBE_SECONDS."""
     return [member for member, found in zip(members, probe_all(members), strict=True) if found is Probe.REFUSED]
-
-
-def unreachable_members(world: World) -> tuple[int, ...]:
-    """Ranks whose listener does not answer; for when a world broke and nobody is known to be dead."""
-    others = [rank for rank in range(world.world_size) if rank != world.rank]
-    results = probe_all([world.members[rank] for rank in others])
-    return tuple(rank for rank, found in zip(others, results, strict=True) if found is Probe.SILENT)
 
 
 def probe_all(members: Sequence[Member]) -> list[Probe]:

@@ -31,7 +31,8 @@ FIRST_STEP_SECONDS = GROUP_TIMEOUT.total_seconds()
 
 def votes_of(worker: Worker, membership: Membership) -> Votes:
     """What this rank contributes to the decisions of the step in hand."""
-    told_to_stop, leaving = worker.stop.votes(membership.agents.is_join_pending)
+    membership.note_reduction()
+    told_to_stop, leaving = worker.stop.votes()
     # Where no peer is lost a vote ends the world: gloo may never end a collective that is cut while all work on it.
     return told_to_stop, leaving or int(membership.watcher.is_store_lost), int(membership.is_join_due)
 

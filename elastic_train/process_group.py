@@ -110,11 +110,8 @@ class GroupSockets:
 
 
 class GroupStoreServer:
-    """A TCPStore that this process serves, on one address and a free port, for process groups of which it is rank 0.
-
-    Where the members of a job meet is another store (etcd); a group's own exchange of addresses needs many small
-    messages, and nobody any more when its rank 0 has died.
-    """
+    """A TCPStore that this process serves, on one address and a free port: what it says to the members of its world is
+    there, and process groups meet there of which it is rank 0."""
 
     def __init__(self, host: str) -> None:
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -125,6 +122,22 @@ class GroupStoreServer:
         self.store = TCPStore(
             *self.address, is_master=True, wait_for_workers=False, timeout=FORM_TIMEOUT, master_listen_fd=fd
         )
+
+    def group_store(self, world: World) -> Store:
+        """The store of the world's rank 0, on a connection of its own, so that it can be broken off.
+
+        Raises:
+            FormationFailed: rank 0 is dead.
+        """
+        first = world.members[0]
+        assert first.store is not None, "every member serves one"
+        if world.rank > 0:
+            host, port = first.store
+            try:
+                socket.create_connection(first.store, FORM_TIMEOUT.total_seconds()).close()
+            except OSError as error:  # TCPStore would try for seconds
+                raise FormationFailed(f"{first.name} (rank 0) does not answer at {host}:{port}") from error
+        return TCPStore(*first.store, is_master=False, wait_for_workers=False, timeout=FORM_TIMEOUT)
 
 
 def require_unbroken(sockets: GroupSockets) -> None:

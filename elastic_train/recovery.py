@@ -6,7 +6,6 @@ a lost peer leads to the next world, in the same process; what is the worker's o
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +14,7 @@ from datetime import timedelta
 
 from elastic_train.batches import steps
 from elastic_train.config import Config, max_world_size
+from elastic_train.connect import MEMBERS_FILE, Waits, connect_worker, describe_members
 from elastic_train.errors import (
     ElasticTrainError,
     FormationFailed,
@@ -30,7 +30,6 @@ from elastic_train.errors import (
     TrainingDiverged,
     UsageError,
     first_line,
-    show_traceback,
 )
 from elastic_train.goodput import Phase
 from elastic_train.leaving import WaysOut
@@ -74,12 +73,12 @@ def run_worker(worker: Worker, make_loop: MakeLoop) -> int:
     config, launch, stop = worker.config, worker.launch, worker.stop
     reporter, membership = worker.reporter, None
     try:
-        membership = membership_of(launch)(
+        membership = connect_worker(
             launch,
             stop,
-            formation_timeout=config.formation_timeout,
-            peer_timeout=config.peer_timeout,
+            Waits(config.formation_timeout, config.peer_timeout, config.wait_timeout),
             max_world_size=max_world_size(config),
+            run_dir=worker.directory.path,
             say=reporter.speak if launch.local_rank == 0 else reporter.debug,
             warn=reporter.warn,
         )
@@ -94,39 +93,12 @@ def run_worker(worker: Worker, make_loop: MakeLoop) -> int:
         return finished.exit_code
     except BaseException as error:
         reporter.events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
-        if membership is not None and membership.is_among_others and is_own(error):
-            # The traceback first: ending the agent ends this process too.
-            show_error(error, config.debug)
-            membership.agents.end_own(stop)
-            return error.exit_code if isinstance(error, ElasticTrainError) else 1
         raise
     finally:
         if membership is not None:
             membership.close()
         reporter.close()
         worker.directory.release()
-
-
-def membership_of(launch: Launch) -> type[Membership]:
-    """The form of membership for the store that the workers of this job meet at."""
-    if launch.etcd is None:
-        return Membership
-    from elastic_train.etcd_membership import EtcdMembership  # and with it gRPC
-
-    return EtcdMembership
-
-
-def is_own(error: BaseException) -> bool:
-    """Whether an error ends this worker alone, so that its agent must not end the job for the others."""
-    return isinstance(error, LeftOut | RunDirectoryInUse | OwnershipLost) or not isinstance(error, ElasticTrainError)
-
-
-def show_error(error: BaseException, is_debug: bool) -> None:
-    """One line for what is expected, the traceback for everything else."""
-    if is_debug or not isinstance(error, ElasticTrainError):
-        show_traceback(error, is_debug=is_debug)
-    else:
-        print(f"elastic_train: error: {error}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -157,6 +129,7 @@ class Run:
         self._has_formed = False
         self._last_claim_warning: str | None = None
         membership.at_last = self._save_at_last
+        membership.may_not_go_on = self._save_while_waiting
 
     def to_the_end(self) -> int:
         """Through as many worlds as it takes. Returns the exit code of the worker.
@@ -232,7 +205,7 @@ class Run:
                         reason=change.reason,
                         lost_members=[member.name for member in change.lost],
                     )
-            except Stopped:  # by the agents, for nodes that join
+            except Stopped:
                 return self._stop_between_worlds(world)
 
     def _judge(self, error: Exception, world: World) -> Failure:
@@ -240,11 +213,11 @@ class Run:
         if isinstance(error, ElasticTrainError) and not isinstance(error, FormationFailed):
             if isinstance(error, TrainingDiverged | UsageError):  # of all who train; a spare must not go on
                 with suppress(StoreUnreachable):
-                    self._membership.announce_fatal(str(error))
+                    self._membership.announce_fatal(world, str(error))
             return Failure.JOB
         step = self._worker.state.step + 1
         try:
-            verdict = self._membership.judge(first_line(error), is_communication_error(error), step, world.me)
+            verdict = self._membership.judge(first_line(error), is_communication_error(error), step, world)
             if verdict is Failure.OWN:
                 self._membership.leave(world, "error")  # so that the others do not wait for this worker
             return verdict
@@ -262,15 +235,15 @@ class Run:
         set_threads(world, worker.config)
         backend = common_backend(world.workers)
         init_started = time.monotonic()
-        membership.watcher.expect(world, membership.key)
+        membership.watcher.expect(world)
         worker.reach("init", world)
         membership.wait_for_workers(world)
         # Until all have the state nobody is judged: for one that is stuck the others wait this long.
         patience = timedelta(seconds=worker.config.formation_timeout)
-        with process_group(world, membership.group_store, backend, membership.sockets, patience):
+        with process_group(world, lambda: membership.group_store(world), backend, membership.sockets, patience):
             sync_started = time.monotonic()
             self._has_formed = True
-            membership.watcher.enter(world, membership.key)
+            membership.watcher.enter(world)
             worker.reach("sync", world)
             restored = self._synchronise(world)
             set_group_timeout(GROUP_TIMEOUT)
@@ -295,8 +268,8 @@ class Run:
         """As a spare: wait for the next world, or for the end of the run (the exit code)."""
         worker, membership = self._worker, self._membership
         self._has_formed = self._has_stood_by = True
-        membership.watcher.expect(world, membership.key)  # what was believed of the world before is over
-        membership.watcher.enter(world, membership.key)
+        membership.watcher.expect(world)  # what was believed of the world before is over
+        membership.watcher.enter(world)
         worker.reporter.events.enter(world)
         worker.reporter.enter(world, worker.state)
         worker.reporter.warn(
@@ -321,6 +294,10 @@ class Run:
             if not self._has_state:
                 raise
             warning = str(error)
+        if world.is_directory_leader:
+            with suppress(OSError):  # it only spares newcomers a look at the endpoints
+                members = describe_members(world, worker.launch.run_id)
+                worker.directory.replace_file(MEMBERS_FILE, members)
         if warning is not None and warning != self._last_claim_warning:
             self._last_claim_warning = warning
             worker.reporter.warn(warning)
@@ -376,7 +353,7 @@ class Run:
         """Fewer nodes than --min-nodes: wait, without training, until some are ready to be taken in.
 
         Raises:
-            Stopped: the agents bring them, and restart this worker for that; or it was told to stop.
+            Stopped: this worker was told to stop.
             FormationFailed: none came in time.
         """
         worker = self._worker
@@ -405,6 +382,12 @@ class Run:
             self._worker.stop.check()
         self._saver.enter(world)
         return self._ways_out.stop_between_worlds(world)
+
+    def _save_while_waiting(self, why: str) -> None:
+        """This side may not go on: what is committed is kept, whatever becomes of it."""
+        self._worker.reporter.warn(why)
+        if self._world is not None and self._has_state:
+            self._worker.reporter.speak(self._ways_out.save_for_nobody(self._world))
 
     def _save_at_last(self) -> str:
         """Not on the training thread, which waits for a collective that will not end."""

@@ -16,7 +16,6 @@ import torch
 from elastic_train.errors import FormationFailed, SnapshotDamaged, SnapshotError, TaskMismatch
 from elastic_train.process_group import broadcast_bytes, gather_json
 from elastic_train.rules import freshest
-from elastic_train.saving import is_handoff
 from elastic_train.snapshot import SnapshotInfo, deserialize_state, read_state_bytes, serialize_state
 from elastic_train.state import TrainState
 from elastic_train.world import World
@@ -31,7 +30,7 @@ class Restored:
     """What a world started from."""
 
     source: str
-    """`scratch`, `snapshot`, `handoff` or `peer`"""
+    """`scratch`, `snapshot` or `peer`"""
     step: int
     from_rank: int
 
@@ -68,11 +67,10 @@ def restore(
         owner = newest_offer(gather_json(offers[0].age_key if offers else None))
         if owner is None:
             break
-        data, problem, mismatch, source, kind = b"", "", "", "", ""
+        data, problem, mismatch, source = b"", "", "", ""
         if world.rank == owner:
             offer = offers.pop(0)
-            kind = "handoff" if is_handoff(offer.path) else "snapshot"
-            source = f"{kind} {offer.path}"
+            source = f"snapshot {offer.path}"
             try:
                 require_same_task(offer, task)
                 data = read_state_bytes(offer)
@@ -81,13 +79,13 @@ def restore(
             except SnapshotDamaged as error:
                 problem = str(error)
                 warn(f"skipped: {problem}")
-        verdict = gather_json({"problem": problem, "mismatch": mismatch, "source": source, "kind": kind})[owner]
+        verdict = gather_json({"problem": problem, "mismatch": mismatch, "source": source})[owner]
         if verdict["mismatch"]:
             raise TaskMismatch(verdict["mismatch"])
         if verdict["problem"]:
             continue
         _load(state, broadcast_bytes(data, owner), device, source=verdict["source"])
-        return Restored(verdict["kind"], state.step, owner)
+        return Restored("snapshot", state.step, owner)
     if not may_begin:
         raise FormationFailed("all workers that had the state are gone, and no snapshot of their run can be seen here")
     state.run_uid = run_uid

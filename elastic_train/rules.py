@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from elastic_train.errors import Refused
 from elastic_train.world import Member
@@ -20,7 +20,14 @@ class Verdict:
     waiting_for: tuple[int, ...]
 
 
-def next_members(size: int, joined: Mapping[int, Member], left: Collection[int], dead: Collection[int]) -> Verdict:
+class Reach(Protocol):
+    """What one member says of whom it could not reach."""
+
+    @property
+    def unreachable(self) -> tuple[int, ...]: ...
+
+
+def next_members(size: int, joined: Mapping[int, Reach], left: Collection[int], dead: Collection[int]) -> Verdict:
     """The next world of `size` old ranks, from who has asked to be in it, who has left, and who is known to be dead.
 
     It waits for everybody who is neither. Of members that cannot reach each other, some are expelled.

@@ -144,6 +144,12 @@ class RunDirectory:
         except OSError as error:
             raise self._unusable("cannot be written to", error) from error
 
+    def replace_file(self, name: str, data: bytes) -> None:
+        """Write a file that only helps: readers see it whole, and a power cut may lose it. Raises OSError."""
+        draft = self.path / f".{name}.{os.getpid()}"
+        draft.write_bytes(data)
+        os.replace(draft, self.path / name)
+
     def identity(self) -> str:
         """A name that the directory keeps for life, made at the first call: workers that read the same one share it.
 

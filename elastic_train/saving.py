@@ -1,27 +1,14 @@
-"""Which worker saves the state when, and where: snapshots for the disk, handoffs for the processes that come next.
-
-A **handoff** is a snapshot in the node's own shared memory. When a node joins a c10d job, torchrun restarts every
-worker; each node hands the state to its next processes within a fraction of a second, without waiting for a disk.
-Being a snapshot in form, it is written, checked and found by the same code.
-"""
+"""Which worker saves the state when."""
 
 from __future__ import annotations
-
-import os
-import shutil
-import stat
-from pathlib import Path
 
 from elastic_train.errors import OwnershipLost, SnapshotError
 from elastic_train.goodput import Phase
 from elastic_train.reporting import Reporter
-from elastic_train.run_directory import RunDirectory
-from elastic_train.snapshot import SnapshotInfo, SnapshotResult, SnapshotWriter, find_snapshots
+from elastic_train.snapshot import SnapshotResult, SnapshotWriter
 from elastic_train.state import TrainState
 from elastic_train.worker import Worker
 from elastic_train.world import World
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class Saver:
@@ -65,27 +52,6 @@ class Saver:
                 self._reporter.warn(str(error))
         self.report()
         return is_saved
-
-    def hand_off(self, state: TrainState) -> None:
-        """Leave the state in this node's shared memory, on the disk instead where there is no room."""
-        with state.clock.during(Phase.SNAPSHOT):
-            try:
-                directory = handoff_directory(self._worker.directory)
-                for path in (directory.parent, directory):
-                    path.mkdir(mode=0o700, exist_ok=True)
-                    require_own(path)
-                writer = SnapshotWriter(
-                    directory,
-                    keep=1,
-                    host=self._worker.host,
-                    run_uid=state.run_uid,
-                    task=self._worker.must_agree_with_snapshot(),
-                )
-                writer.save(state.state_dict(), **self._position(state))
-                return
-            except (SnapshotError, OSError) as error:
-                self._reporter.warn(f"no handoff in shared memory ({error}): saving to {self._worker.snapshots_dir}")
-        self.save_and_wait(state)
 
     def report(self) -> None:
         """Tell what the background has written since the last call.
@@ -152,47 +118,3 @@ class Saver:
             "generation": self._world.generation,
             "world_size": self._world.world_size,
         }
-
-
-def handoff_directory(directory: RunDirectory) -> Path:
-    """Where this user's workers of this node keep the handoff of a run directory.
-
-    Named after the directory's identity, not its path: a deleted run must not come back to life in its successor.
-    """
-    return SHARED_MEMORY / f"elastic_train-{os.getuid()}" / directory.identity()
-
-
-def find_handoffs(run_dir: RunDirectory, reporter: Reporter) -> list[SnapshotInfo]:
-    """Handoffs for a run directory on this node, newest first; none from a directory that is not this user's own."""
-    directory = handoff_directory(run_dir)
-    for path in (directory.parent, directory):
-        try:
-            require_own(path)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            reporter.warn(f"no handoff is read: {error}")
-            return []
-    return find_snapshots(directory, warn=reporter.warn)
-
-
-def require_own(path: Path) -> None:
-    """Raises OSError where a directory in shared memory is not this user's alone, or is no directory."""
-    status = path.lstat()
-    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022:
-        raise PermissionError(f"{path} is not a directory of this user alone")
-
-
-def is_handoff(path: Path) -> bool:
-    """Whether a snapshot lies in shared memory."""
-    return path.is_relative_to(SHARED_MEMORY / f"elastic_train-{os.getuid()}")
-
-
-def remove_handoffs(run_dir: RunDirectory) -> None:
-    """The state is on the disk now, or the run is over."""
-    directory = handoff_directory(run_dir)
-    shutil.rmtree(directory, ignore_errors=True)
-    try:
-        directory.parent.rmdir()
-    except OSError:
-        return  # handoffs of other runs

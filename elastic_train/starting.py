@@ -14,7 +14,6 @@ from elastic_train.goodput import process_start_ticks
 from elastic_train.membership import Membership, new_token, versions
 from elastic_train.process_group import choose_backend, gather_json, gpu_of, use_interface_of
 from elastic_train.restore import Restored, restore
-from elastic_train.saving import find_handoffs, remove_handoffs
 from elastic_train.snapshot import find_snapshots
 from elastic_train.state import TrainState
 from elastic_train.wording import count
@@ -31,13 +30,12 @@ class Start:
         self._job_token = job_token
 
     def first_world(self) -> World:
-        """Meet the workers of this torchrun round; what they see of an earlier run is read before."""
+        """Find the others and agree with them; what this worker sees of an earlier run is read before."""
         worker, membership, launch = self._worker, self._membership, self._worker.launch
         directory, config = worker.directory, worker.config
-        address = membership.local_address()
-        use_interface_of(address)
-        self._is_first_round = membership.is_first_round
-        if config.fresh and self._is_first_round:
+        use_interface_of(membership.address[0])
+        self._is_first_round = membership.job.is_first
+        if config.fresh and self._is_first_round and launch.restart_count == 0:
             self._start_anew()
         self._look()
         worker.reporter.events.write(
@@ -49,28 +47,31 @@ class Start:
             started_ticks=process_start_ticks(),
         )
         seen = [self._traces.generation, *(offer.generation for offer in self._offers)]
+        newest = max(((offer.generation, offer.step) for offer in self._offers), default=None)
         return membership.first_world(
             Member(
                 host=worker.host,
                 local_rank=launch.local_rank,
                 pid=os.getpid(),
                 agent_pid=launch.agent_pid or 0,
-                address=(address, 0),
+                address=membership.address,
                 directory_id=directory.identity(),
                 backend=choose_backend(worker.device),
                 max_generation=max((generation for generation in seen if generation is not None), default=None),
                 agreement=worker.agreement(),
                 min_nodes=config.min_nodes or launch.min_nodes,
                 gpu=gpu_of(worker.device),
+                node_id=launch.node_id,
+                newest=newest,
             )
         )
 
     def _look(self) -> None:
         """What of the run can be seen from here, now."""
-        worker, directory = self._worker, self._worker.directory
-        self._traces = directory.traces()
+        worker = self._worker
+        self._traces = worker.directory.traces()
         self._offers = sorted(
-            find_snapshots(worker.snapshots_dir, warn=worker.reporter.warn) + find_handoffs(directory, worker.reporter),
+            find_snapshots(worker.snapshots_dir, warn=worker.reporter.warn),
             key=lambda offer: offer.age_key,
             reverse=True,
         )
@@ -93,7 +94,6 @@ class Start:
             if time.monotonic() > deadline:
                 raise FormationFailed(f"--fresh: nobody moved the run in {directory.path} aside within 60 s")
             time.sleep(0.01)
-        remove_handoffs(directory)  # each node its own
 
     def restore(self, world: World, *, has_stood_by: bool) -> Restored:
         """Bring all members of a world in which nobody has a state to one: the newest that any of them can see. Every
@@ -158,7 +158,7 @@ def note_restart(state: TrainState, restored: Restored, reached: int | None) -> 
         return
     state.incidents.append(
         {
-            "cause": "join" if restored.source == "handoff" else "restart",
+            "cause": "restart",
             "time": time.time(),
             "lost_members": [],
             "committed_steps_lost": max(0, (reached or 0) - restored.step),

@@ -33,8 +33,6 @@ NEWEST_FILES = 64
 SILENT_AFTER_SECONDS = 30.0
 RATE_SECONDS = 30.0
 """how much of the end of a run its samples per second are taken over"""
-RESTART_SECONDS = 120.0
-"""from the end of processes that start again for a join to the first line of the next: the imports of torch"""
 SHOWN_MESSAGES = 3
 
 Line = dict[str, Any]
@@ -124,11 +122,6 @@ class _Worker:
         return str(self.last.get("outcome")) if self.last["event"] == "done" else None
 
     @property
-    def starts_again(self) -> bool:
-        """Whether it ended for nodes that join: its agent is about to start the next."""
-        return self.last["event"] == "done" and self.last.get("starts_again") is True
-
-    @property
     def last_time(self) -> float:
         """Of its last line by its own clock, unless that is ahead: no line is newer than its file."""
         return min(float(self.last["time"]), self.written)
@@ -181,9 +174,6 @@ def _status(run_dir: Path, workers: list[_Worker], now: float, is_alive: IsAlive
     attempt = _classify(newcomers, now, is_alive) if newcomers and state is not RunState.RUNNING else None
     if attempt is RunState.RUNNING:
         state = RunState.STARTING
-    elif state is RunState.STOPPED and attempt in (None, RunState.STOPPED) and _start_again(current, newcomers, now):
-        state = RunState.STARTING
-        notes.append("its workers start again, for the nodes that join")
     elif attempt is not None:
         notes.append(_attempt_note(attempt, newcomers, now))
 
@@ -253,12 +243,6 @@ def _classify(workers: list[_Worker], now: float, is_alive: IsAlive) -> RunState
         if outcome.value in outcomes:
             return outcome
     return RunState.SILENT if None in lives else RunState.DEAD
-
-
-def _start_again(current: list[_Worker], newcomers: list[_Worker], now: float) -> bool:
-    """Whether workers that were stopped are about to be followed by others; one more join stops those that follow."""
-    age = now - max(worker.written for worker in current + newcomers)
-    return age <= RESTART_SECONDS and any(worker.starts_again for worker in current)
 
 
 def _attempt_note(attempt: RunState, newcomers: list[_Worker], now: float) -> str:
@@ -364,21 +348,13 @@ def _incidents(workers: list[_Worker], result: Line | None, now: float) -> tuple
             if isinstance(entry, dict)
         )
     lines = sorted((line for worker in workers for line in worker.lines), key=_time)
-    handed_off = {
-        line.get("generation") for line in lines if line["event"] == "restore" and line.get("source") == "handoff"
-    }
     worlds: dict[int, Line] = {}
     for line in lines:
         if line["event"] == "world" and _int(line, "generation"):  # not the first
             worlds.setdefault(line["generation"], line)
 
-    def cause_of(line: Line) -> object:
-        if line.get("cause") != "start":
-            return line.get("cause")
-        return "join" if line["generation"] in handed_off else "restart"
-
     return tuple(
-        f"{cause_of(line)}, {duration(now - _time(line))} ago, "
+        f"{'restart' if line.get('cause') == 'start' else line.get('cause')}, {duration(now - _time(line))} ago, "
         f"generation {line['generation']} with {count(_int(line, 'world_size'), 'worker')} at step {line.get('step')}"
         for line in worlds.values()
     )

@@ -11,8 +11,7 @@ from types import FrameType
 from elastic_train.errors import Stopped
 
 GRACE_SECONDS = 1.5
-"""torchrun's agents look for newcomers once a second, and people stop terminals one after the other"""
-JOIN_GRACE_SECONDS = 15.0
+"""people, and schedulers, stop nodes one after the other"""
 
 
 class StopSignal:
@@ -42,16 +41,15 @@ class StopSignal:
     def is_requested(self) -> bool:
         return self.signum is not None
 
-    def votes(self, is_join_pending: bool) -> tuple[int, int]:
+    def votes(self) -> tuple[int, int]:
         """(told to stop, leaving now): what this worker contributes to the step in hand.
 
-        The signals of one stop reach the nodes up to a second apart, those of a join too. So a worker that was told to
+        The signals of one stop reach the nodes up to a second apart. So a worker that was told to
         stop trains on for GRACE_SECONDS; if not everybody has been told by then, it is a stop of this node alone.
         """
         if self.signum is None:
             return 0, 0
-        grace = JOIN_GRACE_SECONDS if is_join_pending else GRACE_SECONDS
-        return 1, int(time.monotonic() - self._requested_at > grace)
+        return 1, int(time.monotonic() - self._requested_at > GRACE_SECONDS)
 
     def check(self) -> None:
         """For waits outside of a step.

@@ -1,55 +1,44 @@
-"""What this package knows about torchrun. Its private state is the affair of agents_state.py and keep_alive.py.
+"""What this package knows about torchrun, in the agent and in its workers.
 
-Three things torchrun does not do by itself are done here:
+The entry-point group `torchrun.handlers` is loaded by every torchrun process, whatever the rendezvous backend.
+`prepare_agent` uses it, only when the launched program is ours, to answer `--rdzv-backend=c10d` with a rendezvous of
+its own node (rendezvous.py). The workers of all nodes then find each other by themselves.
 
-- **A hook in the agent.** The entry-point group `torchrun.handlers` is loaded by every torchrun process, whatever the
-  rendezvous backend. `prepare_agent` uses it, only when the launched program is ours, to switch off the sharing of
-  the agents' TCPStore (with it, torch 2.11 to 2.15 cannot take in a new node: the bootstrap address is cached for
-  ever; see pytorch/pytorch#182221 for the half that was mended), to shorten the silent 30 s "last call" of a job
-  below its maximum, to tell the workers the rendezvous endpoint, to open a rendezvous again that was closed by agents
-  of which none is left (agents_state.py), and to have the agents' keep-alive go without their wall clocks
-  (keep_alive.py).
-- **The endpoint.** torchrun does not export it; `Launch` finds it (our flag, the hook, the agent's command line).
-- **The round.** Workers of one rendezvous round need a key prefix of their own on the endpoint's store.
-  `torchrun_round` reads it from the agents' state (agents_state.py).
+The agent hands what it knows to its workers in environment variables; `Launch` reads them there.
 
 This module imports nothing heavy at module level: agents load it before anything else.
 """
 
 from __future__ import annotations
 
-import datetime
+import json
 import os
+import platform
 import re
 import sys
-import time
+import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from elastic_train import keep_alive
-from elastic_train.agents_state import KEEP_ALIVE_SECONDS, agents_key, read_agents_state, reopened
+from elastic_train.errors import FormationFailed, UsageError
 from elastic_train.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
 from elastic_train.slurm import torchrun_variables
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-DEFAULT_PORT = 29400
-LAST_CALL_SECONDS = 2
-"""how long a world below --nnodes' maximum waits for more nodes, where the user does not say"""
+DEFAULT_PORT, MAX_PORT = 29400, 65535
+LAST_CALL_SECONDS = 2.0
+"""how long a first world below --nnodes' maximum waits for more nodes, where the user gives no last_call_timeout"""
+JOIN_SECONDS = 600.0
+"""torchrun's own default of join_timeout"""
 NAME_LOOKUP_OPTIONS = "timeout:1 attempts:1"
 """RES_OPTIONS (resolv.conf(5)) of agents and workers: every connection to a TCPStore looks the peer's name up, on the
 one thread that serves everybody, and a name server that does not answer must not hold a world up for its usual 5 s"""
-FIRST_ANSWER = datetime.timedelta(seconds=3)
-"""from the endpoint's store, before a person is told that there is none"""
-STRANGER_PATIENCE = datetime.timedelta(seconds=60)
-"""for an answer of a store that is busy; what torchrun's own is"""
-ENDPOINT_VARIABLE = "ELASTIC_TRAIN_RDZV_ENDPOINT"
+C10D_VARIABLE = "ELASTIC_TRAIN_C10D"
 MIN_NODES_VARIABLE = "ELASTIC_TRAIN_MIN_NODES"
 NODE_VARIABLE = "ELASTIC_TRAIN_NODE"
+MARKERS = (C10D_VARIABLE, SETTINGS_VARIABLE, MIN_NODES_VARIABLE, NODE_VARIABLE)
+"""what an agent sets for its workers"""
 
 # torchrun's own options, of torch 2.11 to 2.15, to tell its arguments from the program's.
 SWITCHES = ("standalone", "module", "no-python", "run-path", "virtual-local-rank", "help")
@@ -71,68 +60,40 @@ def prepare_agent() -> Any:
 
     Returns a creator, as the entry-point contract wants it; its backend name is not for use.
     """
-    arguments = agent_arguments(sys.orig_argv)
-    if arguments is not None and launches_elastic_train(arguments, os.environ):
-        plan = plan_agent(arguments, os.environ)
-        os.environ.update(plan.environment)
-        if plan.announcement:
-            _say(plan.announcement)
-        if endpoint := plan.environment.get(ENDPOINT_VARIABLE):
-            raw = greet_endpoint(endpoint)
-            keep_alive.install()
-            if raw is not None:
-                reopen_if_abandoned(raw, endpoint, option(arguments, os.environ, "rdzv-id") or "none")
+    if launches_elastic_train(agent_arguments(sys.orig_argv), os.environ):
+        from torch.distributed.elastic.rendezvous import registry  # loaded by now: its package is what calls this
+
+        os.environ.setdefault("RES_OPTIONS", NAME_LOOKUP_OPTIONS)
+        answer_c10d(registry)
     return refuse_as_backend
 
 
-def greet_endpoint(endpoint: str) -> Store | None:
-    """A client of the store there; None where nobody hosts it yet. Ends this process, an agent that torchrun would end
-    with a traceback, where another program has the endpoint's port."""
-    from elastic_train.errors import StoreUnreachable
-    from elastic_train.store import greet  # torch is loaded by now
+def answer_c10d(registry: Any) -> None:
+    """Answer `--rdzv-backend=c10d` with our handler, for the rest of this process.
 
-    host, port = split_endpoint(endpoint)
-    with suppress(StoreUnreachable):
-        return greet(host, port, FIRST_ANSWER)
-    _say(
-        f"what listens at {endpoint} does not answer as a rendezvous store; waiting up to "
-        f"{STRANGER_PATIENCE.total_seconds():.0f} s for it"
-    )
-    with suppress(StoreUnreachable):
-        return greet(host, port, STRANGER_PATIENCE)
-    _say(
-        f"error: what listens at {endpoint} is no rendezvous store: another program has that port; choose another "
-        "--rdzv-endpoint"
-    )
-    os._exit(1)  # a thread that waits for the stranger's answer could abort an ordinary exit
+    torch's launcher asks this function of this module for its handler. `register` refuses a second creator for c10d;
+    rewriting `sys.argv` would miss the PET_ variables and callers of `torch.distributed.run.run(args)`.
 
-
-def reopen_if_abandoned(raw: Store, endpoint: str, run_id: str) -> None:
-    """An agent that ends closes its rendezvous for all who come later, which only workers who train on mend. Where the
-    store outlives the last agent, nothing could ever start there again: it is opened once nobody has given a sign of
-    life for as long as torchrun takes for dead. Blocks for that long where it is closed, and else for next to nothing.
+    Args:
+        registry: the module `torch.distributed.elastic.rendezvous.registry`.
     """
-    from elastic_train.errors import StoreUnreachable
-    from elastic_train.store import TorchStore
+    of_torch = registry.get_rendezvous_handler
 
-    store, key = TorchStore(raw, STRANGER_PATIENCE), agents_key(run_id)
-    with suppress(StoreUnreachable, ValueError):  # torchrun itself says what is wrong, and better
-        seen, since = store.get(key), time.monotonic()
-        if seen is None or not read_agents_state(seen).is_closed:
-            return
-        _say(f"the job at {endpoint} has ended; starting it again once nobody of it is left (up to 20 s)")
-        while time.monotonic() - since < KEEP_ALIVE_SECONDS:
-            time.sleep(0.5)
-            found = store.get(key)
-            if found is None or not read_agents_state(found).is_closed:
-                return
-            if found != seen:
-                seen, since = found, time.monotonic()
-        store.swap(key, seen, reopened(seen))
+    def get_rendezvous_handler(params: Any) -> Any:
+        for marker in MARKERS:  # an agent that a worker of another job has started inherits that job's
+            os.environ.pop(marker, None)
+        if params.backend != "c10d" or has_free_port(params.endpoint):
+            return of_torch(params)
+        from elastic_train.rendezvous import create_c10d_handler  # heavy, and only for those who asked for it
+
+        return create_c10d_handler(params)
+
+    registry.get_rendezvous_handler = get_rendezvous_handler
 
 
-def _say(message: str) -> None:
-    print(f"elastic_train: {message}", file=sys.stderr, flush=True)
+def has_free_port(endpoint: str) -> bool:
+    """Whether an endpoint is `HOST:0`, as --standalone and launches of one node have it: nobody else can find it."""
+    return re.search(r":0+$", endpoint.strip()) is not None and "," not in endpoint
 
 
 def refuse_as_backend(_parameters: Any) -> Any:
@@ -151,49 +112,27 @@ def etcd3_backend() -> Any:
 
 
 @dataclass(frozen=True)
-class AgentPlan:
-    """What to set in an agent's environment, and what to tell the person in front of it."""
+class C10dSettings:
+    """What an agent's command line says of a c10d rendezvous; its workers find each other by it."""
 
-    environment: dict[str, str]
-    announcement: str | None
+    endpoints: tuple[str, ...]
+    """HOST:PORT of --rdzv-endpoint, one or several"""
+    min_nodes: int
+    max_nodes: int
+    last_call: float
+    """seconds that a first world below max_nodes waits for more nodes"""
+    is_host: bool | None = None
+    """whether this node hosts the first endpoint; None: decided by the host's name"""
+    join_timeout: float = JOIN_SECONDS
+    """seconds in which a first world has to form"""
 
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
-def plan_agent(arguments: Sequence[str], environ: Mapping[str, str]) -> AgentPlan:
-    """Decide from an agent's command line and environment; what the user set wins."""
-    environment = {}
-    if "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in environ:
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    if "RES_OPTIONS" not in environ:
-        environment["RES_OPTIONS"] = NAME_LOOKUP_OPTIONS
-    backend = option(arguments, environ, "rdzv-backend") or "static"
-    standalone = "standalone" in read_command(arguments).options or environ.get("PET_STANDALONE", "0") == "1"
-    if backend != "c10d" or standalone:
-        return AgentPlan(environment, None)
-    endpoint = normalize_endpoint(option(arguments, environ, "rdzv-endpoint") or "")
-    environment[ENDPOINT_VARIABLE] = endpoint
-    min_nodes, max_nodes = parse_nnodes(option(arguments, environ, "nnodes") or "1:1")
-    environment[MIN_NODES_VARIABLE] = str(min_nodes)
-    if max_nodes == 1:
-        return AgentPlan(environment, None)
-    if min_nodes == max_nodes:
-        return AgentPlan(
-            environment,
-            f"waiting at {endpoint} for exactly {max_nodes} nodes, as --nnodes {max_nodes} asks; "
-            f"a lost node will then pause training, --nnodes 1:{max_nodes} lets it go on",
-        )
-    conf = option(arguments, environ, "rdzv-conf") or ""
-    if conf:
-        given = re.search(r"last_call_timeout=(\d+)", conf)
-        seconds = int(given.group(1)) if given else 30
-    else:
-        seconds = LAST_CALL_SECONDS
-        environment["PET_RDZV_CONF"] = f"last_call_timeout={seconds}"
-    hint = "" if seconds <= 10 else " (--rdzv-conf last_call_timeout=2 shortens this)"
-    return AgentPlan(
-        environment,
-        f"meeting at {endpoint}, {min_nodes} to {max_nodes} nodes; training starts {seconds} s after "
-        f"{'the first node has' if min_nodes == 1 else f'{min_nodes} nodes have'} come, at once with {max_nodes}{hint}",
-    )
+    @staticmethod
+    def from_json(text: str) -> C10dSettings:
+        values = json.loads(text)
+        return C10dSettings(**values | {"endpoints": tuple(values["endpoints"])})
 
 
 def agent_arguments(command: Sequence[str]) -> list[str] | None:
@@ -204,14 +143,16 @@ def agent_arguments(command: Sequence[str]) -> list[str] | None:
     return None
 
 
-def launches_elastic_train(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
+def launches_elastic_train(arguments: Sequence[str] | None, environ: Mapping[str, str]) -> bool:
     """Whether the program that torchrun is told to start is ours.
 
     It is when it is the module `elastic_train` or one below it, a Python file or module whose own source imports it, or
-    when ELASTIC_TRAIN=1 is set.
+    when ELASTIC_TRAIN=1 is set. Only the last counts under another launcher, which has no `arguments` of torchrun.
     """
     if environ.get("ELASTIC_TRAIN") == "1":
         return True
+    if arguments is None:
+        return False
     command = read_command(arguments)
     program = command.program or ""
     if "module" in command.options or environ.get("PET_MODULE", "0") == "1":
@@ -291,6 +232,23 @@ def normalize_endpoint(text: str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def parse_endpoints(text: str, option_name: str) -> tuple[str, ...]:
+    """HOST:PORT of each part of a comma-separated list; an empty one is torchrun's default, localhost:29400.
+
+    Raises:
+        UsageError: a part is not HOST:PORT.
+    """
+    parts = [part for part in text.split(",") if part.strip()] or [""]
+    try:
+        found = [(part.strip(), *split_endpoint(part)) for part in parts]
+    except ValueError as error:
+        raise UsageError(f"{option_name}: {error}") from error
+    for part, _, port in found:
+        if not 0 < port <= MAX_PORT:
+            raise UsageError(f"{option_name} {part}: a port is 1 to {MAX_PORT}")
+    return tuple(dict.fromkeys(normalize_endpoint(part) for part in parts))
+
+
 def split_endpoint(text: str) -> tuple[str, int]:
     """(host, port) of `HOST`, `HOST:PORT` or `[V6]:PORT`.
 
@@ -323,28 +281,32 @@ class Launch:
     """pid of the torchrun process on this node; None without torchrun"""
     min_nodes: int = 1
     """fewest nodes that may train, by --nnodes"""
-    endpoint: str | None = None
-    """HOST:PORT of the c10d rendezvous; None where there is none"""
     master: tuple[str, int] | None = None
-    """MASTER_ADDR and MASTER_PORT, the meeting point where there is no c10d endpoint"""
+    """MASTER_ADDR and MASTER_PORT; where the workers of a fixed world find each other"""
     is_agent_store: bool = False
     """whether an agent serves the store at `master`; else rank 0 has to"""
+    c10d: C10dSettings | None = None
+    """where workers of all nodes find each other; rank, world_size and num_nodes are then those of this node alone"""
     etcd: EtcdSettings | None = None
-    """the cluster where workers of all nodes meet; rank, world_size and num_nodes are then those of this node alone"""
+    """the same in a cluster of etcd; a world with neither is fixed, and rank, world_size and num_nodes are its own"""
     node_id: str = ""
-    """what the workers of this node have in common and no other node has; set with `etcd`"""
+    """what the workers of this node have in common and no other node has; set with `c10d` and with `etcd`"""
 
     @staticmethod
     def from_environment(environ: Mapping[str, str], store_endpoint: str | None) -> Launch:
-        """Read torchrun's variables, or those of srun. Without them (no RANK): a world of one."""
+        """Read torchrun's variables, or those of srun. Without them (no RANK): a world of one.
+
+        Raises:
+            FormationFailed: torchrun's own c10d rendezvous has joined several nodes.
+            UsageError: `store_endpoint` is not HOST:PORT.
+        """
         agent_pid = os.getppid() if "TORCHELASTIC_RUN_ID" in environ else None  # not srun, nor another launcher
         environ = {**environ, **torchrun_variables(environ)}
         if "RANK" not in environ or "WORLD_SIZE" not in environ:
             return Launch()
-        endpoint = normalize_endpoint(store_endpoint) if store_endpoint else environ.get(ENDPOINT_VARIABLE)
         etcd = environ.get(SETTINGS_VARIABLE)
-        if endpoint is None and etcd is None and agent_pid is not None:
-            endpoint = endpoint_of_agent(agent_pid, environ)
+        c10d = c10d_settings(environ, agent_pid, store_endpoint) if etcd is None else None
+        is_own_node = c10d is not None or etcd is not None
         return Launch(
             rank=int(environ["RANK"]),
             world_size=int(environ["WORLD_SIZE"]),
@@ -355,25 +317,62 @@ class Launch:
             run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
             restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             agent_pid=agent_pid,
-            min_nodes=int(environ.get(MIN_NODES_VARIABLE, "1")),
-            endpoint=endpoint,
+            min_nodes=c10d.min_nodes if c10d is not None else int(environ.get(MIN_NODES_VARIABLE, "1")),
             master=(environ.get("MASTER_ADDR", "localhost"), int(environ.get("MASTER_PORT", "0"))),
             is_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            etcd=EtcdSettings.from_json(etcd) if etcd and endpoint is None else None,
-            node_id=environ.get(NODE_VARIABLE, ""),
+            c10d=c10d,
+            etcd=EtcdSettings.from_json(etcd) if etcd is not None else None,
+            node_id=environ.get(NODE_VARIABLE) or _derived_node_id(environ, agent_pid) if is_own_node else "",
         )
 
 
-def endpoint_of_agent(agent_pid: int, environ: Mapping[str, str]) -> str | None:
-    """The c10d endpoint by the agent's command line: for packages on a path, where no hook is installed."""
-    arguments = arguments_of_agent(agent_pid)
-    return plan_agent(arguments, environ).environment.get(ENDPOINT_VARIABLE) if arguments else None
+def c10d_settings(environ: Mapping[str, str], agent_pid: int | None, store_endpoint: str | None) -> C10dSettings | None:
+    """What the agent says of the c10d rendezvous, with --store-endpoint in place of its endpoints.
+
+    A bare clone on PYTHONPATH has no hook in the agent. A node that torchrun's own c10d then starts alone is a fixed
+    world, or by --store-endpoint one of several.
+
+    Raises:
+        FormationFailed: without the hook, torchrun's own c10d rendezvous has joined several nodes.
+        UsageError: `store_endpoint` is not HOST:PORT.
+    """
+    endpoints = parse_endpoints(store_endpoint, "--store-endpoint") if store_endpoint else None
+    if C10D_VARIABLE in environ:
+        settings = C10dSettings.from_json(environ[C10D_VARIABLE])
+        return replace(settings, endpoints=endpoints) if endpoints else settings
+    arguments = arguments_of_agent(agent_pid) if agent_pid is not None else None
+    if arguments is None or not asks_for_c10d(arguments, environ):
+        return None
+    num_nodes = int(environ.get("GROUP_WORLD_SIZE", "1"))
+    if num_nodes > 1:
+        raise FormationFailed(
+            f"torchrun's own rendezvous has joined {num_nodes} nodes, where the loss of one ends all: the torchrun "
+            "plug-in of elastic_train is missing (pip install it on every node), or did not see that the program is "
+            "ours (set ELASTIC_TRAIN=1)"
+        )
+    if endpoints is None:
+        return None
+    min_nodes, max_nodes = parse_nnodes(option(arguments, environ, "nnodes") or "1:1")
+    return C10dSettings(endpoints, min_nodes, max_nodes, last_call=LAST_CALL_SECONDS)
+
+
+def asks_for_c10d(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether torchrun is told to use c10d; what it chooses by itself for one node does not count."""
+    is_standalone = "standalone" in read_command(arguments).options or environ.get("PET_STANDALONE", "0") == "1"
+    return option(arguments, environ, "rdzv-backend") == "c10d" and not is_standalone
+
+
+def _derived_node_id(environ: Mapping[str, str], agent_pid: int | None) -> str:
+    """The same for all workers that one agent starts at once, where no hook has told them an id."""
+    names = (platform.node(), agent_pid, *(environ.get(n) for n in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")))
+    return uuid.uuid5(uuid.NAMESPACE_OID, repr(names)).hex[:12]
 
 
 def max_nodes_of(launch: Launch, environ: Mapping[str, str]) -> int:
     """How many nodes the job may have: by --nnodes, without torchrun those that there are."""
-    if launch.etcd is not None:
-        return launch.etcd.max_nodes
+    settings = launch.c10d or launch.etcd
+    if settings is not None:
+        return settings.max_nodes
     if launch.agent_pid is None:
         return launch.num_nodes
     return parse_nnodes(option(arguments_of_agent(launch.agent_pid) or [], environ, "nnodes") or "1:1")[1]
@@ -385,15 +384,3 @@ def arguments_of_agent(agent_pid: int) -> list[str] | None:
     except OSError:
         return None
     return agent_arguments(command)
-
-
-def torchrun_round(encoded: str, launch: Launch) -> int | None:
-    """The rendezvous round that started this worker; None while the agents' state is of another round.
-
-    `encoded` is the value of `agents_key`. The state is this worker's only if it is complete and knows our agent under
-    our node rank: else a next round is already forming, and this worker is about to be ended by its agent.
-    """
-    state = read_agents_state(encoded)
-    if state.is_complete and launch.node_rank in state.ranks_by_pid.get(launch.agent_pid or -1, set()):
-        return state.round
-    return None

@@ -37,33 +37,40 @@ class Member:
     """what must be equal for all members: task, flags, versions"""
     unreachable: tuple[int, ...] = ()
     """ranks of the last world whose listener it could not reach, where it had reason to look"""
-    group_store: tuple[str, int] | None = None
-    """(IP, port) of a TCPStore of its own, at which a world meets whose rank 0 it is; None under c10d"""
+    store: tuple[str, int] | None = None
+    """(IP, port) of the store that it serves: the others' process group meets there where it is rank 0"""
     min_nodes: int = 1
     """with fewer nodes than this it does not train"""
     gpu: str | None = None
     """UUID of its GPU, by which two workers that share one are found out, whatever number each sees it under"""
+    uid: str = ""
+    """drawn by its process: a host that comes back is somebody else"""
+    node_id: str = ""
+    """what the workers of one agent have in common, and no others; "" where host and agent say it"""
+    newest: tuple[int, int] | None = None
+    """(generation, step) of the newest snapshot that it can see"""
 
     @property
     def name(self) -> str:
         return f"{self.host}/{self.local_rank}/{self.pid}"
 
     @property
-    def node(self) -> tuple[str, int]:
+    def node(self) -> tuple[str, int, str]:
         """What members of one node have in common."""
-        return self.host, self.agent_pid
+        return self.host, self.agent_pid, self.node_id
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Member:
-        fields = json.loads(text)
-        for name in ("address", "group_store"):
-            if fields[name] is not None:
-                host, port = fields[name]
-                fields[name] = (host, int(port))
-        return Member(unreachable=tuple(fields.pop("unreachable")), **fields)
+        return Member.from_fields(json.loads(text))
+
+    @staticmethod
+    def from_fields(fields: dict[str, Any]) -> Member:
+        """A member of what `asdict` and JSON made of one."""
+        pairs = {name: tuple(fields[name]) for name in ("address", "store", "newest") if fields[name] is not None}
+        return Member(**{**fields, **pairs, "unreachable": tuple(fields["unreachable"])})
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,13 @@ class World:
     """all members, by rank: first those who train, then the spares"""
     max_world_size: int | None = None
     """how many members a step has work for, where that is limited"""
+    uid: str = ""
+    """drawn when it was decided: two branches may use one generation number, never one uid"""
+
+    @property
+    def key(self) -> str:
+        """Prefix of the keys that belong to this world."""
+        return f"world-{self.generation}-{self.uid}"
 
     @property
     def world_size(self) -> int:

@@ -6,9 +6,7 @@ Goodput is what the kept steps take undisturbed, in terms of the wall: the nodes
 step of each world size is timed before the next one comes. A step that is lost and computed again counts once.
 
 The rivals are told of in rivals/: torchrun's restarts with the shortest timeouts that survive this, its store off the
-nodes, and torchft. Each row compares ours with a promised limit or with a rival. Under c10d torchrun restarts everybody
-for a newcomer: the limit allows that outage, as measured in the same run, and half a second for each pair of a death
-and a join.
+nodes, and torchft. Each row compares ours with the promised limit or with a rival.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from __future__ import annotations
 import importlib.util
 import random
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -24,14 +21,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from elastic_train.bench import table
 from elastic_train.bench.table import Row
 from elastic_train.drills.backends import C10d, Etcd3, backend_of
 from elastic_train.drills.command import BUNDLED_TASK
 from elastic_train.drills.history import read_history
-from elastic_train.drills.lost_time import outages_of
 from elastic_train.drills.nodes import (
     Node,
     clean_environment,
@@ -42,7 +38,6 @@ from elastic_train.drills.nodes import (
     wait_until,
 )
 from elastic_train.drills.record import PACE_VARIABLE
-from elastic_train.errors import ElasticTrainError
 from elastic_train.events import newest_events
 
 SEED = 1
@@ -54,9 +49,7 @@ BACK_AFTER = 5.0
 START_SECONDS = 120.0
 UNDISTURBED_SECONDS = 8.0
 """in which steps of each world size are timed"""
-ETCD_LIMIT = 0.97
-JOIN_MARGIN = 0.5
-"""seconds that a death and a join may cost under c10d beyond the restart of everybody"""
+LIMIT = 0.97
 
 
 @dataclass(frozen=True)
@@ -70,16 +63,6 @@ class Trace:
 
 THOROUGH = Trace(120.0, 20.0)
 QUICK = Trace(20.0, 20.0)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a contender came to."""
-
-    goodput: float
-    """1.0 is the undisturbed job at the world sizes that were present"""
-    join_seconds: tuple[float, ...]
-    """for which each newcomer held the others up; of ours"""
 
 
 class Contender(Protocol):
@@ -104,7 +87,7 @@ class Ours:
     def __init__(self, backend: str, run_dir: Path) -> None:
         self.name = backend
         self.run_dir = run_dir
-        self._backend = backend_of(backend, run_dir, None, run_id="goodput")
+        self._backend = backend_of(backend, None, run_id="goodput")
 
     def start(self) -> None:
         self._backend.start()
@@ -120,66 +103,73 @@ class Ours:
         self._backend.close()
 
 
-class Restarts:
-    """The standard tutorial's script: rivals/restarts.py."""
+class AtServer:
+    """A contender whose nodes meet at a process off all of them."""
 
-    name = "torchrun's restarts"
-    environment = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    """else every restart waits for a store that died with its node"""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self._backend = C10d(run_dir, None)
-
-    def start(self) -> None:
-        self._backend.start()
-
-    def command(self, number: int) -> list[str]:
-        return [
-            "env", self.environment, sys.executable, "-m", "torch.distributed.run", *self._backend.torchrun_flags(),
-            "--rdzv-id=goodput", f"--nnodes=1:{NUM_NODES}", "--max-restarts=1000", "--monitor-interval=0.1",
-            "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1",
-            "--no-python", sys.executable, "-m", "elastic_train.bench.rivals.restarts", str(self.run_dir),
-        ]  # fmt: skip
-
-    def close(self) -> None:
-        self._backend.close()
-
-
-class Torchft:
-    """Replicas of torchft, and its lighthouse off the nodes: rivals/replicas.py."""
-
-    name = "torchft"
-    flags = ("--min_replicas=1", "--heartbeat_timeout_ms=1000", "--join_timeout_ms=100", "--quorum_tick_ms=100")
+    server: ClassVar[str]
+    """what it is called"""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self._port = free_port()
-        self._lighthouse: Node | None = None
+        self._node: Node | None = None
+
+    def server_command(self) -> list[str]:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        command = [*dying_with_parent(), *self.server_command()]
+        self._node = Node(command, self.run_dir / f"{self.server}.log", Path.cwd(), clean_environment())
+        wait_until(lambda: is_listening(self._port), self.server, START_SECONDS)
+
+    def close(self) -> None:
+        if self._node is not None:
+            self._node.end()
+
+
+class Restarts(AtServer):
+    """The standard tutorial's script: rivals/restarts.py."""
+
+    server = "store"
+    name = "torchrun's restarts"
+    environment = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    """else every restart waits for a store that died with its node"""
+
+    def server_command(self) -> list[str]:
+        program = "import signal, sys; from torch.distributed import TCPStore\n"
+        program += "store = TCPStore('localhost', int(sys.argv[1]), is_master=True, wait_for_workers=False)\n"
+        return [sys.executable, "-c", f"{program}signal.pause()", str(self._port)]
+
+    def command(self, number: int) -> list[str]:
+        return [
+            "env", self.environment, sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=localhost:{self._port}", "--rdzv-id=goodput", f"--nnodes=1:{NUM_NODES}",
+            "--max-restarts=1000", "--monitor-interval=0.1",
+            "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1",
+            "--no-python", sys.executable, "-m", "elastic_train.bench.rivals.restarts", str(self.run_dir),
+        ]  # fmt: skip
+
+
+class Torchft(AtServer):
+    """Replicas of torchft, and its lighthouse off the nodes: rivals/replicas.py."""
+
+    server = "lighthouse"
+    name = "torchft"
+    flags = ("--min_replicas=1", "--heartbeat_timeout_ms=1000", "--join_timeout_ms=100", "--quorum_tick_ms=100")
 
     @staticmethod
     def is_installed() -> bool:
         return importlib.util.find_spec("torchft") is not None
 
-    def start(self) -> None:
+    def server_command(self) -> list[str]:
         program = shutil.which("torchft_lighthouse", path=str(Path(sys.executable).parent)) or "torchft_lighthouse"
-        self._lighthouse = Node(
-            [*dying_with_parent(), program, f"--bind=[::]:{self._port}", *self.flags],
-            self.run_dir / "lighthouse.log",
-            Path.cwd(),
-            clean_environment(),
-        )
-        wait_until(lambda: is_listening(self._port), "lighthouse", START_SECONDS)
+        return [program, f"--bind=[::]:{self._port}", *self.flags]
 
     def command(self, number: int) -> list[str]:
         return [
             sys.executable, "-m", "elastic_train.bench.rivals.replicas", str(self.run_dir),
             f"http://localhost:{self._port}", str(number), str(NUM_NODES),
         ]  # fmt: skip
-
-    def close(self) -> None:
-        if self._lighthouse is not None:
-            self._lighthouse.end()
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -190,10 +180,8 @@ def run(quick: bool) -> dict[str, Any]:
 def measure_all(trace: Trace, with_rivals: bool) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="elastic-train-bench-") as scratch:
         folder = Path(scratch)
-        etcd3 = measure(Ours(Etcd3.name, folder / "etcd3"), trace)
-        c10d = measure(Ours(C10d.name, folder / "c10d"), trace)
-        limit = c10d_limit(c10d, trace)
-        rows = [row(Etcd3.name, etcd3, "the limit", ETCD_LIMIT), row(C10d.name, c10d, "the limit", limit)]
+        ours = {name: measure(Ours(name, folder / name), trace) for name in (C10d.name, Etcd3.name)}
+        rows = [row(name, found, "the limit", LIMIT) for name, found in ours.items()]
         if not with_rivals:
             return rows
         rivals: list[Contender] = [Restarts(folder / "restarts")]
@@ -202,23 +190,22 @@ def measure_all(trace: Trace, with_rivals: bool) -> list[Row]:
         else:
             print("torchft is not installed (pip install 'elastic_train[bench]'): without its rows", file=sys.stderr)
         for rival in rivals:
-            theirs = measure(rival, trace).goodput
-            rows += [row(Etcd3.name, etcd3, rival.name, theirs), row(C10d.name, c10d, rival.name, theirs)]
+            theirs = measure(rival, trace)
+            rows += [row(name, found, rival.name, theirs) for name, found in ours.items()]
         return rows
 
 
-def row(name: str, ours: Kept, rival: str, theirs: float) -> Row:
-    return Row(f"{name} beside {rival}", ours.goodput, theirs, "goodput", ours.goodput / theirs, 0.0)
+def row(name: str, ours: float, rival: str, theirs: float) -> Row:
+    return Row(f"{name} beside {rival}", ours, theirs, "goodput", ours / theirs, 0.0)
 
 
-def c10d_limit(found: Kept, trace: Trace) -> float:
-    if not found.join_seconds:
-        raise ElasticTrainError("no node joined under c10d: nothing tells what a join costs")
-    return 1.0 - (statistics.median(found.join_seconds) + JOIN_MARGIN) / trace.every
+def measure(contender: Contender, trace: Trace) -> float:
+    """Its goodput: 1.0 is the undisturbed job at the world sizes that were present. Blocks for the trace and the start
+    of its nodes.
 
-
-def measure(contender: Contender, trace: Trace) -> Kept:
-    """Blocks for the trace and the start of its nodes. Raises: TooSlow where they never train together."""
+    Raises:
+        TooSlow: they never train together.
+    """
     chance = random.Random(SEED)
     run_dir = contender.run_dir
     run_dir.mkdir()
@@ -257,11 +244,10 @@ def measure(contender: Contender, trace: Trace) -> Kept:
     history = read_history(run_dir)
     kept = [step for step in history.kept if began < step.time <= began + trace.seconds]
     goodput = sum(step_seconds[step.world_size] for step in kept) / trace.seconds
-    joins = tuple(outage.seconds for outage in outages_of(history) if outage.cause == "join" and outage.time > began)
     undisturbed = ", ".join(f"{seconds * 1e3:.1f} ms with {size}" for size, seconds in step_seconds.items())
     told = f"{contender.name}: {goodput:.3f}; undisturbed a step takes {undisturbed}"
     print(told, file=sys.stderr, flush=True)
-    return Kept(goodput, joins)
+    return goodput
 
 
 def wait_for_world(run_dir: Path, size: int) -> None:

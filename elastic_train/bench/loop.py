@@ -40,11 +40,12 @@ from elastic_train.batches import steps
 from elastic_train.bench import table
 from elastic_train.bench.table import Row
 from elastic_train.config import Config, check
+from elastic_train.connect import Waits, connect_worker
 from elastic_train.datasets import ImageData, TensorImages, synthetic
 from elastic_train.errors import ElasticTrainError
 from elastic_train.goodput import Phase
 from elastic_train.loop import Loop
-from elastic_train.membership import Membership, new_token
+from elastic_train.membership import new_token
 from elastic_train.process_group import process_group, use_interface_of
 from elastic_train.rules import Activity
 from elastic_train.sampler import steps_per_epoch
@@ -170,15 +171,16 @@ class OurLoop:
             is_agent_store=True,
         )
         self._scratch = scratch
-        self._membership = Membership(
+        self._membership = connect_worker(
             self._launch,
             StopSignal(),
-            formation_timeout=120.0,
-            peer_timeout=PEER_TIMEOUT.total_seconds(),
+            Waits(120.0, PEER_TIMEOUT.total_seconds(), 120.0),
+            max_world_size=None,
+            run_dir=None,
             say=print,
             warn=print,
         )
-        address = self._membership.local_address()
+        address = self._membership.address[0]
         use_interface_of(address)
         self._world = self._membership.first_world(
             Member(
@@ -195,9 +197,14 @@ class OurLoop:
         self._cleanup = ExitStack()
         self._cleanup.callback(self._membership.close)
         self._cleanup.enter_context(
-            process_group(self._world, self._membership.group_store, "gloo", self._membership.sockets)
+            process_group(
+                self._world,
+                lambda: self._membership.group_store(self._world),
+                "gloo",
+                self._membership.sockets,
+            )
         )
-        self._membership.watcher.enter(self._world, self._membership.key)
+        self._membership.watcher.enter(self._world)
         self._case_cleanup = ExitStack()
 
     def begin(self, case: Case) -> int:

@@ -16,15 +16,14 @@ from elastic_train.config import Config, parse
 from elastic_train.errors import FormationFailed, LeftOut, StoreRefused, StoreUnreachable, UsageError
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.stopping import StopSignal, die_with_parent
-from elastic_train.torchrun import Launch, max_nodes_of, split_endpoint
+from elastic_train.torchrun import Launch, max_nodes_of, parse_endpoints
 from elastic_train.wording import count
 
 if TYPE_CHECKING:
     from elastic_train.check.rendezvous import RendezvousFacts
 
 OWN_ID = "check"
-"""follows the job's run id in etcd"""
-MAX_PORT = 65535
+"""follows the job's run id where its workers meet"""
 LEAST_PEER_TIMEOUT = 30.0
 """seconds: here nobody is in a hurry to be rid of a slow node, it is to be named"""
 
@@ -59,19 +58,14 @@ def refuse_what_cannot_work(arguments: argparse.Namespace) -> None:
     if arguments.rdzv_backend == "etcd3":
         etcd_settings(arguments, os.environ)
     elif arguments.rdzv_endpoint is not None:
-        try:
-            _, port = split_endpoint(arguments.rdzv_endpoint)
-        except ValueError as error:
-            raise UsageError(f"--rdzv-endpoint: {error}") from error
-        if not 0 < port <= MAX_PORT:
-            raise UsageError(f"--rdzv-endpoint {arguments.rdzv_endpoint}: a port is 1 to {MAX_PORT}")
+        parse_endpoints(arguments.rdzv_endpoint, "--rdzv-endpoint")
 
 
 def launch_of(config: Config, environ: Mapping[str, str]) -> Launch:
     launch = Launch.from_environment(environ, config.store_endpoint)
-    if launch.etcd is not None:
+    if launch.c10d is not None or launch.etcd is not None:
         # A job of its own, for a training under the same run id would take the check's workers in; and below the run's
-        # keys, where its user may write.
+        # keys in etcd, where its user may write.
         return replace(launch, run_id=f"{launch.run_id}/{OWN_ID}")
     return launch
 
@@ -88,7 +82,7 @@ def wanted_of(arguments: argparse.Namespace, launch: Launch, environ: Mapping[st
         workers=arguments.workers,
         grace_seconds=arguments.grace,
         wants_shared_directory=not arguments.local_snapshots,
-        is_c10d=launch.endpoint is not None,
+        is_c10d=launch.c10d is not None,
     )
 
 
@@ -97,7 +91,7 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
     # Here, for they import torch, and a wrong flag should be told before that.
     from elastic_train.check.here import TrialDirectory, look_here
     from elastic_train.check.together import look_together, meet_others
-    from elastic_train.recovery import membership_of
+    from elastic_train.connect import Waits, connect_worker
     from elastic_train.worker import default_run_name
 
     run_dir = config.run_dir or Path("runs") / default_run_name(launch.run_id.removesuffix(f"/{OWN_ID}"))
@@ -105,15 +99,16 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
     rendezvous = look_at_rendezvous(arguments, launch)
     membership, mine = None, None
     try:
-        membership = membership_of(launch)(
+        membership = connect_worker(
             launch,
             StopSignal(),
-            formation_timeout=config.formation_timeout,
-            peer_timeout=max(config.peer_timeout, LEAST_PEER_TIMEOUT),
+            Waits(config.formation_timeout, max(config.peer_timeout, LEAST_PEER_TIMEOUT), config.wait_timeout),
+            max_world_size=None,
+            run_dir=None,
             say=lambda message: print(message, flush=True),
             warn=lambda message: print(f"warning: {message}", flush=True),
         )
-        mine = look_here(config, launch, membership.local_address(), directory, rendezvous)
+        mine = look_here(config, launch, membership.address[0], directory, rendezvous)
         world = meet_others(membership, launch, mine)
         workers, shared = look_together(membership, world, mine, directory, tell)
         return Gathered(wanted, tuple(workers), tuple(shared))
@@ -129,7 +124,7 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
 
 def look_at_rendezvous(arguments: argparse.Namespace, launch: Launch) -> RendezvousFacts:
     """The store of torchrun's options, or the one that the check's own name; once a node."""
-    from elastic_train.check.rendezvous import RendezvousFacts, look_at_endpoint, look_at_etcd
+    from elastic_train.check.rendezvous import RendezvousFacts, look_at_endpoints, look_at_etcd
 
     if launch.local_rank != 0:
         return RendezvousFacts()
@@ -137,8 +132,11 @@ def look_at_rendezvous(arguments: argparse.Namespace, launch: Launch) -> Rendezv
         return look_at_etcd(launch.etcd, launch.run_id)
     if arguments.rdzv_backend == "etcd3":
         return look_at_etcd(etcd_settings(arguments, os.environ), f"{arguments.rdzv_id}/{OWN_ID}")
-    endpoint = launch.endpoint or arguments.rdzv_endpoint
-    return RendezvousFacts() if endpoint is None else look_at_endpoint(endpoint)
+    if launch.c10d is not None:
+        return look_at_endpoints(launch.c10d.endpoints)
+    if arguments.rdzv_endpoint is not None:
+        return look_at_endpoints(parse_endpoints(arguments.rdzv_endpoint, "--rdzv-endpoint"))
+    return RendezvousFacts()
 
 
 def etcd_settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> EtcdSettings:

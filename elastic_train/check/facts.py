@@ -21,7 +21,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with the store, and what to do about it."""
+    """One thing that is wrong with where nodes meet, and what to do about it."""
 
     what: str
     do: str
@@ -76,7 +76,7 @@ class WorkerFacts:
     """DataLoader processes, --num-workers"""
     keep_snapshots: int
     rendezvous_problems: tuple[Problem, ...] = ()
-    """with the store, or with some of its members"""
+    """with the endpoint, or with some of its members"""
     is_rendezvous_usable: bool = True
     rendezvous_notes: tuple[str, ...] = ()
     expiries: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ class Wanted:
     """between the signal to stop and the kill"""
     wants_shared_directory: bool = True
     is_c10d: bool = False
-    """whether torchrun's agents meet in a c10d rendezvous"""
+    """whether nodes meet under c10d"""
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ from elastic_train.config import Config
 from elastic_train.errors import ElasticTrainError, SnapshotError, UsageError, first_line
 from elastic_train.membership import versions
 from elastic_train.process_group import choose_backend, choose_device, interface_address
-from elastic_train.saving import SHARED_MEMORY
 from elastic_train.snapshot import SnapshotWriter
 from elastic_train.torchrun import Launch
 from elastic_train.worker import make_state, make_task
 from elastic_train.world import host_name
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+SHARED_MEMORY = Path("/dev/shm")
 MOST_TRIES = 10
 """to make a directory that others remove; below a file, or in /proc, it will never be there"""
 

@@ -168,15 +168,6 @@ def there_is_room(gathered: Gathered) -> list[Finding]:
                     "free some space, choose another --snapshot-dir, or lower --keep-snapshots",
                 )
             )
-        if worker.shm_free < 2 * size:
-            findings.append(
-                Finding(
-                    Level.MATTERS,
-                    f"/dev/shm on {name} has {human_bytes(worker.shm_free)} free, the state takes {human_bytes(size)}",
-                    "at a join under c10d the state is handed over there; without room it goes to the disk, slower",
-                    "enlarge it: docker run --shm-size, an emptyDir with medium: Memory, mount -o remount,size=...",
-                )
-            )
         loaders = worker.num_loaders * worker.local_world_size
         if worker.shm_free < loaders * LOADER_BYTES:
             findings.append(

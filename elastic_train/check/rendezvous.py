@@ -1,4 +1,4 @@
-"""The store that the workers of a job meet at, looked at from one node: does it answer, and may this user write."""
+"""Where the workers of a job meet, looked at from one node: does it answer, and may this user write."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import secrets
 import socket
 import ssl
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 
 from elastic_train.check.facts import Problem
 from elastic_train.errors import StoreRefused, StoreUnreachable
 from elastic_train.etcd_settings import EtcdSettings
-from elastic_train.store import greet
 from elastic_train.torchrun import split_endpoint
 from elastic_train.wording import count
 
@@ -34,8 +33,18 @@ class RendezvousFacts:
     """of certificates that expire soon"""
 
 
+def look_at_endpoints(endpoints: Sequence[str]) -> RendezvousFacts:
+    """Those of c10d before the job. Of several a part may be missing: any one leads to a job that runs."""
+    found = [look_at_endpoint(endpoint) for endpoint in endpoints]
+    return RendezvousFacts(
+        tuple(problem for one in found for problem in one.problems),
+        is_usable=any(one.is_usable for one in found),
+        notes=tuple(note for one in found for note in one.notes),
+    )
+
+
 def look_at_endpoint(endpoint: str) -> RendezvousFacts:
-    """A c10d endpoint before the job: its name must resolve; whether somebody listens there already, is told."""
+    """Its name must resolve; whether somebody listens there already, is told."""
     try:
         host, port = split_endpoint(endpoint)
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
@@ -48,14 +57,16 @@ def look_at_endpoint(endpoint: str) -> RendezvousFacts:
         return RendezvousFacts(notes=(f"{where} answers; nobody listens there yet, as before the first node starts",))
     except OSError as error:
         return unusable(f"{where} does not answer: {error}", CHECK_ADDRESS)
+    from elastic_train.protocol.signposts import reach
+
     try:
-        greet(host, port, timedelta(seconds=CONNECT_SECONDS))
+        reach((host, port))
     except StoreUnreachable:
         return unusable(
-            f"what listens at {where} is no rendezvous store",
+            f"what listens at {where} is no rendezvous of elastic_train",
             "another program has that port: choose another --rdzv-endpoint",
         )
-    return RendezvousFacts(notes=(f"{where} answers as a rendezvous store",))
+    return RendezvousFacts(notes=(f"{where} answers as a rendezvous",))
 
 
 def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:

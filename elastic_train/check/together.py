@@ -49,6 +49,7 @@ def meet_others(membership: Membership, launch: Launch, mine: WorkerFacts) -> Wo
             backend=mine.backend,
             max_generation=None,
             gpu=None if mine.gpu is None else mine.gpu.uuid,
+            node_id=launch.node_id,
         )
     )
 
@@ -57,8 +58,8 @@ class Exchange:
     """Values of all workers, through the store: it works where no process group does."""
 
     def __init__(self, membership: Membership, world: World) -> None:
-        self._store, self._world = membership.store, world
-        self._key = f"{membership.key}/check"
+        self._store, self._world = membership.job.world_store(world), world
+        self._key = f"{membership.job.world_key(world)}/check"
 
     def gather(self, name: str, value: str) -> list[str]:
         """Every rank's `value`, by rank. Every rank calls it.
@@ -160,10 +161,10 @@ def measure(
     """
     backend = common_backend(world.workers)
     watcher = membership.watcher
-    watcher.expect(world, membership.key)
+    watcher.expect(world)
     membership.wait_for_workers(world)
-    with process_group(world, membership.group_store, backend, membership.sockets):
-        watcher.enter(world, membership.key)
+    with process_group(world, lambda: membership.group_store(world), backend, membership.sockets):
+        watcher.enter(world)
         tell(f"rank = {dist.get_rank()}, world_size = {dist.get_world_size()}, backend = {backend}")
         offset, error = measure_clock(world)
         links = measure_links(world, nodes)

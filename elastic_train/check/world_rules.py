@@ -96,7 +96,7 @@ def torch_is_known(gathered: Gathered) -> list[Finding]:
             Finding(
                 Level.BREAKS,
                 f"torch {text} is older than {'.'.join(map(str, OLDEST_TORCH))}",
-                "its elastic agents keep another state than the one that elastic_train reads, so joins fail",
+                "it was never tried with it",
                 "install a newer torch on all nodes",
             )
         ]
@@ -106,7 +106,7 @@ def torch_is_known(gathered: Gathered) -> list[Finding]:
             Finding(
                 Level.MATTERS,
                 f"torch {text} is newer than {'.'.join(map(str, NEWEST_TORCH))}, the newest that was tried",
-                "torchrun's private state, which joins under c10d depend on, may have changed",
+                "names of torch's own that a re-form needs may have changed",
                 "try a join before you rely on it: elastic-train drill --faults join",
             )
         )
@@ -116,11 +116,11 @@ def torch_is_known(gathered: Gathered) -> list[Finding]:
             Finding(
                 Level.MATTERS,
                 f"torchrun does not load elastic_train's entry point on {nodes_of(gathered, bare)}",
-                f"torch {text} then cannot take in a new node (pytorch/pytorch#182221), and the first step waits 30 s",
+                "one node trains there as a world that nobody can join, and several end at once",
                 "pip install elastic_train there, in place of a folder on PYTHONPATH",
             )
         )
-    return findings or fine(f"torch {text}: its known elastic bugs are worked around")
+    return findings or fine(f"torch {text}: tried")
 
 
 # --- how they reach each other ----------------------------------------------------------------------------------------
@@ -138,7 +138,9 @@ def store_is_usable(gathered: Gathered) -> list[Finding]:
             Finding(
                 Level.MATTERS if is_usable else Level.BREAKS,
                 f"rendezvous, from {nodes_of(gathered, ranks)}: {problem.what}",
-                "without a majority of its members nobody can meet" if is_usable else "without it nobody can meet",
+                "nodes meet while enough of the others answer: any one under c10d, a majority of etcd"
+                if is_usable
+                else "without it nobody can meet",
                 problem.do,
             )
         )
@@ -311,9 +313,8 @@ def clocks_agree(gathered: Gathered) -> list[Finding]:
             Finding(
                 Level.MATTERS,
                 what + gathered.name(0),
-                "training does not mind, but logs of different nodes cannot be put in order, under c10d a world below "
-                "its maximum may begin without waiting for more nodes, and certificates may look expired, or not yet "
-                "valid",
+                "training does not mind, but logs of different nodes cannot be put in order, and certificates may look "
+                "expired, or not yet valid",
                 "run chrony or systemd-timesyncd on every node",
             )
         ]

@@ -1,11 +1,9 @@
-"""Where the nodes of a drill meet: a c10d endpoint off all of them, or an etcd cluster."""
+"""Where the nodes of a drill meet: at each other, under c10d, or in an etcd cluster."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,19 +11,11 @@ from typing import Protocol
 
 from elastic_train.drills.etcd_cluster import EtcdCluster
 from elastic_train.drills.network import HUB_ADDRESS, Network
-from elastic_train.drills.nodes import (
-    Node,
-    TooSlow,
-    clean_environment,
-    dying_with_parent,
-    free_port,
-    is_listening,
-    wait_until,
-)
+from elastic_train.drills.nodes import TooSlow, free_port, is_listening, wait_until
 from elastic_train.etcd_settings import EtcdSettings
 
-ENDPOINT_SECONDS = 300.0
-"""it imports torch, on a machine that may be busy with anything"""
+PORT = 29400
+"""torchrun's default; nodes with an address of their own all have it"""
 ANSWER_SECONDS = 10.0
 ENDING_SECONDS = 60.0
 """for processes that have been told to end, or whose node has; tenths of a second, where the machine is not starved"""
@@ -44,9 +34,6 @@ class Backend(Protocol):
     def start(self) -> None:
         """Blocks until it answers; nothing where it runs already."""
 
-    def lose(self) -> None:
-        """It goes along when every node is lost, if it is a part of the job."""
-
     def stop(self) -> list[str]:
         """Politely, when the job is over; what the job has left in it, and it on this machine."""
 
@@ -55,65 +42,28 @@ class Backend(Protocol):
 
 
 class C10d:
-    """`elastic-train store`, in a process of its own, so that each node may die."""
+    """The nodes themselves. The endpoint lists the addresses of all; as processes they have one in common."""
 
     name = "c10d"
     members = None
     """of an etcd cluster that faults may harm"""
 
-    def __init__(self, folder: Path, network: Network | None) -> None:
-        self._folder, self._network = folder, network
-        self._host = HUB_ADDRESS if network else "localhost"
-        self._port = free_port()
-        self._num_started = 0
-        self._process: Node | None = None
-        self._seen: list[Node] = []
+    def __init__(self, network: Network | None) -> None:
+        self._network = network
+        self.port = free_port() if network is None else PORT
 
     def torchrun_flags(self) -> list[str]:
-        return ["--rdzv-backend=c10d", f"--rdzv-endpoint={self._host}:{self._port}"]
+        hosts = ["localhost"] if self._network is None else self._network.addresses
+        return ["--rdzv-backend=c10d", f"--rdzv-endpoint={','.join(f'{host}:{self.port}' for host in hosts)}"]
 
     def start(self) -> None:
-        if self._network is None:
-            self._port = free_port()  # the last one's may be waiting for its connections to time out
-        self._num_started += 1
-        self._process = Node(
-            [
-                *dying_with_parent(), sys.executable, "-m", "elastic_train.cli", "store", "--host", self._host,
-                "--port", str(self._port),
-            ],
-            self._folder / f"store-{self._num_started}.log",
-            Path.cwd(),
-            clean_environment(),
-            name="endpoint",
-            prefix=self._network.hub_prefix() if self._network else [],
-        )  # fmt: skip
-        self._seen.append(self._process)
-        wait_until(self._answers, "rendezvous store", ENDPOINT_SECONDS)
-
-    def _answers(self) -> bool:
-        assert self._process is not None
-        return is_listening(self._port) if self._network is None else "store at port" in self._process.text()
-
-    def lose(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process = None
+        """Nothing: the first node begins."""
 
     def stop(self) -> list[str]:
-        if self._process is not None:
-            self._process.signal(signal.SIGTERM)
-            with contextlib.suppress(TooSlow):  # then it is one of those that still run
-                self._process.wait(ENDING_SECONDS)
-            self._process = None
-        found = [f"process {one.pid} of {node.name} still runs" for node in self._seen for one in node.all_processes()]
-        if self._network is None and is_listening(self._port):
-            found.append(f"port {self._port} is still open")
-        return found
+        return [f"port {self.port} is still open"] if self._network is None and is_listening(self.port) else []
 
     def close(self) -> None:
-        with contextlib.ExitStack() as ends:
-            for node in self._seen:
-                ends.callback(node.end)
+        """Nothing runs but the nodes."""
 
 
 class Etcd3:
@@ -147,9 +97,6 @@ class Etcd3:
         else:
             self.members.start()
         self._is_running = True
-
-    def lose(self) -> None:
-        """Nothing: etcd is no part of the job, and keeps what it was told."""
 
     def stop(self) -> list[str]:
         keys: list[str] = []
@@ -191,7 +138,7 @@ def keys_of(endpoint: str, run_id: str, seconds: float) -> Sequence[str]:
 
 
 def backend_of(
-    name: str, folder: Path, network: Network | None, *, run_id: str = "drill", endpoint: str | None = None
+    name: str, network: Network | None, *, run_id: str = "drill", endpoint: str | None = None
 ) -> C10d | Etcd3:
-    """The one that `--backend` names; `folder` takes its logs. `endpoint`: of an etcd cluster that is there."""
-    return Etcd3(network, run_id, endpoint) if name == Etcd3.name else C10d(folder, network)
+    """The one that `--backend` names. `endpoint`: of an etcd cluster that is there."""
+    return Etcd3(network, run_id, endpoint) if name == Etcd3.name else C10d(network)

@@ -16,7 +16,7 @@ class SetClock(Disturbance):
     name = "clock"
     says = "a node's clock jumps by an hour, ahead or back, and after ten seconds back again"
     needs_clocks = True
-    undo_after = 10.0  # two heartbeats of torchrun's agents, which compare their clocks, under c10d
+    undo_after = 10.0  # longer than any timeout that a clock could end
 
     @classmethod
     def why_not(cls) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from elastic_train.drills.backends import ENDING_SECONDS, C10d, Etcd3, backend_of
+from elastic_train.drills.backends import ENDING_SECONDS, C10d, Etcd3
 from elastic_train.drills.faketime import NodeClocks
 from elastic_train.drills.network import Network
 from elastic_train.drills.nodes import (
@@ -87,7 +87,7 @@ class Cluster:
         self._record = record
         self._cwd = cwd or Path.cwd()
         self._pace_file = record.path / PACE_FILE
-        self.backend = backend or backend_of(C10d.name, record.path, network)
+        self.backend = backend or C10d(network)
         self._looked_at = 0.0
         self._seen: list[Node] = []
         self._temporary = tempfile.TemporaryDirectory(prefix="elastic-train-nodes-")
@@ -185,6 +185,15 @@ class Cluster:
     def inside(self) -> list[Place]:
         """Nodes in the newest world that nothing is wrong with."""
         return [place for place in self.running if place.affliction is None and self.is_in(place)]
+
+    @property
+    def hosting(self) -> list[Place]:
+        """The healthy node that hosts the c10d endpoint: of several addresses the first."""
+        assert isinstance(self.backend, C10d)
+        if self.network is not None:
+            return [place for place in self.inside if place.index == 0]
+        port = self.backend.port
+        return [place for place in self.inside if place.node is not None and place.node.listens_at(port)]
 
     @property
     def vacant(self) -> list[Place]:

@@ -23,10 +23,9 @@ OWNED_FLAGS = ("--run-dir", "--fresh", "--snapshot-dir")
 """flags of the worker that the drill sets itself, or that would spoil it"""
 SNAPSHOT_EVERY = 100
 """steps"""
-EVERY_SECONDS = {"c10d": 20.0, "etcd3": 5.0}
-"""under c10d a join takes several seconds, and harm during one may end the job"""
-SHARE_TRAINED = {"c10d": 0.5, "etcd3": 0.8}
-"""of a long schedule, about; under c10d half goes by in joins and with fewer nodes"""
+EVERY_SECONDS = 5.0
+SHARE_TRAINED = 0.8
+"""of a long schedule, about: the rest is incidents, and fewer nodes are slower"""
 
 
 def list_faults() -> list[str]:
@@ -66,9 +65,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     plan = plan_of(arguments, seed, has_network)
     is_bundled = not any(given.partition("=")[0] in TASK_FLAGS for given in arguments.flags)
     is_long = arguments.every is not None or arguments.faults is not None
-    steps = int(
-        max(10.0, plan[-1].at) * 1.2 * STEPS_PER_SECOND * (SHARE_TRAINED[arguments.backend] if is_long else 1.0)
-    )
+    steps = int(max(10.0, plan[-1].at) * 1.2 * STEPS_PER_SECOND * (SHARE_TRAINED if is_long else 1.0))
     steps += SNAPSHOT_EVERY * sum(FAULTS[planned.fault].snapshots for planned in plan)
     last_step = steps if is_bundled else None
     flags = [*default_flags(last_step), *arguments.flags]
@@ -116,7 +113,7 @@ def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list
         _require_available(names, arguments.backend, has_network)  # also those that this seed does not draw
     else:
         names = [name for name in FAULTS if _why_not(name, arguments.backend, has_network) is None]
-    every = arguments.every or EVERY_SECONDS[arguments.backend]
+    every = arguments.every or EVERY_SECONDS
     return random_plan(seed, names, arguments.duration, every, arguments.nodes, sizes, least)
 
 

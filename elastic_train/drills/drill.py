@@ -170,9 +170,7 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
         num_workers=settings.num_workers,
         network=network,
         clocks=NodeClocks(record.path) if needs_clocks else None,
-        backend=backend_of(
-            settings.backend, record.path, network, run_id=settings.run_dir.name, endpoint=settings.etcd_endpoint
-        ),
+        backend=backend_of(settings.backend, network, run_id=settings.run_dir.name, endpoint=settings.etcd_endpoint),
     )
     ends.callback(cluster.close)
     seconds = settings.plan[-1].at + 30

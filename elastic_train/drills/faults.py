@@ -12,12 +12,12 @@ from elastic_train.drills.backends import C10d
 from elastic_train.drills.cluster import Cluster, NodeState, Place
 from elastic_train.drills.harm import (
     JOIN_LIMIT_SECONDS,
-    RECOVERY_LIMIT_SECONDS,
     RESTART_LIMIT_SECONDS,
     Disturbance,
     Fault,
     Harm,
     NotStruck,
+    Silence,
     choose_worker,
     has_stepped_anew,
     snapshots_of,
@@ -39,14 +39,28 @@ class Kill(Fault):
 class KillRankZero(Kill):
     name = "kill-rank-0"
     says = "the same to the node that has rank 0"
+    wants = "has rank 0"
+
+    def victims(self, cluster: Cluster) -> list[Place]:
+        return with_rank_zero(cluster)
 
     def choose(self, harm: Harm) -> list[Place]:
-        return with_rank_zero(harm.cluster)
+        return self.victims(harm.cluster)
 
     def not_yet(self, cluster: Cluster) -> str | None:
         if (missing := super().not_yet(cluster)) is not None:
             return missing
-        return None if with_rank_zero(cluster) else "nobody healthy has rank 0"
+        return None if self.victims(cluster) else f"nobody healthy {self.wants}"
+
+
+class KillEndpoint(KillRankZero):
+    name = "kill-endpoint"
+    says = "the same to the node that hosts the endpoint"
+    wants = "hosts the endpoint"
+    backend = C10d.name
+
+    def victims(self, cluster: Cluster) -> list[Place]:
+        return cluster.hosting
 
 
 class KillTwo(Kill):
@@ -113,13 +127,10 @@ class Stop(Fault):
         return "SIGTERM sent"
 
 
-class Hang(Fault):
+class Hang(Silence):
     name = "hang"
     says = "SIGSTOP to a node's workers; SIGCONT once the others are through, and it leaves"
     undo_after = 1.0
-
-    def limit_seconds(self, harm: Harm) -> float:
-        return 3 * harm.peer_timeout + RECOVERY_LIMIT_SECONDS
 
     def strike(self, harm: Harm) -> str:
         workers = workers_of(harm.targets[0])
@@ -202,7 +213,7 @@ class Join(Fault):
 
 class KillAll(Fault):
     name = "kill-all"
-    says = "every node, and the endpoint of c10d; all start again and continue from the newest snapshot"
+    says = "every node; as many start again and continue from the newest snapshot"
     size = 0
     undo_after = None
 
@@ -216,11 +227,15 @@ class KillAll(Fault):
         cluster = harm.cluster
         harm.detail = "all nodes"
         cluster.kill(cluster.running)
-        cluster.backend.lose()
         return self.start_again(harm)
 
     def start_again(self, harm: Harm) -> str:
-        _start_all_again(harm)
+        cluster = harm.cluster
+        cluster.watch.forget_world()
+        first = cluster.places[0]  # under c10d only the node at the first address begins a job
+        others = [place for place in harm.targets if place is not first]
+        for place in [first, *others][: len(harm.targets)]:
+            cluster.start(place)
         return f"{len(harm.targets)} killed and started again"
 
     def is_over(self, harm: Harm) -> bool:
@@ -239,7 +254,6 @@ class Damage(KillAll):
     def strike(self, harm: Harm) -> str:
         cluster = harm.cluster
         cluster.kill(cluster.running)
-        cluster.backend.lose()
         newest = snapshots_of(cluster)[0].path
         state = newest / "state.pt"
         data = bytearray(state.read_bytes())
@@ -248,43 +262,6 @@ class Damage(KillAll):
         state.write_bytes(data)
         harm.detail = newest.name
         return f"byte {position}; {self.start_again(harm)}"
-
-
-class KillEndpoint(Fault):
-    name = "kill-endpoint"
-    says = "the host of the c10d endpoint: every node saves and ends; all start again and lose no committed step"
-    size = 0
-    backend = C10d.name
-
-    def limit_seconds(self, harm: Harm) -> float:
-        return RESTART_LIMIT_SECONDS
-
-    def choose(self, harm: Harm) -> list[Place]:
-        return list(harm.cluster.inside)
-
-    def strike(self, harm: Harm) -> str:
-        cluster = harm.cluster
-        harm.detail = "endpoint"
-        cluster.backend.lose()
-        deadline = time.monotonic() + 90.0
-        while cluster.running:
-            if time.monotonic() > deadline:
-                names = ", ".join(place.name for place in cluster.running)
-                raise NotStruck(f"the endpoint is gone, and {names} did not end within 90 s")
-            time.sleep(0.05)
-            cluster.poll()
-        _start_all_again(harm)
-        return "every node ended by itself, and was started again"
-
-    def is_over(self, harm: Harm) -> bool:
-        return has_stepped_anew(harm)
-
-
-def _start_all_again(harm: Harm) -> None:
-    harm.cluster.watch.forget_world()
-    harm.cluster.backend.start()
-    for place in harm.targets:
-        harm.cluster.start(place)
 
 
 def _freeze(workers: list[psutil.Process]) -> None:

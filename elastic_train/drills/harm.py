@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import psutil
 
+from elastic_train.drills.backends import C10d
 from elastic_train.drills.cluster import Cluster, Place
 from elastic_train.drills.nodes import is_running
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 RECOVERY_LIMIT_SECONDS = 30.0
 """from a death to the next committed step; measured in tenths, but machines are loaded"""
 JOIN_LIMIT_SECONDS = 300.0
-"""a newcomer's Python with torch, and under c10d everybody's again"""
+"""a newcomer's Python with torch, on a machine that may be busy with anything"""
 RESTART_LIMIT_SECONDS = 600.0
 
 
@@ -121,6 +122,19 @@ class Fault:
     def is_cleared(self, harm: Harm) -> bool:
         """Whether nothing of it is left, so that the job may be counted as healthy again."""
         return True
+
+
+class Silence(Fault):
+    """A node says nothing any more, and nobody can tell whether it lives."""
+
+    def limit_seconds(self, harm: Harm) -> float:
+        return 3 * harm.peer_timeout + RECOVERY_LIMIT_SECONDS
+
+    def choose(self, harm: Harm) -> list[Place]:
+        """Under c10d, of two nodes the one with the higher rank: where the other is silent it waits for that one."""
+        found = sorted(harm.cluster.inside, key=lambda place: harm.cluster.rank_of(place) or 0)
+        has_arbiter = harm.cluster.backend.name != C10d.name
+        return [harm.rng.choice(found[1:] if len(found) == 2 and not has_arbiter else found)]
 
 
 class Disturbance(Fault):

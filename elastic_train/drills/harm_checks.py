@@ -65,12 +65,9 @@ def _may_lose(history: History, time: float) -> bool:
 
 def _limit_of(outage: Outage, world: World | None, limits: dict[str, float]) -> float:
     """Who is taken in starts before the others stop, unless they cannot go on without it (--min-nodes)."""
-    limit = limits.get(outage.cause, math.inf)
-    if world is None or world.cause == "start":
-        return limit
-    if world.joined and world.lost | world.left:
-        return max(limit, JOIN_LIMIT_SECONDS)
-    return limits["leave"] if world.cause == "join" else limit
+    limit = limits["leave"] if outage.cause == "join" else limits.get(outage.cause, math.inf)
+    is_awaited = world is not None and world.joined and world.lost | world.left
+    return max(limit, JOIN_LIMIT_SECONDS) if is_awaited else limit
 
 
 def _limits(history: History) -> dict[str, float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -119,8 +120,9 @@ class History:
 
     @cached_property
     def steps(self) -> list[Step]:
-        """Every `step` event, by time."""
-        return [
+        """Every `step` event, by time; without those of a member that was expelled while it committed, where a member
+        of the next generation has written the same step."""
+        found = [
             Step(
                 int(line["step"]),
                 int(line["generation"]),
@@ -131,6 +133,19 @@ class History:
                 writer(line),
             )
             for line in self.of("step")
+        ]
+        counts = Counter((step.generation, step.step) for step in found)
+        twice = {place for place, number in counts.items() if number > 1}
+        successors = {before.generation: after.members for before, after in itertools.pairwise(self.worlds)}
+        counting = {
+            (step.generation, step.step)
+            for step in found
+            if (step.generation, step.step) in twice and step.writer in successors.get(step.generation, ())
+        }
+        return [
+            step
+            for step in found
+            if (step.generation, step.step) not in counting or step.writer in successors[step.generation]
         ]
 
     @cached_property

@@ -24,7 +24,7 @@ def check_losses(history: History) -> Found:
     gone = sorted(set(_gone(history)), key=lambda found: found[1])
     for member, time, what in gone:
         node = drill.node_of.get(member)
-        if node is None or not _is_accounted_for(drill, node, member, time):
+        if node is None or not _is_struck(drill, node, time):
             findings.append(f"{member} of {node or 'no node that was seen'} {what}, and no fault had struck it")
     findings += _ended_unasked(history, drill, [(drill.node_of.get(member), time) for member, time, _ in gone])
     times = sorted(step.time for step in history.steps)
@@ -47,15 +47,6 @@ def _gone(history: History) -> Iterator[tuple[str, float, str]]:
         error = str(line.get("error"))
         if line.get("outcome") == "failed" and not error.startswith("LeftOut"):
             yield str(line["writer"]), float(line["time"]), f"failed: {error}"
-
-
-def _is_accounted_for(drill: DrillRecord, node: str, member: str, time: float) -> bool:
-    """Whether a fault had struck the node since its start, or its agent restarted the worker so that others join."""
-    if _is_struck(drill, node, time):
-        return True
-    here = [line for line in drill.nodes if line["node"] == node]
-    after = next((line for line in here if line["time"] > time and line.get("member") != member), None)
-    return after is not None and after["what"] == "worker"
 
 
 def _ended_unasked(history: History, drill: DrillRecord, gone: list[tuple[str | None, float]]) -> Iterator[str]:

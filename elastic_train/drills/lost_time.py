@@ -138,6 +138,4 @@ def cause_of(world: World | None) -> str:
     """Why a world followed another, in one word."""
     if world is None:
         return "unknown"
-    if world.cause != "start":
-        return world.cause
-    return "join" if world.restored_from == "handoff" else "restart"
+    return "restart" if world.cause == "start" else world.cause

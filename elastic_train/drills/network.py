@@ -98,6 +98,11 @@ class Network:
     def address(self, index: int) -> str:
         return f"{SUBNET}.{10 + index}"
 
+    @property
+    def addresses(self) -> list[str]:
+        """Of all nodes, the first one's first."""
+        return [self.address(index) for index in range(self.num_nodes)]
+
     def host_name(self, index: int) -> str:
         return f"node{index + 1}"
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from elastic_train.drills.cluster import NodeState, Place
-from elastic_train.drills.harm import RECOVERY_LIMIT_SECONDS, Disturbance, Fault, Harm, NotStruck
+from elastic_train.drills.harm import Disturbance, Harm, NotStruck, Silence
 from elastic_train.drills.network import Network
 
 LOST_SHARE = 0.2
@@ -15,14 +15,11 @@ EFFECT_SECONDS = 10.0
 """within which some packet comes or goes, a heartbeat at least"""
 
 
-class Partition(Fault):
+class Partition(Silence):
     name = "partition"
     says = "a node's cable is pulled; plugged in again once the others are through"
     needs_network = True
     undo_after = 1.0
-
-    def limit_seconds(self, harm: Harm) -> float:
-        return 3 * harm.peer_timeout + RECOVERY_LIMIT_SECONDS
 
     def cut(self, harm: Harm) -> None:
         assert harm.cluster.network is not None
@@ -59,13 +56,10 @@ class OneWayDrop(Partition):
         harm.cluster.network.drop_outgoing(harm.targets[0].index)
 
 
-class PowerLoss(Fault):
+class PowerLoss(Silence):
     name = "power-loss"
     says = "a node's port goes down, then all of its processes: silence, no FIN and no RST"
     needs_network = True
-
-    def limit_seconds(self, harm: Harm) -> float:
-        return 3 * harm.peer_timeout + RECOVERY_LIMIT_SECONDS
 
     def strike(self, harm: Harm) -> str:
         place, network = harm.targets[0], harm.cluster.network

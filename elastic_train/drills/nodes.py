@@ -145,6 +145,15 @@ class Node:
                 found |= {process.pid: process for process in [parent, *parent.children(recursive=True)]}
         return [process for process in found.values() if is_running(process)]
 
+    def listens_at(self, port: int) -> bool:
+        """Whether a process of it does; not for nodes with a network of their own."""
+        for process in self.all_processes():
+            with contextlib.suppress(psutil.Error):
+                found = process.net_connections(kind="tcp")
+                if any(entry.status == psutil.CONN_LISTEN and entry.laddr.port == port for entry in found):
+                    return True
+        return False
+
     def end(self) -> None:
         """Whatever still runs is killed, frozen or not; nothing of it is left when it returns."""
         end_processes(self.all_processes())

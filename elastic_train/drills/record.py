@@ -6,7 +6,7 @@
     faults.jsonl     one line when a fault strikes, when it is undone, and when the job has got over it
     reference.json   what the same job came to undisturbed
     leftovers.json   what was still there when every node had ended
-    node1-1.log ...  what each start of each node said; store-1.log
+    node1-1.log ...  what each start of each node said
     pace             see task.py
     clock-1 ...      what each node's clock is set off by, where the schedule has that fault: see faketime.py
 

@@ -82,7 +82,7 @@ def find_snapshots_of(history: History) -> tuple[list[Any], list[str]]:
 
 
 def check_leftovers(history: History) -> Found:
-    """Nothing is left of a run that has ended: no process, no temporary file, no handoff, no port."""
+    """Nothing is left of a run that has ended: no process, no temporary file, no port."""
     if not history.is_finished:
         raise Skip("the run has not finished")
     from elastic_train.status import process_is_alive
@@ -93,15 +93,10 @@ def check_leftovers(history: History) -> Found:
     for line in history.of("start"):
         if process_is_alive(line):
             findings.append(f"process {line['pid']}, a worker of this run, still runs")
-    looked_at = "processes and shared memory of this machine, temporary files"
-    try:
-        findings += [f"{path} is a handoff that nobody will take" for path in _handoffs(history)]
-    except PermissionError as error:  # of another user
-        looked_at += f", but no handoffs: {error}"
     if history.drill is not None:
         own = history.drill.leftovers
         findings += ["the drill did not look for what it left"] if own is None else own
-    return looked_at, findings
+    return "processes of this machine, temporary files", findings
 
 
 def _is_temporary(name: str) -> bool:
@@ -115,13 +110,3 @@ def _names_elsewhere(history: History) -> list[str]:
     if directory.is_relative_to(history.run_dir) or not directory.is_dir():
         return []
     return [str(path) for path in sorted(directory.iterdir())]
-
-
-def _handoffs(history: History) -> list[Path]:
-    from elastic_train.run_directory import RunDirectory
-    from elastic_train.saving import handoff_directory
-
-    if ".directory-id" not in history.names:  # asking for it would make one
-        return []
-    path = handoff_directory(RunDirectory(history.run_dir))
-    return [path] if path.exists() else []

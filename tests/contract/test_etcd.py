@@ -19,10 +19,10 @@ from elastic_train.drills.etcd_cluster import EtcdCluster, Tls, make_tls
 from elastic_train.drills.nodes import free_port, is_listening, wait_until
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
 from elastic_train.etcd import Connections, Etcd, LeaseLost, Transaction
-from elastic_train.etcd_job import ROUND, open_job, take_away
+from elastic_train.etcd_job import open_job, take_away
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.etcd_store import EtcdStore, Guard, Mirror
-from elastic_train.lobby import Admission
+from elastic_train.protocol.agreement import Decision
 from elastic_train.world import Member
 from tests.etcd_cluster import etcd_running
 
@@ -334,8 +334,8 @@ def test_a_dead_job_that_another_start_takes_away_is_not_taken_for_a_living_one(
     """All were killed, and two start again at one moment: the one sees the other's removal of what they left."""
     dead = open_it(etcd, trio, "two")
     member = Member("node", 0, 1, 0, ("127.0.0.1", free_port()), "dir", "gloo", None)
-    admission = Admission((), (member,))
-    EtcdStore(etcd, lease=dead.lease, guard=dead.guard).put(f"{dead.prefix}/{ROUND}/start/admit", admission.to_json())
+    first = Decision(0, "first", ranks=(), new=(member,))
+    EtcdStore(etcd, lease=dead.lease, guard=dead.guard).put(f"{dead.prefix}/start/next", first.to_json())
     looks = iter(range(100))
 
     def other_start() -> None:

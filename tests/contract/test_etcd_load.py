@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -10,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from elastic_train.drills.etcd_cluster import EtcdCluster
-from elastic_train.etcd import Connections, Etcd
-from elastic_train.etcd_job import open_job, take_away
-from elastic_train.etcd_store import EtcdStore, Mirror
-from elastic_train.lobby import Admission, Waiting, ready_nodes
-from elastic_train.meeting import Sight, meet, world_of
+from elastic_train.etcd_members import EtcdJob
+from elastic_train.protocol.agreement import Agreement, Decided, Presence, Status
+from elastic_train.protocol.job import Admitted
+from elastic_train.protocol.join_queue import Waiting
 from elastic_train.world import Member
 from tests.etcd_cluster import etcd_running
 
@@ -32,49 +32,48 @@ class Simulated:
 
 
 def live(cluster: EtcdCluster, number: int, count: int, everybody: threading.Barrier, told: Simulated) -> None:
-    """One member: opens the job, waits in the lobby, is taken into the first world, meets the others."""
-    connections = Connections(cluster.settings())
-    etcd = Etcd(connections, deadline=PATIENCE, attempt_seconds=60.0)
+    """One member: opens the job, stands in the join queue, is in the first world, and agrees with all on the next."""
     everybody.wait(PATIENCE)
     started = time.monotonic()
-    job = open_job(etcd, cluster.settings(), f"load-{count}", peer_timeout=10, check=lambda: None, say=print)
-    mirror = Mirror(etcd, f"{job.prefix}/")
-    store = EtcdStore(etcd, lease=job.lease, guard=job.guard, mirror=mirror)
+    job = EtcdJob(
+        replace(cluster.settings(), min_nodes=count, max_nodes=count, grace=PATIENCE),
+        f"load-{count}",
+        uid=f"uid{number}",
+        peer_timeout=10,
+        max_world_size=None,
+        check=lambda: None,
+        say=print,
+        refused=lambda _members: [],
+        draw_uid=lambda: secrets.token_hex(6),
+    )
     me = Member(
         host=f"node{number}", local_rank=0, pid=number, agent_pid=number, address=("10.0.0.1", 1), directory_id="d",
-        backend="gloo", max_generation=None, agreement={"flags": "x" * 800}, group_store=("10.0.0.1", 2),
+        backend="gloo", max_generation=None, agreement={"flags": "x" * 800}, store=("10.0.0.1", 2), uid=f"uid{number}",
     )  # fmt: skip
-    lobby, key = f"{job.prefix}/lobby/", f"{job.prefix}/start"
-    lease = etcd.grant(600)
-    store.under(lease).put(f"{lobby}node{number}/0", Waiting(me, f"node{number}", 1).to_json())
-    while (text := store.get(f"{key}/admit")) is None:
-        waiting = mirror.below(lobby)
-        if len(waiting) == count and min(waiting) == f"{lobby}node{number}/0":  # the others leave it to the first
-            nodes = ready_nodes([Waiting.from_json(one) for _, one in sorted(waiting.items())], ())
-            store.create(f"{key}/admit", Admission((), tuple(node[0] for node in nodes)).to_json())
-        mirror.wait_for_change(1.0)
-    names = [member.name for member in Admission.from_json(text).everyone]
-    joined: dict[int, Member] = {}
-    rank = names.index(me.name)
-    meeting = meet(store, key, rank, count, replace(me), lambda _rank: Sight.ALIVE, lambda _first, _other: True, joined)
-    while True:
-        try:
-            if next(meeting):
-                mirror.wait_for_change(1.0)
-        except StopIteration as end:
-            decision, _ = end.value
-            break
-    world = world_of(decision, joined, rank)
-    assert world is not None
+    while not isinstance(place := job.look_from_queue(Waiting(me, 1)), Admitted):
+        job.wait_for_change(1.0)
+    job.leave_queue()
+    world = place.world
+    job.enter(world, place.facts, None)
+    agreement = Agreement(
+        job,
+        world,
+        Presence(world.generation),
+        status=lambda _rank: Status.ALIVE,
+        is_heard=lambda _rank: True,
+        newcomers=tuple,
+        facts={},
+        draw_uid=lambda: secrets.token_hex(6),
+    )
+    while not isinstance(found := agreement.look(), Decided):
+        job.wait_for_change(1.0)
+    following = found.decision.world_for(me.uid, world, None)
+    assert following is not None
     told.seconds = time.monotonic() - started
-    told.num_requests, told.num_bytes = connections.num_requests, connections.num_bytes
-    told.world = tuple(member.name for member in world.members)
+    told.num_requests, told.num_bytes = job.connections.num_requests, job.connections.num_bytes
+    told.world = tuple(member.name for member in following.members)
     everybody.wait(PATIENCE)
-    etcd.revoke(lease)
-    mirror.close()
-    if rank == 0:
-        take_away(etcd, job)
-    connections.close()
+    job.close(me)
 
 
 def form(cluster: EtcdCluster, count: int) -> list[Simulated]:

@@ -20,7 +20,7 @@ from elastic_train.drills.audit import audit
 from elastic_train.drills.etcd_cluster import find_program
 from elastic_train.drills.network import Network
 from tests.deploy.tools import DEPLOY, program, programs_folder
-from tests.integration.cluster import Cluster, free_port, is_listening, result, wait_until
+from tests.integration.cluster import Cluster, free_port, result
 
 Manifest = dict[str, Any]
 
@@ -381,9 +381,7 @@ def test_what_the_page_deletes_to_begin_again_is_what_trains(overlay: str) -> No
         f"{found['kind'].lower()}/{found['metadata']['name']}"
         for found in build_folder(KUBERNETES / "overlays" / overlay)
     }
-    trains = {
-        name for name in there if name.partition("/")[0] in ("job", "deployment", "jobset", "trainjob", "pytorchjob")
-    }
+    trains = {name for name in there if name.partition("/")[0] in ("job", "jobset", "trainjob", "pytorchjob")}
     assert trains
     assert trains <= named
 
@@ -456,7 +454,7 @@ class Pods:
 
 
 def pod_of(manifests: tuple[Manifest, ...], role: str) -> Manifest:
-    """The specification of the pod that trains, or is the store."""
+    """The specification of the pod that trains, or is a member of etcd."""
     return next(pod["spec"] for pod in every_pod(manifests) if pod["metadata"]["labels"]["role"] == role)
 
 
@@ -474,11 +472,39 @@ GIVEN = {
     | {"NNODES": "1:4", "TRAINJOB": "first", "PET_NPROC_PER_NODE": "1", "PET_NNODES": "4", "PET_NODE_RANK": "1",
        "PET_MASTER_ADDR": "first-node-0-0.first", "PET_MASTER_PORT": "29400"},
     "pytorchjob": SHORT
-    | {"PET_NNODES": "1:4", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "store:29400", "PET_RDZV_ID": "train",
-       "PET_RDZV_CONF": "join_timeout=31536000,last_call_timeout=2", "PET_NPROC_PER_NODE": "1"},
+    | {"PET_NNODES": "1:4", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "train-worker-0:29400",
+       "PET_RDZV_ID": "train", "PET_RDZV_CONF": "join_timeout=31536000", "PET_NPROC_PER_NODE": "1"},
 }  # fmt: skip
 """what an operator adds to the environment, and fewer steps"""
-STORE_NAMES = {"jobset": "train-store-0-0.train:29400", "trainjob": "first-store-0-0.first:29400"}
+C10D = sorted(set(OVERLAYS) - {"etcd3"})
+
+
+def endpoint_of(overlay: str) -> str:
+    """As its trainers are given it."""
+    return environment_of(build(overlay), pod_of(build(overlay), "trainer")["containers"][0])["RDZV_ENDPOINT"]
+
+
+@pytest.mark.parametrize(
+    ("overlay", "name"),
+    [
+        ("c10d", "trainer-{}.trainer"),
+        ("gpu", "trainer-{}.trainer"),
+        ("jobset", "train-trainer-0-{}.train"),
+        ("pytorchjob", "train-worker-{}"),
+        ("trainjob", "$(TRAINJOB)-node-0-{}.$(TRAINJOB)"),
+    ],
+)
+def test_the_pods_meet_at_each_others_names(overlay: str, name: str) -> None:
+    """As an indexed Job, a JobSet, a TrainJob and a PyTorchJob call their pods; the check is given the same ones."""
+    number = number_of_trainers(build(overlay))
+    assert endpoint_of(overlay) == ",".join(f"{name.format(index)}:29400" for index in range(number))
+    if overlay in ("c10d", "gpu"):
+        job = find(build(overlay), "Job", "trainer")
+        assert job["spec"]["completionMode"] == "Indexed"
+        assert name == f"{job['metadata']['name']}-{{}}.{job['spec']['template']['spec']['subdomain']}"
+    (check,) = pod_of(build(overlay), "trainer")["initContainers"]
+    assert environment_of(build(overlay), check)["RDZV_ENDPOINT"] == endpoint_of(overlay)
+    assert "--rdzv-endpoint=$RDZV_ENDPOINT " in check["args"][-1]
 
 
 @pytest.mark.timeout(600)
@@ -487,13 +513,10 @@ STORE_NAMES = {"jobset": "train-store-0-0.train:29400", "trainjob": "first-store
     ["c10d", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpu", "jobset", "pytorchjob", "trainjob"))],
 )
 def test_the_containers_train(overlay: str, tmp_path: Path, cluster: Cluster) -> None:
-    manifests, port = build(overlay), free_port()
+    manifests = build(overlay)
     (tmp_path / "runs").mkdir()
-    here = f"localhost:{port}"
-    names = {STORE_NAMES.get(overlay, "store:29400"): here, "$TRAINJOB-store-0-0.$TRAINJOB:29400": here}
-    run = Pods(tmp_path, cluster, {**names, "29400": str(port)}, {"/runs": tmp_path / "runs"})
-    run.start(manifests, container_of(manifests, "store"))
-    wait_until(lambda: is_listening(port), "store", 120)
+    here = {endpoint_of(overlay): f"localhost:{free_port()}"}
+    run = Pods(tmp_path, cluster, here, {"/runs": tmp_path / "runs"})
     container = container_of(manifests, "trainer")
     trainers = [run.start(manifests, container, GIVEN[overlay]) for _ in range(2)]
     cluster.finish(trainers, timeout=300)
@@ -505,29 +528,26 @@ def test_the_containers_train(overlay: str, tmp_path: Path, cluster: Cluster) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("overlay", ["c10d", "gpu", "jobset", "pytorchjob", "trainjob"])
+@pytest.mark.parametrize("overlay", C10D)
 def test_the_check_before_the_job(overlay: str, tmp_path: Path, cluster: Cluster) -> None:
-    """With a store and without; an operator adds nothing to its environment but the job's name."""
-    manifests, port = build(overlay), free_port()
+    """With names that resolve and without; an operator adds nothing to its environment but the job's name."""
+    manifests = build(overlay)
     (tmp_path / "runs").mkdir()
     (check,) = pod_of(manifests, "trainer")["initContainers"]
     given = SHORT | {name: value for name, value in GIVEN[overlay].items() if name == "TRAINJOB"}
 
-    def pod_with_store_at(store: str) -> Pods:
-        names = {"$TRAINJOB-store-0-0.$TRAINJOB:29400": store, STORE_NAMES.get(overlay, "store:29400"): store}
-        return Pods(tmp_path, cluster, {**names, "29400": str(port)}, {"/runs": tmp_path / "runs"})
+    def look(endpoint: str) -> Any:
+        pods = Pods(tmp_path, cluster, {endpoint_of(overlay): endpoint}, {"/runs": tmp_path / "runs"})
+        return pods.start(manifests, check, given)
 
-    looking = pod_with_store_at("store.invalid:29400").start(manifests, check, given)
+    looking = look("trainer.invalid:29400")
     assert looking.wait(300) == 1
-    assert "store.invalid" in looking.text()
+    assert "trainer.invalid" in looking.text()
     assert looking.text().rstrip().endswith("FAIL")
-    run = pod_with_store_at(f"localhost:{port}")
-    run.start(manifests, container_of(manifests, "store"))
-    wait_until(lambda: is_listening(port), "store", 120)
-    looking = run.start(manifests, check, given)
+    looking = look(f"localhost:{free_port()},trainer.invalid:29400")
     assert looking.wait(300) == 0, looking.text()
     assert looking.text().rstrip().endswith("PASS")
-    assert "answers as a rendezvous store" in looking.text()
+    assert "answers; nobody listens there yet" in looking.text()
 
 
 @pytest.mark.slow

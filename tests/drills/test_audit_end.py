@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from elastic_train.drills import remains_checks
 from elastic_train.drills.audit import Verdict, audit
-from elastic_train.run_directory import RunDirectory
-from elastic_train.saving import handoff_directory
 from elastic_train.snapshot import SnapshotWriter
 from elastic_train.world import host_name
 from tests.drills.planting import (
@@ -240,29 +233,6 @@ def test_a_temporary_file_in_a_folder_of_snapshots_elsewhere(run_dir: Path, tmp_
     assert "is a temporary file" in only_failure(run_dir, "leftovers")
     shutil.rmtree(tmp_path / "elsewhere")
     assert verdicts(audit(run_dir))["snapshots"] is Verdict.SKIPPED, "it may be on another machine"
-
-
-def test_a_handoff_that_nobody_took(run_dir: Path) -> None:
-    folder = handoff_directory(RunDirectory(run_dir))
-    folder.mkdir(parents=True)
-    try:
-        assert "is a handoff that nobody will take" in only_failure(run_dir, "leftovers")
-    finally:
-        folder.rmdir()
-        if not any(folder.parent.iterdir()):
-            folder.parent.rmdir()
-
-
-def test_handoffs_of_another_user_are_not_looked_at_and_that_is_said(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: object) -> list[Path]:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/dev/shm/elastic_train-7/x")
-
-    monkeypatch.setattr(remains_checks, "_handoffs", refuse)
-    found = next(check for check in audit(run_dir).checks if check.name == "leftovers")
-    assert found.verdict is Verdict.PASS
-    assert "no handoffs: [Errno 13] Permission denied: '/dev/shm/elastic_train-7/x'" in found.detail
 
 
 def test_what_the_drill_itself_found_left(run_dir: Path) -> None:

@@ -169,14 +169,6 @@ def test_a_node_that_was_expelled_by_a_fault_that_is_to_pass(run_dir: Path) -> N
     assert "c/0/13 of node3 was lost before generation 1" in only_failure(run_dir, "losses")
 
 
-def test_a_worker_that_its_agent_restarts_to_let_others_join(run_dir: Path) -> None:
-    mark_as_drill(run_dir, [])
-    nodes = run_dir / "drill" / "nodes.jsonl"
-    again = {"time": START + 2.0, "what": "worker", "node": "node3", "member": "c/0/15"}
-    edit_lines(nodes, lambda lines: sorted([*lines, again], key=lambda line: line["time"]))
-    assert verdicts(audit(run_dir))["losses"] is Verdict.PASS
-
-
 def test_a_standstill_is_that_of_the_next_fault_from_its_strike_on(run_dir: Path) -> None:
     """`slow` is undone between two steps, and the second of them is held up by what strikes then."""
     kill = {"what": "struck", "number": 1, "name": "kill", "step": 3, "limit_seconds": 15.0, "may_take": ["node3"]}

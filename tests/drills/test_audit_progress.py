@@ -187,9 +187,10 @@ def test_a_snapshot_that_made_room_for_damaged_ones(run_dir: Path) -> None:
     assert verdicts(audit(run_dir))["steps"] is Verdict.PASS, "three are kept"
 
 
-def test_a_join_that_loses_a_step(run_dir: Path) -> None:
-    """All leave, and hand on less than they had committed."""
-    restart(run_dir, 6, "handoff")
+def test_a_restart_that_loses_a_step(run_dir: Path) -> None:
+    """All leave, and those who follow begin with less than they had committed."""
+    mark_as_drill(run_dir, [])  # of one that killed nobody
+    restart(run_dir, 6, "snapshot")
     lost = "steps: generation 2 begins at step 6, but step 7 had been committed"
     assert lost in audit(run_dir).reasons
     for member in MEMBERS[:2]:
@@ -211,6 +212,21 @@ def test_a_step_that_is_missing(run_dir: Path) -> None:
 def test_a_step_committed_twice_in_one_generation(run_dir: Path) -> None:
     edit_lines(events_of(run_dir), lambda lines: [*lines, next(line for line in lines if line["event"] == "step")])
     assert "generation 0 committed step 1 more than once" in only_failure(run_dir, "steps")
+
+
+def test_a_step_that_an_expelled_member_wrote_too(run_dir: Path) -> None:
+    """Rank 0 froze in its commit and woke up after the others had taken the step over: the successor's line counts."""
+    step = {"event": "step", "step": 3, "generation": 0}
+
+    def is_it(line: Line) -> bool:
+        return step.items() <= line.items()
+
+    found: list[Line] = []
+    edit_lines(events_of(run_dir), lambda lines: found.extend(filter(is_it, lines)) or lines)
+    expelled = MEMBERS[2].split("/")
+    other = {**found[0], "host": expelled[0], "pid": int(expelled[2]), "loss": 5.0}
+    edit_lines(events_of(run_dir, MEMBERS[2]), lambda lines: [*lines, other])
+    assert audit(run_dir).passed
 
 
 def test_a_result_of_another_step(run_dir: Path) -> None:

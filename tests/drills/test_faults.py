@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from elastic_train.drills.cluster import Place
-from elastic_train.drills.faults import KillAgain
+from elastic_train.drills.faults import Hang, KillAgain, KillAll
 from elastic_train.drills.harm import Harm
 from elastic_train.drills.watch import Watch
 from elastic_train.events import EventLog
@@ -50,3 +50,31 @@ def test_a_second_death_hits_a_re_form_or_comes_too_late(
     cluster = Mock(watch=Watch(tmp_path), kill=kill)
     harm = Harm(cluster, random.Random(1), 5.0, targets=targets, generation=0, members=("node1/0/1", "node2/0/2"))
     assert KillAgain().strike(harm).endswith(f"ms after the first, {hit}")
+
+
+def cluster_of(*inside: Place, num_nodes: int = 3, backend: str = "c10d") -> Mock:
+    """A cluster in which the rank of a node is its number."""
+    places = [next((place for place in inside if place.index == index), Place(index)) for index in range(num_nodes)]
+    started: list[Place] = []
+    cluster = Mock(places=places, inside=list(inside), rank_of=lambda place: place.index, started=started)
+    cluster.start = started.append
+    cluster.backend.name = backend
+    return cluster
+
+
+@pytest.mark.parametrize(
+    ("backend", "num_inside", "chosen"), [("c10d", 2, {1}), ("c10d", 3, {0, 1, 2}), ("etcd3", 2, {0, 1})]
+)
+def test_under_c10d_of_two_nodes_the_one_that_may_go_on_alone_stays(
+    backend: str, num_inside: int, chosen: set[int]
+) -> None:
+    cluster = cluster_of(*(Place(index) for index in range(num_inside)), backend=backend)
+    found = [Hang().choose(Harm(cluster, random.Random(seed), 5.0)) for seed in range(30)]
+    assert {place.index for (place,) in found} == chosen
+
+
+def test_after_everything_was_killed_the_first_node_begins() -> None:
+    cluster = cluster_of(Place(1), Place(2))
+    harm = Harm(cluster, random.Random(1), 5.0, targets=cluster.inside)
+    assert KillAll().strike(harm) == "2 killed and started again"
+    assert [place.index for place in cluster.started] == [0, 1], "as many as there were"

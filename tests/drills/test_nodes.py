@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from elastic_train.drills import network_faults
+from elastic_train.drills.backends import C10d
 from elastic_train.drills.cluster import Cluster, Place
 from elastic_train.drills.harm import Fault, Harm, NotStruck
 from elastic_train.drills.network import HUB_ADDRESS, NAMESPACES, Network
@@ -90,6 +91,22 @@ def test_an_orphan_of_a_worker_is_seen_and_ended(tmp_path: Path, monkeypatch: py
     assert not is_running(orphan)
     node.end()
     record.close()
+
+
+def test_under_c10d_nodes_meet_at_each_other(tmp_path: Path) -> None:
+    apart = C10d(Mock(addresses=["10.0.0.1", "10.0.0.2"]))
+    assert apart.torchrun_flags() == ["--rdzv-backend=c10d", "--rdzv-endpoint=10.0.0.1:29400,10.0.0.2:29400"]
+    backend = C10d(None)
+    assert backend.torchrun_flags()[1] == f"--rdzv-endpoint=localhost:{backend.port}"
+    assert backend.stop() == []
+    listen = f"import socket, time; s = socket.create_server(('localhost', {backend.port})); time.sleep(600)"
+    node = Node([sys.executable, "-c", listen], tmp_path / "node.log", tmp_path, clean_environment())
+    try:
+        wait_until(lambda: node.listens_at(backend.port), "listener", 60)
+        assert not node.listens_at(backend.port + 1)
+        assert backend.stop() == [f"port {backend.port} is still open"]
+    finally:
+        node.end()
 
 
 def test_the_pid_of_an_ended_node_is_nobodys(tmp_path: Path) -> None:

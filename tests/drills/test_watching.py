@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
 
 from elastic_train.drills.watching import GoodputSoFar, watch_status
-from elastic_train.status import RESTART_SECONDS, RunState
+from elastic_train.status import RunState
 from tests.drills.small_run import MEMBERS, START, add_monotonic, write_small_run
 
 
@@ -65,24 +64,6 @@ def test_it_follows_a_run_to_its_end(run_dir: Path, file: io.StringIO) -> None:
             "4 of 10 samples; loss: 0.1429; samples/s: 33; snapshot: step 7; goodput: 0.545 (lost: peer_lost 0.5 s); "
             "incidents: 1, the last: peer_lost, 1.2 s ago, generation 1 with 2 workers at step 3"
         )
-
-
-def test_it_waits_for_the_processes_of_a_join(run_dir: Path) -> None:
-    to_come = take_back(run_dir)
-    for path in to_come:
-        with path.open("a") as events:
-            done = {"time": START + 1.4, "event": "done", "outcome": "stopped", "generation": 0, "starts_again": True}
-            events.write(json.dumps(done) + "\n")
-    started = time.time()
-    clock = [started]
-
-    def sleep(seconds: float) -> None:
-        clock[0] += 10 * seconds
-
-    file = io.StringIO()
-    assert watch_status(run_dir, file, sleep=sleep, now=lambda: clock[0]).state is RunState.STOPPED
-    assert clock[0] - started > RESTART_SECONDS - 5
-    assert [line.partition(";")[0] for line in file.getvalue().splitlines()] == ["state: starting", "state: stopped"]
 
 
 def test_its_goodput_is_that_of_the_page_to_the_end(tmp_path: Path) -> None:

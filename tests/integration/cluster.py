@@ -36,7 +36,7 @@ class Cluster:
     def __init__(self, path: Path, etcd: EtcdCluster | None = None) -> None:
         self.path = path
         self.etcd = etcd
-        """where the nodes meet; None: at a TCPStore, under c10d"""
+        """where the nodes meet; None: at each other, under c10d"""
         self.port = free_port()
         self.nodes: list[Node] = []
 
@@ -64,11 +64,9 @@ class Cluster:
         By default 1:4 nodes; where several are started together, exactly these make the first world, however slowly
         they start. A test in which more come later says so with `nnodes`.
         """
-        are_all = nodes > 1 and nnodes is None
-        nnodes = nnodes or (f"1:{nodes}" if are_all else "1:4")
-        if conf is None and (are_all or (self.etcd is not None and nodes > 1)):
-            seconds = 60 if nnodes.startswith("1:") else 2
-            conf = f"last_call{'' if self.etcd else '_timeout'}={seconds}"
+        nnodes = nnodes or (f"1:{nodes}" if nodes > 1 else "1:4")
+        if conf is None and nodes > 1:
+            conf = self.last_call(60 if nnodes.startswith("1:") else 2)
         endpoint = f"localhost:{port or self.port}" if self.etcd is None else self.etcd.endpoint
         command = [
             *TORCHRUN, f"--rdzv-backend={'etcd3' if self.etcd else 'c10d'}", f"--rdzv-endpoint={endpoint}",
@@ -79,17 +77,14 @@ class Cluster:
         ]  # fmt: skip
         return [self.launch(command, env or {}, terminal) for _ in range(nodes)]
 
+    def last_call(self, seconds: int) -> str:
+        """`--rdzv-conf` for how long a first world below its maximum waits for more nodes."""
+        return f"last_call{'' if self.etcd else '_timeout'}={seconds}"
+
     def start_alone(self, *flags: str, run_dir: Path | None = None, env: dict[str, str] | None = None) -> Node:
         """Start `python -m elastic_train`, a world of one without torchrun; returns at once."""
         command = [PYTHON, "-m", "elastic_train", "--run-dir", str(run_dir or self.run_dir), *flags]
         return self.launch(command, env or {})
-
-    def host_store(self) -> None:
-        """Serve the endpoint's store from a process of its own, so that any node may die; etcd is one already."""
-        if self.etcd is not None:
-            return
-        self.launch([PYTHON, "-m", "elastic_train.cli", "store", "--host", "localhost", "--port", str(self.port)], {})
-        wait_until(lambda: is_listening(self.port), "store")
 
     def launch(self, command: Sequence[str], env: dict[str, str], terminal: int | None = None) -> Node:
         log = self.path / f"node-{len(self.nodes)}.log"

@@ -38,10 +38,11 @@ def test_every_contender_goes_on_after_a_death_and_with_a_newcomer(kind: str, tm
     run_dir = tmp_path / "run"
     contender = RIVALS[kind](run_dir) if kind in RIVALS else Ours(kind, run_dir)
     found = measure_goodput(contender, Trace(seconds=40.0, every=40.0))
-    assert 0.0 < found.goodput < 1.05
-    assert len(found.join_seconds) == (1 if kind not in RIVALS else 0)
-    sizes = [step.world_size for step in read_history(run_dir).kept]
+    assert 0.0 < found < 1.05
+    history = read_history(run_dir)
+    sizes = [step.world_size for step in history.kept]
     assert sizes[0] == 1
     assert sizes[-1] == NUM_NODES, "the node that came back is in"
     if kind not in RIVALS:  # torchrun's restarts may take longer than the newcomer
+        assert [world.cause for world in history.worlds][-2:] == ["peer_lost", "join"]
         assert 2 in sizes[sizes.index(3) :], "without the node that was killed"

@@ -21,7 +21,7 @@ from tests.integration.cluster import (
     wait_until,
     worlds,
 )
-from tests.integration.test_in_place import BATCH, ENDLESS, LENGTH, check_run, start_world
+from tests.integration.test_in_place import BATCH, ENDLESS, LENGTH, check_run, start_after_its_host, start_world
 
 PATIENCE = 120.0
 """seconds for the start of some nodes on a busy machine"""
@@ -85,7 +85,6 @@ def stop_all(cluster: Cluster, nodes: list[Node]) -> None:
 @BOTH
 @pytest.mark.slow
 def test_four_nodes_started_five_seconds_apart(cluster: Cluster) -> None:
-    cluster.host_store()
     nodes = []
     for _ in range(4):
         nodes += cluster.start(*ENDLESS, "--max-steps", "1000000")
@@ -99,23 +98,22 @@ def test_four_nodes_started_five_seconds_apart(cluster: Cluster) -> None:
 @BOTH
 @pytest.mark.slow
 def test_a_misfit_joins_and_is_refused(cluster: Cluster) -> None:
-    """With another seed, length of the data, or torch: the others lose nothing but the re-forms, if any."""
+    """With another seed, length of the data, or torch: the others lose nothing, and do not even re-form."""
     (cluster.path / "other_torch.py").write_text(OTHER_TORCH)
     usual, other = ("-m", "elastic_train"), ("other_torch.py",)
-    nodes = start_world(cluster, 2, steps=1000000, nnodes="1:4" if cluster.etcd is None else "2:4")
+    nodes = start_world(cluster, 2, steps=1000000, nnodes="2:4")
     misfits: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
         (usual, ("--seed", "5"), "--seed"),
         (usual, ("--dataset", "synthetic"), "data"),
         (other, (), "version of torch is '9.9.9' here"),
     ]
     for program, flags, word in misfits:
-        before = worlds(cluster.run_dir)[-1][0]
         [misfit] = cluster.start(*ENDLESS, "--max-steps", "1000000", *flags, program=program)
         assert misfit.wait(PATIENCE) == 1
         [line] = error_lines(misfit)
         assert word in line
-        world_of_size(cluster, 2, before + (cluster.etcd is None))  # in etcd not even a re-form
         wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+        assert worlds(cluster.run_dir) == [(0, 2)], "not even a re-form"
     stop_all(cluster, nodes)
 
 
@@ -124,15 +122,14 @@ def test_a_misfit_joins_and_is_refused(cluster: Cluster) -> None:
 def test_a_node_that_crashes_at_every_start(cluster: Cluster) -> None:
     (cluster.path / "crashing.py").write_text(CRASHING_TASK)
     flags = ("--task", "crashing:Crashing")
-    nodes = start_world(cluster, 2, *flags, steps=1000000, nnodes="1:4" if cluster.etcd is None else "2:4")
+    nodes = start_world(cluster, 2, *flags, steps=1000000, nnodes="2:4")
     for _ in range(2):
-        before = worlds(cluster.run_dir)[-1][0]
         [crashing] = cluster.start(*ENDLESS, "--max-steps", "1000000", *flags, env={"CRASH": "1"})
         assert crashing.wait(PATIENCE) == 1
         assert "RuntimeError: this node cannot start" in crashing.text()
-        world_of_size(cluster, 2, before + (cluster.etcd is None))  # in etcd not even a re-form
         wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
-    # It closed the rendezvous; whoever is whole can still come.
+        assert worlds(cluster.run_dir) == [(0, 2)], "not even a re-form"
+    # A node that is whole can still come.
     nodes += cluster.start(*ENDLESS, "--max-steps", "1000000", *flags)
     world_of_size(cluster, 3)
     wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
@@ -183,23 +180,41 @@ def test_four_become_one_and_memory_suffices(cluster: Cluster) -> None:
     check_run(cluster, 400)
 
 
+@BOTH
 @pytest.mark.slow
-def test_a_death_while_only_agents_are_alive(cluster: Cluster) -> None:
-    """Inside the window of a c10d join: fatal or not, as the README says; no committed step is lost either way."""
-    nodes = start_world(cluster, 3, steps=1000000, nnodes="1:4")
-    victim = nodes[2]
-    workers = victim.workers()
-    joiner = cluster.start(*ENDLESS, "--max-steps", "1000000")[0]
-    wait_until(lambda: not any(worker.is_running() for worker in workers), "end of the victim's workers", 60)
-    victim.kill()
-    others = [*nodes[:2], joiner]
-    before = last_step(cluster.run_dir)
+def test_a_join_restarts_nobody(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 2, steps=1000000, nnodes="2:3")
+    before = {worker.pid for node in nodes for worker in node.workers()}
+    nodes += cluster.start(*ENDLESS, "--max-steps", "1000000")
+    world_of_size(cluster, 3)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+    after = {e["pid"] for e in events(cluster.run_dir, "world") if e["generation"] == 1}
+    assert before < after
+    assert {worker.pid for node in nodes for worker in node.workers()} == after
+    assert {e["pid"] for e in events(cluster.run_dir, "start")} == after, "no process was replaced"
+    [restored] = [e for e in events(cluster.run_dir, "restore") if e["generation"] == 1]
+    assert restored["source"] == "peer"
+    assert restored["pid"] not in before
+    assert not events(cluster.run_dir, "done")
+    stop_all(cluster, nodes)
 
-    def is_over() -> bool:
-        return last_step(cluster.run_dir) > before + 20 or all(node.process.poll() is not None for node in others)
 
-    wait_until(is_over, "end of the others, or their going on", 150)
-    if all(node.process.poll() is not None for node in others):
-        others = cluster.start(*ENDLESS, "--max-steps", "1000000", nodes=2, port=cluster.port)
-        wait_for_step(cluster.run_dir, before + 20)
-    stop_all(cluster, others)
+@pytest.mark.slow
+def test_the_first_node_dies_and_comes_back(cluster: Cluster) -> None:
+    """Under c10d: it hosted the endpoint, and had rank 0. The same command finds the others."""
+    nodes = start_after_its_host(cluster, 1000000)
+    others = {worker.pid for node in nodes[1:] for worker in node.workers()}
+    nodes[0].kill()
+    world_of_size(cluster, 2, generation=1)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+    [nodes[0]] = cluster.start(*ENDLESS, "--max-steps", "1000000", nnodes="1:3", conf=cluster.last_call(60))
+    world_of_size(cluster, 3, generation=2)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+    assert others < {e["pid"] for e in events(cluster.run_dir, "world") if e["generation"] == 2}
+    assert [e["source"] for e in events(cluster.run_dir, "restore") if e["generation"] > 0] == ["peer"]
+    assert worlds(cluster.run_dir) == [(0, 3), (1, 2), (2, 3)]
+    stop_all(cluster, nodes)
+    steps = last_step(cluster.run_dir) + 5
+    cluster.finish([cluster.start_alone(*ENDLESS, "--max-steps", str(steps))])
+    causes = [incident["cause"] for incident in check_run(cluster, steps)["incidents"]]
+    assert causes == ["peer_lost", "join", "restart"]

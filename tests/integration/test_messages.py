@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_train.config import Config, as_json, flag
+from elastic_train.torchrun import C10D_VARIABLE, C10dSettings
 from tests.integration.cluster import (
     PYTHON,
     Cluster,
@@ -21,6 +22,7 @@ from tests.integration.cluster import (
     error_line,
     error_lines,
     free_port,
+    is_listening,
     result,
     running,
     wait_until,
@@ -41,7 +43,7 @@ class Broken(Task):
 
 @contextlib.contextmanager
 def server(answer: Callable[[socket.socket], None]) -> Iterator[int]:
-    """A server that is no rendezvous store; its port."""
+    """A server of another program; its port."""
     connections = []
 
     def serve() -> None:
@@ -71,6 +73,7 @@ def say_nothing(_connection: socket.socket) -> None:
     pass
 
 
+STRANGER = ("what listens at localhost:", "another program has that port; choose another --rdzv-endpoint")
 Cases = dict[str, tuple[tuple[str, ...], dict[str, str]]]
 
 
@@ -88,12 +91,13 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Nod
         (path / "photos" / "train").mkdir(parents=True)
 
         def as_worker(port: int) -> dict[str, str]:
+            settings = C10dSettings((f"localhost:{port}",), min_nodes=1, max_nodes=4, last_call=2.0)
+            return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", C10D_VARIABLE: settings.to_json()}
+
+        def in_a_fixed_world(port: int) -> dict[str, str]:
             return {
-                "RANK": "0",
-                "WORLD_SIZE": "1",
-                "LOCAL_RANK": "0",
-                "ELASTIC_TRAIN_RDZV_ENDPOINT": f"localhost:{port}",
-            }
+                "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)
+            }  # fmt: skip
 
         cases: Cases = {
             "mnist": (("--dataset", "mnist", "--data-dir", "nowhere"), {}),
@@ -105,7 +109,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Nod
             "broken-task": (("--task", "broken:Broken"), {}),
             "debug": (("--run-dir", "file/run", "--debug"), {}),
             "model": (("--model", "resnet81"), {}),
-            "nothing-listens": (("--formation-timeout", "3"), as_worker(free_port())),
+            "nothing-listens": (("--formation-timeout", "3"), in_a_fixed_world(free_port())),
             "rude-server": (("--formation-timeout", "3"), as_worker(rude)),
             "mute-server": (("--formation-timeout", "3"), as_worker(mute)),
         }
@@ -126,13 +130,9 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Nod
         ("no-module", 2, ("--task absent:Task", "no module named absent")),
         ("no-class", 2, ("--task broken:Brokn", "did you mean Broken?")),
         ("model", 2, ("--model resnet81", "did you mean resnet")),
-        ("nothing-listens", 1, ("localhost:", "--store-endpoint")),
-        ("rude-server", 1, ("localhost:", "--store-endpoint")),
-        pytest.param(
-            "mute-server",
-            1,
-            ("localhost:", "--store-endpoint"),
-        ),
+        ("nothing-listens", 1, ("localhost:", "MASTER_ADDR")),
+        ("rude-server", 1, STRANGER),
+        ("mute-server", 1, STRANGER),
     ],
 )
 def test_one_line_says_what_to_do(failures: dict[str, Node], case: str, code: int, words: tuple[str, ...]) -> None:
@@ -154,11 +154,10 @@ def test_an_endpoint_whose_port_another_program_has(tmp_path: Path, answer: Call
             capture_output=True, text=True, timeout=100, cwd=tmp_path, env=clean_environment(),
         )  # fmt: skip
     assert ended.returncode == 1
-    assert "Traceback" not in ended.stderr
-    assert f"what listens at localhost:{port} does not answer as a rendezvous store; waiting" in ended.stderr
-    last = ended.stderr.rstrip().splitlines()[-1]
-    assert last.startswith(f"elastic_train: error: what listens at localhost:{port} is no rendezvous store")
-    assert "--rdzv-endpoint" in last
+    assert "Traceback" not in ended.stderr.partition("elastic_train: error: ")[0]
+    [line] = [line for line in ended.stderr.splitlines() if line.startswith("elastic_train: error: ")]
+    told = f"what listens at localhost:{port} is no rendezvous of elastic_train: another program has that port"
+    assert line == f"elastic_train: error: {told}; choose another --rdzv-endpoint"
 
 
 def test_traceback_with_debug(failures: dict[str, Node]) -> None:
@@ -225,18 +224,13 @@ def test_help_is_whole_and_imports_nothing_heavy(tmp_path: Path) -> None:
             assert str(default) in found[0], f"{flag(name)} does not show its default {default}"
 
 
-def is_listening(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("localhost", port)) == 0
-
-
 def test_members_that_do_not_agree(cluster: Cluster) -> None:
     """The one that differs is refused, with both values; the other goes on to the end."""
-    flags, options = ("--max-steps", "10"), {"nnodes": "1:2", "conf": "last_call_timeout=60"}
+    flags, options = ("--max-steps", "10"), {"nnodes": "1:2", "conf": cluster.last_call(30)}
     first = cluster.start("--seed", "3", *flags, **options)
-    wait_until(lambda: is_listening(cluster.port), "store of the first node")  # it outlives the one that is refused
+    wait_until(lambda: is_listening(cluster.port), "the first node")
     nodes = [*first, *cluster.start("--seed", "4", *flags, **options)]
-    codes = [node.wait(100) for node in nodes]
+    codes = [node.wait(150) for node in nodes]
     assert sorted(codes) == [0, 1], [node.text()[-2000:] for node in nodes]
     refused, trained = nodes[codes.index(1)], nodes[codes.index(0)]
     [line] = error_lines(refused)

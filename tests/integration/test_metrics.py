@@ -5,7 +5,6 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 
-import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -27,11 +26,6 @@ def scrape(port: int) -> dict[str, float]:
     return {sample.name: sample.value for sample in samples if sample.labels == {"run": "run"}}
 
 
-def listens(process: psutil.Process, port: int) -> bool:
-    found = process.net_connections(kind="tcp")
-    return any(entry.status == psutil.CONN_LISTEN and entry.laddr.port == port for entry in found)
-
-
 @pytest.mark.timeout(600)
 def test_the_endpoint_outlives_the_node_that_had_it(cluster: Cluster) -> None:
     port = free_port()
@@ -43,7 +37,7 @@ def test_the_endpoint_outlives_the_node_that_had_it(cluster: Cluster) -> None:
     assert before["elastic_train_max_nodes"] == 2
     assert before["elastic_train_step"] > 0
     assert 0 < before["elastic_train_goodput_ratio"] < 1
-    (victim,) = [node for node in nodes if listens(node.workers()[0], port)]
+    (victim,) = [node for node in nodes if node.listens_at(port)]
     victim.kill()
     after = wait_until(
         lambda: (

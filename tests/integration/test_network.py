@@ -1,7 +1,7 @@
 """Nodes in network namespaces, each with an address, a host name, pids and shared memory of its own.
 
 What processes on one machine cannot show: silence without FIN or RST, a direction that is dropped, two nodes that lose
-only each other, names that resolve, handoffs that nobody else sees.
+only each other, an endpoint of several addresses.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def _needs_namespaces() -> None:
 
 @pytest.fixture(params=["c10d", pytest.param("etcd3", marks=pytest.mark.slow)])
 def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Three nodes that have trained together, the endpoint, or etcd, on the bridge."""
+    """Three nodes that have trained together, and know each other's addresses, or that of an etcd on the bridge."""
     network = Network(3)
     record = Record(tmp_path / "nodes")  # not in the run: for its audit this is no drill
-    backend = backend_of(request.param, record.path, network)
+    backend = backend_of(request.param, network)
     cluster = Cluster(tmp_path / "run", record, FLAGS, num_nodes=3, network=network, backend=backend)
     try:
         cluster.backend.start()
@@ -79,10 +79,11 @@ def finish(cluster: Cluster) -> None:
     assert steps == list(range(1, len(steps) + 1)), "every committed step once"
 
 
-def test_a_cable_is_pulled_and_plugged_in_again(job: Cluster) -> None:
-    """The others go on without the silent node; when it hears again it leaves, with one clear line."""
+@pytest.mark.parametrize("index", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_cable_is_pulled_and_plugged_in_again(job: Cluster, index: int) -> None:
+    """The others go on without the silent node, the first one too; when it hears again it leaves, with one line."""
     assert job.network is not None
-    cut = job.places[1]
+    cut = job.places[index]
     job.network.pull_cable(cut.index)
     cut_off(cut)
     job.settle(2, NUM_STEPS, 60)
@@ -110,7 +111,7 @@ def test_what_a_node_sends_is_dropped(job: Cluster) -> None:
 
 @pytest.mark.slow
 def test_two_nodes_lose_each_other(job: Cluster) -> None:
-    """Both reach the store and the third: one of them is expelled, the rest go on."""
+    """Both reach the third: one of them is expelled, the rest go on."""
     assert job.network is not None
     if not job.network.has_filter:
         pytest.skip("no iptables")
@@ -123,7 +124,7 @@ def test_two_nodes_lose_each_other(job: Cluster) -> None:
 
 @pytest.mark.slow
 def test_power_is_lost_and_a_node_comes_back(job: Cluster) -> None:
-    """Silence for ever; then a new process on the same host, which has no handoff of its own."""
+    """Silence for ever, of the first node; then the same command on the same host."""
     assert job.network is not None
     dead = job.places[0]
     job.network.pull_cable(dead.index)
@@ -132,5 +133,5 @@ def test_power_is_lost_and_a_node_comes_back(job: Cluster) -> None:
     job.start(dead)
     job.settle(3, NUM_STEPS, 150)
     sources = {event["source"] for event in events(job.run_dir, "restore") if event["generation"] > 0}
-    assert sources <= {"handoff", "peer"}, "not from an old snapshot"
+    assert sources == {"peer"}, "not from an old snapshot"
     finish(job)

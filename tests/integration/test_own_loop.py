@@ -35,7 +35,6 @@ def wait_for_world(cluster: Cluster, size: int) -> None:
 
 
 def test_a_node_is_killed_and_another_one_joins(cluster: Cluster) -> None:
-    cluster.host_store()
     flags = ("--epochs", "70", "--ledger", "--peer-timeout", "2")
     program = (str(EXAMPLES / "elastic_ddp.py"),)
     nodes = cluster.start(*flags, nodes=3, program=program)

@@ -10,7 +10,6 @@ EXAMPLES = Path(__file__).parents[2] / "elastic_train" / "examples"
 
 
 def test_a_task_with_flags_survives_a_killed_node(cluster: Cluster) -> None:
-    cluster.host_store()
     fault = "kill-node@step:rank=1,step=60,generation=0"
     flags = ("--task", "parity_task:Parity", "--bits", "10", "--epochs", "10", "--ledger", "--peer-timeout", "2")
     env = {"PYTHONPATH": str(EXAMPLES), "ELASTIC_TRAIN_FAULT": fault}

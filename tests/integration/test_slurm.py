@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -184,19 +184,14 @@ def test_the_first_node_is_lost_and_the_job_starts_again(site: Site, undisturbed
     site.check(undisturbed_hash)
 
 
-def test_the_first_node_of_an_elastic_job_is_lost(site: Site, undisturbed_hash: str) -> None:
-    """SLURM itself would leave the other nodes allocated, with nobody there to end the job."""
-    job = site.submit("--no-check", "--nodes", "1:2")
-    site.wait_for_world(2)
-    lose_the_first_node(site, job)
-    site.check(undisturbed_hash)
-
-
-def test_the_first_node_is_lost_and_the_others_train_to_the_end(site: Site, undisturbed_hash: str) -> None:
-    """They meet in etcd, so that nothing but the batch script was on it. SLURM starts the job again after their end,
-    when there is nothing left to do."""
-    with etcd_running(site) as endpoint:
-        job = site.submit("--no-check", "--nodes", "1:3", "--etcd", endpoint)
+@pytest.mark.parametrize("backend", ["c10d", "etcd3"])
+def test_the_first_node_is_lost_and_the_others_train_to_the_end(
+    site: Site, undisturbed_hash: str, backend: str
+) -> None:
+    """Nothing but the batch script was on it alone. SLURM starts the job again after their end, when there is nothing
+    left to do."""
+    with etcd_running(site) if backend == "etcd3" else nullcontext() as endpoint:
+        job = site.submit("--no-check", "--nodes", "1:3", *(["--etcd", endpoint] if endpoint else []))
         site.wait_for_world(3)
         generation = max(event["generation"] for event in events(site.run_dir, "world"))
         site.slurm.lose_power(0)

@@ -32,7 +32,6 @@ def spare_of(cluster: Cluster, nodes: list[Node]) -> Node:
 
 def test_a_spare_steps_in_for_a_killed_worker(cluster: Cluster) -> None:
     """In ordered mode, with two virtual ranks and three workers: the same bits, in a world as large as before."""
-    cluster.host_store()
     nodes = cluster.start(*TWO_SHARDS, "--max-steps", "600", nodes=3, nnodes="1:3")
     spare = spare_of(cluster, nodes)
     wait_for_step(cluster.run_dir, 40)
@@ -60,7 +59,6 @@ def test_a_spare_steps_in_for_a_killed_worker(cluster: Cluster) -> None:
 def test_a_spare_is_all_that_is_left(cluster: Cluster) -> None:
     """The only worker is killed: its spare has no state, and goes on from the newest snapshot of that very run."""
     flags = (*ENDLESS, "--reduction", "ordered", "--virtual-ranks", "1", "--snapshot-every", "10")
-    cluster.host_store()
     nodes = cluster.start(*flags, "--max-steps", "300", nodes=2, nnodes="1:2")
     spare = spare_of(cluster, nodes)
     wait_for_step(cluster.run_dir, 60)
@@ -77,7 +75,6 @@ def test_a_spare_is_all_that_is_left(cluster: Cluster) -> None:
 
 def test_a_spare_does_not_begin_anew_what_others_had_trained(cluster: Cluster) -> None:
     flags = (*ENDLESS, "--reduction", "ordered", "--virtual-ranks", "1", "--snapshot-every", "0")
-    cluster.host_store()
     nodes = cluster.start(*flags, "--max-steps", "100000", nodes=2, nnodes="1:2")
     spare = spare_of(cluster, nodes)
     wait_for_step(cluster.run_dir, 20)
@@ -92,10 +89,12 @@ def test_a_spare_does_not_begin_anew_what_others_had_trained(cluster: Cluster) -
 def test_a_spare_comes_and_goes_and_sees_the_end(cluster: Cluster) -> None:
     """In fast mode, two samples per step and four workers on disks of their own: one spare is stopped, one stays."""
     flags = (*ENDLESS, "--global-batch-size", "2")
-    cluster.host_store()
     nodes = [
-        cluster.start(*flags, "--max-steps", "700", nnodes="1:4", run_dir=cluster.path / f"run-{number}")[0]
+        node
         for number in range(4)
+        for node in cluster.start(
+            *flags, "--max-steps", "700", conf=cluster.last_call(60), run_dir=cluster.path / f"run-{number}"
+        )
     ]
     wait_until(lambda: sum("this worker is a spare" in node.text() for node in nodes) == 2, "two spares")
     spares = [node for node in nodes if "this worker is a spare" in node.text()]

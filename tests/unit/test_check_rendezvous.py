@@ -1,4 +1,4 @@
-"""What a check tells of certificates before they expire."""
+"""What a check tells of the endpoint, and of certificates before they expire."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from elastic_train.certificates import make_certificates
-from elastic_train.check.rendezvous import days_of, expiry_told
+from elastic_train.check.rendezvous import days_of, expiry_told, look_at_endpoints
+from elastic_train.drills.nodes import free_port
 
 
 def test_days_of_a_certificate(tmp_path: Path) -> None:
@@ -21,3 +22,14 @@ def test_days_of_a_certificate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("days", "told"), [(None, []), (30.0, []), (-1.0, ["it has expired"])])
 def test_what_is_told(days: float | None, told: list[str]) -> None:
     assert expiry_told("it", days) == told
+
+
+def test_of_several_endpoints_one_is_enough() -> None:
+    """The others' nodes may be gone, or still to come."""
+    away, here = "nowhere.invalid:29400", f"localhost:{free_port()}"
+    found = look_at_endpoints([away, here])
+    assert found.is_usable
+    (problem,), (note,) = found.problems, found.notes
+    assert problem.what.startswith(f"{away} does not resolve")
+    assert note.startswith(f"{here} ")
+    assert not look_at_endpoints([away]).is_usable

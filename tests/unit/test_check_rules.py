@@ -317,7 +317,6 @@ def test_the_snapshot_directory() -> None:
         ({"snapshot_dir_free": 1.5 * GB}, Level.BREAKS),
         ({"snapshot_dir_free": 3 * GB}, Level.MATTERS),
         ({"snapshot_dir_free": 4 * GB}, Level.FINE),
-        ({"shm_free": GB}, Level.MATTERS),
         ({"shm_free": 2 * GB, "num_loaders": 16}, Level.MATTERS),
         ({"shm_free": 2 * GB, "num_loaders": 2}, Level.FINE),
     ],

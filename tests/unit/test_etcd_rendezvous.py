@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from torch.distributed import HashStore, PrefixStore
+from torch.distributed.elastic.agent.server import api as agent_api
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.utils import store as store_util
 
 from elastic_train.errors import UsageError
-from elastic_train.etcd_rendezvous import next_round, num_waiting
+from elastic_train.etcd_rendezvous import exit_barrier_keys, next_round, num_waiting
 from elastic_train.rendezvous import choose_mode
+
+RUN_ID = "job"
 
 
 def decide(
@@ -75,3 +83,44 @@ def test_the_user_chooses_the_mode() -> None:
     assert choose_mode({"membership": "agents"}, ["-m", "elastic_train"], {}) == "agents"
     with pytest.raises(UsageError, match="membership=none"):
         choose_mode({"membership": "none"}, None, {})
+
+
+# --- torch's exit barrier ---------------------------------------------------------------------------------------------
+
+
+class Agent(agent_api.SimpleElasticAgent):
+    """torch's agent as far as its exit barrier goes."""
+
+    def __init__(self, store: Any, num_agents: int) -> None:
+        self._store = store
+        self._exit_barrier_timeout = 2.0
+        self._worker_group = type("Group", (), {"group_world_size": num_agents, "state": None, "group_rank": 0})()
+
+    _start_workers = _stop_workers = _monitor_workers = _shutdown = None  # type: ignore[assignment]
+
+
+def agents_store(round_: int, store: Any) -> PrefixStore:
+    """As DynamicRendezvousHandler wraps it for the agents."""
+    handler = dynamic_rendezvous.DynamicRendezvousHandler.__new__(dynamic_rendezvous.DynamicRendezvousHandler)
+    handler._settings = type("Settings", (), {"run_id": RUN_ID})()
+    handler._state_holder = type("Holder", (), {"state": type("State", (), {"round": round_})()})()
+    return handler._wrap_store(store)
+
+
+def test_the_exit_barrier_is_where_torch_has_it() -> None:
+    store = HashStore()
+    counter, flag = exit_barrier_keys(RUN_ID, 3)
+    assert not store.check([counter])
+    assert not store.check([flag])
+    store_util.barrier(agents_store(3, store), 1, agent_api._TERMINAL_STATE_SYNC_ID, 2.0)
+    assert store.get(counter) == b"1"
+    assert store.check([flag])
+
+
+def test_the_barrier_of_torchs_agent_lets_go_when_the_dead_are_counted() -> None:
+    """Three agents, two of them dead: what is counted for them is what the third one waits for."""
+    store = HashStore()
+    counter, _ = exit_barrier_keys(RUN_ID, 5)
+    store.add(counter, 2)
+    Agent(agents_store(5, store), 3)._exit_barrier()
+    assert store.get(counter) == b"3"

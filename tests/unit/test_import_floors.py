@@ -66,9 +66,26 @@ def test_there_are_no_cycles() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("above", ["recovery", "membership", "liveness", "meeting", "torchrun"])
+@pytest.mark.parametrize("above", ["recovery", "membership", "liveness", "protocol.agreement", "torchrun"])
 def test_the_loop_cannot_reach_what_is_above_it(above: str) -> None:
     assert f"elastic_train.{above}" not in everything_below("elastic_train.train")
+
+
+PROTOCOL = sorted(name for name in SOURCES if name.startswith("elastic_train.protocol"))
+
+
+@pytest.mark.parametrize("name", PROTOCOL)
+def test_the_protocol_stands_below_those_who_use_it(name: str) -> None:
+    above = {f"elastic_train.{one}" for one in ("liveness", "membership", "connect", "process_group", "recovery")}
+    assert not everything_below(name) & above
+
+
+def test_a_membership_connects_nowhere_itself() -> None:
+    """The simulator drives it on links and stores of its own."""
+    below = everything_below("elastic_train.membership")
+    assert "elastic_train.protocol.agreement" in below
+    assert not below & {f"elastic_train.{name}" for name in ("connect", "protocol.signposts", "etcd_members", "etcd")}
+    assert "elastic_train.membership" in everything_below("elastic_train.connect")
 
 
 def test_nothing_but_the_entry_points_and_benchmarks_imports_recovery() -> None:
@@ -80,7 +97,9 @@ def test_nothing_but_the_entry_points_and_benchmarks_imports_recovery() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["rules", "meeting", "world", "errors"])
+@pytest.mark.parametrize(
+    "name", ["rules", "world", "errors", "protocol/laws", "protocol/agreement", "protocol/join_queue"]
+)
 def test_the_protocol_itself_does_not_import_torch(name: str) -> None:
     assert not {module for module in imported_modules(PACKAGE / f"{name}.py") if module.split(".")[0] == "torch"}
 
@@ -95,8 +114,8 @@ def test_what_every_agent_loads_is_light(name: str) -> None:
 
 
 def test_only_few_modules_know_torchs_elastic_package() -> None:
-    """Its private state is the business of two; two more implement its public interface of a rendezvous."""
-    knowing = {f"elastic_train.{name}" for name in ("agents_state", "keep_alive", "rendezvous", "etcd_rendezvous")}
+    """One answers its launcher; two implement its public interface of a rendezvous."""
+    knowing = {f"elastic_train.{name}" for name in ("torchrun", "rendezvous", "etcd_rendezvous")}
     for name, path in SOURCES.items():
         if name not in knowing:
             assert "torch.distributed.elastic" not in path.read_text(), name

@@ -1,7 +1,8 @@
-"""Who is alive: listeners of real processes, and watchers whose clock is a number and whose turns are calls."""
+"""Who is alive: probes of real processes, and watchers whose clock is a number and whose turns and pings are calls."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,23 +10,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
 from elastic_train.errors import StoreUnreachable
-from elastic_train.liveness import Listener, Probe, Watcher, announce_broken, probe, unreachable_members
-from elastic_train.meeting import Sight
+from elastic_train.liveness import Probe, Watcher, probe, probe_all, refusing
+from elastic_train.protocol.agreement import Status
+from elastic_train.protocol.laws import IN_TIME
+from elastic_train.protocol.links import Address, Heard, Links
 from elastic_train.rules import Activity
-from elastic_train.store import MemoryStore
 from elastic_train.world import Member, World
 
 PEER_TIMEOUT = 2.0
 INTERVAL = 0.25
-KEY = "job/world-0"
+DEADLINE = 30.0
+"""of every wait for a thread or a process"""
 
 
-def make_member(rank: int, address: tuple[str, int] = ("127.0.0.1", 0)) -> Member:
+def make_member(rank: int, address: Address = ("127.0.0.1", 0)) -> Member:
     return Member(
         host=f"node-{rank}",
         local_rank=0,
@@ -35,17 +38,17 @@ def make_member(rank: int, address: tuple[str, int] = ("127.0.0.1", 0)) -> Membe
         directory_id="run",
         backend="gloo",
         max_generation=None,
+        uid=f"uid-{rank}",
     )
 
 
-# --- listener and probe -----------------------------------------------------------------------------------------------
+# --- probe ------------------------------------------------------------------------------------------------------------
 
 LISTENING_PROCESS = """
-import sys
-from elastic_train.liveness import Listener
+import socket, sys
 
-listener = Listener("127.0.0.1")
-print(listener.address[1], flush=True)
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
 sys.stdin.read()
 """
 
@@ -62,7 +65,7 @@ class Process:
         os.kill(self.process.pid, signum)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def process() -> Iterator[Process]:
     process = Process()
     yield process
@@ -70,90 +73,49 @@ def process() -> Iterator[Process]:
     process.process.communicate()
 
 
-@pytest.fixture
-def listener() -> Iterator[Listener]:
-    listener = Listener("127.0.0.1")
-    yield listener
-    listener.close()
-
-
 def test_a_frozen_process_still_accepts_and_a_killed_one_refuses(process: Process) -> None:
     assert probe(process.address) is Probe.ACCEPTED
     process.signal(signal.SIGSTOP)
-    assert probe(process.address) is Probe.ACCEPTED, "the kernel answers: only its heart tells that it is frozen"
+    assert probe(process.address) is Probe.ACCEPTED, "the kernel answers: only its pings tell that it is frozen"
     process.signal(signal.SIGCONT)
     process.signal(signal.SIGKILL)
-    process.process.wait(10)
+    process.process.wait(DEADLINE)
     started = time.monotonic()
     assert probe(process.address) is Probe.REFUSED
-    assert time.monotonic() - started < 0.2
+    assert time.monotonic() - started < 0.5
 
 
-def test_no_answer_is_silence_and_takes_no_longer_than_it_may() -> None:
+@pytest.fixture
+def full_address() -> Iterator[Address]:
+    """Of a listener that answers nobody: the kernel drops what does not fit, as a firewall would."""
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
-        full.listen(0)  # the kernel drops what does not fit, as a firewall would
-        address = full.getsockname()
+        full.listen(0)
         callers = [socket.socket() for _ in range(4)]
         for caller in callers:
             caller.setblocking(False)
-            caller.connect_ex(address)
-        started = time.monotonic()
-        assert probe(address, timeout=0.2) is Probe.SILENT
-        assert 0.1 < time.monotonic() - started < 1.0
+            caller.connect_ex(full.getsockname())
+        yield full.getsockname()
         for caller in callers:
             caller.close()
 
 
-def test_a_closed_listener_refuses(listener: Listener) -> None:
-    listener.close()
-    assert probe(listener.address) is Probe.REFUSED
-
-
-def test_probes_do_not_fill_a_drained_listener(listener: Listener) -> None:
-    for _ in range(5):
-        for _ in range(100):
-            assert probe(listener.address) is Probe.ACCEPTED
-        listener.drain()
-
-
-def test_a_listener_that_is_not_drained_stays_alive_for_a_while(listener: Listener) -> None:
-    """A frozen process is probed by everybody in a meeting; it must not look like a cut cable at once."""
-    for _ in range(100):
-        assert probe(listener.address) is Probe.ACCEPTED
-
-
-def test_drain_does_not_wait(listener: Listener) -> None:
+def test_no_answer_is_silence_and_takes_no_longer_than_it_may(full_address: Address) -> None:
     started = time.monotonic()
-    listener.drain()
-    assert time.monotonic() - started < 0.1
+    assert probe(full_address, timeout=0.2) is Probe.SILENT
+    assert 0.1 < time.monotonic() - started < 2.0
 
 
-def test_a_forked_child_does_not_keep_the_listener_open() -> None:
-    code = """
-import os, time
-from elastic_train.liveness import Listener, probe
-
-listener = Listener("127.0.0.1")
-child = os.fork()
-if child == 0:
-    time.sleep(30)
-    os._exit(0)
-deadline = time.monotonic() + 10
-while listener.fileno() >= 0 and time.monotonic() < deadline:
-    names = set()
-    for fd in os.listdir(f"/proc/{child}/fd"):
-        try:
-            names.add(os.readlink(f"/proc/{child}/fd/{fd}"))
-        except FileNotFoundError:  # closed between the two looks
-            continue
-    if os.readlink(f"/proc/self/fd/{listener.fileno()}") not in names:
-        listener.close()
-print(probe(listener.address), flush=True)
-os.kill(child, 9)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "refused", done.stderr
+def test_many_are_probed_at_once(full_address: Address) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # a bound port that does not listen refuses, and nobody else gets it
+        addresses = [listener.getsockname(), nobody.getsockname(), full_address]
+        members = [make_member(rank, address) for rank, address in enumerate(10 * addresses)]
+        started = time.monotonic()
+        assert probe_all(members) == 10 * [Probe.ACCEPTED, Probe.REFUSED, Probe.SILENT]
+        assert time.monotonic() - started < 10 * 0.5, "each silent one takes half a second"
+        assert refusing(members[:3]) == [members[1]]
+    assert probe_all([]) == []
 
 
 # --- watchers ---------------------------------------------------------------------------------------------------------
@@ -167,53 +129,59 @@ class Clock:
         return self.now
 
 
-class FlakyStore(MemoryStore):
-    """Answers, unless it is down."""
+class FakeLinks:
+    """As Links, of what a Group says that is heard."""
 
-    def __init__(self, shared: MemoryStore) -> None:
-        super().__init__()
-        self.values = shared.values
-        self.is_down = False
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.epoch = self.status = ""
+        self.peers: dict[str, Heard] = {}
+        self.is_closed = False
 
-    def _check(self) -> None:
-        if self.is_down:
-            raise StoreUnreachable("down")
+    def watch(self, members: Iterable[tuple[str, Address]], epoch: str) -> None:
+        uids = [uid for uid, _ in members]
+        self.peers = {uid: self.peers.get(uid, Heard(self.clock())) for uid in uids}
+        for heard in self.peers.values():
+            heard.heard_at = self.clock()
+            if epoch != self.epoch:
+                heard.pinged_at = None
+        self.epoch = epoch
 
-    def get(self, key: str) -> str | None:
-        self._check()
-        return super().get(key)
+    def tell(self, status: str, *, at_once: bool = False) -> None:
+        self.status = status
 
-    def get_many(self, keys: Sequence[str]) -> list[str | None]:
-        self._check()
-        return super().get_many(keys)
+    def heard(self, uid: str) -> Heard | None:
+        return self.peers.get(uid)
 
-    def put(self, key: str, value: str) -> None:
-        self._check()
-        super().put(key, value)
+    def answered(self) -> dict[str, float]:
+        return {}
 
-    def create(self, key: str, value: str) -> str:
-        self._check()
-        return super().create(key, value)
+    def wake(self) -> None: ...
+
+    def turn(self, seconds: float) -> bool:
+        return False
+
+    def close(self, *, keeps_listening: bool = False) -> None:
+        self.is_closed = True
 
 
 class Group:
     """The watchers of one world, in one process and with one clock; nothing runs but what a test lets run."""
 
-    def __init__(self, size: int, store_grace: float | None = None) -> None:
+    def __init__(self, size: int, store_grace: float | None = None, max_world_size: int | None = None) -> None:
         self.clock = Clock()
         self.warnings: list[str] = []
         self.given_up: list[str] = []
-        self.shared = MemoryStore()
-        self.stores = [FlakyStore(self.shared) for _ in range(size)]
+        self.tended: list[tuple[World | None, bool]] = []
         self.cuts = [0] * size
+        self.is_store_down = False
+        self.links = [FakeLinks(self.clock) for _ in range(size)]
         self.watchers = [
             Watcher(
-                self.stores[rank],
-                "job",
-                make_member(rank),
+                self.links[rank],
                 PEER_TIMEOUT,
                 self.cutter(rank),
-                lambda: None,
+                self.tend,
                 self.clock,
                 store_grace,
                 self.warnings.append,
@@ -221,12 +189,14 @@ class Group:
             )
             for rank in range(size)
         ]
-        self.members = tuple(make_member(rank, watcher.listener.address) for rank, watcher in enumerate(self.watchers))
-        self.worlds = [World(rank=rank, generation=0, members=self.members) for rank in range(size)]
+        self.members = tuple(make_member(rank) for rank in range(size))
+        self.worlds = [World(rank, 0, self.members, max_world_size, "w0") for rank in range(size)]
         self.alive = list(range(size))
-        for watcher in self.watchers:
-            watcher.turn()
-            watcher.observe(self.members)
+        self.killed: set[int] = set()
+        self.cut_off: set[tuple[int, int]] = set()
+        """(one, other): one hears nothing of the other"""
+        for watcher, world in zip(self.watchers, self.worlds, strict=True):
+            watcher.adopt(world)
 
     def cutter(self, rank: int) -> Callable[[], None]:
         def cut() -> None:
@@ -234,14 +204,34 @@ class Group:
 
         return cut
 
+    def tend(self, world: World | None, is_spokesman: bool) -> None:
+        if self.is_store_down:
+            raise StoreUnreachable("down")
+        self.tended.append((world, is_spokesman))
+
     def enter(self) -> None:
         for watcher, world in zip(self.watchers, self.worlds, strict=True):
-            watcher.expect(world, KEY)
-            watcher.enter(world, KEY)
+            watcher.expect(world)
+            watcher.enter(world)
             watcher.do(Activity.COMPUTE)
+
+    def ping(self) -> None:
+        now = self.clock()
+        for rank, links in enumerate(self.links):
+            for uid, heard in links.peers.items():
+                other = int(uid.removeprefix("uid-"))
+                if rank not in self.alive or (rank, other) in self.cut_off:
+                    continue
+                if other in self.killed:
+                    heard.refused_at = heard.refused_at or now
+                elif other in self.alive:
+                    heard.heard_at = now
+                    if self.links[other].epoch == links.epoch:
+                        heard.status, heard.epoch, heard.pinged_at = self.links[other].status, links.epoch, now
 
     def turn(self) -> None:
         self.clock.now += INTERVAL
+        self.ping()
         for rank in self.alive:
             self.watchers[rank].turn()
 
@@ -249,23 +239,35 @@ class Group:
         for _ in range(round(seconds / INTERVAL)):
             self.turn()
 
-    def close(self) -> None:
-        for watcher in self.watchers:
-            watcher.listener.close()
+    def kill(self, rank: int) -> None:
+        self.alive.remove(rank)
+        self.killed.add(rank)
+
+    def status(self, of: int, *, by: int = 0, patience_is_over: bool = False) -> Status:
+        return self.watchers[by].status(self.members[of], of, patience_is_over)
 
 
 @pytest.fixture
-def group() -> Iterator[Group]:
+def group() -> Group:
     group = Group(3)
     group.enter()
-    yield group
-    group.close()
+    return group
 
 
 def test_a_healthy_world_is_left_alone(group: Group) -> None:
     group.pass_time(60)
     assert group.cuts == [0, 0, 0]
-    assert f"{KEY}/broken" not in group.shared.values
+    assert all(links.status.startswith("-") for links in group.links)
+    assert [group.status(rank) for rank in (1, 2)] == [Status.ALIVE, Status.ALIVE]
+    assert group.watchers[0].unreachable(group.worlds[0]) == ()
+
+
+def test_what_a_member_says_of_itself_is_one_line(group: Group) -> None:
+    group.watchers[0].do(Activity.REDUCE)
+    group.pass_time(2 * INTERVAL)
+    mark, text = group.links[0].status[0], group.links[0].status[1:]
+    assert (mark, json.loads(text)) == ("-", [0, "reduce", 2 * INTERVAL, "{}"])
+    assert "\n" not in text
 
 
 def test_silence_is_seen_after_the_peer_timeout_and_not_before(group: Group) -> None:
@@ -273,61 +275,89 @@ def test_silence_is_seen_after_the_peer_timeout_and_not_before(group: Group) -> 
     group.alive = [0, 1]
     group.pass_time(PEER_TIMEOUT - INTERVAL)
     assert group.cuts == [0, 0, 0]
-    assert group.watchers[0].sight(group.members[2], 2, patience_is_over=False) is Sight.ALIVE
+    assert group.status(2) is Status.ALIVE
     group.pass_time(3 * INTERVAL)
     assert min(group.cuts[:2]) >= 1
     for rank in (0, 1):
         assert group.watchers[rank].verdicts.keys() == {2}
         assert "node-2/0/102 (rank 2) was silent for 2." in (group.watchers[rank].reason or "")
-        assert group.watchers[rank].sight(group.members[2], 2, patience_is_over=False) is Sight.DEAD
+        assert group.status(2, by=rank) is Status.UNKNOWN, "it may live"
 
 
-def test_a_beating_heart_is_enough_whatever_the_clock_says(group: Group) -> None:
+def test_who_answers_is_heard_whatever_the_clock_says(group: Group) -> None:
     group.clock.now += 1e6
     group.pass_time(10)
     assert group.cuts == [0, 0, 0]
 
 
+def test_a_death_is_seen_at_once(group: Group) -> None:
+    group.turn()
+    group.kill(2)
+    group.turn()
+    assert group.cuts[:2] == [1, 1]
+    assert group.watchers[0].reason == "node-2/0/102 (rank 2) died"
+    assert group.watchers[0].is_refused(group.members[2])
+    assert not group.watchers[0].is_refused(group.members[1])
+
+
 def test_a_verdict_is_shared_with_who_has_not_seen_it(group: Group) -> None:
-    group.shared.create(f"{KEY}/broken", '{"2": "node-2 is out"}')
-    group.turn()
-    assert group.cuts == [1, 1, 1]
-    assert [watcher.verdicts for watcher in group.watchers] == [{2: "node-2 is out"}] * 3
-    assert [watcher.reason for watcher in group.watchers] == ["node-2 is out"] * 3
+    group.cut_off = {(1, 2)}
+    group.pass_time(PEER_TIMEOUT + 2 * INTERVAL)
+    assert min(group.cuts) >= 1
+    assert [watcher.verdicts.keys() for watcher in group.watchers] == [{2}, {2}, {2}], "the blamed one learns it too"
+    assert len({watcher.reason for watcher in group.watchers}) == 1
+    assert "node-2/0/102 (rank 2) was silent" in (group.watchers[0].reason or "")
 
 
-def test_a_broken_key_cuts_the_world_of_all_though_nobody_is_blamed(group: Group) -> None:
-    announce_broken(group.shared, KEY)
+def test_a_member_that_is_out_ends_the_world_of_all_though_nobody_is_blamed(group: Group) -> None:
     group.turn()
-    assert group.cuts == [1, 1, 1]
+    group.watchers[1].announce_broken()
+    group.turn()
+    assert min(group.cuts[0], group.cuts[2]) >= 1
     assert [watcher.verdicts for watcher in group.watchers] == [{}] * 3
-    assert all(watcher.reason for watcher in group.watchers)
+    assert group.watchers[0].reason == group.watchers[2].reason == "a member has left the world"
 
 
 def test_an_announcement_does_not_take_a_verdict_back(group: Group) -> None:
-    group.shared.create(f"{KEY}/broken", '{"2": "node-2 is out"}')
-    announce_broken(group.shared, KEY)
+    group.turn()
+    group.kill(2)
+    group.turn()
+    group.watchers[0].announce_broken()
     group.turn()
     assert group.watchers[0].verdicts.keys() == {2}
+    told = json.loads(json.loads(group.links[0].status[1:])[3])
+    assert told == {"2": "node-2/0/102 (rank 2) died"}
 
 
 def test_after_leaving_nothing_is_cut(group: Group) -> None:
+    assert group.watchers[0].is_spokesman
+    assert not group.watchers[1].is_spokesman
     group.watchers[0].leave()
-    announce_broken(group.shared, KEY)
+    group.watchers[1].announce_broken()
     group.turn()
-    assert group.cuts == [0, 1, 1]
+    assert group.cuts[0] == 0
+    assert group.cuts[2] >= 1
     assert not group.watchers[0].is_spokesman
 
 
 def test_a_verdict_on_a_world_is_not_carried_into_the_next(group: Group) -> None:
-    group.shared.create(f"{KEY}/broken", '{"2": "node-2 is out"}')
     group.turn()
+    group.kill(2)
+    group.turn()
+    group.cuts = [0, 0, 0]
+    following = World(0, 1, group.members[:2], None, "w1")
     watcher = group.watchers[0]
     watcher.leave()
-    following = World(rank=0, generation=1, members=group.members[:2])
-    watcher.observe(following.members)
-    watcher.expect(following, "job/world-1")
+    watcher.adopt(following)
+    watcher.expect(following)
     assert (watcher.verdicts, watcher.reason) == ({}, None)
+    group.watchers[1].leave()
+    group.pass_time(1.0)
+    assert group.links[1].status.startswith("!"), "the other is still in the world before"
+    watcher.enter(following)
+    group.pass_time(1.0)
+    assert group.cuts == [0, 0, 0]
+    assert group.links[0].status.startswith("-")
 
 
 def test_a_stuck_training_thread_is_named(group: Group) -> None:
@@ -344,6 +374,7 @@ def test_a_stuck_training_thread_is_named(group: Group) -> None:
     for watcher in group.watchers:
         assert watcher.verdicts.keys() == {2}
         assert watcher.reason == "node-2/0/102 (rank 2) kept the others waiting"
+    assert group.status(2) is Status.UNKNOWN
 
 
 def test_before_any_step_was_timed_a_training_thread_gets_longer(group: Group) -> None:
@@ -381,14 +412,24 @@ def test_a_reduction_that_cannot_end_is_broken_off_without_blame(group: Group) -
     assert [watcher.verdicts for watcher in group.watchers] == [{}] * 3
 
 
+def test_a_reduction_may_end_while_a_member_was_not_heard(group: Group) -> None:
+    """Not all are known to reduce."""
+    group.alive = [0, 1]
+    for watcher in group.watchers[:2]:
+        watcher.slowest_step = 0.01
+        watcher.do(Activity.REDUCE)
+    group.pass_time(PEER_TIMEOUT - INTERVAL)
+    assert group.cuts == [0, 0, 0]
+
+
 def test_who_waits_on_in_a_broken_world_is_ended(group: Group) -> None:
-    """And nobody who computes, or has left the world to meet for the next one."""
+    """And nobody who computes, or has left the world to agree on the next one."""
     for rank, watcher in enumerate(group.watchers):
         watcher.slowest_step = 0.1
         watcher.do(Activity.COMPUTE if rank == 0 else Activity.REDUCE)
-    group.shared.values[f"{KEY}/broken"] = "{}"
-    group.pass_time(PEER_TIMEOUT)
+    group.watchers[1].announce_broken()
     group.watchers[1].leave()
+    group.pass_time(PEER_TIMEOUT)
     assert group.given_up == []
     group.pass_time(2.0)
     assert group.given_up
@@ -398,8 +439,8 @@ def test_who_waits_on_in_a_broken_world_is_ended(group: Group) -> None:
 
 def test_who_is_stuck_in_anything_else_is_ended_at_last(group: Group) -> None:
     group.watchers[0].do(Activity.FORM)
-    group.shared.values[f"{KEY}/broken"] = "{}"
     for watcher in group.watchers[1:]:
+        watcher.announce_broken()
         watcher.leave()
     group.pass_time(1790.0)
     assert group.given_up == []
@@ -415,49 +456,24 @@ def test_who_still_forms_is_not_judged(group: Group) -> None:
     assert group.cuts == [0, 0, 0]
 
 
-def test_a_death_in_the_formation_is_seen_by_the_probe() -> None:
+@pytest.mark.parametrize(("is_killed", "why"), [(True, "died"), (False, "was silent for 2.")])
+def test_a_loss_in_the_formation_is_seen(is_killed: bool, why: str) -> None:
     group = Group(3)
     for watcher, world in zip(group.watchers, group.worlds, strict=True):
-        watcher.expect(world, KEY)
+        watcher.expect(world)
     group.turn()
     assert group.cuts == [0, 0, 0]
-    group.watchers[2].listener.close()
-    group.alive = [0, 1]
-    group.turn()
-    assert group.cuts == [1, 1, 0]
-    assert group.watchers[0].verdicts.keys() == group.watchers[1].verdicts.keys() == {2}
-    group.close()
-
-
-def test_an_outage_of_the_store_blames_no_peer(group: Group) -> None:
-    """It is the store that is silent: its world ends at a step, or is broken off where none ends, and every member gets
-    all its time anew."""
-    group.turn()
-    for store in group.stores:
-        store.is_down = True
-    group.pass_time(PEER_TIMEOUT - 2 * INTERVAL)
-    assert not any(watcher.is_store_lost for watcher in group.watchers)
-    group.pass_time(2 * PEER_TIMEOUT)
-    assert all(watcher.is_store_lost for watcher in group.watchers)
-    assert group.cuts == [0, 0, 0]
-    group.pass_time(6 * PEER_TIMEOUT)
-    assert min(group.cuts) >= 1
-    assert [watcher.verdicts for watcher in group.watchers] == [{}] * 3
-    assert group.watchers[0].reason == "down"
-    assert group.watchers[0].sight(group.members[1], 1, patience_is_over=False) is Sight.ALIVE
-
-
-def test_who_comes_back_later_than_others_from_a_stall_is_not_blamed(group: Group) -> None:
-    """A store that is frozen raises nothing: all calls return late, for some members later than for others."""
-    group.turn()
-    group.clock.now += 5 * PEER_TIMEOUT
-    group.alive = [0, 1]
-    group.pass_time(PEER_TIMEOUT - 2 * INTERVAL)
-    assert group.cuts == [0, 0, 0]
-    group.alive = [0, 1, 2]
-    group.pass_time(10)
-    assert group.cuts == [0, 0, 0]
-    assert f"{KEY}/broken" not in group.shared.values
+    if is_killed:
+        group.kill(2)
+        group.turn()
+    else:
+        group.alive.remove(2)
+        group.pass_time(PEER_TIMEOUT + INTERVAL)
+    assert min(group.cuts[:2]) >= 1
+    for watcher in group.watchers[:2]:
+        assert watcher.verdicts.keys() == {2}
+        assert f"node-2/0/102 (rank 2) {why}" in watcher.verdicts[2]
+        assert watcher.verdicts[2].endswith("before its first step")
 
 
 def test_a_frozen_member_that_wakes_up_blames_nobody_else(group: Group) -> None:
@@ -465,123 +481,254 @@ def test_a_frozen_member_that_wakes_up_blames_nobody_else(group: Group) -> None:
     group.alive = [0, 1]
     group.pass_time(2 * PEER_TIMEOUT)
     group.alive = [0, 1, 2]
-    group.watchers[2].turn()
+    group.turn()
     assert group.watchers[2].verdicts.keys() == {2}, "it learns that it was given up"
     assert "node-2/0/102 (rank 2) was silent" in (group.watchers[2].reason or "")
-    assert group.cuts[2] == 1
+    assert group.cuts[2] >= 1
 
 
 def test_a_world_of_one_is_never_broken() -> None:
     group = Group(1)
     group.enter()
-    group.stores[0].is_down = True
     group.pass_time(60)
-    announce_broken(group.shared, KEY)
-    group.stores[0].is_down = False
+    group.watchers[0].announce_broken()
     group.pass_time(60)
     assert group.cuts == [0]
-    group.close()
 
 
-def test_a_store_with_a_grace_may_be_away_for_so_long() -> None:
+def test_a_spare_sees_the_worker_that_it_waits_for_and_no_other_spare() -> None:
+    group = Group(3, max_world_size=1)
+    group.enter()
+    group.watchers[0].slowest_step = 0.1
+    group.watchers[0].do(Activity.COMPUTE)
+    group.kill(2)
+    group.pass_time(60)
+    assert group.cuts == [0, 0, 0], "nobody's step needs a spare, and a spare knows not how long one takes"
+    group.kill(0)
+    group.turn()
+    assert group.cuts[1] == 1
+    assert group.watchers[1].verdicts.keys() == {0}
+
+
+# --- what is known of who has not come --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds_late", "status"),
+    [(0.0, Status.DEAD), (IN_TIME * PEER_TIMEOUT, Status.DEAD), (IN_TIME * PEER_TIMEOUT + INTERVAL, Status.UNKNOWN)],
+)
+def test_a_death_is_proven_only_in_time(group: Group, seconds_late: float, status: Status) -> None:
+    """Later, the dead one may have gone on in a world that this member has not seen."""
+    group.turn()
+    group.clock.now += seconds_late
+    group.kill(1)
+    group.ping()
+    assert group.status(1) is status
+    group.clock.now += 100 * PEER_TIMEOUT
+    assert group.status(1) is status, "what counts is when it was found"
+
+
+def test_a_refusal_of_who_never_answered_in_this_world_proves_nothing(group: Group) -> None:
+    group.kill(1)
+    group.turn()
+    assert group.watchers[0].is_refused(group.members[1])
+    assert group.status(1) is Status.UNKNOWN
+
+
+def test_a_new_world_starts_no_age(group: Group) -> None:
+    group.turn()
+    following = World(0, 1, group.members, None, "w1")
+    group.watchers[0].adopt(following)
+    group.kill(1)
+    group.turn()
+    assert group.status(1) is Status.UNKNOWN, "it was heard in the world before"
+    assert group.status(1, by=2) is Status.DEAD, "another is still in it"
+
+
+def test_who_is_patient_no_longer_gives_up_the_living(group: Group) -> None:
+    group.turn()
+    assert group.status(1) is Status.ALIVE
+    assert group.status(1, patience_is_over=True) is Status.UNKNOWN
+    group.kill(1)
+    group.ping()
+    assert group.status(1) is Status.DEAD
+    assert group.status(1, patience_is_over=True) is Status.DEAD
+
+
+def test_of_who_is_not_watched_nothing_is_known(group: Group) -> None:
+    stranger = make_member(7)
+    assert group.watchers[0].status(stranger, 7, patience_is_over=False) is Status.ALIVE
+    assert group.watchers[0].status(stranger, 7, patience_is_over=True) is Status.UNKNOWN
+    assert not group.watchers[0].is_refused(stranger)
+    assert group.watchers[0].age(stranger) == 0.0
+
+
+def test_only_silent_members_are_unreachable(group: Group) -> None:
+    group.turn()
+    group.cut_off = {(0, 2)}
+    group.pass_time(3 * INTERVAL + 0.5)
+    assert group.watchers[0].unreachable(group.worlds[0]) == ()
+    group.pass_time(INTERVAL)
+    assert group.watchers[0].unreachable(group.worlds[0]) == (2,)
+    assert group.watchers[1].unreachable(group.worlds[1]) == ()
+
+
+# --- background tasks, and a store that all need ----------------------------------------------------------------------
+
+
+def test_background_tasks_are_done_while_there_is_a_world_and_without_one(group: Group) -> None:
+    group.pass_time(2.0)
+    assert (group.worlds[0], True) in group.tended
+    assert (group.worlds[1], False) in group.tended
+    assert 3 * 3 <= len(group.tended) <= 3 * 5
+    group.watchers[0].leave()
+    group.tended.clear()
+    group.pass_time(1.0)
+    assert (None, False) in group.tended
+
+
+def test_where_no_store_is_needed_by_all_its_absence_is_nothing(group: Group) -> None:
+    group.is_store_down = True
+    group.pass_time(600)
+    assert group.cuts == [0, 0, 0]
+    assert group.warnings == []
+    assert not any(watcher.is_store_lost or watcher.is_store_silent for watcher in group.watchers)
+
+
+@pytest.fixture
+def graced() -> Group:
     group = Group(2, store_grace=30.0)
     group.enter()
     group.turn()
-    for store in group.stores:
-        store.is_down = True
-    group.pass_time(29)
-    assert group.cuts == [0, 0]
-    assert len(group.warnings) == 2, "each member says it once"
-    assert "training goes on for up to 30 s" in group.warnings[0]
-    for store in group.stores:
-        store.is_down = False
-    group.pass_time(29)
-    assert group.cuts == [0, 0]
-    assert [text for text in group.warnings if "answers again" in text] == group.warnings[2:]
-    assert all(watcher.answering_since > 29 for watcher in group.watchers), "nobody could come before"
-    for store in group.stores:
-        store.is_down = True
-    group.pass_time(31)
-    assert all(watcher.is_store_lost for watcher in group.watchers), "their next step is the last"
-    assert group.cuts == [0, 0], "of a world whose members all live"
-    group.pass_time(7 * PEER_TIMEOUT)
-    assert min(group.cuts) >= 1, "no step has ended since"
-    group.close()
+    return group
 
 
-def test_a_store_that_is_back_at_the_end_of_its_grace_is_lost_no_more() -> None:
+def test_a_store_with_a_grace_may_be_away_for_so_long(graced: Group) -> None:
+    graced.is_store_down = True
+    graced.pass_time(29)
+    assert graced.cuts == [0, 0]
+    assert len(graced.warnings) == 2, "each member says it once"
+    assert "training goes on for up to 30 s" in graced.warnings[0]
+    assert all(watcher.is_store_silent for watcher in graced.watchers)
+    graced.is_store_down = False
+    graced.pass_time(29)
+    assert graced.cuts == [0, 0]
+    assert not any(watcher.is_store_silent for watcher in graced.watchers)
+    assert [text for text in graced.warnings if "answers again" in text] == graced.warnings[2:]
+    graced.is_store_down = True
+    graced.pass_time(31)
+    assert all(watcher.is_store_lost for watcher in graced.watchers), "their next step is the last"
+    assert graced.cuts == [0, 0], "of a world whose members all live"
+    graced.pass_time(7 * PEER_TIMEOUT)
+    assert min(graced.cuts) >= 1, "no step has ended since"
+
+
+def test_an_outage_of_the_store_blames_no_peer(graced: Group) -> None:
+    graced.is_store_down = True
+    graced.pass_time(30 + 7 * PEER_TIMEOUT)
+    assert min(graced.cuts) >= 1
+    assert [watcher.verdicts for watcher in graced.watchers] == [{}] * 2
+    assert graced.watchers[0].reason == "down"
+    assert graced.status(1) is Status.ALIVE
+
+
+def test_a_death_is_seen_while_the_store_is_away(graced: Group) -> None:
+    graced.is_store_down = True
+    graced.pass_time(10)
+    graced.kill(1)
+    graced.turn()
+    assert graced.cuts[0] == 1
+    assert graced.status(1) is Status.DEAD
+
+
+def test_a_store_that_is_back_at_the_end_of_its_grace_is_lost_no_more(graced: Group) -> None:
     """The training thread has an answer first, and forms the next world before the watchers' next turn."""
-    group = Group(2, store_grace=30.0)
-    group.enter()
-    for store in group.stores:
-        store.is_down = True
-    group.pass_time(31)
-    assert all(watcher.is_store_lost for watcher in group.watchers)
-    for watcher in group.watchers:
+    graced.is_store_down = True
+    graced.pass_time(31)
+    assert all(watcher.is_store_lost for watcher in graced.watchers)
+    for watcher in graced.watchers:
         watcher.leave()
         watcher.note_answer()
-    group.enter()
-    group.pass_time(1)  # the stores of the watchers are still away
-    assert not any(watcher.is_store_lost for watcher in group.watchers)
-    group.close()
+    graced.enter()
+    graced.pass_time(1)  # the stores of the watchers are still away
+    assert not any(watcher.is_store_lost for watcher in graced.watchers)
 
 
-def test_the_step_in_hand_ends_within_the_grace() -> None:
-    group = Group(2, store_grace=30.0)
-    group.enter()
-    for store, watcher in zip(group.stores, group.watchers, strict=True):
-        store.is_down = True
+def test_the_step_in_hand_ends_within_the_grace(graced: Group) -> None:
+    graced.is_store_down = True
+    for watcher in graced.watchers:
         watcher.slowest_step = 10.0
-    group.pass_time(19)
-    assert not any(watcher.is_store_lost for watcher in group.watchers)
-    group.pass_time(2)
-    assert all(watcher.is_store_lost for watcher in group.watchers)
-    group.close()
+    graced.pass_time(19)
+    assert not any(watcher.is_store_lost for watcher in graced.watchers)
+    graced.pass_time(2)
+    assert all(watcher.is_store_lost for watcher in graced.watchers)
 
 
 def test_a_lone_member_meets_the_end_of_the_grace_at_its_next_step() -> None:
     """It cannot know whether another start has taken its place."""
     group = Group(1, store_grace=30.0)
     group.enter()
-    group.stores[0].is_down = True
+    group.is_store_down = True
     group.pass_time(29)
     assert not group.watchers[0].is_store_lost
     group.pass_time(3)
     assert group.watchers[0].is_store_lost
     group.pass_time(20 * PEER_TIMEOUT)
     assert group.cuts == [0], "it waits for nobody, however long its step takes"
-    group.close()
 
 
-def test_who_is_patient_no_longer_gives_up_the_living(group: Group) -> None:
-    watcher = group.watchers[0]
-    assert watcher.sight(group.members[1], 1, patience_is_over=False) is Sight.ALIVE
-    assert watcher.sight(group.members[1], 1, patience_is_over=True) is Sight.DEAD
-    group.watchers[1].listener.close()
-    assert watcher.sight(group.members[1], 1, patience_is_over=False) is Sight.DEAD
+# --- the thread -------------------------------------------------------------------------------------------------------
 
 
-def test_the_thread_beats_drains_runs_errands_and_stops() -> None:
-    store, errands = MemoryStore(), threading.Event()
-    watcher = Watcher(store, "job", make_member(0), PEER_TIMEOUT, lambda: None, errands.set)
+def test_the_thread_answers_tends_and_stops() -> None:
+    links, has_tended = Links("127.0.0.1", "uid-0", INTERVAL), threading.Event()
+    watcher = Watcher(links, PEER_TIMEOUT, lambda: None, lambda _world, _is_spokesman: has_tended.set())
     before = threading.active_count()
-    watcher.start(store)
-    beat = store.get("job/beat/node-0/0/100")
-    assert beat is not None, "it beats before start() returns"
-    assert errands.wait(5)
-    for _ in range(300):  # as often as members in a meeting do; more than its backlog
-        time.sleep(0.001)
-        assert probe(watcher.listener.address) is Probe.ACCEPTED
-    deadline = time.monotonic() + 5
-    while store.get("job/beat/node-0/0/100") == beat:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    watcher.start()
+    assert has_tended.wait(DEADLINE)
+    watcher.adopt(World(0, 0, (make_member(0), make_member(1, ("127.0.0.1", 1))), None, "w0"))
+    with socket.create_connection(links.address, DEADLINE) as caller:
+        caller.sendall(b"P uid-1 w0 1 -\nP uid-7 w0 1 -\n")
+        lines = caller.makefile("r")
+        assert lines.readline().startswith('A uid-0 w0 1 -[-1, "form", ')
+        assert lines.readline() == "N uid-0\n"
+        lines.close()
+    for _ in range(300):
+        assert probe(links.address) is Probe.ACCEPTED
     watcher.stop()
     assert threading.active_count() == before
-    assert probe(watcher.listener.address) is Probe.REFUSED
+    assert probe(links.address) is Probe.REFUSED
 
 
-def test_only_silent_members_are_unreachable(group: Group) -> None:
-    assert unreachable_members(group.worlds[0]) == ()
-    group.watchers[1].listener.close()
-    assert unreachable_members(group.worlds[0]) == (), "a refusal is an answer: that one is dead, not cut off"
+def test_who_keeps_listening_is_seen_to_live() -> None:
+    links = Links("127.0.0.1", "uid-0", INTERVAL)
+    watcher = Watcher(links, PEER_TIMEOUT, lambda: None, lambda _world, _is_spokesman: None)
+    watcher.start()
+    watcher.stop(keeps_listening=True)
+    assert probe(links.address) is Probe.ACCEPTED
+    watcher.announce_broken()  # nobody hears it
+    links._listener.close()
+
+
+def test_a_watcher_that_never_found_its_job_ends() -> None:
+    links = FakeLinks(Clock())
+    Watcher(links, PEER_TIMEOUT, lambda: None, lambda _world, _is_spokesman: None).stop()
+    assert links.is_closed
+
+
+def test_what_ends_the_thread_is_raised_in_the_training_thread() -> None:
+    """Else this worker would silently look dead to the others."""
+
+    def tend(_world: World | None, _is_spokesman: bool) -> None:
+        raise ValueError("a bug")
+
+    links = Links("127.0.0.1", "uid-0", INTERVAL)
+    watcher = Watcher(links, PEER_TIMEOUT, lambda: None, tend)
+    watcher.start()
+    watcher._thread.join(DEADLINE)
+    with pytest.raises(ValueError, match="a bug"):
+        watcher.check()
+    with pytest.raises(ValueError, match="a bug"):
+        watcher.do(Activity.COMPUTE)
+    watcher.stop()
+    assert probe(links.address) is Probe.REFUSED

@@ -71,12 +71,12 @@ def make_loop(task: Watched, **flags: Any) -> tuple[Loop, TrainState, list[str]]
         device=torch.device("cpu"),
         reporter=reporter,
         reach=lambda *_: None,
-        stop=SimpleNamespace(votes=lambda _is_join_pending: (0, 0)),
+        stop=SimpleNamespace(votes=lambda: (0, 0)),
     )
     membership: Any = SimpleNamespace(
         watcher=task.watcher,
         sockets=SimpleNamespace(is_shut=False),
-        agents=SimpleNamespace(is_join_pending=False),
+        note_reduction=lambda: None,
         is_join_due=False,
     )
     saver: Any = SimpleNamespace(is_due=lambda _state: False)
@@ -105,13 +105,15 @@ def test_a_loss_that_is_no_scalar_is_told_by_its_shape() -> None:
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_who_has_lost_the_store_votes_for_the_end_of_the_world(is_lost: bool) -> None:
-    worker: Any = SimpleNamespace(stop=SimpleNamespace(votes=lambda _is_join_pending: (0, 0)))
+    worker: Any = SimpleNamespace(stop=SimpleNamespace(votes=lambda: (0, 0)))
+    reductions: list[None] = []
     membership: Any = SimpleNamespace(
-        agents=SimpleNamespace(is_join_pending=False),
+        note_reduction=lambda: reductions.append(None),
         is_join_due=False,
         watcher=SimpleNamespace(is_store_lost=is_lost),
     )
     assert votes_of(worker, membership) == (0, int(is_lost), 0)
+    assert len(reductions) == 1, "a world is settled by them"
 
 
 @pytest.mark.parametrize(("compiles", "patience"), [(True, FIRST_STEP_SECONDS), (False, 0.0)])

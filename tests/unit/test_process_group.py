@@ -251,7 +251,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_train.process_group import GroupSockets, is_communication_error, open_sockets, process_group
-from elastic_train.store import TorchStore
+from elastic_train.protocol.store import TorchStore
 from elastic_train.world import Member, World
 
 rank, port, num_cycles = map(int, sys.argv[1:])

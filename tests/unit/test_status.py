@@ -219,36 +219,10 @@ def test_a_new_start_of_a_stopped_run(files: Files) -> None:
     assert found.notes == ("a later start, 3.0 s ago, failed: TaskMismatch: --seed differs",)
 
 
-def test_between_the_processes_of_a_join_a_run_starts(files: Files) -> None:
-    workers = [files.worker(rank, started=NOW - 900) for rank in range(2)]
-    for worker in workers:
-        worker.enter(1, NOW - 890)
-        worker.write("done", NOW - 30, outcome="stopped", starts_again=True)
-    found = read(files, False)
-    assert found.state is RunState.STARTING
-    assert found.notes == ("its workers start again, for the nodes that join",)
-    newcomer = files.worker(0, started=NOW - 15, start_number=1)
-    assert read(files, True).state is RunState.STARTING
-    newcomer.write("done", NOW - 14, outcome="stopped")  # for one more that joins
-    assert read(files, False).state is RunState.STARTING
-    newcomer.write("done", NOW - 14, outcome="failed", error="boom")
-    found = read(files, False)
-    assert (found.state, found.notes) == (RunState.STOPPED, ("a later start, 15 s ago, failed: boom",))
-
-
-def test_a_join_that_nobody_came_of_is_a_stop(files: Files) -> None:
-    worker = files.worker(0, started=NOW - 900)
-    worker.enter(1, NOW - 890)
-    worker.write("done", NOW - status.RESTART_SECONDS - 1, outcome="stopped", starts_again=True)
-    assert read(files, False).state is RunState.STOPPED
-
-
-@pytest.mark.parametrize(("source", "cause"), [("handoff", "join"), ("snapshot", "restart")])
-def test_new_processes_joined_or_were_restarted(files: Files, source: str, cause: str) -> None:
-    worker = files.worker(0, started=NOW - 20)
-    worker.enter(1, NOW - 10)
-    worker.write("restore", NOW - 10, source=source, restored_step=3)
-    assert [text.partition(",")[0] for text in read(files).incidents] == [cause]
+@pytest.mark.parametrize(("cause", "told"), [("join", "join"), ("start", "restart")])
+def test_a_world_of_new_processes_is_a_restart(files: Files, cause: str, told: str) -> None:
+    files.worker(0, started=NOW - 20).enter(1, NOW - 10, cause=cause)
+    assert [text.partition(",")[0] for text in read(files).incidents] == [told]
 
 
 def test_a_refused_second_job_does_not_hide_the_first(files: Files) -> None:

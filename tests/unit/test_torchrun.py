@@ -1,36 +1,54 @@
-"""What the hook makes of an agent's command line, and what workers read of the agents' state."""
+"""What torchrun's command line means, what the hook makes of it in the agent, and what workers read of their start."""
 
 from __future__ import annotations
 
-import base64
+import json
 import os
-import pickle
 import shlex
-from datetime import UTC, datetime
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import run as torch_run
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as torch_registry
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.launcher import api as torch_launcher
 
 from elastic_train import torchrun
-from elastic_train.agents_state import AgentsState
+from elastic_train.errors import FormationFailed, UsageError
+from elastic_train.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
+from elastic_train.rendezvous import (
+    MASTER_ADDR,
+    WorkersHandler,
+    announcement,
+    create_c10d_handler,
+    create_handler,
+    keys_without_meaning,
+    read_c10d_settings,
+)
 from elastic_train.torchrun import (
-    ENDPOINT_VARIABLE,
+    C10D_VARIABLE,
+    MARKERS,
     MIN_NODES_VARIABLE,
+    NODE_VARIABLE,
+    C10dSettings,
     Launch,
     agent_arguments,
+    asks_for_c10d,
+    has_free_port,
     launches_elastic_train,
+    max_nodes_of,
     normalize_endpoint,
     option,
+    parse_endpoints,
     parse_nnodes,
-    plan_agent,
-    read_agents_state,
     read_command,
     split_endpoint,
-    torchrun_round,
 )
 
 COMMANDS = [
@@ -58,10 +76,15 @@ ENVIRONMENTS: list[dict[str, str]] = [
 
 
 @pytest.fixture(autouse=True)
-def _clean_environ(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
+def _clean_environ() -> Iterator[None]:
+    """Restored by hand: handlers set variables, which monkeypatch does not see."""
+    before = dict(os.environ)
+    for name in before:
         if name.startswith(("PET_", "TORCHELASTIC_", "ELASTIC_TRAIN")) or name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name)
+            del os.environ[name]
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.mark.parametrize("environ", ENVIRONMENTS, ids=lambda environ: ",".join(environ) or "no environment")
@@ -81,13 +104,7 @@ def test_an_agents_command_line_means_what_torchrun_takes_it_for(
     assert ("module" in ours.options) == theirs.module
     assert launches_elastic_train(arguments, environ) == (theirs.module and theirs.training_script == "elastic_train")
 
-    plan = plan_agent(arguments, environ)
-    assert plan.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    is_c10d = theirs.rdzv_backend == "c10d" and not theirs.standalone
-    assert (MIN_NODES_VARIABLE in plan.environment) == is_c10d
-    if is_c10d:
-        endpoint = parse_rendezvous_endpoint(theirs.rdzv_endpoint, 29400)
-        assert split_endpoint(plan.environment[ENDPOINT_VARIABLE]) == endpoint
+    assert asks_for_c10d(arguments, environ) == (theirs.rdzv_backend == "c10d" and not theirs.standalone)
     assert parse_nnodes(theirs.nnodes) == torch_run.parse_min_max_nnodes(theirs.nnodes)
 
 
@@ -160,31 +177,6 @@ def test_what_launches_our_program(tmp_path: Path) -> None:
     assert not launches("")
 
 
-def test_the_silent_last_call_is_shortened_and_announced() -> None:
-    plan = plan_agent(shlex.split("--rdzv-backend=c10d --nnodes 1:4 -m elastic_train"), {})
-    assert plan.environment["PET_RDZV_CONF"] == "last_call_timeout=2"
-    assert plan.announcement is not None
-    assert "localhost:29400" in plan.announcement
-    assert "2 s after the first node" in plan.announcement
-
-
-def test_what_the_user_set_wins() -> None:
-    arguments = shlex.split("--rdzv-backend=c10d --nnodes 2:4 --rdzv-conf=last_call_timeout=60 -m elastic_train")
-    plan = plan_agent(arguments, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0", "RES_OPTIONS": "timeout:3"})
-    assert plan.environment.keys() == {ENDPOINT_VARIABLE, MIN_NODES_VARIABLE}
-    assert plan.announcement is not None
-    assert "60 s after 2 nodes" in plan.announcement
-    assert "shortens this" in plan.announcement
-
-
-def test_an_exact_number_of_nodes_is_pointed_out() -> None:
-    plan = plan_agent(shlex.split("--rdzv-backend=c10d --nnodes 4 -m elastic_train"), {})
-    assert plan.announcement is not None
-    assert "exactly 4 nodes" in plan.announcement
-    assert "--nnodes 1:4" in plan.announcement
-    assert "PET_RDZV_CONF" not in plan.environment
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "  ", "host", "host:1", " host:29400 ", "127.0.0.1:2", "[::1]:29400", "[fe80::1]", "my-host.example:65535"],
@@ -200,17 +192,279 @@ def test_what_is_no_endpoint(text: str) -> None:
         split_endpoint(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ("localhost:29400",)),
+        ("h1", ("h1:29400",)),
+        ("h1:1,h2, h3:3 ", ("h1:1", "h2:29400", "h3:3")),
+        ("[::1]:5,::", None),
+        ("h1,h2:0", None),
+        ("h1:65536", None),
+        ("h1:port", None),
+        ("h1,h2,h1:29400", ("h1:29400", "h2:29400")),
+    ],
+)
+def test_lists_of_endpoints(text: str, expected: tuple[str, ...] | None) -> None:
+    if expected is not None:
+        assert parse_endpoints(text, "--rdzv-endpoint") == expected
+        return
+    with pytest.raises(UsageError, match=r"^--rdzv-endpoint"):
+        parse_endpoints(text, "--rdzv-endpoint")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"), [("localhost:0", True), ("h:0 ", True), ("h:10", False), ("", False), ("a:0,b:0", False)]
+)
+def test_what_nobody_else_can_find(endpoint: str, expected: bool) -> None:
+    assert has_free_port(endpoint) == expected
+
+
+# --- what an agent reads of its options -------------------------------------------------------------------------------
+
+
+def read(conf: Mapping[str, object], endpoint: str = "h:1") -> C10dSettings:
+    return read_c10d_settings(endpoint, conf, min_nodes=1, max_nodes=4)
+
+
+def test_settings_without_conf_are_ours() -> None:
+    assert read({"timeout": 900}, "h1,h2:2") == C10dSettings(("h1:29400", "h2:2"), 1, 4, 2.0, None, 600.0)
+
+
+def test_conf_keys_that_have_a_meaning() -> None:
+    conf = {"last_call_timeout": "0.5", "join_timeout": "30", "is_host": "False", "store_type": "TCP"}
+    assert read(conf) == C10dSettings(("h:1",), 1, 4, 0.5, False, 30.0)
+    assert read({"is_host": "1"}).is_host is True
+    assert keys_without_meaning(conf) == []
+
+
+def test_conf_keys_that_have_none_are_named_where_a_person_gave_them() -> None:
+    conf = {"timeout": 900, "read_timeout": "60", "heartbeat_timeout": "5", "join_timeout": "30", "timout": "3"}
+    assert keys_without_meaning(conf) == ["read_timeout", "heartbeat_timeout", "timout"]
+    assert keys_without_meaning({"timeout": "900"}) == ["timeout"]
+
+
+@pytest.mark.parametrize(
+    "conf",
+    [
+        {"store_type": "file"},
+        {"is_host": "maybe"},
+        {"last_call_timeout": "soon"},
+        {"last_call_timeout": "0"},
+        {"join_timeout": "-1"},
+        {"join_timeout": "inf"},
+        {"join_timeout": "nan"},
+    ],
+    ids=str,
+)
+def test_conf_values_that_cannot_be_served(conf: dict[str, object]) -> None:
+    ((key, value),) = conf.items()
+    with pytest.raises(UsageError, match=f"^{key}={value} in --rdzv-conf: "):
+        read(conf)
+
+
+def test_settings_reach_the_workers_as_they_are() -> None:
+    settings = C10dSettings(("h1:1", "[::1]:2"), 2, 8, 0.5, True, 7.0)
+    assert C10dSettings.from_json(settings.to_json()) == settings
+
+
+def test_the_announcement() -> None:
+    assert announcement("at h:1", min_nodes=1, max_nodes=1, last_call=2.0) is None
+    elastic = announcement("at h:1,i:2", min_nodes=1, max_nodes=4, last_call=2.0)
+    assert elastic == (
+        "meeting at h:1,i:2, 1 to 4 nodes; training starts 2 s after the first node has come, at once with 4; nodes "
+        "that come later are taken in between two steps"
+    )
+    assert "0.5 s after 2 nodes have come" in str(announcement("at h:1", min_nodes=2, max_nodes=4, last_call=0.5))
+    exact = str(announcement("at h:1", min_nodes=4, max_nodes=4, last_call=2.0))
+    assert exact.startswith("waiting at h:1 for exactly 4 nodes")
+    assert "--nnodes 1:4" in exact
+
+
+# --- the handler ------------------------------------------------------------------------------------------------------
+
+
+def parameters(backend: str = "c10d", endpoint: str = "h:1", max_nodes: int = 4, **conf: Any) -> RendezvousParameters:
+    return RendezvousParameters(backend, endpoint, "job", 1, max_nodes, **conf)
+
+
+def test_a_rendezvous_of_ones_own_node(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = create_c10d_handler(parameters(timeout=900))
+    assert handler.get_backend() == "c10d"
+    assert handler.get_run_id() == "job"
+    assert not handler.use_agent_store
+    info = handler.next_rendezvous()
+    assert (info.rank, info.world_size, info.bootstrap_store_info.master_addr) == (0, 1, MASTER_ADDR)
+    assert MASTER_ADDR.endswith(".invalid"), "it must resolve nowhere (RFC 2606)"
+    assert handler.num_nodes_waiting() == 0
+    handler.set_closed()
+    assert not handler.is_closed()
+    assert handler.shutdown()
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_creator_sets_the_markers_and_a_restart_is_a_new_node() -> None:
+    handler = create_c10d_handler(parameters())
+    assert C10dSettings.from_json(os.environ[C10D_VARIABLE]) == C10dSettings(("h:1",), 1, 4, 2.0)
+    assert os.environ[MIN_NODES_VARIABLE] == "1"
+    seen = [os.environ[NODE_VARIABLE]]
+    handler.next_rendezvous()
+    assert os.environ[NODE_VARIABLE] == seen[0]
+    for _ in range(2):
+        handler.next_rendezvous()
+        seen.append(os.environ[NODE_VARIABLE])
+    create_c10d_handler(parameters())
+    seen.append(os.environ[NODE_VARIABLE])
+    assert len(set(seen)) == 4
+    assert all(len(node) == 12 for node in seen)
+
+
+def test_etcd3_gets_the_same_handler(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = create_handler(parameters("etcd3", "e:2379", membership="workers"))
+    assert isinstance(handler, WorkersHandler)
+    assert handler.get_backend() == "etcd3"
+    assert handler.next_rendezvous().bootstrap_store_info.master_addr == MASTER_ADDR
+    assert EtcdSettings.from_json(os.environ[SETTINGS_VARIABLE]).endpoints == ("e:2379",)
+    assert C10D_VARIABLE not in os.environ
+    assert "meeting in etcd at e:2379, 1 to 4 nodes" in capsys.readouterr().err
+
+
+def test_what_is_told_is_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    create_c10d_handler(parameters(max_nodes=1))
+    assert capsys.readouterr().err == ""
+    create_c10d_handler(parameters(max_nodes=1, timeout="3", close_timeout="4"))
+    assert capsys.readouterr().err == (
+        "elastic_train: timeout, close_timeout in --rdzv-conf have no meaning here: the agents wait for nobody\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        create_c10d_handler(parameters(store_type="file"))
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("elastic_train: error: store_type=file in --rdzv-conf: ")
+
+
+def test_the_hook_leaves_everything_else_to_torch() -> None:
+    asked = []
+    registry = SimpleNamespace(get_rendezvous_handler=asked.append)
+    torchrun.answer_c10d(registry)
+    os.environ.update(dict.fromkeys(MARKERS, "of a job around this one"))
+    others = [parameters(endpoint="localhost:0", max_nodes=1), parameters("static"), parameters("etcd3")]
+    for other in others:
+        registry.get_rendezvous_handler(other)
+    assert asked == others
+    assert not os.environ.keys() & set(MARKERS)
+    assert isinstance(registry.get_rendezvous_handler(parameters()), WorkersHandler)
+    assert isinstance(registry.get_rendezvous_handler(parameters(max_nodes=1)), WorkersHandler)
+    assert asked == others
+
+
+# --- the hook in torch's launcher -------------------------------------------------------------------------------------
+
+
+def test_torchs_launcher_asks_where_the_hook_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails with a new torch, look in torch/distributed/launcher/api.py for where it takes its handler from."""
+    assert torch_launcher.rdzv_registry is torch_registry
+
+    class Asked(Exception):
+        pass
+
+    def get_rendezvous_handler(params: RendezvousParameters) -> None:
+        raise Asked(params.backend, params.endpoint, params.min_nodes, params.max_nodes)
+
+    monkeypatch.setattr(torch_registry, "get_rendezvous_handler", get_rendezvous_handler)
+    config = torch_launcher.LaunchConfig(1, 4, 1, rdzv_backend="c10d", rdzv_endpoint="h1,h2:2", run_id="job")
+    with pytest.raises(Asked) as asked:
+        torch_launcher.launch_agent(config, "true", [])
+    assert asked.value.args == ("c10d", "h1,h2:2", 1, 4)
+
+
+SHOW_ENVIRONMENT = """\
+import json, os
+print(json.dumps(dict(os.environ)))
+"""
+CALLER = "from torch.distributed import run; run.run(run.parse_args({!r}))"
+
+
+def start(arguments: str, program: str, directory: Path, *, is_called: bool = False, **environ: str) -> Any:
+    """The environment of the one worker that torchrun starts, and what the agent wrote on stderr."""
+    script = directory / "program.py"
+    script.write_text(f"if False:\n    import {program}\n" + SHOW_ENVIRONMENT)
+    words = [*shlex.split(arguments), str(script)]
+    torchrun_words = ["-c", CALLER.format(words)] if is_called else ["-m", "torch.distributed.run", *words]
+    done = subprocess.run(
+        [sys.executable, *torchrun_words], env={**os.environ, **environ}, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ"),
+    [
+        ("--rdzv-backend=c10d --rdzv-endpoint=h1,h2:2 --nnodes 2:4", {}),
+        ("--rdzv-b c10d --rdzv-e=h1,h2:2 --nn 2:4", {}),
+        ("--nnodes 2:4", {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "h1,h2:2"}),
+    ],
+    ids=["in full", "abbreviated", "by PET_ variables"],
+)
+def test_our_program_gets_our_handler(arguments: str, environ: dict[str, str], tmp_path: Path) -> None:
+    found, said = start(arguments, "elastic_train", tmp_path, **environ)
+    assert C10dSettings.from_json(found[C10D_VARIABLE]) == C10dSettings(("h1:29400", "h2:2"), 2, 4, 2.0)
+    assert found["MASTER_ADDR"] == MASTER_ADDR
+    assert found["RES_OPTIONS"] == torchrun.NAME_LOOKUP_OPTIONS
+    assert (found["WORLD_SIZE"], found["TORCHELASTIC_USE_AGENT_STORE"]) == ("1", "False")
+    assert said.count("elastic_train: meeting at h1:29400,h2:2, 2 to 4 nodes; ") == 1
+
+
+def test_our_program_gets_our_handler_from_another_launcher(tmp_path: Path) -> None:
+    arguments = "--rdzv-backend=c10d --rdzv-endpoint=h1 --nnodes 2:4"
+    found, _ = start(arguments, "elastic_train", tmp_path, is_called=True, ELASTIC_TRAIN="1")
+    assert C10dSettings.from_json(found[C10D_VARIABLE]).endpoints == ("h1:29400",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "program"),
+    [
+        ("--rdzv-backend=c10d --rdzv-endpoint=localhost:0 --nnodes 1", "somebody"),
+        ("--standalone", "somebody"),
+        ("--standalone", "elastic_train"),
+        ("--nnodes 1", "elastic_train"),
+    ],
+)
+def test_all_others_get_torchs_own(arguments: str, program: str, tmp_path: Path) -> None:
+    found, said = start(arguments, program, tmp_path)
+    assert not found.keys() & set(MARKERS)
+    assert found["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    assert "RES_OPTIONS" in found or program == "somebody"
+    assert "elastic_train" not in said
+
+
+# --- what a worker reads of its start ---------------------------------------------------------------------------------
+
+
 def test_launch_without_torchrun_is_a_world_of_one() -> None:
     assert Launch.from_environment({}, None) == Launch()
 
 
-def test_launch_from_torchruns_environment() -> None:
-    environ = {
-        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
-        "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "5",
-        "MASTER_ADDR": "m", "MASTER_PORT": "77", "TORCHELASTIC_USE_AGENT_STORE": "True", ENDPOINT_VARIABLE: "h:29400",
-    }  # fmt: skip
-    assert Launch.from_environment(environ, None) == Launch(
+ENVIRON = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "5",
+    "MASTER_ADDR": "m", "MASTER_PORT": "77", "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+OF_ONE_NODE = ENVIRON | {"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command line of this process's agent; empty, it is no torchrun process."""
+    words: list[str] = []
+    monkeypatch.setattr(torchrun, "arguments_of_agent", lambda _pid: words or None)
+    return words
+
+
+@pytest.mark.usefixtures("agent")
+def test_launch_in_a_fixed_world() -> None:
+    assert Launch.from_environment(ENVIRON, None) == Launch(
         rank=3,
         world_size=4,
         local_rank=1,
@@ -220,71 +474,61 @@ def test_launch_from_torchruns_environment() -> None:
         run_id="job",
         restart_count=5,
         agent_pid=os.getppid(),
-        endpoint="h:29400",
         master=("m", 77),
         is_agent_store=True,
     )
-    assert Launch.from_environment(environ, "[::1]:5").endpoint == "[::1]:5"
 
 
-# --- the agents' state ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("command", ["--standalone", "--rdzv-backend=c10d --standalone", "--nnodes 2 --master-addr m"])
+def test_worlds_that_are_fixed(command: str, agent: list[str]) -> None:
+    agent += shlex.split(command)
+    for store_endpoint in (None, "h:1"):
+        launch = Launch.from_environment(ENVIRON, store_endpoint)
+        assert (launch.c10d, launch.etcd, launch.node_id) == (None, None, "")
 
 
-def encoded(state: Any) -> bytes:
-    """As DynamicRendezvousHandler hands it to the store."""
-    return base64.b64encode(pickle.dumps(state))
+def test_launch_under_c10d() -> None:
+    settings = C10dSettings(("h:1",), 2, 4, 0.5)
+    environ = OF_ONE_NODE | {C10D_VARIABLE: settings.to_json(), MIN_NODES_VARIABLE: "2", NODE_VARIABLE: "abc"}
+    launch = Launch.from_environment(environ, None)
+    assert (launch.c10d, launch.etcd, launch.node_id, launch.min_nodes) == (settings, None, "abc", 2)
+    assert max_nodes_of(launch, environ) == 4
+    elsewhere = Launch.from_environment(environ, "[::1]:5,i").c10d
+    assert elsewhere == C10dSettings(("[::1]:5", "i:29400"), 2, 4, 0.5)
+    with pytest.raises(UsageError, match=r"^--store-endpoint: 'h:x' is not HOST:PORT"):
+        Launch.from_environment(environ, "h:x")
 
 
-def torch_state(pids: dict[int, list[int]], round: int = 7, complete: bool = True) -> _RendezvousState:
-    state = _RendezvousState()
-    state.round, state.complete = round, complete
-    number = 0
-    for pid, ranks in pids.items():
-        for rank in ranks:
-            node = _NodeDesc(f"host-{rank}", pid, number)
-            number += 1
-            state.participants[node] = rank
-            state.last_heartbeats[node] = datetime.now(UTC)
-    state.wait_list.add(_NodeDesc("waiting", 9, 99))
-    state.redundancy_list.add(_NodeDesc("redundant", 10, 99))
-    state.deadline = datetime.now(UTC)
-    return state
+def test_launch_under_etcd3() -> None:
+    settings = EtcdSettings(("e:2379",), min_nodes=2, max_nodes=4)
+    environ = OF_ONE_NODE | {SETTINGS_VARIABLE: settings.to_json(), MIN_NODES_VARIABLE: "2", NODE_VARIABLE: "abc"}
+    launch = Launch.from_environment(environ, None)
+    assert (launch.c10d, launch.etcd, launch.node_id, launch.min_nodes) == (None, settings, "abc", 2)
+    assert max_nodes_of(launch, environ) == 4
 
 
-@pytest.mark.parametrize("pids", [{100: [0]}, {100: [0], 200: [1, 2], 300: [3]}, {}])
-def test_the_agents_state_is_read(pids: dict[int, list[int]]) -> None:
-    found = read_agents_state(encoded(torch_state(pids)))
-    ranks_by_pid = {pid: set(ranks) for pid, ranks in pids.items()}
-    assert found == AgentsState(7, True, is_closed=False, num_waiting=1, ranks_by_pid=ranks_by_pid)
+def test_several_nodes_without_the_plug_in_are_refused(agent: list[str]) -> None:
+    agent += ["--rdzv-backend=c10d", "--nnodes=1:4", "-m", "elastic_train"]
+    for store_endpoint in (None, "h:1"):
+        with pytest.raises(
+            FormationFailed, match=r"torchrun plug-in of elastic_train is missing \(pip install"
+        ) as found:
+            Launch.from_environment(ENVIRON, store_endpoint)
+        assert found.value.exit_code == 1
+        assert len(str(found.value).splitlines()) == 1
 
 
-def test_the_round_is_ours_only_if_it_is_complete_and_knows_our_agent() -> None:
-    launch = Launch(node_rank=1, agent_pid=200)
-    pids = {100: [0], 200: [1]}
-    assert torchrun_round(encoded(torch_state(pids)), launch) == 7
-    assert torchrun_round(encoded(torch_state(pids, complete=False)), launch) is None
-    assert torchrun_round(encoded(torch_state(pids)), Launch(node_rank=0, agent_pid=200)) is None
-    assert torchrun_round(encoded(torch_state(pids)), Launch(node_rank=1, agent_pid=300)) is None
+def test_one_node_without_the_plug_in_is_a_fixed_world(agent: list[str]) -> None:
+    agent += ["--rdzv-backend=c10d", "--nnodes=1:4", "-m", "elastic_train"]
+    assert Launch.from_environment(OF_ONE_NODE, None).c10d is None
 
 
-class Crafted:
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.target,)
-
-
-def test_a_crafted_state_runs_no_code(tmp_path: Path) -> None:
-    state = torch_state({100: [0]})
-    state.closed = Crafted(tmp_path / "ran")  # type: ignore[assignment]
-    for data in (encoded(state), encoded(Crafted(tmp_path / "ran"))):
-        with pytest.raises(ValueError, match="does not belong into a rendezvous state"):
-            read_agents_state(data)
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("data", [b"", b"!", base64.b64encode(b"torn"), encoded({}), encoded(7), encoded(set())])
-def test_what_is_no_state_is_refused(data: bytes) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011
-        read_agents_state(data)
+def test_one_node_without_the_plug_in_finds_others_by_a_flag(agent: list[str]) -> None:
+    agent += ["--rdzv-backend=c10d", "--nnodes=2:4", "-m", "elastic_train"]
+    launch = Launch.from_environment(OF_ONE_NODE, "h:1")
+    assert launch.c10d == C10dSettings(("h:1",), 2, 4, 2.0)
+    assert launch.min_nodes == 2
+    other = Launch.from_environment(OF_ONE_NODE | {"RANK": "0", "LOCAL_RANK": "0"}, "h:1")
+    assert launch.node_id == other.node_id != ""
+    restarted = Launch.from_environment(OF_ONE_NODE | {"TORCHELASTIC_RESTART_COUNT": "6"}, "h:1")
+    assert restarted.node_id != launch.node_id

@@ -54,7 +54,7 @@ def test_a_world_knows_itself_by_rank() -> None:
     assert world.me is world.members[1]
     assert world.local_rank == 1
     assert world.me.name == "node-0/1/101"
-    assert world.me.node == ("node-0", 1)
+    assert world.me.node == ("node-0", 1, "")
 
 
 def test_a_world_cannot_be_changed() -> None:

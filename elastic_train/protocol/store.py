@@ -8,13 +8,11 @@ keys carry the generation that they belong to.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import queue
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -22,7 +20,6 @@ from typing import Protocol
 from torch.distributed import Store, TCPStore
 
 from elastic_train.errors import StoreUnreachable, first_line
-from elastic_train.torchrun import NAME_LOOKUP_OPTIONS
 
 
 class KeyValueStore(Protocol):
@@ -135,25 +132,6 @@ class TorchStore:
         return StoreUnreachable(f"the rendezvous store does not answer: {first_line(error)}")
 
 
-def greet(host: str, port: int, patience: timedelta) -> Store | None:
-    """A client of the rendezvous store that listens there; None where nothing listens. Blocks for about `patience`
-    where what listens is none, and leaves a thread behind where it says nothing.
-
-    Raises:
-        StoreUnreachable: it does not answer as a rendezvous store does.
-    """
-    if not is_listening(host, port):
-        return None
-    making = connect(lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience))
-    with contextlib.suppress(queue.Empty):
-        found = making.get(timeout=patience.total_seconds())
-        if isinstance(found, Store):
-            return found
-    if is_listening(host, port):
-        raise StoreUnreachable(f"what listens at {host}:{port} does not answer as a rendezvous store")
-    return None  # a store that ends answers wrongly, too
-
-
 def is_listening(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=1.0).close()
@@ -232,51 +210,3 @@ class MemoryStore:
 
     def clone(self) -> MemoryStore:
         return self  # a dictionary serves all threads
-
-
-def serve(host: str, port: int, *, started: Callable[[int], None], is_over: Callable[[], bool]) -> None:
-    """Host a rendezvous store in this process until `is_over()`; `started` gets the port (the system's choice for 0).
-
-    At the endpoint and off the training nodes it lets any of them die: torchrun's agents find the port taken and
-    become its clients. It listens at the address of `host` alone, at 0.0.0.0 on all interfaces, and knows neither
-    passwords nor encryption.
-
-    Raises:
-        StoreUnreachable: the port cannot be had.
-    """
-    os.environ.setdefault("RES_OPTIONS", NAME_LOOKUP_OPTIONS)
-    timeout = timedelta(seconds=30)
-    try:
-        listener = _listener(host, port)
-        if listener is None:
-            server = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
-        else:
-            address, port = listener.getsockname()[:2]
-            server = TCPStore(
-                address, port, is_master=True, wait_for_workers=False, timeout=timeout,
-                master_listen_fd=listener.detach(),
-            )  # fmt: skip
-    except (OSError, RuntimeError) as error:
-        raise StoreUnreachable(f"port {port} cannot be served: {first_line(error)}") from error
-    started(server.port)
-    while not is_over():
-        time.sleep(0.1)
-
-
-def _listener(host: str, port: int) -> socket.socket | None:
-    """Listens at the one address of `host`. None for all interfaces: asked for, or what the others call by this name
-    is not to be known here, where it leads to the loopback interface (Debian's 127.0.1.1) or to several addresses.
-
-    Raises: OSError.
-    """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = {str(address[0]) for *_, address in found}
-    is_for_others = host != "localhost" and host not in addresses
-    if host in ("0.0.0.0", "::") or (is_for_others and (len(addresses) > 1 or _is_loopback(*addresses))):
-        return None
-    family, _, _, _, address = found[0]
-    return socket.create_server((str(address[0]), port), family=family)
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -1,0 +1,241 @@
+"""Connect a worker to the others of its job, in the way that its launch says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import Store, TCPStore
+
+from elastic_train.errors import StoreUnreachable, first_line
+from elastic_train.liveness import Probe, Watcher, ping_interval, probe_all, refusing
+from elastic_train.membership import Membership, Surroundings
+from elastic_train.process_group import GroupSockets, GroupStoreServer, address_towards, address_towards_any
+from elastic_train.protocol.job import Job
+from elastic_train.protocol.links import Links
+from elastic_train.protocol.peers import Address, Finder, PeerJob, Size
+from elastic_train.protocol.signposts import CALL_SECONDS, Launcher, Signposts, reach
+from elastic_train.protocol.store import TorchStore, connect
+from elastic_train.stopping import StopSignal
+from elastic_train.torchrun import Launch, max_nodes_of, split_endpoint
+from elastic_train.world import Member, World
+
+MEMBERS_FILE = "members.json"
+"""in a run directory: where members of the job that writes into it can be found"""
+MOST_NAMED = 4
+"""of them: each that is gone without a refusal costs a newcomer half a second"""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Seconds; `membership.Limits`."""
+
+    formation_timeout: float
+    peer_timeout: float
+    wait_timeout: float
+
+
+def connect_worker(
+    launch: Launch,
+    stop: StopSignal,
+    waits: Waits,
+    *,
+    max_world_size: int | None,
+    run_dir: Path | None,
+    say: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> Membership:
+    """A membership that has found its job, or the place where it begins. Blocks until then.
+
+    Args:
+        say: tells the person in front of this node what is being waited for.
+        warn: tells, and notes in the run's events, what is not as it should be.
+
+    Raises:
+        StoreUnreachable, StoreRefused: where it meets the others does not answer.
+        Stopped: this worker was told to stop.
+    """
+    around = Surroundings()
+    uid = around.draw_uid()
+    host = local_address(launch)
+    server, sockets = GroupStoreServer(host), GroupSockets()
+    links = Links(host, uid, ping_interval(waits.peer_timeout))
+    job: Job
+    if launch.etcd is not None:
+        from elastic_train.etcd_members import EtcdJob  # and with it gRPC
+
+        job = EtcdJob(
+            launch.etcd, launch.run_id, uid=uid, peer_timeout=waits.peer_timeout, max_world_size=max_world_size,
+            check=stop.check, say=say, refused=refusing, draw_uid=around.draw_uid,
+        )  # fmt: skip
+    else:
+        job = PeerJob(
+            TorchStore(server.store, timedelta(seconds=CALL_SECONDS)),
+            server.address,
+            reach,
+            finder_of(launch, waits, run_dir, stop),
+            size_of(launch),
+            uid=uid,
+            run_id=launch.run_id,
+            peer_timeout=waits.peer_timeout,
+            max_world_size=max_world_size,
+            refused=refusing,
+            draw_uid=around.draw_uid,
+            clock=time.monotonic,
+            in_background=lambda task: threading.Thread(target=task, name="ahead", daemon=True).start(),
+        )
+    watcher = Watcher(
+        links,
+        waits.peer_timeout,
+        sockets.shut,
+        lambda world, is_spokesman: membership.tend(world, is_spokesman),
+        store_grace=None if launch.etcd is None else launch.etcd.grace,
+        warn=warn,
+        give_up=lambda why: membership.give_up(why, warn),
+    )
+    membership = Membership(
+        job,
+        watcher,
+        waits,
+        uid=uid,
+        address=links.address,
+        store_address=server.address,
+        local_world_size=launch.local_world_size,
+        max_nodes=max_nodes_of(launch, os.environ),
+        max_world_size=max_world_size,
+        check=stop.check,
+        say=say,
+        answering=answering,
+        order=launch.rank if launch.c10d is None and launch.etcd is None else 0,
+        sockets=sockets,
+        group_store=server.group_store,
+        surroundings=around,
+    )
+    try:
+        membership.find()
+    except BaseException:
+        membership.close()
+        raise
+    watcher.start()
+    return membership
+
+
+def answering(members: tuple[Member, ...]) -> tuple[Member, ...]:
+    """Those that answer a probe. Blocks up to PROBE_SECONDS."""
+    found = zip(members, probe_all(members), strict=True)
+    return tuple(member for member, answer in found if answer is Probe.ACCEPTED)
+
+
+def size_of(launch: Launch) -> Size:
+    if launch.c10d is None:
+        return Size(1, launch.num_nodes, 0.0, fixed=launch.world_size)
+    settings = launch.c10d
+    return Size(settings.min_nodes, settings.max_nodes, settings.last_call, settings.join_timeout)
+
+
+def finder_of(launch: Launch, waits: Waits, run_dir: Path | None, stop: StopSignal) -> Finder:
+    """Where this worker's job is to be found. Blocks where MASTER_ADDR's store is awaited."""
+    if launch.c10d is not None:
+        return Signposts(
+            [split_endpoint(endpoint) for endpoint in launch.c10d.endpoints],
+            launch.run_id,
+            is_host=launch.c10d.is_host,
+            patience=waits.formation_timeout,
+            earlier=lambda: read_members(run_dir, launch.run_id),
+        )
+    start = f"restart-{launch.restart_count}"
+    if launch.world_size == 1 or launch.master is None:
+        return Launcher(None, rank=launch.rank, start=start)
+    host, port = launch.master
+    is_server = launch.rank == 0 and not launch.is_agent_store
+    return Launcher(
+        lambda: store_of_launcher(host, port, waits.formation_timeout, stop, is_server=is_server),
+        rank=launch.rank,
+        start=start,
+    )
+
+
+def store_of_launcher(host: str, port: int, seconds: float, stop: StopSignal, *, is_server: bool) -> Store:
+    """The store at MASTER_ADDR, which an agent or rank 0 serves. Blocks until it answers.
+
+    Raises:
+        StoreUnreachable: it does not, for so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    if not is_server:
+        wait_for_listener(host, port, deadline, stop)
+    timeout = timedelta(seconds=seconds)
+    making = connect(lambda: TCPStore(host, port, is_master=is_server, wait_for_workers=False, timeout=timeout))
+    while True:
+        stop.check()
+        with contextlib.suppress(queue.Empty):
+            found = making.get(timeout=0.1)
+            break
+        if time.monotonic() > deadline + 5.0:
+            raise StoreUnreachable(
+                f"something at {host}:{port} accepts connections and does not answer like a store; check MASTER_ADDR "
+                "and MASTER_PORT"
+            )
+    if isinstance(found, RuntimeError):
+        verb = "serve" if is_server else "reach"
+        raise StoreUnreachable(
+            f"cannot {verb} the store at {host}:{port}: {first_line(found)}; check MASTER_ADDR and MASTER_PORT"
+        ) from found
+    return found
+
+
+def wait_for_listener(host: str, port: int, deadline: float, stop: StopSignal) -> None:
+    """Until something accepts connections there. Where nothing does, TCPStore tries on beyond its own deadline, on a
+    thread that ends the process with an abort when it gives up while Python exits."""
+    while True:
+        stop.check()
+        try:
+            with socket.create_connection((host, port), timeout=1.0):
+                return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise StoreUnreachable(
+                    f"cannot reach the store at {host}:{port}: {error.strerror or error}; check MASTER_ADDR and "
+                    "MASTER_PORT"
+                ) from error
+        time.sleep(0.2)
+
+
+def local_address(launch: Launch) -> str:
+    """The IP address by which other members reach this worker."""
+    if launch.c10d is not None:
+        return address_towards_any(launch.c10d.endpoints)
+    if launch.etcd is not None:
+        return address_towards_any(launch.etcd.endpoints)
+    if launch.master is not None and launch.world_size > 1:
+        return address_towards(*launch.master)
+    return "127.0.0.1"
+
+
+def read_members(run_dir: Path | None, run_id: str) -> list[Address]:
+    """Stores of members, by what the run directory says; perhaps all are gone."""
+    if run_dir is None:
+        return []
+    try:
+        told = json.loads((run_dir / MEMBERS_FILE).read_bytes())
+        if told["run_id"] != run_id:
+            return []
+        return [(str(host), int(port)) for host, port in told["stores"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def describe_members(world: World, run_id: str) -> bytes:
+    """What `read_members` reads."""
+    firsts = {member.node: member.store for member in reversed(world.members)}
+    stores = [store for store in reversed(firsts.values()) if store is not None]
+    return json.dumps({"run_id": run_id, "stores": stores[:MOST_NAMED]}).encode() + b"\n"

@@ -1,0 +1,235 @@
+"""Workers agree on the next world: one of them proposes, the job's store decides, any of them may die at any moment.
+
+The protocol, for the members of the world that ends:
+
+1. Each member says that it is here (`Presence`), or that it leaves on purpose.
+2. The lowest rank that is neither dead nor silent collects what the others say, until each old rank is here, has left,
+   is dead, or is given up. It adds the newcomers that it has chosen, and proposes the list (`Decision`).
+3. The job's store makes that list, or an earlier one, the only successor of the world (job.py). A worker that is not on
+   it must not train on.
+
+Nobody is special: when the proposer dies, the next rank proposes. Each look takes a bounded number of store operations
+and returns a value; a thin driver acts on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from elastic_train.protocol.job import Denied, Job
+from elastic_train.rules import next_generation, next_members
+from elastic_train.world import Member, World
+
+
+class Status(StrEnum):
+    """What is known of a member that has not come to the agreement."""
+
+    ALIVE = "alive"
+    """or not known to be out: it is waited for"""
+    DEAD = "dead"
+    """proven, and in time (laws.py)"""
+    UNKNOWN = "unknown"
+    """silent or stuck for too long: it is out, and may live"""
+
+
+@dataclass(frozen=True)
+class Presence:
+    """What a member says of itself when it wants to be in the next world."""
+
+    max_generation: int | None
+    """largest generation that it knows of"""
+    unreachable: tuple[int, ...] = ()
+    """old ranks that it could not reach, where it had reason to look"""
+    dead: tuple[str, ...] = ()
+    """uids of old members that it has proven dead in time"""
+
+    def to_json(self) -> str:
+        return json.dumps([self.max_generation, self.unreachable, self.dead])
+
+    @staticmethod
+    def from_json(text: str) -> Presence:
+        max_generation, unreachable, dead = json.loads(text)
+        return Presence(max_generation, tuple(unreachable), tuple(dead))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The one successor of a world, told as what differs from it."""
+
+    generation: int
+    uid: str
+    """of the world that it makes"""
+    ranks: tuple[int, ...]
+    """old ranks, by rank in the new world"""
+    new: tuple[Member, ...] = ()
+    """newcomers; their ranks follow"""
+    lost: tuple[int, ...] = ()
+    """old ranks that are dead, or were given up"""
+    left: tuple[int, ...] = ()
+    """old ranks that left on purpose"""
+    dead: tuple[str, ...] = ()
+    """uids of those that are proven dead, or have left: they have no vote any more"""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """what the members know of the job, for the newcomers"""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> Decision:
+        return Decision.from_fields(json.loads(text))
+
+    @staticmethod
+    def from_fields(fields: Mapping[str, Any]) -> Decision:
+        tuples = {name: tuple(fields[name]) for name in ("ranks", "lost", "left", "dead")}
+        new = tuple(Member.from_fields(one) for one in fields["new"])
+        return Decision(fields["generation"], fields["uid"], **tuples, new=new, facts=dict(fields["facts"]))
+
+    def members_after(self, world: World | None) -> tuple[Member, ...]:
+        """The members that it makes of those of `world`, by rank; agreement texts are kept by nobody."""
+        old = () if world is None else tuple(world.members[rank] for rank in self.ranks)
+        return tuple(
+            replace(one, unreachable=(), max_generation=self.generation, agreement={}) for one in (*old, *self.new)
+        )
+
+    def world_for(self, uid: str, world: World | None, max_world_size: int | None) -> World | None:
+        """The new world as the member `uid` sees it; None where it is not in it."""
+        members = self.members_after(world)
+        uids = [member.uid for member in members]
+        return World(uids.index(uid), self.generation, members, max_world_size, self.uid) if uid in uids else None
+
+
+# --- what a look finds ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing is decided yet."""
+
+    ranks: tuple[int, ...] = ()
+    """for whom; empty where the next look may already find more"""
+    votes: tuple[str, ...] = ()
+    """uids without whose vote this side may not go on"""
+
+
+@dataclass(frozen=True)
+class Decided:
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class Fatal:
+    """The job cannot go on."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class LeftBehind:
+    """The others went on from a world before this one, which nobody has trained in long enough to settle it."""
+
+    generation: int
+
+
+Found = Wait | Decided | Fatal | LeftBehind
+
+
+class Agreement:
+    """One member's part in the agreement on what follows `world`.
+
+    Args:
+        presence: what this member says of itself.
+        status: what is known of an old member.
+        is_heard: whether one has just given a sign of life; a call to another would only wait.
+        newcomers: asked once, when this member proposes, for those to be taken in.
+        draw_uid: names a world that nobody else has.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        presence: Presence,
+        *,
+        status: Callable[[int], Status],
+        is_heard: Callable[[int], bool],
+        newcomers: Callable[[], Sequence[Member]],
+        facts: Mapping[str, str],
+        draw_uid: Callable[[], str],
+    ) -> None:
+        self._job, self._world, self._mine = job, world, presence
+        self._status, self._is_heard = status, is_heard
+        self._newcomers, self._facts, self._draw_uid = newcomers, facts, draw_uid
+        self._present: dict[int, Presence] = {world.rank: presence}
+        self._is_told = False
+        self.asks_others = False
+        """whether the others are asked too, not only what this member was told"""
+
+    @property
+    def present(self) -> frozenset[int]:
+        """Old ranks that are known to have come."""
+        return frozenset(self._present)
+
+    def look(self) -> Found:
+        """Raises: StoreUnreachable."""
+        job, world = self._job, self._world
+        left = job.left(world)
+        ranks = range(len(world.members))
+        found = {rank: Status.DEAD if rank in left else self._status(rank) for rank in ranks if rank != world.rank}
+        dead = tuple(world.members[rank].uid for rank, status in found.items() if status is Status.DEAD)
+        unreachable = tuple(rank for rank in self._mine.unreachable if not self._is_heard(rank))  # contact may return
+        mine = replace(self._mine, dead=dead, unreachable=unreachable)
+        if not self._is_told or mine != self._mine:
+            self._mine = self._present[world.rank] = mine
+            job.say_present(world, mine.to_json())
+            self._is_told = True
+        asked = (
+            [rank for rank in found if found[rank] is Status.ALIVE and self._is_heard(rank)] if self.asks_others else []
+        )
+        text = job.decided(world, asked)
+        if text is not None:
+            return Decided(Decision.from_json(text))
+        fatal = job.heard(world, "fatal")
+        if fatal is not None:
+            return Fatal(fatal)
+        for rank in range(world.rank):
+            if found[rank] is Status.ALIVE:  # it proposes
+                if rank in asked:
+                    job.present(world, [rank])  # or is a newcomer that nobody has told: this tells it
+                return Wait((rank,))
+        return self._propose(left, found)
+
+    def _propose(self, left: frozenset[int], found: Mapping[int, Status]) -> Found:
+        job, world = self._job, self._world
+        out = {rank for rank, status in found.items() if status is not Status.ALIVE and rank not in left}
+        missing = [rank for rank in found if rank not in self._present and rank not in left and rank not in out]
+        for rank, text in job.present(world, list(filter(self._is_heard, missing))).items():
+            self._present[rank] = Presence.from_json(text)
+        verdict = next_members(len(world.members), self._present, left, out)
+        if verdict.waiting_for:
+            return Wait(verdict.waiting_for)
+        gone = {world.members[rank].uid for rank, status in found.items() if status is Status.DEAD}
+        gone |= {uid for rank in verdict.members for uid in self._present[rank].dead}
+        gone -= {world.members[rank].uid for rank in verdict.members}
+        newcomers = tuple(self._newcomers())
+        seen = [self._present[rank].max_generation for rank in verdict.members]
+        decision = Decision(
+            generation=next_generation([*seen, world.generation, *(one.max_generation for one in newcomers)]),
+            uid=self._draw_uid(),
+            ranks=verdict.members,
+            new=newcomers,
+            lost=tuple(rank for rank in found if rank not in verdict.members and rank not in left),
+            left=tuple(sorted(left)),
+            dead=tuple(sorted(gone)),
+            facts=self._facts,
+        )
+        reachable = [rank for rank, status in found.items() if status is Status.ALIVE and self._is_heard(rank)]
+        outcome = job.decide(world, decision.to_json(), reachable=[world.rank, *reachable], dead=gone)
+        if isinstance(outcome, Denied):
+            self.asks_others = bool(outcome.votes)
+            return Wait(votes=outcome.votes) if outcome.gone_on is None else LeftBehind(outcome.gone_on)
+        return Decided(Decision.from_json(outcome))

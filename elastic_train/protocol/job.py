@@ -1,0 +1,165 @@
+"""What the workers of one job share, whatever keeps it: the interface that membership speaks.
+
+Two forms stand behind it. `peers.PeerJob`: every member serves a store of its own, and a decision stands when enough
+of them have accepted it (laws.py). `central.CentralJob`: one store that decides by itself, which is etcd, or memory.
+Values are text. Every call answers at once or raises StoreUnreachable; none waits for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from elastic_train.protocol.join_queue import Waiting
+from elastic_train.protocol.store import KeyValueStore
+from elastic_train.world import Member, World
+
+if TYPE_CHECKING:
+    from elastic_train.protocol.agreement import Decision
+
+
+@dataclass(frozen=True)
+class Denied:
+    """A proposal that was not decided; the next look may."""
+
+    votes: tuple[str, ...] = ()
+    """uids of the voters without whom this side may not go on; empty where another one is proposing"""
+    gone_on: int | None = None
+    """generation of a world in which one of them trains, on another way than this member's: it is left behind"""
+
+
+@dataclass(frozen=True)
+class InQueue:
+    """A newcomer waits."""
+
+    text: str
+    """for what, for a person"""
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A newcomer is in a world."""
+
+    world: World
+    facts: Mapping[str, str]
+    came_later: bool
+    """whether others trained before"""
+
+
+@dataclass(frozen=True)
+class Over:
+    """The job has reached its end."""
+
+
+Place = InQueue | Admitted | Over
+
+
+class Job(Protocol):
+    """As the module says. `tend`, `queue` and `drop` are for the watcher's thread too."""
+
+    is_first: bool
+    """whether no workers of this job had formed a world when this one came"""
+
+    # --- the job ----------------------------------------------------------------------------------------------------
+
+    def find(self) -> bool:
+        """Look once for the job, or the place where it begins; whether there is one. Blocks for short timeouts.
+
+        Raises: ElasticTrainError where there never will be.
+        """
+
+    def where(self) -> str:
+        """Where `find` looks, for a person."""
+
+    def expect_answer(self, silence: float) -> None:
+        """The watcher has had no answer of a store that all need for so long. Raises: StoreUnreachable."""
+
+    def create_fact(self, name: str, proposal: str) -> str:
+        """The first value that was ever proposed under a name, ours or an earlier one."""
+
+    def fact(self, name: str) -> str | None:
+        """A value that was proposed, None where none was."""
+
+    # --- the join queue -----------------------------------------------------------------------------------------------
+
+    def look_from_queue(self, mine: Waiting) -> Place:
+        """Stand in the join queue, and see what becomes of it. Called again and again by one that has no world."""
+
+    def leave_queue(self) -> None:
+        """This worker has a world, or ends."""
+
+    def queue(self) -> list[Waiting]:
+        """Workers in the join queue, for rank 0."""
+
+    def drop(self, members: Sequence[Member]) -> None:
+        """Some in the queue do not answer: they are not to be admitted again and again."""
+
+    # --- a world ------------------------------------------------------------------------------------------------------
+
+    def enter(self, world: World, facts: Mapping[str, str], decision: Decision | None) -> None:
+        """This member has adopted `world`, by `decision` or from the queue; newcomers find the job by it."""
+
+    def settle(self, world: World) -> None:
+        """This member has finished a second reduction in `world`."""
+
+    def say_present(self, world: World, text: str) -> None:
+        """This member wants to be in the world after `world`."""
+
+    def present(self, world: World, ranks: Sequence[int]) -> dict[int, str]:
+        """What those of `ranks` that are present have said."""
+
+    def announce(self, world: World, name: str, text: str) -> None:
+        """Tell every member of `world` that can be reached; the first text under a name counts.
+
+        `left/RANK` and `finished` are of this world alone, all else is of the job.
+        """
+
+    def heard(self, world: World, name: str) -> str | None:
+        """What was announced to this member."""
+
+    def left(self, world: World) -> frozenset[int]:
+        """Ranks that have announced that they leave on purpose (`left/RANK`)."""
+
+    def decided(self, world: World, asked: Sequence[int]) -> str | None:
+        """The decision that stands, as far as this member or one of the ranks `asked` was told."""
+
+    def decide(self, world: World, proposal: str, *, reachable: Sequence[int], dead: Collection[str]) -> str | Denied:
+        """Make the proposal, or one that others have accepted before, the successor of `world`.
+
+        Args:
+            reachable: ranks that may be asked, this one first.
+            dead: uids of old members that are proven dead in time, or have left.
+        """
+
+    def release(self, world: World, decision: Decision) -> None:
+        """This member is left out by what follows `world`, and goes on as nobody that had a vote: none waits for it."""
+
+    def world_store(self, world: World) -> KeyValueStore:
+        """A store for what all members of a world share while it stands. Raises: StoreUnreachable."""
+
+    def world_key(self, world: World) -> str:
+        """Prefix of the world's keys in `world_store`."""
+
+    def seconds_to_wait(self, world: World, answered: Mapping[str, float]) -> float:
+        """Until this member may enter its first reduction in `world`, so that those left out have stopped (law 2).
+
+        Args:
+            answered: seconds since this member last answered a ping of each uid.
+        """
+
+    # --- its thread and its end ---------------------------------------------------------------------------------------
+
+    def tend(self, world: World | None, *, is_spokesman: bool) -> None:
+        """Background tasks, about once a second, on the watcher's thread."""
+
+    def finish(self, world: World) -> None:
+        """The job has reached its end: tell those in the join queue. Rank 0 calls it."""
+
+    def close(self, me: Member | None) -> None:
+        """Leave nothing behind."""
+
+
+def scoped(world: World, name: str) -> str:
+    """The key of what is announced: of this world alone, or of the job."""
+    return f"{world.key}/{name}" if name.startswith(("left/", "finished")) else f"job/{name}"

@@ -1,0 +1,405 @@
+"""Pings between members over TCP, by one thread that never blocks on a peer.
+
+Each member listens, and keeps one connection to every member that it watches. A ping names its sender, the sender's
+world (`epoch`) and status; it is answered `A` by a member of the same world, and `N` by any other process that lives.
+A killed process is noticed at once: the kernel closes its end, and a new connection is refused, or another uid answers.
+A frozen one, or a cut cable, is only silent.
+
+The lines: `P uid epoch seq status`, `A uid epoch seq status`, `N uid`; a status has no line break.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+Address = tuple[str, int]
+
+CONNECT_SECONDS = 1.0
+"""after which an attempt to connect is begun anew, and a connection given up whose other kernel acknowledges nothing:
+the kernel's own pauses grow"""
+LONGEST_LINE = 65536
+
+
+@dataclass
+class Heard:
+    """What is known of a watched member. Times are of this process's monotonic clock; those of the two that prove a
+    death, of one that goes on while the machine is suspended."""
+
+    heard_at: float
+    """when it last gave any sign of life; at first, since when it is watched"""
+    status: str = ""
+    """what it last said of itself"""
+    epoch: str = ""
+    """the world that it said that of"""
+    pinged_at: float | None = None
+    """when the last ping that it answered in the present epoch was sent"""
+    refused_at: float | None = None
+    """when the connection was begun that was refused, or that another uid answered: it is dead"""
+    has_answered: bool = False
+    """whether it has ever answered from this address"""
+
+
+@dataclass
+class _Peer:
+    uid: str
+    address: Address
+    heard: Heard
+    socket: socket.socket | None = None
+    is_open: bool = False
+    is_proven: bool = False
+    """whether the member has answered on this connection"""
+    began_at: float = 0.0
+    probed_at: float = 0.0
+    """the same on the clock that counts suspends"""
+    received: bytes = b""
+    unsent: bytes = b""
+    pings: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass
+class _Caller:
+    """A connection that another member has made."""
+
+    socket: socket.socket
+    received: bytes = b""
+    unsent: bytes = b""
+
+
+class Links:
+    """The pings of one member. `turn` is for one thread; `watch`, `tell` and what is read may be of another.
+
+    Args:
+        host: the address to listen at; the port is free.
+        uid: of this process.
+        interval: seconds between two pings.
+    """
+
+    def __init__(self, host: str, uid: str, interval: float) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listener.bind((host, 0))
+        self._listener.listen(4096)  # probes of a member whose thread is stuck must still be accepted
+        self._listener.setblocking(False)
+        self.address: Address = (host, int(self._listener.getsockname()[1]))
+        self._uid, self._interval = uid, interval
+        self._family = family
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._wake_read, self._wake_write = os.pipe()
+        for end in (self._wake_read, self._wake_write):
+            os.set_blocking(end, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._peers: dict[str, _Peer] = {}
+        self._callers: dict[int, _Caller] = {}
+        self._wanted: tuple[tuple[tuple[str, Address], ...], str] | None = None
+        self._answers: frozenset[str] = frozenset()
+        self._lock = threading.Lock()
+        self._epoch = ""
+        self._status = ""
+        self._is_ping_due = True
+        self._next_ping = 0.0
+        self._seq = 0
+        self._answered: dict[str, float] = {}
+        self._awake_at = time.monotonic()
+        self._matters = False
+        # A forked DataLoader process would keep connections open beyond this process's death.
+        os.register_at_fork(after_in_child=self._close_in_child)
+
+    # --- for every thread ---------------------------------------------------------------------------------------------
+
+    def watch(self, members: Iterable[tuple[str, Address]], epoch: str) -> None:
+        """Whom to ping from now on, and as a member of which world: only its members are answered `A`."""
+        wanted = tuple((uid, address) for uid, address in members if uid != self._uid)
+        now = time.monotonic()
+        with self._lock:
+            if epoch != self._epoch:
+                for peer in self._peers.values():
+                    peer.heard.pinged_at = None  # joining or accepting a list starts no age
+                    peer.pings.clear()
+            self._epoch, self._wanted = epoch, (wanted, epoch)
+            self._answers = frozenset(uid for uid, _ in wanted)
+            for uid, address in wanted:
+                if uid not in self._peers:
+                    self._peers[uid] = _Peer(uid, address, Heard(now))
+                self._peers[uid].heard.heard_at = max(self._peers[uid].heard.heard_at, now)
+            self._is_ping_due = True
+        self.wake()
+
+    def tell(self, status: str, *, at_once: bool = False) -> None:
+        """What pings and answers say of this member from now on; `at_once`: in a ping that is sent now. A change of its
+        first character ends the `turn` of those who hear it."""
+        self._status = status
+        if at_once:
+            self._is_ping_due = True
+            self.wake()
+
+    def heard(self, uid: str) -> Heard | None:
+        """What is known of a member that is watched."""
+        peer = self._peers.get(uid)
+        return None if peer is None else peer.heard
+
+    def answered(self) -> dict[str, float]:
+        """Seconds since this member last answered a ping of each uid."""
+        now = time.monotonic()
+        return {uid: now - at for uid, at in list(self._answered.items())}
+
+    def wake(self) -> None:
+        """End a `turn` that waits."""
+        with self._lock, contextlib.suppress(OSError):
+            os.write(self._wake_write, b"x")
+
+    # --- for its own thread -------------------------------------------------------------------------------------------
+
+    def turn(self, seconds: float) -> bool:
+        """Send what is due, and take what comes, for at most so long; returns as soon as anything was heard that may
+        matter: whether there was."""
+        now = self._note_awake()
+        self._drop_unwatched()
+        if self._is_ping_due or now >= self._next_ping:
+            self._is_ping_due, self._next_ping = False, now + self._interval
+            for peer in list(self._peers.values()):
+                self._ping(peer, now)
+        self._matters = False
+        ready = self._selector.select(max(0.0, min(seconds, self._next_ping - now)))
+        self._note_awake()
+        for key, _ in ready:
+            if key.data is None:
+                self._accept_or_wake(key.fd)
+            elif isinstance(key.data, _Peer):
+                self._matters |= self._serve_peer(key.data)
+            else:
+                self._serve_caller(key.data)
+        return self._matters
+
+    def _note_awake(self) -> float:
+        """The time. Nobody was silent while this process was suspended, or starved."""
+        now = time.monotonic()
+        if now - self._awake_at > 4 * self._interval + 0.5:
+            with self._lock:
+                for peer in self._peers.values():
+                    peer.heard.heard_at = max(peer.heard.heard_at, now - self._interval)
+        self._awake_at = now
+        return now
+
+    def close(self, *, keeps_listening: bool = False) -> None:
+        """End all connections.
+
+        Args:
+            keeps_listening: others see that this process lives for as long as it does.
+        """
+        for peer in self._peers.values():
+            self._disconnect(peer)
+        for caller in list(self._callers.values()):
+            self._hang_up(caller)
+        self._selector.close()
+        with self._lock:
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            self._wake_write = -1  # its number may be given to a file, and a last word still be told
+        if not keeps_listening:
+            self._listener.close()
+
+    def _close_in_child(self) -> None:
+        connections = [self._listener, *(peer.socket for peer in self._peers.values() if peer.socket)]
+        for one in (*connections, *(caller.socket for caller in self._callers.values())):
+            with contextlib.suppress(OSError):
+                one.close()
+
+    # --- to those that are watched ------------------------------------------------------------------------------------
+
+    def _drop_unwatched(self) -> None:
+        with self._lock:
+            wanted = self._wanted
+            if wanted is None:
+                return
+            self._wanted = None
+            uids = {uid for uid, _ in wanted[0]}
+            gone = [self._peers.pop(uid) for uid in list(self._peers) if uid not in uids]
+        for peer in gone:
+            self._disconnect(peer)
+
+    def _ping(self, peer: _Peer, now: float) -> None:
+        if peer.socket is not None and not peer.is_open and now - peer.began_at > CONNECT_SECONDS:
+            self._disconnect(peer)
+        if peer.socket is None:
+            if peer.heard.refused_at is None or now - peer.began_at > self._interval / 2:
+                self._connect(peer)
+            return
+        if not peer.is_open:
+            return
+        self._seq += 1
+        peer.pings[self._seq] = through_suspends()
+        while len(peer.pings) > 256:
+            del peer.pings[next(iter(peer.pings))]
+        self._send(peer, f"P {self._uid} {self._epoch or '-'} {self._seq} {self._status}\n")
+
+    def _connect(self, peer: _Peer) -> None:
+        peer.began_at, peer.probed_at, peer.is_proven = time.monotonic(), through_suspends(), False
+        peer.received, peer.unsent = b"", b""
+        family = socket.AF_INET6 if ":" in peer.address[0] else socket.AF_INET
+        peer.socket = socket.socket(family, socket.SOCK_STREAM)
+        peer.socket.setblocking(False)
+        peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CONNECT_SECONDS))
+        code = peer.socket.connect_ex(peer.address)
+        if code in (0, errno.EINPROGRESS):
+            self._selector.register(peer.socket, selectors.EVENT_WRITE, peer)
+            return
+        self._disconnect(peer)
+        if code == errno.ECONNREFUSED:
+            self._note_refused(peer)
+
+    def _note_refused(self, peer: _Peer) -> None:
+        if peer.heard.refused_at is None:
+            peer.heard.refused_at = peer.probed_at
+
+    def _disconnect(self, peer: _Peer) -> None:
+        if peer.socket is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(peer.socket)
+            peer.socket.close()
+        peer.socket, peer.is_open = None, False
+
+    def _send(self, peer: _Peer, line: str) -> None:
+        assert peer.socket is not None, "open"
+        try:
+            peer.unsent = _send(peer.socket, peer.unsent, line)
+        except OSError:
+            self._reconnect(peer)
+
+    def _reconnect(self, peer: _Peer) -> None:
+        """Its end is closed: whether it is dead shows at once. What accepts and never answers may be a stranger, and is
+        tried again with the next ping."""
+        self._disconnect(peer)
+        if peer.is_proven:
+            self._connect(peer)
+
+    def _serve_peer(self, peer: _Peer) -> bool:
+        """Whether something was heard that may matter at once."""
+        if peer.socket is None:
+            return False
+        if not peer.is_open:
+            code = peer.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code != 0:
+                self._disconnect(peer)
+                if code == errno.ECONNREFUSED:
+                    self._note_refused(peer)
+                    return True
+                return False
+            peer.is_open = True
+            self._selector.modify(peer.socket, selectors.EVENT_READ, peer)
+            self._ping(peer, time.monotonic())
+            return False
+        try:
+            data = peer.socket.recv(LONGEST_LINE)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self._reconnect(peer)
+            return True
+        *lines, peer.received = (peer.received + data).split(b"\n")
+        if len(peer.received) > LONGEST_LINE:
+            lines, peer.received = [b""], b""
+        before, was_refused = peer.heard.status, peer.heard.refused_at is not None
+        for line in lines:
+            self._note(peer, line.decode(errors="replace"))
+        return peer.heard.status[:1] != before[:1] or (peer.heard.refused_at is not None) != was_refused
+
+    def _note(self, peer: _Peer, line: str) -> None:
+        kind, *rest = line.split(" ", 4)
+        heard = peer.heard
+        if kind not in ("A", "N") or not rest or rest[0] != peer.uid:
+            self._note_refused(peer)  # another process has its port
+            return
+        peer.is_proven = True
+        heard.heard_at, heard.has_answered, heard.refused_at = time.monotonic(), True, None
+        if kind == "A" and len(rest) == 4:
+            _, epoch, seq, heard.status = rest
+            heard.epoch = epoch
+            with self._lock:  # `watch` may begin another epoch
+                sent_at = peer.pings.pop(int(seq), None)
+                if sent_at is not None and epoch == self._epoch:
+                    heard.pinged_at = max(sent_at, heard.pinged_at or sent_at)
+
+    # --- from those that call -----------------------------------------------------------------------------------------
+
+    def _accept_or_wake(self, fd: int) -> None:
+        if fd == self._wake_read:
+            with contextlib.suppress(BlockingIOError):
+                os.read(fd, 4096)
+            return
+        with contextlib.suppress(BlockingIOError, OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                caller = _Caller(connection)
+                self._callers[connection.fileno()] = caller
+                self._selector.register(connection, selectors.EVENT_READ, caller)
+
+    def _hang_up(self, caller: _Caller) -> None:
+        self._callers.pop(caller.socket.fileno(), None)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(caller.socket)
+        caller.socket.close()
+
+    def _serve_caller(self, caller: _Caller) -> None:
+        try:
+            data = caller.socket.recv(LONGEST_LINE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data or len(caller.received) > LONGEST_LINE:
+            self._hang_up(caller)
+            return
+        *lines, caller.received = (caller.received + data).split(b"\n")
+        try:
+            for line in lines:
+                answer = self._answer(line.decode(errors="replace"))
+                caller.unsent = _send(caller.socket, caller.unsent, answer)
+        except OSError:
+            self._hang_up(caller)
+
+    def _answer(self, line: str) -> str:
+        kind, *rest = line.split(" ", 4)
+        if kind != "P" or len(rest) < 3:
+            return f"N {self._uid}\n"
+        uid, epoch, seq = rest[:3]
+        status = rest[3] if len(rest) == 4 else ""
+        with self._lock:
+            if epoch != self._epoch or uid not in self._answers:
+                return f"N {self._uid}\n"
+            self._answered[uid] = time.monotonic()
+            peer = self._peers.get(uid)
+        if peer is not None:
+            self._matters |= peer.heard.status[:1] != status[:1]
+            peer.heard.status, peer.heard.epoch = status, epoch
+            peer.heard.heard_at = time.monotonic()
+        return f"A {self._uid} {epoch} {seq} {self._status}\n"
+
+
+def _send(connection: socket.socket, unsent: bytes, line: str) -> bytes:
+    """Send what is left of an earlier line, or else this one; what is left then. Who does not read loses lines, never a
+    part of one. Raises: OSError."""
+    data = unsent or line.encode()
+    try:
+        return data[connection.send(data) :]
+    except BlockingIOError:
+        return unsent
+
+
+def through_suspends() -> float:
+    """A monotonic clock that goes on while the machine is suspended, and others may train."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()

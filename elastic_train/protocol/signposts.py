@@ -1,0 +1,337 @@
+"""Where newcomers find a job: signs at its endpoints, which any member on that machine may serve.
+
+A sign names the stores of some members. Nobody trains by it: when its server dies the job goes on, and another member
+of that machine serves the endpoint; rank 0 renews what it says. Only the process that serves the first endpoint may
+begin a job, since nobody else can be sure that none runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch.distributed import Store, TCPStore
+
+from elastic_train.errors import StoreUnreachable, first_line
+from elastic_train.protocol.store import KeyValueStore, TorchStore, connect
+from elastic_train.system import close_in_forked_children
+
+Address = tuple[str, int]
+
+CONNECT_SECONDS = 0.5
+GREETING_SECONDS = 2.0
+"""that a store may take for its first answer"""
+CALL_SECONDS = 2.0
+"""that it may take for each further one"""
+STRANGER_SECONDS = 5.0
+"""that something else may listen at an endpoint before that is an error"""
+MUTE_SECONDS = 60.0
+"""the same where it says nothing: a store that is busy, or frozen, may come back"""
+LOOK_SECONDS = 0.3
+"""between two looks at the endpoints"""
+KEEP_SECONDS = 0.5
+"""between two looks at what the signs say"""
+FRESH_SECONDS = 3.0
+"""after which a member that is not asked any more to show a sign repeats it no longer: it may be out of the job"""
+HANGING_SECONDS = 30.0
+"""after which another greeting is begun where one is not answered; each one keeps a thread"""
+HOLDER = "elastic_train/holder"
+"""the run id of who serves this sign"""
+
+
+_hanging: dict[Address, tuple[float, queue.SimpleQueue[Store | RuntimeError]]] = {}
+"""greetings that have not been answered, with when they were begun: a host that is frozen answers when it wakes"""
+
+
+class Stranger(StoreUnreachable):
+    """What listens there answers, and not as a store."""
+
+
+class Mute(StoreUnreachable):
+    """Something listens there, and says nothing: another program, or a frozen one."""
+
+
+def reach(address: Address) -> TorchStore:
+    """A client of the store at an address. Blocks for CONNECT_SECONDS where nobody is there, for GREETING_SECONDS where
+    nobody answers.
+
+    Raises:
+        StoreUnreachable: nobody answers. Stranger: somebody does, and is no store. Mute: somebody listens.
+    """
+    host, port = address
+    try:
+        socket.create_connection(address, CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:  # ValueError: of a name that is none
+        raise StoreUnreachable(f"nobody answers at {host}:{port}: {error}") from error
+    # Within so long TCPStore begins its greeting anew where a stranger answers or hangs up; silence it waits out.
+    timeout = timedelta(seconds=CONNECT_SECONDS)
+    now = time.monotonic()
+    began_at, making = _hanging.pop(address, (now, None))
+    if making is None or now - began_at > HANGING_SECONDS:
+        began_at = now
+        making = connect(lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+    found: Store | RuntimeError
+    try:
+        found = making.get(timeout=GREETING_SECONDS)
+    except queue.Empty:
+        _hanging[address] = began_at, making
+        raise Mute(f"what listens at {host}:{port} does not answer") from None
+    if isinstance(found, RuntimeError):
+        raise Stranger(f"what listens at {host}:{port} is no store: {first_line(found)}") from found
+    return TorchStore(found, timedelta(seconds=CALL_SECONDS))
+
+
+def is_local(host: str) -> bool:
+    """Whether a name or address is this machine's: a socket can be bound to it."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: of a name that is none
+        for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
+                trial.bind((address[0], 0))
+                return True
+    return False
+
+
+def serve(host: str, port: int) -> TCPStore | None:
+    """Serve an endpoint; None where its port is taken. On all interfaces, for the name may mean another address to
+    other machines (Debian maps the own one to 127.0.1.1); on the loopback one alone for `localhost`.
+
+    Raises:
+        StoreUnreachable: this process may not serve it.
+    """
+    where = "127.0.0.1" if host in ("localhost", "127.0.0.1") else "::1" if host == "::1" else ""
+    is_dual = not where and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual or ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((where, port), family=family, dualstack_ipv6=is_dual)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        why = os.strerror(error.errno or 0)
+        raise StoreUnreachable(f"cannot serve {host}:{port} ({why}): choose another --rdzv-endpoint") from error
+    close_in_forked_children(listener.fileno())
+    seen_by_us = where or ("::1" if ":" in host else "127.0.0.1")
+    timeout = timedelta(seconds=CALL_SECONDS)
+    port = int(listener.getsockname()[1])
+    fd = listener.detach()
+    return TCPStore(seen_by_us, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)
+
+
+class Signposts:
+    """As peers.Finder, at the endpoints of `--rdzv-endpoint`.
+
+    Args:
+        endpoints: (host, port) each; the first one begins.
+        is_host: whether the first one is on this machine, where that is known.
+        patience: seconds after which it is an error that nobody answers at any of them.
+        earlier: stores of members that the run directory names.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Address],
+        run_id: str,
+        *,
+        is_host: bool | None,
+        patience: float,
+        earlier: Callable[[], Sequence[Address]] = lambda: (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._endpoints, self._run_id, self._patience, self._clock = tuple(endpoints), run_id, patience, clock
+        self._earlier = earlier
+        self._is_local = [is_local(host) for host, _ in endpoints]
+        if is_host is not None:
+            self._is_local[0] = is_host
+        self._servers: dict[int, TCPStore] = {}
+        self._clients: dict[int, KeyValueStore] = {}
+        self._lock = threading.RLock()
+        self._alone_since: float | None = None
+        self._strange_since: dict[int, float] = {}
+        self._looked_at = -1e9
+        self._seen: tuple[Address, ...] = ()
+        self._text: str | None = None
+        self._shown_at = -1e9
+        self._has_world = False
+        self._is_closed = threading.Event()
+        self._keeper: threading.Thread | None = None
+
+    @property
+    def _key(self) -> str:
+        return f"elastic_train/{self._run_id}/sign"
+
+    def is_beginner(self) -> bool:
+        with self._lock:
+            return self._serve(0)
+
+    def addresses(self) -> Sequence[Address]:
+        with self._lock:
+            now = self._clock()
+            if now < self._looked_at + LOOK_SECONDS:
+                return self._seen
+            found: list[Address] = []
+            is_anybody_there = False
+            for number in range(len(self._endpoints)):
+                try:
+                    store = self._client(number)
+                    holder = store.get(HOLDER)
+                    text = store.get(self._key)
+                except Stranger:
+                    self._note_stranger(number, now, STRANGER_SECONDS)
+                    continue
+                except Mute:
+                    self._note_stranger(number, now, min(MUTE_SECONDS, self._patience))
+                    continue
+                except StoreUnreachable:
+                    self._clients.pop(number, None)
+                    self._strange_since.pop(number, None)
+                    continue
+                is_anybody_there = True
+                self._strange_since.pop(number, None)
+                if text is None:
+                    self._require_own(number, holder)
+                else:
+                    found += [(str(host), int(port)) for host, port in json.loads(text)["stores"]]
+            self._alone_since = None if is_anybody_there else self._alone_since or now
+            self._seen = tuple(dict.fromkeys([*found, *self._earlier()]))
+            self._looked_at = self._clock()
+            if self._alone_since is not None and now - self._alone_since > self._patience and not self._is_local[0]:
+                raise StoreUnreachable(
+                    f"nobody answers at {self.describe()} for {self._patience:.0f} s: start a node on the machine of "
+                    "the first endpoint, or check the address (--rdzv-endpoint)"
+                )
+            return self._seen
+
+    def _require_own(self, number: int, holder: str | None) -> None:
+        """Raises: StoreUnreachable where another job has the endpoint."""
+        if holder is not None and holder != self._run_id and number == 0 and number not in self._servers:
+            host, port = self._endpoints[number]
+            raise StoreUnreachable(
+                f"run id {holder!r} has {host}:{port}, and this is run id {self._run_id!r}: give each job a port of "
+                "its own (--rdzv-endpoint), or both the same --rdzv-id"
+            )
+
+    def _note_stranger(self, number: int, now: float, seconds: float) -> None:
+        """Raises: StoreUnreachable where it has been so for long enough."""
+        since = self._strange_since.setdefault(number, now)
+        if now - since > seconds:
+            host, port = self._endpoints[number]
+            raise StoreUnreachable(
+                f"what listens at {host}:{port} is no rendezvous of elastic_train: another program has that port; "
+                "choose another --rdzv-endpoint"
+            )
+
+    def show(self, addresses: Sequence[Address], job_token: str) -> None:
+        text = json.dumps({"stores": list(addresses), "job": job_token})
+        self._shown_at = self._clock()
+        if text != self._text:
+            self._text = text
+            for number in list(self._servers):  # those of other machines may take long to answer
+                self._write(number, text)
+        self._keep_on_thread()
+
+    def keep(self, *, has_world: bool) -> None:
+        self._has_world = has_world
+        if has_world and self._clock() - self._shown_at > FRESH_SECONDS:
+            self._text = None
+        self._keep_on_thread()
+
+    def _keep_on_thread(self) -> None:
+        """Start the thread that looks after the endpoints: the watcher must not wait for a host that is silent."""
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=self._keep, name="signposts", daemon=True)
+            self._keeper.start()
+
+    def _keep(self) -> None:
+        while not self._is_closed.wait(KEEP_SECONDS):
+            for number in range(len(self._endpoints)):
+                with self._lock:
+                    if number > 0 or self._has_world:
+                        with contextlib.suppress(StoreUnreachable):
+                            self._serve(number)
+                    if self._text is not None:
+                        self._write(number, self._text)
+
+    def _write(self, number: int, text: str) -> None:
+        for _ in range(2):  # once more where another process serves it by now
+            try:
+                store = self._client(number)
+                if store.get(self._key) != text:
+                    store.put(self._key, text)
+                return
+            except StoreUnreachable:
+                if self._clients.pop(number, None) is None:
+                    return
+
+    def describe(self) -> str:
+        return ",".join(f"{host}:{port}" for host, port in self._endpoints)
+
+    def close(self) -> None:
+        self._is_closed.set()
+        if self._keeper is not None:
+            self._keeper.join(CONNECT_SECONDS + GREETING_SECONDS + 2 * CALL_SECONDS)
+        self._clients.clear()
+        self._servers.clear()
+
+    def _serve(self, number: int) -> bool:
+        """Whether this process serves an endpoint, from now on perhaps."""
+        if number in self._servers:
+            return True
+        if not self._is_local[number]:
+            return False
+        server = serve(*self._endpoints[number])
+        if server is None:
+            return False
+        self._servers[number] = server
+        store = TorchStore(server, timedelta(seconds=CALL_SECONDS))
+        store.put(HOLDER, self._run_id)
+        self._clients[number] = store
+        return True
+
+    def _client(self, number: int) -> KeyValueStore:
+        if number not in self._clients:
+            self._clients[number] = reach(self._endpoints[number])
+        return self._clients[number]
+
+
+class Launcher:
+    """As peers.Finder, for a world that a launcher has fixed: rank 0 says at MASTER_ADDR where its store is.
+
+    Args:
+        store: makes a client of the store there; None for a world of one. Blocks until it answers.
+        start: tells the starts of one job apart, which a launcher may restart.
+    """
+
+    def __init__(self, store: Callable[[], Store] | None, *, rank: int, start: str) -> None:
+        self._rank, self._key = rank, f"elastic_train/{start}/sign"
+        self._store: KeyValueStore | None = None
+        if store is not None:
+            self._store = TorchStore(store(), timedelta(seconds=CALL_SECONDS))
+
+    def is_beginner(self) -> bool:
+        return self._rank == 0
+
+    def addresses(self) -> Sequence[Address]:
+        if self._rank == 0 or self._store is None:
+            return ()
+        text = self._store.get(self._key)
+        return () if text is None else [(str(host), int(port)) for host, port in json.loads(text)]
+
+    def show(self, addresses: Sequence[Address], job_token: str) -> None:
+        if self._store is not None and self._rank == 0 and not job_token:  # once: nobody joins later
+            self._store.put(self._key, json.dumps(list(addresses)))
+
+    def keep(self, *, has_world: bool) -> None:
+        """Nobody joins."""
+
+    def describe(self) -> str:
+        return "MASTER_ADDR"
+
+    def close(self) -> None:
+        self._store = None

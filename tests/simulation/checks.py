@@ -1,0 +1,131 @@
+"""What must hold of a history: one chain, nothing lost, nobody waits whom a law lets go on."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from elastic_train.protocol.agreement import Status
+from elastic_train.protocol.laws import may_go_on
+
+if TYPE_CHECKING:
+    from tests.simulation.simulator import Simulation, Told
+    from tests.simulation.worker import Worker
+
+COMMIT_SECONDS = 1.0
+"""within which a world that trains commits again"""
+
+
+def check_chain(simulation: Simulation) -> None:
+    """The committed worlds form one chain; only a provisional step is computed again."""
+    _complete_parents(simulation)
+    worlds = simulation.worlds
+    committed = [told for told in worlds.values() if told.commits]
+    lines = {told.uid: _line(worlds, told) for told in committed}
+    committed.sort(key=lambda told: (lines[told.uid][-1], len(lines[told.uid])))
+    for before, after in zip(committed, committed[1:], strict=False):
+        if before.uid not in lines[after.uid]:
+            if lines[before.uid][-1] != lines[after.uid][-1]:
+                continue  # a second beginning: `note_start` has judged it
+            simulation.fail(f"no chain: {before.uid} and {after.uid} have committed")
+            return
+        if after.uid in simulation.starts:
+            continue  # `note_start` has judged it
+        last, first = before.commits[-1], after.commits[0]
+        if first.parent is not last and first.parent is not last.parent:
+            parent = "nothing" if first.parent is None else f"step {first.parent.step} of {first.parent.world}"
+            simulation.fail(
+                f"a committed step is lost: {after.uid} goes on from {parent}, {before.uid} had come to {last.step}"
+            )
+
+
+def _complete_parents(simulation: Simulation) -> None:
+    """Worlds that only newcomers have entered: by the decisions that anybody has read."""
+    for worker in simulation.workers:
+        for key, text in worker.process.memory.values.items():
+            if key.startswith("world-") and key.endswith("/next"):
+                found = json.loads(text)
+                uid = json.loads(found["decision"])["uid"] if "decision" in found else found["uid"]
+                if uid in simulation.worlds and simulation.worlds[uid].parent is None:
+                    simulation.worlds[uid].parent = key.removesuffix("/next").split("-", 2)[2]
+
+
+def _line(worlds: dict[str, Told], told: Told) -> list[str]:
+    line = [told.uid]
+    while told.parent is not None:
+        line.append(told.parent)
+        if told.parent not in worlds:
+            break
+        told = worlds[told.parent]
+    return line
+
+
+def what_is_not_well(simulation: Simulation) -> str | None:
+    """Long after a full heal."""
+    living = simulation.living
+    trainers = [worker for worker in living if worker.activity != "queues" and worker.world is not None]
+    if not trainers:
+        return None
+    worlds = {worker.world.uid for worker in trainers if worker.world is not None}
+    now = simulation.kernel.now
+    is_training = any(worker.committed_at > now - COMMIT_SECONDS for worker in trainers)
+    if len(worlds) == 1 and is_training:
+        return None
+    uids = [worker.uid for worker in trainers]
+    if all(_may_not(worker, uids) for worker in trainers):
+        return None
+    return f"not together after a heal: {_states(living)}"
+
+
+def _may_not(worker: Worker, side: list[str]) -> bool:
+    """Whether the laws keep it from going on with all of `side`."""
+    worlds = worker.job._worlds
+    world = worker.world
+    assert world is not None, "it has been in one"
+    dead = {
+        member.uid
+        for rank, member in enumerate(world.members)
+        if rank != world.rank and worker.watcher.status(member, rank, False) is Status.DEAD
+    }
+    return not may_go_on([voters.without(dead) for voters in worlds], side)
+
+
+def _states(workers: list[Worker]) -> str:
+    return ", ".join(f"{worker} {worker.activity} in {worker.world and worker.world.uid}" for worker in workers)
+
+
+def check_sides(simulation: Simulation) -> None:
+    """A while after the last fault: a side that may go on does. Only where all cuts are whole."""
+    network = simulation.network
+    if any((target, source) not in network.cuts for source, target in network.cuts):
+        return
+    if any(worker.process.ending == "finished" for worker in simulation.workers):
+        return
+    if not simulation.plan.is_formed or any(
+        fault[1] in ("stick", "back", "lose_replies") for fault in simulation.plan.faults
+    ):
+        return
+    running = [worker for worker in simulation.living if worker.process.is_running]
+    left = {worker.uid for worker in running}
+    while left:
+        first = next(worker for worker in running if worker.uid in left)
+        side = [one for one in running if (first.process.host, one.process.host) not in network.cuts]
+        if any((a.process.host, b.process.host) in network.cuts for a in side for b in side):
+            return
+        left -= {worker.uid for worker in side}
+        _check_side(simulation, side)
+
+
+def _check_side(simulation: Simulation, side: list[Worker]) -> None:
+    trainers = [worker for worker in side if worker.activity != "queues" and worker.world is not None]
+    if not trainers:
+        return
+    newest = max(trainers, key=lambda worker: worker.world.generation if worker.world else -1)
+    now = simulation.kernel.now
+    if any(worker.committed_at > now - COMMIT_SECONDS for worker in trainers):
+        return
+    entered_at = max(told.entered_at for told in simulation.worlds.values())
+    if now - entered_at < simulation.plan.peer_timeout + COMMIT_SECONDS:
+        return  # who fell silent after its last word is found out only now
+    if not _may_not(newest, [worker.uid for worker in side]):
+        simulation.fail(f"a side that may go on does not: {_states(side)}")

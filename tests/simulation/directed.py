@@ -1,0 +1,83 @@
+"""The schedules of membership.md that a naive rule gets wrong, and those by which planted errors are found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.simulation.plan import Fault, Plan
+from tests.simulation.simulator import Simulation
+
+TIMEOUT = 2.0
+
+
+def plan(hosts: int, *faults: Fault, recovers_at: float, seed: int = 1, **fields: int) -> Plan:
+    return Plan(seed, (1,) * hosts, tuple(faults), recovers_at, peer_timeout=TIMEOUT, **fields)  # type: ignore[arg-type]
+
+
+def when(plan: Plan, text: str, number: int = 1) -> float:
+    """When a note with `text` is written for the `number`-th time."""
+    simulation = Simulation(plan)
+    simulation.run()
+    return [float(note[:8]) for note in simulation.notes if text in note][number - 1]
+
+
+def late_proof() -> Plan:
+    """1: 3 to 5 go on without 1 and 2, and are killed; the cut heals, and 1 and 2 are refused."""
+    cut = (1.0, "partition", (0, 1), (2, 3, 4))
+    kills = [(6.0, "kill", index) for index in (2, 3, 4)]
+    return plan(5, cut, *kills, recovers_at=6.1)
+
+
+def voters_without_state() -> Plan:
+    """2: node 1 has trained alone; three are admitted, and its link fails while the group forms."""
+    quiet = plan(4, recovers_at=6.0, founders=1, min_nodes=1)
+    at = when(quiet, "enters generation 1") + 0.002
+    return replace(quiet, faults=((at, "partition", (0,), (1, 2, 3)),), recovers_at=at + 8.0)
+
+
+def expelled_behind_its_back(at: float = 1.0) -> Plan:
+    """3: a stuck trainer is voted out while its watcher answers; the others commit and are killed; it wakes."""
+    stuck = plan(3, (at, "stick", 2), recovers_at=30.0)
+    killed_at = when(stuck, "enters generation 1") + 0.8
+    kills = [(killed_at, "kill", 0), (killed_at, "kill", 1)]
+    return plan(3, (at, "stick", 2), *kills, (killed_at + 0.1, "unstick", 2), recovers_at=killed_at + 4.0)
+
+
+def expelled_and_slow(at: float = 1.0) -> Plan:
+    """3 again, later: the others have waited for it to stop, and have committed."""
+    stuck = plan(3, (at, "stick", 2), recovers_at=30.0)
+    killed_at = when(stuck, "enters generation 1") + TIMEOUT + 1.0
+    kills = [(killed_at, "kill", 0), (killed_at, "kill", 1)]
+    return plan(3, (at, "stick", 2), *kills, (killed_at + 0.1, "unstick", 2), recovers_at=killed_at + 4.0)
+
+
+def moving_register(delay: float = 0.09) -> Plan:
+    """4: who collects the votes dies while others have read the decision and some have not."""
+    return plan(4, (1.0, "freeze", 3), (1.0 + TIMEOUT + delay, "kill", 0), recovers_at=8.0)
+
+
+def two_machines(loses: int) -> Plan:
+    """6: of two machines one loses power."""
+    return plan(2, (1.0, "power_off", loses), recovers_at=1.0 + TIMEOUT + 1.0)
+
+
+def restarted_container() -> Plan:
+    """7: a process with the name, the pid and the address of the old one."""
+    faults = [(1.0, "kill", 2), (1.002, "back", 2, True)]
+    return replace(plan(3, *faults, recovers_at=3.0), has_equal_names=True)
+
+
+def accepted_late(delay: float = 0.08) -> Plan:
+    """A member that was frozen when it was told a list accepts it when the others have gone on without it."""
+    faults = [(1.0, "kill", 3), (1.0 + delay, "freeze", 2), (7.0, "thaw", 2), (7.4, "kill", 0), (7.4, "kill", 1)]
+    return plan(4, *faults, recovers_at=11.0)
+
+
+def first_host_comes_back() -> Plan:
+    """5: the host of the first endpoint is killed, and comes back while the others train."""
+    return plan(3, (1.0, "kill", 0), (1.5, "back", 0, False), recovers_at=6.0, min_nodes=1)
+
+
+def halves() -> Plan:
+    """Four in two halves."""
+    return plan(4, (1.0, "partition", (0, 3), (1, 2)), recovers_at=1.0 + TIMEOUT + 2.5)

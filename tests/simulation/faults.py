@@ -1,0 +1,193 @@
+"""What may befall the processes of a history, and histories drawn by a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation.plan import Fault, Plan
+
+if TYPE_CHECKING:
+    from tests.simulation.simulator import Simulation
+    from tests.simulation.worker import Worker
+
+
+class Faults:
+    """Each public method is one, by the name that a plan has."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def cause(self, name: str, *arguments: Any) -> None:
+        self._simulation.note(f"fault: {name}{arguments}")
+        getattr(self, name)(*arguments)
+
+    def _worker(self, index: int) -> Worker:
+        workers = self._simulation.workers
+        return workers[index % len(workers)]
+
+    def kill(self, index: int) -> None:
+        self._simulation.end(self._worker(index), "killed")
+
+    def freeze(self, index: int) -> None:
+        self._worker(index).process.freeze()
+
+    def thaw(self, index: int) -> None:
+        self._worker(index).process.thaw()
+
+    def stick(self, index: int) -> None:
+        """Its training thread alone is held up."""
+        self._worker(index).process.training_task.is_stuck = True  # type: ignore[attr-defined]
+
+    def unstick(self, index: int) -> None:
+        task = self._worker(index).process.training_task  # type: ignore[attr-defined]
+        task.is_stuck = False
+        task.unpark()
+
+    def power_off(self, host: int) -> None:
+        simulation = self._simulation
+        name = f"h{host}"
+        simulation.network.off.add(name)
+        for worker in simulation.workers:
+            if worker.process.host == name and worker.process.is_alive:
+                worker.process.is_alive, worker.process.ending = False, "power off"
+
+    def back(self, host: int, same_address: bool) -> None:
+        """A new process on a host that has none."""
+        simulation, name = self._simulation, f"h{host}"
+        simulation.network.off.discard(name)
+        workers = [worker for worker in simulation.workers if worker.process.host == name]
+        if any(worker.process.is_alive for worker in workers):
+            return
+        for local_rank in range(simulation.plan.workers_of(name)):
+            port = workers[local_rank].process.address[1] if same_address and local_rank < len(workers) else None
+            simulation.start(name, local_rank, port)
+
+    def cut(self, one: int, other: int) -> None:
+        """One way."""
+        if one != other:
+            self._simulation.network.cut(f"h{one}", f"h{other}")
+
+    def heal(self, one: int, other: int) -> None:
+        self._simulation.network.heal(f"h{one}", f"h{other}")
+
+    def partition(self, *sides: tuple[int, ...]) -> None:
+        for one in sides:
+            for other in sides:
+                if one is not other:
+                    for source in one:
+                        for target in other:
+                            self._simulation.network.cut(f"h{source}", f"h{target}")
+
+    def heal_all(self) -> None:
+        self._simulation.network.heal_all()
+
+    def recover(self) -> None:
+        """All that can be mended is."""
+        self.heal_all()
+        for worker in self._simulation.workers:
+            if worker.process.is_alive:
+                task = worker.process.training_task  # type: ignore[attr-defined]
+                task.is_stuck = False
+                if worker.process.is_frozen:
+                    worker.process.thaw()
+                else:
+                    task.unpark()
+
+    def lose_replies(self, index: int, number: int) -> None:
+        self._worker(index).process.loses_replies += number
+
+    def leave(self, index: int) -> None:
+        self._worker(index).wants_to_leave = True
+
+
+def draw(seed: int) -> Plan:
+    """A history of 4 to 7 members with one to four troubles."""
+    chance = random.Random(f"plan {seed}")
+    hosts: tuple[int, ...] = tuple(1 for _ in range(chance.randint(4, 7)))
+    if chance.random() < 0.15:
+        hosts = (2, 2, *(1 for _ in range(chance.randint(0, 2))))
+    plan = Plan(
+        seed,
+        hosts=hosts,
+        is_formed=chance.random() < 0.9,
+        max_steps=chance.choice([30] + [10**9] * 9),
+        max_world_size=chance.choice([3] + [None] * 9),
+        has_equal_names=chance.random() < 0.2,
+        num_endpoints=chance.choice([1, 2, 3]),
+    )
+    make = chance.choice([_scattered, _scattered, _in_a_row])
+    faults = make(chance, plan) or [(1.0, "kill", 0)]
+    if not plan.is_formed:
+        faults = [(at + chance.choice([0.0, 2.0]), *what) for at, *what in faults]
+    return replace(
+        plan, faults=tuple(sorted(faults)), recovers_at=max(fault[0] for fault in faults) + plan.peer_timeout + 1.5
+    )
+
+
+def _scattered(chance: random.Random, plan: Plan) -> list[Fault]:
+    faults: list[Fault] = []
+    start = chance.uniform(0.2, 1.2)
+    for _ in range(chance.randint(1, 4)):
+        start += chance.choice([0.0, 0.003, 0.03, 0.3, 1.0, 2.0, 3.0]) * chance.random()
+        faults += _trouble(chance, plan, start)
+    return faults
+
+
+def _trouble(chance: random.Random, plan: Plan, at: float) -> list[Fault]:
+    num_hosts = len(plan.hosts)
+    index, host, other = chance.randrange(sum(plan.hosts)), chance.randrange(num_hosts), chance.randrange(num_hosts)
+    seconds = chance.choice([0.05, 0.5, 1.0, 2.0, 3.0]) * chance.uniform(0.7, 1.3)
+    kind = chance.choice(
+        ["kill", "kill", "freeze", "freeze", "cut", "cut", "both", "partition", "off", "stick", "back", "lose", "leave"]
+    )
+    if kind == "kill":
+        return [(at, "kill", index)]
+    if kind == "freeze":
+        return [(at, "freeze", index), (at + seconds, "thaw", index)]
+    if kind == "stick":
+        return [(at, "stick", index), (at + 2 * seconds, "unstick", index)]
+    if kind == "cut":
+        return [(at, "cut", host, other), (at + seconds, "heal", host, other)]
+    if kind == "both":
+        return [(at, "partition", (host,), (other,)), (at + seconds, "heal_all")] if host != other else []
+    if kind == "partition":
+        return [(at, "partition", *_sides(chance, num_hosts)), (at + seconds, "heal_all")]
+    if kind == "off":
+        return [(at, "power_off", host)]
+    if kind == "back":
+        return [(at, "kill", index), (at + seconds, "back", host, chance.random() < 0.5)]
+    if kind == "lose":
+        return [(at, "lose_replies", index, chance.randint(1, 3)), (at, "kill", chance.randrange(sum(plan.hosts)))]
+    return [(at, "leave", index)]
+
+
+def _sides(chance: random.Random, num_hosts: int) -> list[tuple[int, ...]]:
+    hosts = list(range(num_hosts))
+    chance.shuffle(hosts)
+    first = chance.randint(1, num_hosts - 1)
+    return [tuple(hosts[:first]), tuple(hosts[first:])]
+
+
+def _in_a_row(chance: random.Random, plan: Plan) -> list[Fault]:
+    """A cut, a freeze, a wake-up and a kill, about one peer timeout apart: what random faults rarely hit upon."""
+    timeout = plan.peer_timeout
+    num_workers, num_hosts = sum(plan.hosts), len(plan.hosts)
+    sides = _sides(chance, num_hosts)
+    at = chance.uniform(0.2, 1.2)
+    gaps = [timeout * chance.choice([0.05, 0.5, 0.8, 1.0, 1.1, 1.3]) * chance.uniform(0.9, 1.1) for _ in range(4)]
+    frozen = chance.randrange(num_workers)
+    order = [("partition", *sides), ("freeze", frozen)]
+    chance.shuffle(order)
+    faults: list[Fault] = []
+    for what, gap in zip(order, gaps, strict=False):
+        faults.append((at, *what))
+        at += gap
+    for _ in range(chance.randint(1, len(sides[1]) + 1)):
+        faults.append((at, "kill", chance.randrange(num_workers)))
+        at += chance.choice([0.0, 0.01, gaps[2]])
+    faults += [(at, "thaw", frozen), (at + chance.choice([0.0, gaps[3]]), "heal_all")]
+    if chance.random() < 0.3:
+        faults.append((at + gaps[2], "kill", chance.randrange(num_workers)))
+    return faults

@@ -1,0 +1,80 @@
+"""Endpoints as signposts, in the simulated network; a peers.Finder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.simulation.process import Address, Machines, Process
+
+LOOK_SECONDS = 0.3
+"""that a look at an endpoint takes which does not answer"""
+
+
+class Signposts:
+    """The endpoints of a job, and what is on the disks of its hosts."""
+
+    def __init__(self, machines: Machines, hosts: Sequence[str]) -> None:
+        self.machines, self.hosts = machines, tuple(hosts)
+        self.keepers: dict[str, Process] = {}
+        self.shown: dict[str, tuple[Address, ...]] = {}
+        self.directories: dict[str, tuple[Address, ...]] = {}
+        """by host: the last members' addresses, in its run directory"""
+
+
+class SimFinder:
+    """Of one process."""
+
+    def __init__(self, process: Process, posts: Signposts) -> None:
+        self._process, self._posts = process, posts
+        self._seen: tuple[float, tuple[Address, ...]] = (-1.0, ())
+
+    def keep(self, *, has_world: bool) -> None:
+        if has_world or self._process.host != self._posts.hosts[0]:
+            self._serve()
+
+    def _serve(self) -> None:
+        process, posts = self._process, self._posts
+        keeper = posts.keepers.get(process.host)
+        if process.host in posts.hosts and (keeper is None or not keeper.is_alive):
+            posts.keepers[process.host] = process
+            posts.shown[process.host] = ()
+
+    def is_beginner(self) -> bool:
+        if self._process.host == self._posts.hosts[0]:
+            self._serve()
+        return self._posts.keepers.get(self._posts.hosts[0]) is self._process
+
+    def addresses(self) -> Sequence[Address]:
+        process, posts = self._process, self._posts
+        looked_at, seen = self._seen
+        if process.kernel.now < looked_at + LOOK_SECONDS:
+            return seen
+        found = list(posts.directories.get(process.host, ()))
+        for host in posts.hosts:
+            process.kernel.step()
+            keeper, network = posts.keepers.get(host), process.network
+            if not (network.is_open(process.host, host) and network.is_open(host, process.host)) or (
+                keeper is not None and keeper.is_frozen
+            ):
+                process.sleep(LOOK_SECONDS)
+            elif keeper is not None and keeper.is_alive:
+                found += posts.shown[host]
+        self._seen = process.kernel.now, tuple(dict.fromkeys(found))
+        return self._seen[1]
+
+    def show(self, addresses: Sequence[Address], job_token: str) -> None:
+        process, posts = self._process, self._posts
+        posts.directories[process.host] = tuple(addresses)
+        for host in posts.hosts:
+            process.network.send(process.host, host, self._receive, host, tuple(addresses))
+
+    def _receive(self, host: str, addresses: tuple[Address, ...]) -> None:
+        keeper = self._posts.keepers.get(host)
+        if keeper is not None and keeper.is_running:
+            self._posts.shown[host] = addresses
+
+    def describe(self) -> str:
+        return "the endpoints"
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,106 @@
+"""The process group of a world: collectives that end when every worker has entered, or break."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic_train.errors import FormationFailed
+from elastic_train.world import World
+from tests.simulation.process import Process
+
+FORM_SECONDS = 1.0
+
+
+class GroupBroken(Exception):
+    """A collective did not end: a connection was closed."""
+
+
+class Group:
+    """One member's part in the process group of one world.
+
+    A member's contribution is on its way as soon as it has entered, whatever becomes of the member: so one may end a
+    collective, and another not.
+    """
+
+    def __init__(self, process: Process, world: World) -> None:
+        self._process, self._world = process, world
+        self.is_shut = False
+        self._closed: set[str] = set()
+        self._received: dict[int, dict[int, Any]] = {}
+        self._others = {
+            rank: process.machines.at[member.address] for rank, member in enumerate(world.workers) if rank != world.rank
+        }
+        self._number = -1
+        self._is_waiting = False
+        groups: dict[str, Group] = process.groups  # type: ignore[attr-defined]
+        groups[world.uid] = self
+        self._closed |= {uid for key, uid in process.early_closings if key == world.uid}  # type: ignore[attr-defined]
+        for key, early in process.early_contributions:  # type: ignore[attr-defined]
+            if key == world.uid:
+                self._receive(*early)
+
+    def form(self) -> None:
+        """Raises: FormationFailed."""
+        try:
+            self.exchange(None, FORM_SECONDS)
+        except GroupBroken as error:
+            raise FormationFailed(str(error)) from error
+
+    def exchange(self, mine: Any, limit: float = 1e9) -> list[Any]:
+        """What everybody gives, by rank. Raises: GroupBroken."""
+        process, world = self._process, self._world
+        self._number += 1
+        number = self._number
+        received = self._received.setdefault(number, {})
+        received[world.rank] = mine
+        for other in self._others.values():
+            process.network.send(process.host, other.host, self._arrive, other, world.rank, number, mine)
+        deadline = process.kernel.now + limit
+        process.kernel.step()
+        while len(received) < world.world_size and not self.is_shut and not self._closed:
+            if process.kernel.now >= deadline:
+                raise GroupBroken("it was not made in time")
+            self._is_waiting = True
+            process.training_task.wait(deadline - process.kernel.now)  # type: ignore[attr-defined]
+            self._is_waiting = False
+        if len(received) < world.world_size or self.is_shut:
+            raise GroupBroken("a connection was closed")
+        del self._received[number]
+        return [received[rank] for rank in range(world.world_size)]
+
+    def shut(self) -> None:
+        """Called by the watcher's thread."""
+        self.is_shut = True
+        self._wake()
+
+    def close(self) -> None:
+        """The others see its connections close."""
+        process = self._process
+        for other in self._others.values():
+            process.network.send(process.host, other.host, self._note_closed, other, process.uid)
+
+    def _wake(self) -> None:
+        if self._is_waiting:
+            self._is_waiting = False
+            self._process.training_task.wake()  # type: ignore[attr-defined]
+
+    def _arrive(self, other: Process, rank: int, number: int, value: Any) -> None:
+        theirs: Group | None = other.groups.get(self._world.uid)  # type: ignore[attr-defined]
+        if theirs is not None:
+            theirs._receive(rank, number, value)
+        else:
+            other.early_contributions.append((self._world.uid, (rank, number, value)))  # type: ignore[attr-defined]
+
+    def _receive(self, rank: int, number: int, value: Any) -> None:
+        received = self._received.setdefault(number, {})
+        received[rank] = value
+        if len(received) == self._world.world_size:
+            self._wake()
+
+    def _note_closed(self, other: Process, uid: str) -> None:
+        theirs: Group | None = other.groups.get(self._world.uid)  # type: ignore[attr-defined]
+        if theirs is not None:
+            theirs._closed.add(uid)
+            theirs._wake()
+        else:  # it finds nobody to connect to
+            other.early_closings.add((self._world.uid, uid))  # type: ignore[attr-defined]

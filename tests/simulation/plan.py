@@ -1,0 +1,44 @@
+"""What a history is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_train.protocol.peers import Size
+
+Fault = tuple[Any, ...]
+"""(seconds, name of a method of faults.Faults, its arguments)"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A history: all of it follows from this."""
+
+    seed: int
+    """of latencies, clocks and the lengths of steps"""
+    hosts: tuple[int, ...] = (1, 1, 1)
+    """workers of each host"""
+    faults: tuple[Fault, ...] = ()
+    recovers_at: float | None = None
+    """when all that can be mended is; five seconds later all must be well"""
+    seconds: float = 12.0
+    """its length, where it does not recover"""
+    peer_timeout: float = 2.0
+    is_formed: bool = True
+    """whether it begins with a first world that everybody is told, and no queue"""
+    founders: int | None = None
+    """how many hosts the first world has; the others come as newcomers. All by default"""
+    min_nodes: int | None = None
+    """all hosts by default"""
+    max_world_size: int | None = None
+    max_steps: int = 10**9
+    has_equal_names: bool = False
+    num_endpoints: int = 1
+
+    def workers_of(self, host: str) -> int:
+        index = int(host[1:])
+        return self.hosts[index] if index < len(self.hosts) else 1
+
+    def size(self) -> Size:
+        return Size(min_nodes=self.min_nodes or len(self.hosts), max_nodes=16, last_call=0.0)

@@ -1,0 +1,207 @@
+"""Histories of a job by its real code, and what must hold of every one of them."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from elastic_train import membership as membership_module
+from elastic_train.protocol.agreement import Decision
+from elastic_train.protocol.laws import Voters
+from elastic_train.world import World
+from tests.simulation.faults import Faults
+from tests.simulation.finder import Signposts
+from tests.simulation.plan import Fault, Plan
+from tests.simulation.process import Machines
+from tests.simulation.worker import Commit, Worker, make_peer_job
+
+membership_module.POLL_SECONDS = 0.02  # fewer events; nothing depends on it
+membership_module.QUEUE_POLL_SECONDS = 0.1
+membership_module.SPARE_POLL_SECONDS = 0.1
+
+
+HEAL_SECONDS = 5.0
+"""after a full heal: then all are together"""
+
+
+@dataclass
+class Told:
+    """A world that members have entered."""
+
+    uid: str
+    generation: int
+    members: tuple[str, ...]
+    entered_at: float
+    parent: str | None = None
+    commits: list[Commit] = field(default_factory=list)
+
+
+class Simulation:
+    """One history."""
+
+    def __init__(self, plan: Plan, make_job: Callable[[Worker], Any] = make_peer_job) -> None:
+        self.plan, self.make_job = plan, make_job
+        self.machines = Machines(plan.seed)
+        self.kernel, self.network = self.machines.kernel, self.machines.network
+        hosts = [f"h{index}" for index in range(len(plan.hosts))]
+        self.posts = Signposts(self.machines, hosts[: plan.num_endpoints])
+        self.workers: list[Worker] = []
+        self.worlds: dict[str, Told] = {}
+        self.notes: list[str] = []
+        self.failures: list[str] = []
+        self.starts: list[str] = []
+        """uids of worlds that began without a state"""
+        self._port = 0
+        for host, number in zip(hosts, plan.hosts, strict=True):
+            for local_rank in range(number):
+                self.start(host, local_rank)
+        if plan.is_formed:
+            self._form()
+
+    def start(self, host: str, local_rank: int = 0, port: int | None = None) -> Worker:
+        self._port += 1
+        worker = Worker(self, host, local_rank, port or self._port)
+        self.workers.append(worker)
+        return worker
+
+    def _form(self) -> None:
+        hosts = [f"h{index}" for index in range(len(self.plan.hosts))][: self.plan.founders]
+        founders = [worker for worker in self.workers if worker.process.host in hosts]
+        members = tuple(worker.member for worker in founders)
+        decision = Decision(0, self.machines.draw_uid(), (), members)
+        worlds = [Voters.of(decision.uid, members[: self.plan.max_world_size]).to_json()]
+        told = json.dumps({"decision": asdict(decision), "old": [], "worlds": worlds})
+        for worker in founders:
+            worker.process.memory.put("admitted", told)
+
+    def rejoin(self, worker: Worker) -> None:
+        """Its process goes on as a newcomer."""
+
+        def start() -> None:
+            self.start(worker.process.host, worker.member.local_rank).kept = worker.commit or worker.kept
+
+        self.kernel.after(0.05, start)
+
+    def end(self, worker: Worker, ending: str) -> None:
+        process = worker.process
+        if not process.is_alive:
+            return
+        process.end(ending)
+        if worker.group is not None:
+            worker.group.close()
+        for other in self.workers:
+            if other.process.is_alive:
+                other.watcher.links.note_closed(process)  # type: ignore[attr-defined]
+
+    def step_seconds(self) -> float:
+        return self.machines.random.uniform(0.1, 0.3)
+
+    @property
+    def living(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.process.ending is None]
+
+    # --- what is seen -------------------------------------------------------------------------------------------------
+
+    def note(self, text: str) -> None:
+        self.notes.append(f"{self.kernel.now:8.3f} {text}")
+
+    def fail(self, text: str) -> None:
+        self.note(f"VIOLATION {text}")
+        self.failures.append(text)
+
+    def fail_of(self, worker: Worker, error: Exception) -> None:
+        place = "".join(traceback.format_tb(error.__traceback__)[-3:])
+        self.fail(f"ends with an error: {worker} {error!r}\n{place}")
+
+    def note_world(self, worker: Worker, world: World, before: World | None) -> None:
+        uids = tuple(member.uid for member in world.members)
+        told = self.worlds.setdefault(world.uid, Told(world.uid, world.generation, uids, self.kernel.now))
+        if told.members != uids:
+            self.fail(f"one world, two lists: {told.members} and {uids}")
+        if before is not None:
+            if told.parent not in (None, before.uid):
+                self.fail(f"one world, two parents: {world.uid} of {told.parent} and {before.uid}")
+            told.parent = before.uid
+        self.note(f"{worker} enters generation {world.generation} {world.uid} of {uids}")
+
+    def note_start(self, worker: Worker, world: World) -> None:
+        if world.uid in self.starts:
+            return
+        self.starts.append(world.uid)
+        self.note(f"{worker} begins from the start in {world.uid}")
+
+    def _check_start(self, world: World) -> None:
+        holders = [one for one in self.living if max(one.last_step, one.kept.step if one.kept else 0) > 1]
+        if holders:  # of more than the first step, which may be provisional
+            self.fail(f"a committed step is lost: {world.uid} begins from the start beside {holders}")
+
+    def note_commit(self, worker: Worker, world: World, parent: Commit | None) -> Commit:
+        told = self.worlds[world.uid]
+        commit = Commit(1 if parent is None else parent.step + 1, world.uid, world.generation, parent)
+        worker.committed_at = self.kernel.now
+        for one in told.commits:
+            if one.step == commit.step:
+                if one.parent is not parent:
+                    self.fail(f"two states: step {one.step} of {world.uid} was computed from both")
+                return one
+        told.commits.append(commit)
+        if parent is None and len(told.commits) == 1:
+            self._check_start(world)
+        return commit
+
+    # --- its run ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Raises nothing: see `failures`."""
+        from tests.simulation import checks
+
+        faults = Faults(self)
+        for seconds, name, *arguments in self.plan.faults:
+            self.kernel.after(seconds, faults.cause, name, *arguments)
+        recovers_at = self.plan.recovers_at
+        if recovers_at is None:
+            self.kernel.run(self.plan.seconds)
+        else:
+            self.kernel.run(recovers_at)
+            checks.check_sides(self)
+            faults.cause("recover")
+            found: str | None = ""
+            while found is not None and self.kernel.now < recovers_at + HEAL_SECONDS:
+                self.kernel.run(self.kernel.now + 0.5)
+                found = checks.what_is_not_well(self)
+            if found is not None:
+                self.fail(found)
+        checks.check_chain(self)
+        self.close()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.process.is_alive = False  # no task goes on
+        for worker in self.workers:
+            for task in worker.process.tasks:
+                task.end()
+
+    def describe(self) -> str:
+        return "\n".join(self.notes)
+
+
+def shrink(plan: Plan, make_job: Callable[[Worker], Any] = make_peer_job) -> Plan:
+    """The same with as few faults as still fail."""
+    faults: list[Fault] = list(plan.faults)
+    index = 0
+    while index < len(faults):
+        fewer = replace(plan, faults=tuple(faults[:index] + faults[index + 1 :]))
+        if failures_of(fewer, make_job):
+            del faults[index]
+        else:
+            index += 1
+    return replace(plan, faults=tuple(faults))
+
+
+def failures_of(plan: Plan, make_job: Callable[[Worker], Any] = make_peer_job) -> list[str]:
+    simulation = Simulation(plan, make_job)
+    simulation.run()
+    return simulation.failures

@@ -1,0 +1,39 @@
+"""Each planted error is found by a directed history that the real code survives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.contract import test_membership as contract
+from tests.simulation import directed, planted
+from tests.simulation.plan import Plan
+from tests.simulation.simulator import failures_of
+
+FOUND_BY: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Plan], str]] = [
+    (planted.newcomers_vote_at_once, directed.voters_without_state, "a committed step is lost"),
+    (planted.late_deaths_count, directed.late_proof, "no chain"),
+    (planted.an_age_starts_at_acceptance, lambda: directed.accepted_late(), "no chain"),
+    (planted.nobody_waits_for_the_left_out, lambda: directed.expelled_behind_its_back(1.33), "no chain"),
+    (planted.both_halves_win_a_tie, directed.halves, "no chain"),
+    (planted.a_listener_has_no_uid, directed.restarted_container, "ends with an error"),
+    (planted.it_begins_beside_a_running_job, directed.first_host_comes_back, "a committed step is lost"),
+]
+
+
+@pytest.mark.parametrize(("plant", "make", "what"), FOUND_BY, ids=lambda one: getattr(one, "__name__", ""))
+def test_a_planted_error_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], make: Callable[[], Plan], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make()
+    assert failures_of(plan) == []
+    plant(monkeypatch)
+    assert any(what in failure for failure in failures_of(plan))
+
+
+def test_a_decision_that_is_not_collected_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No history of a few faults tells: a commit needs all members of a world besides. The contract does."""
+    planted.a_decision_is_not_collected(monkeypatch)
+    with pytest.raises(AssertionError, match="interrupted before operation"):
+        contract.test_two_proposers_decide_the_same_however_they_interleave()

@@ -1,0 +1,94 @@
+"""Who waits in the join queue, and which nodes are admitted."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from elastic_train.protocol.join_queue import Waiting, by_newest, is_start_due, ready_nodes, without_nodes_of
+from elastic_train.world import Member
+
+
+def member(node: str, local_rank: int = 0, newest: tuple[int, int] | None = None) -> Member:
+    return Member(
+        host=node,
+        local_rank=local_rank,
+        pid=100 + local_rank,
+        agent_pid=1,
+        address=("10.0.0.1", 4000 + local_rank),
+        directory_id="d",
+        backend="gloo",
+        max_generation=None,
+        agreement={"--seed": 0},
+        store=("10.0.0.1", 5000),
+        uid=f"{node}{local_rank}",
+        newest=newest,
+    )
+
+
+def waiting(node: str, local_rank: int = 0, size: int = 1) -> Waiting:
+    return Waiting(member(node, local_rank), size)
+
+
+@pytest.mark.parametrize("one", [waiting("a"), waiting("a", 1, 2), Waiting(member("a", 0, (3, 40)), 1, order=7)])
+def test_what_is_written_is_read(one: Waiting) -> None:
+    assert Waiting.from_json(one.to_json()) == one
+
+
+def test_a_node_is_ready_when_all_its_workers_are() -> None:
+    queue = [waiting("a", 0, 2), waiting("b", 1, 2), waiting("b", 0, 2), waiting("c")]
+    assert ready_nodes(queue, ()) == [(member("b", 0), member("b", 1)), (member("c"),)]
+
+
+def test_nodes_stand_in_the_order_in_which_their_first_worker_came_and_workers_by_local_rank() -> None:
+    workers = [waiting("a", 0, 2), waiting("a", 1, 2), waiting("b", 0, 2), waiting("b", 1, 2)]
+    for queue in permutations(workers):
+        found = ready_nodes(queue, ())
+        assert [node[0].host for node in found] == list(dict.fromkeys(one.member.host for one in queue))
+        assert all([one.local_rank for one in node] == [0, 1] for node in found)
+
+
+def test_who_stands_there_twice_is_one() -> None:
+    assert ready_nodes([waiting("a", 0, 2), waiting("a", 0, 2)], ()) == []
+
+
+def test_who_is_in_the_world_already_is_not_admitted_again() -> None:
+    assert ready_nodes([waiting("a"), waiting("b")], {"a0"}) == [(member("b"),)]
+
+
+def test_a_host_that_came_back_is_somebody_else() -> None:
+    assert ready_nodes([waiting("a")], {"a-of-an-earlier-process"}) == [(member("a"),)]
+
+
+def test_a_node_takes_part_with_all_of_its_workers_or_not_at_all() -> None:
+    members = (member("a", 0), member("a", 1), member("b", 0), member("b", 1))
+    assert without_nodes_of([member("a", 1)], members) == members[2:]
+    assert without_nodes_of([], members) == members
+    assert without_nodes_of([member("c")], members) == members
+    assert without_nodes_of([member("a"), member("b")], members) == ()
+
+
+def test_who_sees_the_newest_snapshot_leads_and_the_others_keep_their_order() -> None:
+    old, none = (member("a", 0, (1, 90)),), (member("b"),)
+    newest = (member("c", 0), member("c", 1, (2, 10)))
+    other = (member("d"),)
+    assert by_newest([old, none, newest, other]) == [newest, old, none, other]
+    assert by_newest([none, other]) == [none, other]
+    assert by_newest([]) == []
+
+
+@pytest.mark.parametrize(
+    ("num_ready", "seconds", "is_due"),
+    [
+        (0, 99.0, False),
+        (1, 99.0, False),
+        (2, 1.9, False),
+        (2, 2.0, True),
+        (3, 2.5, True),
+        (4, 0.0, True),
+        (5, 0.0, True),
+    ],
+)
+def test_the_first_world_starts_when_all_or_enough_are_there(num_ready: int, seconds: float, is_due: bool) -> None:
+    assert is_start_due(num_ready, min_nodes=2, max_nodes=4, seconds_enough=seconds, last_call=2.0) is is_due

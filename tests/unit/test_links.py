@@ -1,0 +1,717 @@
+"""Pings over real sockets: what a member hears of one that lives, is killed, is frozen, or is somebody else by now."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic_train.protocol.links import LONGEST_LINE, Address, Heard, Links, through_suspends
+
+INTERVAL = 0.05
+DEADLINE = 30.0
+"""of every wait"""
+EPOCH = "w1"
+
+Open = Callable[..., Links]
+
+
+@pytest.fixture
+def open_links() -> Iterator[Open]:
+    opened: list[Links] = []
+
+    def make(uid: str, interval: float = INTERVAL, host: str = "127.0.0.1") -> Links:
+        opened.append(Links(host, uid, interval))
+        return opened[-1]
+
+    yield make
+    for links in opened:
+        links.close()
+
+
+def until(condition: Callable[[], object], *driven: Links) -> list[bool]:
+    """Let members take their turns until something holds; what their turns returned."""
+    deadline, returned = time.monotonic() + DEADLINE, []
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come about"
+        returned += [links.turn(0.01) for links in driven]
+    return returned
+
+
+def pass_time(seconds: float, *driven: Links) -> None:
+    end = time.monotonic() + seconds
+    until(lambda: time.monotonic() > end, *driven)
+
+
+def heard(links: Links, uid: str) -> Heard:
+    found = links.heard(uid)
+    assert found is not None, "it is watched"
+    return found
+
+
+def meet(one: Links, other: Links, epoch: str = EPOCH) -> None:
+    """Members `a` and `b` of one world have answered each other."""
+    one.watch([("a", one.address), ("b", other.address)], epoch)
+    other.watch([("a", one.address), ("b", other.address)], epoch)
+    until(lambda: heard(one, "b").pinged_at and heard(other, "a").pinged_at, one, other)
+
+
+PEER = """
+import json, os, signal, sys
+from elastic_train.protocol.links import Links
+
+links = Links("127.0.0.1", "b", 0.05)
+print(json.dumps(links.address), flush=True)
+links.watch([("a", tuple(json.loads(sys.stdin.readline())))], "w1")
+links.tell("-at work")
+while not (links.heard("a").pinged_at and links.answered()):
+    links.turn(0.05)
+child = os.fork() if "forks" in sys.argv else -1
+if child == 0:
+    signal.pause()
+print(child, flush=True)
+while True:
+    links.turn(0.05)
+"""
+
+
+class Process:
+    """Member `b`, in a process of its own; it has met `a` when this returns."""
+
+    def __init__(self, a: Links, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PEER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        host, port = json.loads(self.process.stdout.readline())
+        self.address: Address = (host, port)
+        a.watch([("b", self.address)], EPOCH)
+        self.process.stdin.write(json.dumps(a.address) + "\n")
+        self.process.stdin.flush()
+        until(lambda: heard(a, "b").pinged_at and a.answered(), a)
+        self.child = int(self.process.stdout.readline())
+
+    def freeze(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + DEADLINE
+        while psutil.Process(self.process.pid).status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < deadline, "it does not stop"
+
+    def wake(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(DEADLINE)  # its forked child keeps the pipe
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+@contextmanager
+def running(a: Links, *arguments: str) -> Iterator[Process]:
+    process = Process(a, *arguments)
+    try:
+        yield process
+    finally:
+        process.end()
+        if process.child > 0:
+            with suppress(ProcessLookupError):
+                os.kill(process.child, signal.SIGKILL)
+
+
+# --- members that live ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_members_of_a_world_answer_each_other(open_links: Open, host: str) -> None:
+    try:
+        one, other = open_links("a", host=host), open_links("b", host=host)
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    one.tell("-one two")
+    other.tell("-three")
+    meet(one, other)
+    until(lambda: heard(one, "b").status and heard(other, "a").status, one, other)
+    assert (heard(one, "b").status, heard(one, "b").epoch) == ("-three", EPOCH)
+    assert (heard(other, "a").status, heard(other, "a").epoch) == ("-one two", EPOCH)
+    assert heard(one, "b").has_answered
+    assert heard(one, "b").refused_at is None
+    assert one.answered().keys() == {"b"}
+    assert 0.0 <= one.answered()["b"] < DEADLINE
+    assert one.heard("a") is None, "nobody watches itself"
+
+
+def test_pings_go_on(open_links: Open) -> None:
+    one, other = open_links("a"), open_links("b")
+    meet(one, other)
+    for _ in range(3):
+        before = heard(one, "b").pinged_at or 0.0
+        until(lambda before=before: (heard(one, "b").pinged_at or 0.0) > before, one, other)  # type: ignore[misc]
+
+
+class Caller:
+    """Somebody who speaks the lines by hand."""
+
+    def __init__(self, links: Links) -> None:
+        self.links = links
+        self.socket = socket.create_connection(links.address, DEADLINE)
+        self.received = b""
+
+    def send(self, text: bytes) -> None:
+        self.socket.sendall(text)
+
+    def line(self) -> str:
+        """The next line that it is answered."""
+        self.socket.setblocking(False)
+
+        def has_line() -> bool:
+            with suppress(BlockingIOError):
+                self.received += self.socket.recv(LONGEST_LINE)
+            return b"\n" in self.received
+
+        until(has_line, self.links)
+        self.socket.settimeout(DEADLINE)
+        line, _, self.received = self.received.partition(b"\n")
+        return line.decode()
+
+
+@pytest.mark.parametrize(
+    ("ping", "answer", "is_answered"),
+    [
+        ("P b w1 7 -fine", "A a w1 7 -mine", True),
+        ("P b w1 7 ", "A a w1 7 -mine", True),
+        ("P b w1 7", "A a w1 7 -mine", True),
+        ("P b w0 7 -fine", "N a", False),
+        ("P b - 7 -fine", "N a", False),
+        ("P stranger w1 7 -fine", "N a", False),
+        ("P a w1 7 -fine", "N a", False),
+        ("P b w1", "N a", False),
+        ("A b w1 7 -fine", "N a", False),
+        ("GET / HTTP/1.1", "N a", False),
+        ("", "N a", False),
+        ("ä€", "N a", False),
+    ],
+)
+def test_only_a_watched_member_of_the_same_world_is_answered_as_one(
+    open_links: Open, ping: str, answer: str, is_answered: bool
+) -> None:
+    links = open_links("a")
+    links.tell("-mine")
+    links.watch([("b", ("127.0.0.1", 1))], EPOCH)
+    caller = Caller(links)
+    caller.send(ping.encode() + b"\n")
+    assert caller.line() == answer
+    assert bool(links.answered()) is is_answered
+
+
+def test_who_has_no_world_answers_that_it_lives(open_links: Open) -> None:
+    links = open_links("a")
+    caller = Caller(links)
+    caller.send(b"P b - 7 -fine\nP b  7 -fine\n")
+    assert [caller.line(), caller.line()] == ["N a", "N a"]
+
+
+def test_a_line_may_come_in_parts_and_lines_together(open_links: Open) -> None:
+    links = open_links("a")
+    links.tell("-mine")
+    links.watch([("b", ("127.0.0.1", 1))], EPOCH)
+    caller = Caller(links)
+    caller.send(b"P b w1 1 -\nP b w1 2")
+    assert caller.line() == "A a w1 1 -mine"
+    caller.send(b"3 -\nP b w1 3 -\n")
+    assert [caller.line(), caller.line()] == ["A a w1 23 -mine", "A a w1 3 -mine"]
+
+
+def test_another_member_of_another_world_lives_and_no_more(open_links: Open) -> None:
+    one, other = open_links("a"), open_links("b")
+    one.watch([("b", other.address)], "w1")
+    other.watch([("a", one.address)], "w2")
+    until(lambda: heard(one, "b").has_answered and heard(other, "a").has_answered, one, other)
+    pass_time(4 * INTERVAL, one, other)
+    for found in (heard(one, "b"), heard(other, "a")):
+        assert (found.pinged_at, found.refused_at, found.status) == (None, None, "")
+    assert one.answered() == other.answered() == {}
+
+
+def test_another_world_starts_no_age(open_links: Open) -> None:
+    one, other = open_links("a"), open_links("b")
+    meet(one, other)
+    one.watch([("b", other.address)], "w2")
+    assert heard(one, "b").pinged_at is None
+    pass_time(4 * INTERVAL, one, other)
+    assert heard(one, "b").pinged_at is None, "the other is still in the world before"
+    before = through_suspends()
+    other.watch([("a", one.address)], "w2")
+    until(lambda: heard(one, "b").pinged_at, one, other)
+    assert (heard(one, "b").pinged_at or 0.0) >= before
+
+
+def test_who_is_not_watched_any_more_is_forgotten(open_links: Open) -> None:
+    one, other = open_links("a"), open_links("b")
+    meet(one, other)
+    one.watch([], "w2")
+    until(lambda: one.heard("b") is None, one)
+    asked = Caller(one)
+    asked.send(b"P b w2 1 -\n")
+    assert asked.line() == "N a"
+    before = heard(other, "a").heard_at
+    until(lambda: heard(other, "a").heard_at > before, one, other)
+    assert heard(other, "a").refused_at is None, "it lives"
+
+
+# --- members that are killed or frozen, and strangers -----------------------------------------------------------------
+
+
+def test_a_killed_process_is_refused_at_once(open_links: Open) -> None:
+    links = open_links("a", interval=0.25)
+    with running(links) as process:
+        assert heard(links, "b").refused_at is None
+        before = through_suspends()
+        process.end()
+        killed = time.monotonic()
+        returned = until(lambda: heard(links, "b").refused_at, links)
+        assert time.monotonic() - killed < 1.0
+        assert any(returned), "it matters"
+        found = heard(links, "b")
+        assert before <= (found.refused_at or 0.0) <= through_suspends()
+        assert (found.pinged_at or 0.0) <= (found.refused_at or 0.0)
+        pass_time(0.6, links)
+        assert heard(links, "b").refused_at == found.refused_at, "the first time counts"
+
+
+def test_a_frozen_process_is_only_silent(open_links: Open) -> None:
+    links = open_links("a")
+    with running(links) as process:
+        process.freeze()
+        pass_time(2 * INTERVAL, links)
+        before = heard(links, "b").heard_at
+        pass_time(1.5, links)
+        assert heard(links, "b").heard_at == before
+        assert heard(links, "b").refused_at is None
+        process.wake()
+        until(lambda: heard(links, "b").heard_at > before, links)
+        assert heard(links, "b").refused_at is None
+
+
+def test_a_frozen_process_that_is_killed_is_refused_at_once(open_links: Open) -> None:
+    links = open_links("a")
+    with running(links) as process:
+        process.freeze()
+        pass_time(0.5, links)
+        process.end()
+        killed = time.monotonic()
+        until(lambda: heard(links, "b").refused_at, links)
+        assert time.monotonic() - killed < 1.0
+
+
+def test_a_forked_child_does_not_hide_the_death_of_its_parent(open_links: Open) -> None:
+    links = open_links("a")
+    with running(links, "forks") as process:
+        assert process.child > 0
+        process.end()
+        killed = time.monotonic()
+        until(lambda: heard(links, "b").refused_at, links)
+        assert time.monotonic() - killed < 1.0
+        assert psutil.Process(process.child).is_running()
+
+
+class Stranger:
+    """Something that listens, says `answer` to each line or closes at once where that is None, and counts its callers;
+    on a thread."""
+
+    def __init__(self, answer: bytes | None) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address: Address = ("127.0.0.1", self.listener.getsockname()[1])
+        self.answer, self.num_callers = answer, 0
+        self._is_over = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self.listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._is_over.is_set():
+            for key, _ in self._selector.select(0.02):
+                if key.fileobj is self.listener:
+                    caller, _ = self.listener.accept()
+                    self.num_callers += 1
+                    if self.answer is None:
+                        caller.close()
+                    else:
+                        self._selector.register(caller, selectors.EVENT_READ)
+                elif isinstance(key.fileobj, socket.socket):
+                    self._hear(key.fileobj)
+
+    def _hear(self, caller: socket.socket) -> None:
+        try:
+            data = caller.recv(LONGEST_LINE)
+            if data and self.answer:
+                caller.sendall(self.answer)
+        except OSError:
+            data = b""
+        if not data:
+            self._selector.unregister(caller)
+            caller.close()
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join(DEADLINE)
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+
+
+@contextmanager
+def listening(answer: bytes | None) -> Iterator[Stranger]:
+    stranger = Stranger(answer)
+    try:
+        yield stranger
+    finally:
+        stranger.end()
+
+
+def test_another_process_at_the_address_of_a_dead_one(open_links: Open) -> None:
+    links, other = open_links("a"), open_links("c")
+    links.watch([("b", other.address)], EPOCH)
+    returned = until(lambda: heard(links, "b").refused_at, links, other)
+    assert any(returned), "it matters"
+    assert not heard(links, "b").has_answered
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n<html>\n",
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"hello\n",
+        b"\n",
+        b"A\n",
+        b"A c w1 1 -\n",
+        b"P b w1 1 -\n",
+        b"\xff\xfe\n",
+        (LONGEST_LINE + 1) * b"x",
+    ],
+    ids=["http", "ssh", "a-word", "an-empty-line", "a-letter", "another-uid", "a-ping", "bytes", "a-line-without-end"],
+)
+def test_another_program_at_the_address_of_a_dead_one(open_links: Open, answer: bytes) -> None:
+    links = open_links("a")
+    with listening(answer) as stranger:
+        links.watch([("b", stranger.address)], EPOCH)
+        until(lambda: heard(links, "b").refused_at, links)
+        pass_time(4 * INTERVAL, links)
+        found = heard(links, "b")
+        assert (found.has_answered, found.pinged_at, found.status) == (False, None, "")
+
+
+@pytest.mark.parametrize("answer", [b"", None], ids=["says-nothing", "closes"])
+def test_a_program_that_does_not_say_who_it_is_proves_nothing(open_links: Open, answer: bytes | None) -> None:
+    links = open_links("a", interval=0.2)
+    with listening(answer) as stranger:
+        links.watch([("b", stranger.address)], EPOCH)
+        until(lambda: stranger.num_callers, links)
+        pass_time(2.0, links)
+        assert heard(links, "b").refused_at is None
+        assert not heard(links, "b").has_answered
+        assert stranger.num_callers < 25, "it is not called without a pause"
+
+
+def test_who_answers_after_all_is_not_dead(open_links: Open) -> None:
+    """Where nobody was heard yet, a refusal may have come too early."""
+    links = open_links("a")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))  # a bound port that does not listen refuses, and nobody else gets it
+        links.watch([("b", ("127.0.0.1", listener.getsockname()[1]))], EPOCH)
+        until(lambda: heard(links, "b").refused_at, links)
+        assert heard(links, "b").pinged_at is None
+        listener.listen()
+        listener.setblocking(False)
+
+        callers: list[socket.socket] = []
+
+        def accept() -> bool:
+            with suppress(BlockingIOError):
+                callers.append(listener.accept()[0])
+            return bool(callers)
+
+        until(accept, links)
+        callers[0].sendall(b"N b\n")
+        until(lambda: heard(links, "b").has_answered, links)
+        assert heard(links, "b").refused_at is None
+        callers[0].close()
+
+
+def test_a_suspended_process_takes_nobody_for_silent() -> None:
+    """All members are frozen at once, as a machine is: none has heard of any other, and none is to blame."""
+    code = """
+import os, sys, threading, time
+from elastic_train.protocol.links import Links
+
+one, other = Links("127.0.0.1", "a", 0.05), Links("127.0.0.1", "b", 0.05)
+one.watch([("b", other.address)], "w1")
+other.watch([("a", one.address)], "w1")
+is_over = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), is_over.set()), daemon=True).start()
+while not one.heard("b").pinged_at:
+    one.turn(0.05), other.turn(0.05)
+print("met", flush=True)
+oldest = 0.0
+while not is_over.is_set():
+    one.turn(0.05)
+    oldest = max(oldest, time.monotonic() - one.heard("b").heard_at)
+    other.turn(0.05)
+print(oldest, flush=True)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "met\n"
+        for _ in range(3):
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(2.0)
+            os.kill(process.pid, signal.SIGCONT)
+            time.sleep(0.3)
+        told, _ = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+        process.communicate()
+    assert float(told) < 1.5
+
+
+# --- what ends a turn -------------------------------------------------------------------------------------------------
+
+FAR = 60.0
+"""between two pings of members that shall hear nothing but what is told at once"""
+
+
+def test_a_status_with_another_first_character_ends_a_turn_at_once(open_links: Open) -> None:
+    one, other = open_links("a", interval=FAR), open_links("b", interval=FAR)
+    one.tell("-one")
+    other.tell("-other")
+    meet(one, other)
+    until(lambda: heard(one, "b").status, one, other)
+    pass_time(0.2, one, other)
+    other.tell("!out", at_once=True)
+    other.turn(0.0)
+    told = time.monotonic()
+    assert until(lambda: heard(one, "b").status == "!out", one)[-1], "the turn that hears it says so"
+    assert time.monotonic() - told < FAR / 4
+    other.tell("!out, for a reason", at_once=True)
+    other.turn(0.0)
+    returned = until(lambda: heard(one, "b").status == "!out, for a reason", one)
+    assert not any(returned), "nothing new"
+
+
+def test_a_status_in_an_answer_counts_as_well(open_links: Open) -> None:
+    one, other = open_links("a"), open_links("b", interval=FAR)
+    one.tell("-one")
+    other.tell("-other")
+    meet(one, other)
+    until(lambda: heard(one, "b").status == "-other", one, other)
+    other.tell("!out")  # it is in no ping of its own for a long time
+    deadline, ended = time.monotonic() + DEADLINE, False
+    while not ended:
+        assert time.monotonic() < deadline
+        ended = one.turn(0.01)
+        other.turn(0.01)
+    assert heard(one, "b").status == "!out"
+
+
+def test_another_thread_ends_a_turn(open_links: Open) -> None:
+    links = open_links("a", interval=FAR)
+    links.turn(0.0)
+    has_ended = threading.Event()
+
+    def run() -> None:
+        links.turn(FAR)
+        has_ended.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    links.wake()
+    assert has_ended.wait(FAR / 4)
+    thread.join(DEADLINE)
+
+
+def test_waking_again_and_again_does_not_block(open_links: Open) -> None:
+    links = open_links("a", interval=FAR)
+
+    def run() -> None:
+        for _ in range(200_000):
+            links.wake()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+    assert not thread.is_alive(), "a pipe holds 65536 bytes"
+
+
+# --- a full connection ------------------------------------------------------------------------------------------------
+
+
+LONG = "-" + 60000 * "x"
+
+
+def test_a_member_that_never_reads_blocks_nobody_and_hears_whole_lines_later(open_links: Open) -> None:
+    links = open_links("a")
+    links.tell(LONG)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        links.watch([("b", ("127.0.0.1", listener.getsockname()[1]))], EPOCH)
+        received: dict[socket.socket, bytes] = {}
+
+        def accept() -> bool:
+            with suppress(BlockingIOError):  # more than one: the kernel may give a connection up that nobody reads
+                received[listener.accept()[0]] = b""
+            return bool(received)
+
+        until(accept, links)
+        longest = 0.0
+        for _ in range(400):
+            links.tell(LONG, at_once=True)
+            before = time.monotonic()
+            links.turn(0.0)
+            longest = max(longest, time.monotonic() - before)
+        assert longest < DEADLINE / 4
+        links.tell("-short")
+
+        def is_short_heard() -> bool:
+            accept()
+            for connection in received:
+                connection.setblocking(False)
+                with suppress(BlockingIOError, ConnectionResetError):
+                    received[connection] += connection.recv(2**20)
+            return any(b"-short\n" in data for data in received.values())
+
+        until(is_short_heard, links)
+        lines = [line for data in received.values() for line in data.decode().split("\n")[:-1]]
+        for connection in received:
+            connection.close()
+    assert len(lines) < 400, "more than the connection could hold was never sent"
+    assert {line.split(" ")[0] for line in lines} == {"P"}
+    assert {line.split(" ", 4)[4] for line in lines} <= {LONG, "-short"}
+
+
+def test_a_caller_that_never_reads_blocks_nobody_and_hears_whole_lines_later(open_links: Open) -> None:
+    links = open_links("a")
+    links.watch([("b", ("127.0.0.1", 1))], EPOCH)
+    caller = Caller(links)
+    for number in range(400):
+        links.tell(LONG + number % 100 * "x")
+        caller.send(f"P b w1 {number} -\n".encode())
+        links.turn(0.0)
+    links.tell("-short")
+    lines: list[str] = []
+    while not lines or not lines[-1].endswith("-short"):
+        assert number < 2000, "it is never heard again"
+        number += 1
+        caller.send(f"P b w1 {number} -\n".encode())
+        lines.append(caller.line())
+    assert {line.split(" ", 4)[4].rstrip("x") for line in lines} == {"-", "-short"}
+    assert {line.split(" ")[0] for line in lines} == {"A"}
+    assert len(lines) < number, "more than the connection could hold was never sent"
+    caller.socket.close()
+
+
+def test_a_caller_that_never_ends_its_line_is_hung_up_on(open_links: Open) -> None:
+    links = open_links("a")
+    caller = Caller(links)
+    caller.socket.setblocking(False)
+
+    def is_over() -> bool:
+        try:
+            caller.socket.send(4096 * b"x")
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return False
+
+    until(is_over, links)
+
+
+def selectors_ready(listener: socket.socket) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        return bool(selector.select(0.0))
+
+
+# --- its descriptors --------------------------------------------------------------------------------------------------
+
+
+def descriptors() -> set[str]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            if name.startswith(("socket:", "pipe:", "anon_inode:")):
+                found.add(f"{fd} {name}")
+    return found
+
+
+def test_it_goes_on_accepting_and_keeps_no_connection_of_a_probe(open_links: Open) -> None:
+    links = open_links("a")
+    before = descriptors()
+    for _ in range(5):
+        for _ in range(100):
+            socket.create_connection(links.address, DEADLINE).close()
+        until(lambda: not selectors_ready(links._listener), links)
+    until(lambda: descriptors() == before, links)
+
+
+def test_a_stuck_member_still_accepts(open_links: Open) -> None:
+    """A frozen process is probed by everybody; it must not look like a cut cable at once."""
+    links = open_links("a")
+    callers = [socket.create_connection(links.address, DEADLINE) for _ in range(200)]
+    for caller in callers:
+        caller.close()
+
+
+def test_close_leaves_no_descriptor_and_refuses() -> None:
+    before = descriptors()
+    one, other = Links("127.0.0.1", "a", INTERVAL), Links("127.0.0.1", "b", INTERVAL)
+    meet(one, other)
+    one.close()
+    other.close()
+    assert descriptors() == before
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(one.address, DEADLINE)
+
+
+def test_who_keeps_listening_is_seen_to_live() -> None:
+    before = descriptors()
+    one, other = Links("127.0.0.1", "a", INTERVAL), Links("127.0.0.1", "b", INTERVAL)
+    meet(one, other)
+    one.close(keeps_listening=True)
+    for _ in range(100):
+        socket.create_connection(one.address, DEADLINE).close()
+    pass_time(6 * INTERVAL, other)
+    assert heard(other, "a").refused_at is None
+    other.close()
+    assert len(descriptors() - before) == 1
+    one._listener.close()
+    assert descriptors() == before
+
+
+def test_a_word_after_the_end_is_written_into_nobodys_file(tmp_path: Path) -> None:
+    links = Links("127.0.0.1", "a", INTERVAL)
+    links.close()
+    files = [(tmp_path / str(number)).open("wb") for number in range(16)]
+    links.tell("!out", at_once=True)
+    for file in files:
+        file.close()
+    assert {path.stat().st_size for path in tmp_path.iterdir()} == {0}

@@ -1,0 +1,585 @@
+"""Signs at the endpoints of a job: who serves them, who reads them, and what else may listen there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from elastic_train.errors import StoreUnreachable
+from elastic_train.protocol import signposts
+from elastic_train.protocol.signposts import (
+    STRANGER_SECONDS,
+    Address,
+    Launcher,
+    Signposts,
+    Stranger,
+    is_local,
+    reach,
+    serve,
+)
+
+DEADLINE = 30.0
+"""of every wait"""
+PATIENCE = 40.0
+A, B = ("10.0.0.1", 5001), ("10.0.0.2", 5002)
+TIMEOUT = timedelta(seconds=DEADLINE)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as trial:
+        return int(trial.getsockname()[1])
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+Make = Callable[..., Signposts]
+
+
+@pytest.fixture
+def make(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Signposts at ports of this machine; each look is a new one, for the clock goes on by itself."""
+    monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
+    made: list[Signposts] = []
+
+    def make_one(*ports: int, run_id: str = "run", is_host: bool | None = None, **more: Any) -> Signposts:
+        endpoints = [("localhost", one) for one in ports]
+        made.append(Signposts(endpoints, run_id, is_host=is_host, patience=PATIENCE, clock=clock, **more))
+        return made[-1]
+
+    yield make_one
+    for one in made:
+        one.close()
+
+
+def look(posts: Signposts, clock: Clock) -> tuple[Address, ...]:
+    clock.now += 2 * signposts.LOOK_SECONDS
+    return tuple(posts.addresses())
+
+
+def until(condition: Callable[[], object], seconds: float = DEADLINE) -> float:
+    """Seconds until something holds that other threads bring about."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, f"not within {seconds:.0f} s"
+        threading.Event().wait(0.01)
+    return time.monotonic() - started
+
+
+# --- the first endpoint -----------------------------------------------------------------------------------------------
+
+
+def test_only_who_serves_the_first_endpoint_may_begin(make: Make, port: int) -> None:
+    one, other, foreign = make(port), make(port), make(port, is_host=False)
+    assert one.is_beginner()
+    assert one.is_beginner(), "it stays so"
+    assert not other.is_beginner()
+    assert not foreign.is_beginner()
+    one.close()
+    assert not foreign.is_beginner(), "another machine's endpoint"
+    assert other.is_beginner()
+
+
+def test_what_is_shown_is_read(make: Make, clock: Clock, port: int) -> None:
+    one, other = make(port), make(port)
+    assert look(other, clock) == ()
+    assert one.is_beginner()
+    assert look(other, clock) == (), "nothing is shown yet"
+    one.show([A], "")
+    assert look(other, clock) == (A,)
+    one.show([A, B], "token")
+    assert look(other, clock) == (A, B)
+    assert look(one, clock) == (A, B)
+
+
+def test_between_two_looks_nobody_is_asked(make: Make, clock: Clock, port: int) -> None:
+    one, other = make(port), make(port)
+    assert one.is_beginner()
+    one.show([A], "")
+    assert look(other, clock) == (A,)
+    one.show([B], "")
+    assert tuple(other.addresses()) == (A,)
+    assert look(other, clock) == (B,)
+
+
+def test_members_that_the_run_directory_names_come_last_and_once(make: Make, clock: Clock, port: int) -> None:
+    one, other = make(port), make(port, earlier=lambda: [B, A])
+    assert look(other, clock) == (B, A), "also while nobody serves the endpoint"
+    assert one.is_beginner()
+    one.show([A], "")
+    assert look(other, clock) == (A, B)
+
+
+def test_another_run_at_the_endpoint_is_told_in_one_line(make: Make, clock: Clock, port: int) -> None:
+    one, other = make(port, run_id="one"), make(port, run_id="other")
+    assert one.is_beginner()
+    one.show([A], "")
+    what = f"run id 'one' has localhost:{port}, and this is run id 'other'"
+    with pytest.raises(StoreUnreachable, match=what) as told:
+        look(other, clock)
+    assert "\n" not in str(told.value)
+    assert not isinstance(told.value, Stranger)
+
+
+def test_another_run_at_a_further_endpoint_is_passed_over(make: Make, clock: Clock, port: int) -> None:
+    further = free_port()
+    stranger, one, other = make(further, run_id="another"), make(port), make(port, further)
+    assert stranger.is_beginner()
+    assert one.is_beginner()
+    one.show([A], "")
+    assert look(other, clock) == (A,)
+
+
+def test_where_nobody_answers_for_long_a_machine_that_cannot_begin_says_so(make: Make, clock: Clock, port: int) -> None:
+    foreign, local = make(port, is_host=False), make(port)
+    for posts in (foreign, local):
+        assert look(posts, clock) == ()
+    clock.now += PATIENCE / 2
+    assert look(foreign, clock) == ()
+    clock.now += PATIENCE
+    with pytest.raises(StoreUnreachable, match=f"nobody answers at localhost:{port} for 40 s"):
+        look(foreign, clock)
+    assert look(local, clock) == (), "it begins"
+
+
+def test_patience_begins_anew_when_somebody_has_answered(make: Make, clock: Clock, port: int) -> None:
+    foreign, one = make(port, is_host=False), make(port)
+    assert look(foreign, clock) == ()
+    clock.now += PATIENCE - 1
+    assert one.is_beginner()
+    assert look(foreign, clock) == ()
+    one.close()
+    clock.now += PATIENCE - 1
+    assert look(foreign, clock) == ()
+
+
+# --- what else may listen there ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def listening(port: int, answer: bytes | None) -> Iterator[None]:
+    """Something that says `answer` to whatever it is told, and hangs up; or, where that is None, accepts and is
+    silent."""
+    listener = socket.create_server(("127.0.0.1", port))
+    listener.settimeout(0.05)
+    is_over, callers = threading.Event(), []
+
+    def run() -> None:
+        while not is_over.is_set():
+            try:
+                caller, _ = listener.accept()
+            except TimeoutError:
+                continue
+            callers.append(caller)
+            if answer is not None:
+                caller.settimeout(DEADLINE)
+                try:
+                    if caller.recv(4096):
+                        caller.sendall(answer)
+                    caller.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(DEADLINE)
+        for caller in (*callers, listener):
+            caller.close()
+
+
+HTTP = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signposts, "GREETING_SECONDS", 0.5)
+
+
+@pytest.mark.parametrize("answer", [HTTP, b""], ids=["http", "hangs-up"])
+def test_a_stranger_at_the_endpoint_is_an_error_after_a_while(
+    make: Make, clock: Clock, port: int, answer: bytes
+) -> None:
+    posts = make(port)
+    with listening(port, answer):
+        assert look(posts, clock) == ()
+        assert not posts.is_beginner(), "its port is taken"
+        clock.now += STRANGER_SECONDS / 2
+        assert look(posts, clock) == (), "a store that ends may look like one"
+        clock.now += STRANGER_SECONDS
+        with pytest.raises(StoreUnreachable, match=f"what listens at localhost:{port} is no rendezvous") as told:
+            look(posts, clock)
+        assert "\n" not in str(told.value)
+
+
+def test_a_stranger_that_has_gone_meanwhile_is_forgotten(make: Make, clock: Clock, port: int) -> None:
+    posts = make(port)
+    with listening(port, HTTP):
+        assert look(posts, clock) == ()
+    clock.now += 2 * STRANGER_SECONDS
+    assert look(posts, clock) == ()
+    with listening(port, HTTP):
+        assert look(posts, clock) == ()
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_what_listens_and_is_silent_may_be_frozen(make: Make, clock: Clock, port: int) -> None:
+    posts = make(port)
+    with listening(port, None):
+        for _ in range(3):
+            assert look(posts, clock) == ()
+            clock.now += 2 * STRANGER_SECONDS
+
+
+# --- servers that die, and signs that move ----------------------------------------------------------------------------
+
+MEMBER = """
+import sys
+from elastic_train.protocol.signposts import Signposts
+
+port = int(sys.argv[1])
+posts = Signposts([("localhost", port)], "run", is_host=None, patience=60.0)
+print(posts.is_beginner(), flush=True)
+posts.show([("10.0.0.1", 5001)], "token")
+posts.keep(has_world=True)
+sys.stdin.read()
+"""
+
+
+class Process:
+    """A member of the run `run` that serves an endpoint and shows A there."""
+
+    def __init__(self, port: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", MEMBER, str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"RES_OPTIONS": "timeout:1 attempts:1"},
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "True\n", "the port is taken"
+
+    def freeze(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+        until(lambda: psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
+
+    def wake(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@contextmanager
+def running(port: int) -> Iterator[Process]:
+    process = Process(port)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+def test_another_member_of_the_machine_takes_a_dead_ones_place(make: Make, clock: Clock, port: int) -> None:
+    newcomer, member = make(port, is_host=False), make(port)
+    with running(port) as process:
+        until(lambda: look(newcomer, clock) == (A,))
+        member.keep(has_world=True)
+        member.show([B], "token")
+        until(lambda: look(newcomer, clock) == (B,))
+        process.end()
+        killed = time.monotonic()
+        until(lambda: member._servers)
+        until(lambda: look(newcomer, clock) == (B,))
+        assert time.monotonic() - killed < 2.0, "a beginner waits for so long"
+        assert not newcomer.is_beginner()
+
+
+def test_a_member_of_another_machine_writes_the_sign_anew(make: Make, clock: Clock, port: int) -> None:
+    """Rank 0 says what is on it, whoever serves it."""
+    newcomer, keeper, speaker = make(port, is_host=False), make(port), make(port, is_host=False)
+    with running(port) as process:
+        keeper.keep(has_world=True)
+        speaker.keep(has_world=True)
+        speaker.show([B], "token")
+        until(lambda: look(newcomer, clock) == (B,))
+        process.end()
+        killed = time.monotonic()
+        until(lambda: keeper._servers)
+        until(lambda: look(newcomer, clock) == (B,))
+        assert time.monotonic() - killed < 2.0
+
+
+def test_who_has_no_world_does_not_take_the_first_endpoint_in_passing(make: Make, port: int) -> None:
+    """Its `is_beginner` does, which looks for a running job first."""
+    further = free_port()
+    waiting = make(port, further)
+    waiting.keep(has_world=False)
+    until(lambda: 1 in waiting._servers)
+    assert 0 not in waiting._servers
+
+
+def test_any_endpoint_leads_to_the_job(make: Make, clock: Clock, port: int) -> None:
+    further = free_port()
+    first, second, newcomer = make(port, further), make(port, further, is_host=False), make(port, further)
+    second.keep(has_world=False)
+    until(lambda: 1 in second._servers)
+    assert not second.is_beginner()
+    assert first.is_beginner()
+    first.show([A], "")
+    until(lambda: look(second, clock) == (A,))
+    second_client = reach(("localhost", further))
+    until(lambda: second_client.get(second._key) is not None)
+    first.close()
+    assert look(newcomer, clock) == (A,)
+
+
+def test_who_does_not_speak_for_the_job_any_more_does_not_repeat_its_sign(
+    make: Make, clock: Clock, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 was frozen, the others went on without it, and it woke up."""
+    monkeypatch.setattr(signposts, "KEEP_SECONDS", 0.02)
+    old, new, newcomer = make(port), make(port, is_host=False), make(port)
+    assert old.is_beginner()
+    old.show([A], "token")
+    old.keep(has_world=True)
+    assert look(newcomer, clock) == (A,)
+    clock.now += 2 * signposts.FRESH_SECONDS
+    old.keep(has_world=True)
+    new.show([B], "token")
+    new.keep(has_world=True)
+    until(lambda: look(newcomer, clock) == (B,))
+    end = time.monotonic() + 20 * signposts.KEEP_SECONDS
+    while time.monotonic() < end:
+        assert look(newcomer, clock) == (B,)
+    old.show([A], "token")
+    assert look(newcomer, clock) == (A,), "it is rank 0 again"
+
+
+def test_a_frozen_server_makes_a_newcomer_wait_and_is_found_when_it_wakes(
+    make: Make, clock: Clock, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newcomer = make(port)
+    with running(port) as process:
+        until(lambda: look(newcomer, clock) == (A,))
+        process.freeze()
+        monkeypatch.setattr(signposts, "GREETING_SECONDS", 0.5)
+        for _ in range(3):
+            assert look(newcomer, clock) == ()
+            assert not newcomer.is_beginner(), "its port cannot be had"
+            clock.now += 2 * STRANGER_SECONDS
+        process.wake()
+        until(lambda: look(newcomer, clock) == (A,))
+
+
+def test_close_gives_the_port_back(make: Make, port: int) -> None:
+    one = make(port)
+    assert one.is_beginner()
+    one.show([A], "")
+    one.close()
+    until(lambda: is_free(port))
+
+
+def is_free(port: int) -> bool:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+# --- reach ------------------------------------------------------------------------------------------------------------
+
+
+def test_reach_a_store_that_answers(port: int) -> None:
+    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    server.set("key", "value")
+    assert reach(("127.0.0.1", port)).get("key") == "value"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid", "no..name", "192.0.2.1"])
+def test_reach_where_nobody_answers(host: str, port: int) -> None:
+    with pytest.raises(StoreUnreachable, match=f"nobody answers at {host}:{port}") as told:
+        reach((host, port))
+    assert not isinstance(told.value, Stranger)
+
+
+@pytest.mark.parametrize("answer", [HTTP, b""], ids=["http", "hangs-up"])
+def test_reach_a_stranger(port: int, answer: bytes) -> None:
+    with listening(port, answer), pytest.raises(Stranger, match=f"what listens at 127.0.0.1:{port} is no store"):
+        reach(("127.0.0.1", port))
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_reach_a_frozen_store_again_and_again(port: int) -> None:
+    """Each greeting that is not answered keeps a thread, so there is only one."""
+    with running(port) as process:
+        process.freeze()
+        before = threading.active_count()
+        for _ in range(4):
+            with pytest.raises(StoreUnreachable, match="does not answer") as told:
+                reach(("127.0.0.1", port))
+            assert not isinstance(told.value, Stranger)
+        assert threading.active_count() <= before + 1
+        process.wake()
+
+        def answers() -> bool:
+            try:
+                return reach(("127.0.0.1", port)).get(signposts.HOLDER) == "run"
+            except StoreUnreachable:
+                return False
+
+        until(answers)
+        until(lambda: threading.active_count() <= before)
+
+
+# --- serve, and whose address it is -----------------------------------------------------------------------------------
+
+
+def listening_at(port: int) -> set[str]:
+    found = psutil.Process().net_connections("inet")
+    return {one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN and one.laddr.port == port}
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_a_loopback_endpoint_is_served_there_alone(host: str, port: int) -> None:
+    server = serve(host, port)
+    assert server is not None
+    assert listening_at(port) == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("host", ["some-name", "10.1.2.3"])
+def test_a_name_that_others_may_resolve_otherwise_is_served_on_all_interfaces(host: str, port: int) -> None:
+    server = serve(host, port)
+    assert server is not None
+    assert listening_at(port) <= {"::", "0.0.0.0"}
+    server.set("key", "value")
+    assert reach(("127.0.0.1", port)).get("key") == "value"
+    if socket.has_dualstack_ipv6():
+        assert reach(("::1", port)).get("key") == "value"
+
+
+@pytest.mark.parametrize("host", ["localhost", "some-name"])
+def test_a_port_that_is_taken_is_not_served(host: str, port: int) -> None:
+    server = serve("localhost", port)
+    assert server is not None
+    assert serve(host, port) is None
+
+
+def test_a_port_that_this_user_may_not_have_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_address: Any, **_kinds: Any) -> socket.socket:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    with pytest.raises(StoreUnreachable, match=r"cannot serve some-name:80 \(Permission denied\)"):
+        serve("some-name", 80)
+
+
+def test_a_forked_child_does_not_serve_in_the_place_of_a_dead_parent(port: int) -> None:
+    code = f"""
+import os, signal
+from elastic_train.protocol.signposts import serve
+
+server = serve("localhost", {port})
+child = os.fork()
+if child == 0:
+    signal.pause()
+print(child, flush=True)
+signal.pause()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        assert not is_free(port)
+        process.kill()
+        process.wait(DEADLINE)
+        until(lambda: is_free(port))
+        assert psutil.Process(child).is_running()
+    finally:
+        process.kill()
+        os.kill(child, signal.SIGKILL)
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "0.0.0.0", socket.gethostname()])
+def test_names_of_this_machine(host: str) -> None:
+    try:
+        socket.getaddrinfo(host, 0)
+    except OSError:
+        pytest.skip("this machine does not know its own name")
+    assert is_local(host)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid", "no..name"])
+def test_names_of_other_machines(host: str) -> None:
+    assert not is_local(host)
+
+
+# --- a launcher's world -----------------------------------------------------------------------------------------------
+
+
+def launchers(start: str = "restart-0", size: int = 2) -> list[Launcher]:
+    shared = HashStore()
+    return [Launcher(lambda: shared, rank=rank, start=start) for rank in range(size)]
+
+
+def test_rank_0_of_a_launcher_begins_and_the_others_find_it() -> None:
+    first, second = launchers()
+    assert (first.is_beginner(), second.is_beginner()) == (True, False)
+    assert second.addresses() == ()
+    first.show([A], "")
+    assert second.addresses() == [A]
+    assert first.addresses() == (), "it does not look for itself"
+    first.show([A, B], "token")
+    second.show([B], "")
+    assert second.addresses() == [A], "nobody joins later"
+
+
+def test_each_start_of_a_launcher_has_a_sign_of_its_own() -> None:
+    shared = HashStore()
+    Launcher(lambda: shared, rank=0, start="restart-0").show([A], "")
+    assert Launcher(lambda: shared, rank=1, start="restart-1").addresses() == ()
+    assert Launcher(lambda: shared, rank=1, start="restart-0").addresses() == [A]
+
+
+def test_a_world_of_one_needs_no_store() -> None:
+    alone = Launcher(None, rank=0, start="restart-0")
+    alone.show([A], "")
+    alone.keep(has_world=True)
+    assert alone.is_beginner()
+    assert alone.addresses() == ()
+    alone.close()
