@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import socket
@@ -19,11 +20,17 @@ from torch.distributed import Store, TCPStore
 from elastic_train.errors import StoreUnreachable, first_line
 from elastic_train.liveness import Probe, Watcher, ping_interval, probe_all, refusing
 from elastic_train.membership import Membership, Surroundings
-from elastic_train.process_group import GroupSockets, GroupStoreServer, address_towards, address_towards_any
+from elastic_train.process_group import (
+    GroupSockets,
+    GroupStoreServer,
+    address_towards,
+    address_towards_any,
+    close_sockets_at,
+)
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.links import Links
 from elastic_train.protocol.peers import Address, Finder, PeerJob, Size
-from elastic_train.protocol.signposts import CALL_SECONDS, Launcher, Signposts, reach
+from elastic_train.protocol.signposts import Launcher, Signposts, reach
 from elastic_train.protocol.store import TorchStore, connect
 from elastic_train.stopping import StopSignal
 from elastic_train.torchrun import Launch, max_nodes_of, split_endpoint
@@ -31,6 +38,9 @@ from elastic_train.world import Member, World
 
 MEMBERS_FILE = "members.json"
 """in a run directory: where members of the job that writes into it can be found"""
+OWN_SECONDS = 30.0
+"""that this process's own store may take for an answer: it lives as long as the process, and its one thread may look up
+the names of those who connect to it; a client that gives up once is of no use any more"""
 MOST_NAMED = 4
 """of them: each that is gone without a refusal costs a newcomer half a second"""
 
@@ -69,6 +79,7 @@ def connect_worker(
     host = local_address(launch)
     server, sockets = GroupStoreServer(host), GroupSockets()
     links = Links(host, uid, ping_interval(waits.peer_timeout))
+    is_fixed = launch.c10d is None and launch.etcd is None
     job: Job
     if launch.etcd is not None:
         from elastic_train.etcd_members import EtcdJob  # and with it gRPC
@@ -79,7 +90,7 @@ def connect_worker(
         )  # fmt: skip
     else:
         job = PeerJob(
-            TorchStore(server.store, timedelta(seconds=CALL_SECONDS)),
+            TorchStore(server.store, timedelta(seconds=OWN_SECONDS)),
             server.address,
             reach,
             finder_of(launch, waits, run_dir, stop),
@@ -115,7 +126,8 @@ def connect_worker(
         check=stop.check,
         say=say,
         answering=answering,
-        order=launch.rank if launch.c10d is None and launch.etcd is None else 0,
+        order=launch.rank if is_fixed else 0,
+        begin_timeout=waits.formation_timeout if is_fixed else math.inf,
         sockets=sockets,
         group_store=server.group_store,
         surroundings=around,
@@ -190,6 +202,8 @@ def store_of_launcher(host: str, port: int, seconds: float, stop: StopSignal, *,
         raise StoreUnreachable(
             f"cannot {verb} the store at {host}:{port}: {first_line(found)}; check MASTER_ADDR and MASTER_PORT"
         ) from found
+    if is_server:  # a forked DataLoader process would keep the port taken beyond this process's death
+        os.register_at_fork(after_in_child=lambda: close_sockets_at(port))
     return found
 
 

@@ -31,7 +31,7 @@ class WaysOut:
         self._membership = membership
         self._saver = saver
         self._loop = loop
-        self._job_token = job_token
+        self.job_token = job_token
 
     def finish(self, world: World, outcome: str, *, is_saved: bool) -> int:
         """Training is through: the last snapshot, result.json, and no agent left waiting. Every rank calls it."""
@@ -41,7 +41,7 @@ class WaysOut:
         if not is_saved and world.is_directory_leader:
             self._saver.save_and_wait(state)
         worker.reach("finish", world)
-        data = write_result(worker, world, self._job_token, has_trained=outcome == "finished")
+        data = write_result(worker, world, self.job_token, has_trained=outcome == "finished")
         if world.num_spares:
             with suppress(StoreUnreachable):  # the run is finished all the same
                 self._membership.announce_finished(world, data.decode())

@@ -8,6 +8,7 @@ sleep and randomness are arguments, so that the simulator in tests/ drives this 
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -25,7 +26,7 @@ from elastic_train.liveness import Watcher
 from elastic_train.process_group import GroupSockets
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, Fatal, LeftBehind, Presence, Status, Wait
 from elastic_train.protocol.job import Admitted, Job, Over
-from elastic_train.protocol.join_queue import Waiting, ready_nodes
+from elastic_train.protocol.join_queue import Waiting, ready_nodes, without_nodes_of
 from elastic_train.protocol.store import KeyValueStore
 from elastic_train.rules import Activity, Failure, disagreement, judge_error, require_agreement
 from elastic_train.world import Member, World
@@ -96,6 +97,7 @@ class Membership:
         say: tells the person in front of this node what is being waited for.
         answering: which of some members answer a probe.
         order: this worker's place among the others, where a launcher has given one.
+        begin_timeout: seconds until the first world has to stand, where nobody else looks after that.
         sockets: those of the process group, which the watcher breaks off.
         group_store: where the process group of a world meets; raises FormationFailed where its rank 0 is dead.
     """
@@ -116,6 +118,7 @@ class Membership:
         say: Callable[[str], None],
         answering: Callable[[tuple[Member, ...]], tuple[Member, ...]],
         order: int = 0,
+        begin_timeout: float = math.inf,
         sockets: GroupSockets,
         group_store: Callable[[World], Store],
         surroundings: Surroundings = Surroundings(),
@@ -128,6 +131,7 @@ class Membership:
         self._max_nodes, self._max_world_size = max_nodes, max_world_size
         self._check, self._say, self._answering = check, say, answering
         self._around = surroundings
+        self._begin_timeout, self._begin_by = begin_timeout, surroundings.monotonic() + begin_timeout
         self.sockets = sockets
         self._group_store = group_store
         self._me: Member | None = None
@@ -151,16 +155,24 @@ class Membership:
         """Find the job, or the place where it begins. Blocks until there is one.
 
         Raises:
-            Stopped: this worker was told to stop. StoreUnreachable: there never will be one.
+            Stopped: this worker was told to stop. StoreUnreachable, FormationFailed: there never will be one.
         """
         next_word = self._around.monotonic() + WORD_SECONDS
         while not self.job.find():
             self._check()
             now = self._around.monotonic()
+            self._require_time_to_begin(now)
             if now > next_word:
                 next_word = now + 3 * WORD_SECONDS
                 self._say(f"waiting for the job at {self.job.where()}")
             self._around.sleep(QUEUE_POLL_SECONDS)
+
+    def _require_time_to_begin(self, now: float) -> None:
+        if now > self._begin_by:
+            raise FormationFailed(
+                f"not all workers came within {self._begin_timeout:.0f} s (--formation-timeout); the log of one that "
+                "is missing says why"
+            )
 
     def agreed_once(self, name: str, proposal: str) -> str:
         """The first `proposal` that any member of this job ever made under `name`; all later ones read it."""
@@ -213,6 +225,7 @@ class Membership:
             if reference is not None:
                 require_agreement(me.agreement, json.loads(reference), "the run")
             now = self._around.monotonic()
+            self._require_time_to_begin(now)
             if now > next_word:
                 next_word = now + 3 * WORD_SECONDS
                 self._say(place.text)
@@ -266,8 +279,8 @@ class Membership:
             patience *= 10
         patient_since = started
 
-        def has_run_out() -> bool:
-            return self._around.monotonic() - patient_since > patience
+        def has_run_out(factor: float) -> bool:
+            return self._around.monotonic() - patient_since > factor * patience
 
         agreement = self._agreement(world, has_formed, has_run_out)
         waits_since: float | None = None
@@ -278,9 +291,10 @@ class Membership:
                 return found
             if isinstance(found, LeftBehind):
                 raise LeftOut(f"the others went on as generation {found.generation} without this worker")
-            self._check()
             self.watcher.check()
             now = self._around.monotonic()
+            if found.votes or now - started > 2 * self._limits.peer_timeout:
+                self._check()  # not before: the others may decide a world with this member, which then leaves by vote
             if found.votes:  # they may come back: nothing but their silence counts against them from now on
                 patient_since, self.watcher.verdicts = now, {}
                 agreement = self._agreement(world, has_formed, has_run_out)
@@ -302,7 +316,7 @@ class Membership:
             self.job.expect_answer(self.watcher.store_silence)
             self.watcher.note_answer()
 
-    def _agreement(self, world: World, has_formed: bool, has_run_out: Callable[[], bool]) -> Agreement:
+    def _agreement(self, world: World, has_formed: bool, has_run_out: Callable[[float], bool]) -> Agreement:
         watcher = self.watcher
         is_anybody_known_dead = bool(watcher.verdicts) or any(map(watcher.is_refused, world.members))
         unreachable: tuple[int, ...] = ()
@@ -310,7 +324,9 @@ class Membership:
             unreachable = watcher.unreachable(world)
 
         def status(rank: int) -> Status:
-            return watcher.status(world.members[rank], rank, rank not in agreement.present and has_run_out())
+            # Who has come and is to propose waits itself for those who have not: it is given up after them.
+            factor = 1.0 if rank not in agreement.present else 2.0 if rank < world.rank else math.inf
+            return watcher.status(world.members[rank], rank, has_run_out(factor))
 
         agreement = Agreement(
             self.job,
@@ -447,10 +463,10 @@ class Membership:
         """Whether members are to be admitted at the next step boundary."""
         return bool(self._admits)
 
-    def can_take_in(self, world: World) -> bool:
-        """Whether `next_world` would find members that are ready to join; for a world that waits."""
-        if world.rank == 0:
-            self.consider_admission(world)
+    @property
+    def can_take_in(self) -> bool:
+        """Whether `next_world` would find members that are ready to join, or that are lost; for a world that waits,
+        and that the watcher expects."""
         return self.is_join_due or self.watcher.reason is not None
 
     def consider_admission(self, world: World) -> None:
@@ -471,9 +487,10 @@ class Membership:
             self._admits = ()
             return
         answering = self._answering(ready)
-        self.job.drop([member for member in ready if member not in answering])
+        gone = [member for member in ready if member not in answering]
+        self.job.drop(gone)
         if self._world is world:
-            self._admits = answering
+            self._admits = without_nodes_of(gone, ready)
 
     def judge(self, error_text: str, is_communication: bool, step: int, world: World) -> Failure:
         """Whose error it was that ended `step`; an own one is told to the others, who may meet it at the same step."""

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
 from elastic_train.errors import FormationFailed, UsageError, first_line
-from elastic_train.system import close_in_forked_children
 from elastic_train.torchrun import split_endpoint
 from elastic_train.world import World
 
@@ -116,8 +115,9 @@ class GroupStoreServer:
     def __init__(self, host: str) -> None:
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address: tuple[str, int] = (host, int(listener.getsockname()[1]))
-        # A forked DataLoader process would accept connections in the place of a dead parent.
-        close_in_forked_children(listener.fileno())
+        # A forked DataLoader process would accept connections in the place of a dead parent, and keep those open on
+        # which others wait for its answers.
+        os.register_at_fork(after_in_child=lambda: close_sockets_at(self.address[1]))
         fd = listener.detach()
         self.store = TCPStore(
             *self.address, is_master=True, wait_for_workers=False, timeout=FORM_TIMEOUT, master_listen_fd=fd
@@ -160,6 +160,14 @@ def open_sockets() -> dict[int, str]:
             if name.startswith("socket:"):
                 found[int(entry)] = name
     return found
+
+
+def close_sockets_at(port: int) -> None:
+    """This process's copies of the sockets that have this port here."""
+    for fd in open_sockets():
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == port:
+                os.close(fd)
 
 
 @contextmanager

@@ -156,6 +156,7 @@ class Run:
         state.clock.enter(Phase.FORM)
         started = time.monotonic()
         world = self._start.first_world()
+        self._take_job_token()
         change = Change(seconds_meet=time.monotonic() - started)
         interruption = Interruption("start")
         fruitless, last_step = 0, -1
@@ -223,6 +224,13 @@ class Run:
             return verdict
         except StoreUnreachable:  # then there is nobody to tell
             return Failure.OWN
+
+    def _take_job_token(self) -> None:
+        """The world's: it may not be that of the host at which this worker stood in the queue first."""
+        token = self._membership.published("job_token") or self._job_token
+        if token != self._job_token:
+            self._worker.directory.release()  # --fresh has claimed it
+            self._job_token = self._saver.job_token = self._ways_out.job_token = token
 
     # --- one world ----------------------------------------------------------------------------------------------------
 
@@ -361,10 +369,11 @@ class Run:
         worker.reporter.speak(
             f"{world.num_nodes} of at least {world.min_nodes} nodes are left: waiting {limit:.0f} s for others to join"
         )
+        self._membership.watcher.expect(world)  # what ended the world before is over; its rank 0 can be found
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             worker.stop.check()
-            if self._membership.can_take_in(world):
+            if self._membership.can_take_in:
                 return
             time.sleep(0.05)
         raise FormationFailed(

@@ -17,7 +17,7 @@ class Saver:
     def __init__(self, worker: Worker, job_token: str) -> None:
         self._worker = worker
         self._reporter: Reporter = worker.reporter
-        self._job_token = job_token
+        self.job_token = job_token
         self._every = worker.config.snapshot_every
         self._is_overdue = False
         self._world: World | None = None
@@ -96,7 +96,7 @@ class Saver:
 
     def _check_owner(self) -> None:
         assert self._world is not None
-        self._worker.directory.check_owner(self._job_token, self._world.generation)
+        self._worker.directory.check_owner(self.job_token, self._world.generation)
 
     def _tell(self, result: SnapshotResult) -> None:
         for warning in result.warnings:

@@ -198,17 +198,20 @@ class Agreement:
             return Fatal(fatal)
         for rank in range(world.rank):
             if found[rank] is Status.ALIVE:  # it proposes
-                if rank in asked:
-                    job.present(world, [rank])  # or is a newcomer that nobody has told: this tells it
+                if rank in asked:  # it may be a newcomer that nobody has told: this tells it
+                    self._note_present([rank])
                 return Wait((rank,))
         return self._propose(left, found)
+
+    def _note_present(self, ranks: Sequence[int]) -> None:
+        for rank, text in self._job.present(self._world, ranks).items():
+            self._present[rank] = Presence.from_json(text)
 
     def _propose(self, left: frozenset[int], found: Mapping[int, Status]) -> Found:
         job, world = self._job, self._world
         out = {rank for rank, status in found.items() if status is not Status.ALIVE and rank not in left}
         missing = [rank for rank in found if rank not in self._present and rank not in left and rank not in out]
-        for rank, text in job.present(world, list(filter(self._is_heard, missing))).items():
-            self._present[rank] = Presence.from_json(text)
+        self._note_present(list(filter(self._is_heard, missing)))
         verdict = next_members(len(world.members), self._present, left, out)
         if verdict.waiting_for:
             return Wait(verdict.waiting_for)

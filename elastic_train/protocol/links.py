@@ -237,9 +237,10 @@ class Links:
         if not peer.is_open:
             return
         self._seq += 1
-        peer.pings[self._seq] = through_suspends()
-        while len(peer.pings) > 256:
-            del peer.pings[next(iter(peer.pings))]
+        with self._lock:  # `watch` may begin another epoch
+            peer.pings[self._seq] = through_suspends()
+            while len(peer.pings) > 256:
+                del peer.pings[next(iter(peer.pings))]
         self._send(peer, f"P {self._uid} {self._epoch or '-'} {self._seq} {self._status}\n")
 
     def _connect(self, peer: _Peer) -> None:

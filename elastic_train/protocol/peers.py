@@ -31,6 +31,8 @@ from elastic_train.world import Member, World
 
 UNCALLED_SECONDS = 2.0
 """that the host of a beginning waits for a running job to call; its rank 0 looks at the endpoints twice a second"""
+QUEUE_AGAIN_SECONDS = 10.0
+"""after which a newcomer queues again: it may have been dropped for a probe that was lost"""
 CHECK_SECONDS = 0.3
 """between two looks of a newcomer at the host of its queue"""
 NUM_PROPOSERS = 2
@@ -107,7 +109,7 @@ class _Host:
     address: Address
     store: KeyValueStore
     checked_at: float
-    is_queued: bool = False
+    queued_at: float | None = None
 
 
 class PeerJob:
@@ -311,12 +313,13 @@ class PeerJob:
 
     def _enqueue(self, mine: Waiting) -> None:
         assert self._host is not None, "found"
-        if self._host.is_queued:
+        now = self._clock()
+        if self._host.queued_at is not None and now < self._host.queued_at + QUEUE_AGAIN_SECONDS:
             return
         try:
             number = self._host.store.add("queue/count", 1)
             self._host.store.put(f"queue/{number}", mine.to_json())
-            self._host.is_queued = True
+            self._host.queued_at = now
         except StoreUnreachable:
             self._clients.pop(self._host.address, None)
             self._forget_host()
@@ -394,6 +397,7 @@ class PeerJob:
         self._told = self._word_for_newcomers(decision, None)
         self._tell_newcomers(fitting)
         self._own.put("host", json.dumps(first.store))
+        self.drop(members)
 
     def _word_for_newcomers(self, decision: Decision, world: World | None) -> str:
         old = () if world is None else decision.members_after(world)[: len(decision.ranks)]
@@ -442,6 +446,12 @@ class PeerJob:
             with contextlib.suppress(StoreUnreachable):
                 self._of(world, rank)
 
+    def _note_settled(self, world: str) -> None:
+        """What is settled for one is settled for all; a spare learns it only from others."""
+        uids = [voters.world for voters in self._worlds]
+        if world in uids:
+            self._worlds = self._worlds[uids.index(world) :]
+
     def settle(self, world: World) -> None:
         if self._world is world:
             self._worlds, self._bound, self._past = self._worlds[-1:], frozenset(), {world.uid: world}
@@ -455,7 +465,9 @@ class PeerJob:
         for rank in ranks:
             try:
                 store = self._of(world, rank)
-                text = store.get(f"{world.key}/present")
+                text, settled = store.get_many([f"{world.key}/present", "settled"])
+                if settled:
+                    self._note_settled(json.loads(settled)[1])
                 if text is None:
                     store.create("admitted", self._told)  # it may be a newcomer that nobody has told
             except StoreUnreachable:
@@ -494,9 +506,7 @@ class PeerJob:
             return None
         told: dict[str, Any] = json.loads(text)
         self._bound = frozenset(told["bound"])
-        uids = [voters.world for voters in self._worlds]
-        if told["since"] in uids:  # what is settled for one is settled for all; a spare learns it only so
-            self._worlds = self._worlds[uids.index(told["since"]) :]
+        self._note_settled(told["since"])
         return str(told["decision"])
 
     def decide(self, world: World, proposal: str, *, reachable: Sequence[int], dead: Collection[str]) -> str | Denied:
@@ -517,6 +527,9 @@ class PeerJob:
         members = _uids(world, Decision.from_json(chosen).ranks)
         if chosen is proposal and not may_go_on(worlds, members):  # a vote is no state: who has one is to be in it
             return self._denied(world, missing_votes(worlds, members))
+        holders = set(self._worlds[0].members) - self._worlds[0].dead - set(dead)
+        if chosen is proposal and holders and not holders & members:  # they have released their votes, not their state
+            return self._denied(world, sorted(holders))
         votes = self._change_registers(world, list(promises), lambda register: _accept(register, ballot, chosen))
         bound = {rank for rank, register in votes.items() if register.ballot == ballot}
         if not may_go_on(worlds, _uids(world, bound)):
@@ -526,22 +539,23 @@ class PeerJob:
         return chosen
 
     def _denied(self, world: World, missing: Sequence[str]) -> Denied:
-        """Voters of earlier worlds may train elsewhere: one of them is asked each time, for it may be silent."""
-        inside = {member.uid for member in world.members}
-        past = [one for one in self._past.values() if one is not world]
-        far = {member.uid: member for one in past for member in one.members if member.uid in missing}
-        outside = [member for uid, member in far.items() if uid not in inside]
+        """The job may train elsewhere: one that may know is asked each time, for it may be silent."""
+        inside = {member.store for member in world.members}
+        places = [member.store for one in self._past.values() for member in one.members if member.uid in missing]
+        with contextlib.suppress(StoreUnreachable):
+            places += self._finder.addresses()
+        outside = [place for place in dict.fromkeys(places) if place is not None and place not in inside]
         if outside:
-            member = outside[self._attempt % len(outside)]
+            place = outside[self._attempt % len(outside)]
             try:
-                text = self._store_of(member).get("settled")
+                text, run_id = self._reach(place).get_many(["settled", "run_id"])
             except StoreUnreachable:
-                self._clients.pop(member.uid, None)
-                text = None
-            if text is not None:
+                self._clients.pop(place, None)
+                return Denied(tuple(missing))
+            if text and run_id == self._run_id:
                 generation, uid = json.loads(text)
-                first = min(one.generation for one in past)
-                if generation > first and uid not in {voters.world for voters in self._worlds}:
+                first = min(one.generation for one in self._past.values())
+                if generation > first and uid not in self._past:
                     return Denied(tuple(missing), generation)
         return Denied(tuple(missing))
 
@@ -602,9 +616,8 @@ class PeerJob:
 
     def seconds_to_wait(self, world: World, answered: Mapping[str, float]) -> float:
         inside = {member.uid for member in world.members} | self._released()
-        left_out = {
-            uid for voters in self._worlds[:-1] for uid in voters.electors if uid not in inside and uid not in self._bound
-        }
+        electors = {uid for voters in self._worlds[:-1] for uid in voters.electors}
+        left_out = electors - inside - self._bound
         return max((self._peer_timeout - answered.get(uid, math.inf) for uid in left_out), default=0.0)
 
     def _of(self, world: World, rank: int) -> KeyValueStore:
@@ -613,18 +626,20 @@ class PeerJob:
     def _store_of(self, member: Member) -> KeyValueStore:
         if member.uid == self._uid:
             return self._own
-        if member.uid not in self._clients:
+        store = self._clients.get(member.uid)
+        if store is None:
             assert member.store is not None, "every member serves one"
             store = self._connect(member.store)
             if store.get("uid") != member.uid:
                 raise StoreUnreachable(f"{member.name} is gone: another process has its address")
             self._clients[member.uid] = store
-        return self._clients[member.uid]
+        return store
 
     def _reach(self, address: Address) -> KeyValueStore:
-        if address not in self._clients:
-            self._clients[address] = self._connect(address)
-        return self._clients[address]
+        store = self._clients.get(address)
+        if store is None:
+            store = self._clients[address] = self._connect(address)
+        return store
 
     def _lose(self, world: World, rank: int) -> None:
         """A client that once got no answer gives none again."""
@@ -634,7 +649,8 @@ class PeerJob:
 
     def tend(self, world: World | None, *, is_spokesman: bool) -> None:
         self._finder.keep(has_world=self._world is not None)
-        if world is not None and is_spokesman:
+        world = world or self._world  # between two worlds, too: no other job may begin meanwhile
+        if world is not None and world.rank == 0:
             firsts = {member.node: member.store for member in reversed(world.members)}
             self._finder.show([one for one in reversed(firsts.values()) if one], self._facts.get("job_token", ""))
 

@@ -156,7 +156,8 @@ class Signposts:
         self._strange_since: dict[int, float] = {}
         self._looked_at = -1e9
         self._seen: tuple[Address, ...] = ()
-        self._text: str | None = None
+        self._sign: tuple[str, str] | None = None
+        """what this process shows: a key and its text"""
         self._shown_at = -1e9
         self._has_world = False
         self._is_closed = threading.Event()
@@ -165,6 +166,11 @@ class Signposts:
     @property
     def _key(self) -> str:
         return f"elastic_train/{self._run_id}/sign"
+
+    @property
+    def _key_of_beginning(self) -> str:
+        """Of a beginning, which must not overwrite the call of a running job that it has to hear."""
+        return f"elastic_train/{self._run_id}/beginning"
 
     def is_beginner(self) -> bool:
         with self._lock:
@@ -181,7 +187,7 @@ class Signposts:
                 try:
                     store = self._client(number)
                     holder = store.get(HOLDER)
-                    text = store.get(self._key)
+                    texts = [store.get(key) for key in (self._key, self._key_of_beginning)]
                 except Stranger:
                     self._note_stranger(number, now, STRANGER_SECONDS)
                     continue
@@ -194,9 +200,9 @@ class Signposts:
                     continue
                 is_anybody_there = True
                 self._strange_since.pop(number, None)
-                if text is None:
+                if texts == [None, None]:
                     self._require_own(number, holder)
-                else:
+                for text in filter(None, texts):
                     found += [(str(host), int(port)) for host, port in json.loads(text)["stores"]]
             self._alone_since = None if is_anybody_there else self._alone_since or now
             self._seen = tuple(dict.fromkeys([*found, *self._earlier()]))
@@ -228,18 +234,19 @@ class Signposts:
             )
 
     def show(self, addresses: Sequence[Address], job_token: str) -> None:
-        text = json.dumps({"stores": list(addresses), "job": job_token})
+        key = self._key if job_token else self._key_of_beginning
+        sign = (key, json.dumps({"stores": list(addresses), "job": job_token}))
         self._shown_at = self._clock()
-        if text != self._text:
-            self._text = text
+        if sign != self._sign:
+            self._sign = sign
             for number in list(self._servers):  # those of other machines may take long to answer
-                self._write(number, text)
+                self._write(number, sign)
         self._keep_on_thread()
 
     def keep(self, *, has_world: bool) -> None:
         self._has_world = has_world
         if has_world and self._clock() - self._shown_at > FRESH_SECONDS:
-            self._text = None
+            self._sign = None
         self._keep_on_thread()
 
     def _keep_on_thread(self) -> None:
@@ -255,15 +262,17 @@ class Signposts:
                     if number > 0 or self._has_world:
                         with contextlib.suppress(StoreUnreachable):
                             self._serve(number)
-                    if self._text is not None:
-                        self._write(number, self._text)
+                    sign = self._sign  # the watcher's thread may take it back meanwhile
+                    if sign is not None:
+                        self._write(number, sign)
 
-    def _write(self, number: int, text: str) -> None:
+    def _write(self, number: int, sign: tuple[str, str]) -> None:
+        key, text = sign
         for _ in range(2):  # once more where another process serves it by now
             try:
                 store = self._client(number)
-                if store.get(self._key) != text:
-                    store.put(self._key, text)
+                if store.get(key) != text:
+                    store.put(key, text)
                 return
             except StoreUnreachable:
                 if self._clients.pop(number, None) is None:
@@ -295,9 +304,10 @@ class Signposts:
         return True
 
     def _client(self, number: int) -> KeyValueStore:
-        if number not in self._clients:
-            self._clients[number] = reach(self._endpoints[number])
-        return self._clients[number]
+        store = self._clients.get(number)  # another thread may lose it meanwhile
+        if store is None:
+            store = self._clients[number] = reach(self._endpoints[number])
+        return store
 
 
 class Launcher:

@@ -12,6 +12,7 @@ import os
 import queue
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -160,8 +161,11 @@ def connect(make: Callable[[], Store]) -> queue.SimpleQueue[Store | RuntimeError
 def limit_socket_waits(port: int, timeout: timedelta) -> None:
     """Give this process's connections to a store's port a deadline for every send and receive.
 
-    torch has no way to ask a TCPStore for its socket. Its waits for a key poll first and are not cut short.
+    torch has no way to ask a TCPStore for its socket. Its waits for a key poll first and are not cut short. Nothing on
+    macOS, where a world of one has no store but its own.
     """
+    if sys.platform != "linux":
+        return
     seconds, rest = divmod(timeout // timedelta(microseconds=1), 10**6)
     deadline = struct.pack("ll", seconds, rest)  # struct timeval
     for entry in os.listdir("/proc/self/fd"):

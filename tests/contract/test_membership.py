@@ -320,25 +320,33 @@ def test_two_proposers_decide_the_same(form: Form, reachable: tuple[int, ...]) -
     assert first == second
 
 
+def interleaved(at: int) -> list[str | Denied] | None:
+    """What three proposers are told, the second one before the first one's operation number `at`; None where it has
+    fewer."""
+    form = PeersInMemory()
+    jobs, worlds = begin(form)
+    calls = 0
+    outcomes: list[str | Denied] = []
+
+    def interrupt() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            outcomes.append(decide(jobs[1], worlds[1], "b", (1, 2)))
+
+    form.interrupt = interrupt
+    outcomes.append(decide(jobs[0], worlds[0], "a", (0, 1)))
+    form.interrupt = lambda: None
+    outcomes += [decide(jobs[2], worlds[2], "c", (2, 1)) for _ in range(3)]
+    return outcomes if calls >= at else None
+
+
 def test_two_proposers_decide_the_same_however_they_interleave() -> None:
-    for at in range(100):
-        form = PeersInMemory()
-        jobs, worlds = begin(form)
-        calls = 0
-        outcomes: list[str | Denied] = []
-
-        def interrupt() -> None:
-            nonlocal calls
-            calls += 1
-            if calls == at + 1:
-                outcomes.append(decide(jobs[1], worlds[1], "b", (1, 2)))
-
-        form.interrupt = interrupt
-        outcomes.append(decide(jobs[0], worlds[0], "a", (0, 1)))
-        form.interrupt = lambda: None
-        if calls <= at:
-            return  # its last operation was passed
-        outcomes += [decide(jobs[2], worlds[2], "c", (2, 1)) for _ in range(3)]
+    for at in range(1, 200):
+        outcomes = interleaved(at)
+        if outcomes is None:
+            assert at > 10
+            return
         decided = {outcome for outcome in outcomes if not isinstance(outcome, Denied)}
         assert len(decided) == 1, f"interrupted before operation {at}"
     raise AssertionError("it never ends")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,8 @@ def _needs_user_namespaces() -> None:
 
 def test_an_ordinary_user_has_nodes_that_can_lose_their_network(tmp_path: Path) -> None:
     _needs_user_namespaces()
+    if shutil.which("iptables") is None:
+        pytest.skip("no iptables")
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM)
     command = [*AS_ANYBODY, sys.executable, str(program), "a b", "--c"]

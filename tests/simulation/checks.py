@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from elastic_train.protocol.agreement import Status
@@ -22,15 +23,20 @@ def check_chain(simulation: Simulation) -> None:
     worlds = simulation.worlds
     committed = [told for told in worlds.values() if told.commits]
     lines = {told.uid: _line(worlds, told) for told in committed}
+    for told in committed:
+        if simulation.starts.get(told.uid):
+            simulation.fail(
+                f"a committed step is lost: {told.uid} began from the start beside {simulation.starts[told.uid]}"
+            )
     committed.sort(key=lambda told: (lines[told.uid][-1], len(lines[told.uid])))
-    for before, after in zip(committed, committed[1:], strict=False):
+    for before, after in pairwise(committed):
         if before.uid not in lines[after.uid]:
             if lines[before.uid][-1] != lines[after.uid][-1]:
-                continue  # a second beginning: `note_start` has judged it
+                continue  # a second beginning: that is judged above
             simulation.fail(f"no chain: {before.uid} and {after.uid} have committed")
             return
         if after.uid in simulation.starts:
-            continue  # `note_start` has judged it
+            continue  # that is judged above
         last, first = before.commits[-1], after.commits[0]
         if first.parent is not last and first.parent is not last.parent:
             parent = "nothing" if first.parent is None else f"step {first.parent.step} of {first.parent.world}"
@@ -74,6 +80,12 @@ def what_is_not_well(simulation: Simulation) -> str | None:
     uids = [worker.uid for worker in trainers]
     if all(_may_not(worker, uids) for worker in trainers):
         return None
+    has_signpost = any(keeper.is_alive for keeper in simulation.posts.keepers.values())
+    waiting = [worker for worker in trainers if worker.committed_at <= now - COMMIT_SECONDS]
+    if is_training and not has_signpost and all(_may_not(worker, uids) for worker in waiting):
+        return None  # those who train are strangers to them, and nobody is left who could show the way
+    if all(worker.last_step == 0 for worker in trainers):
+        return None  # nobody gave them the state: they wait for one who has it
     return f"not together after a heal: {_states(living)}"
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from elastic_train import liveness
 from elastic_train.protocol import laws, peers
+from elastic_train.protocol.job import Denied
 from elastic_train.protocol.store import KeyValueStore
 from elastic_train.world import Member
 from tests.simulation.links import SimLinks
@@ -18,7 +20,13 @@ Patch = pytest.MonkeyPatch
 
 
 def newcomers_vote_at_once(patch: Patch) -> None:
-    patch.setattr(peers, "may_go_on", lambda worlds, side: laws.may_go_on(worlds[-1:], side))
+    right = peers.PeerJob.decide
+
+    def decide(self: peers.PeerJob, *arguments: Any, **named: Any) -> str | Denied:
+        self._worlds = self._worlds[-1:]
+        return right(self, *arguments, **named)
+
+    patch.setattr(peers.PeerJob, "decide", decide)
 
 
 def late_deaths_count(patch: Patch) -> None:

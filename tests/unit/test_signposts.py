@@ -359,12 +359,28 @@ def test_any_endpoint_leads_to_the_job(make: Make, clock: Clock, port: int) -> N
     until(lambda: 1 in second._servers)
     assert not second.is_beginner()
     assert first.is_beginner()
-    first.show([A], "")
+    first.show([A], "token")
     until(lambda: look(second, clock) == (A,))
     second_client = reach(("localhost", further))
     until(lambda: second_client.get(second._key) is not None)
     first.close()
     assert look(newcomer, clock) == (A,)
+
+
+def test_a_beginning_does_not_overwrite_the_call_of_a_running_job(
+    make: Make, clock: Clock, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else who begins may look only at moments at which its own sign stands, and begin beside the job."""
+    monkeypatch.setattr(signposts, "KEEP_SECONDS", 0.02)
+    beginner, speaker = make(port), make(port, is_host=False)
+    assert beginner.is_beginner()
+    beginner.show([A], "")
+    speaker.show([B], "token")
+    speaker.keep(has_world=True)
+    until(lambda: B in look(beginner, clock))
+    end = time.monotonic() + 20 * signposts.KEEP_SECONDS
+    while time.monotonic() < end:
+        assert look(beginner, clock) == (B, A)
 
 
 def test_who_does_not_speak_for_the_job_any_more_does_not_repeat_its_sign(
