@@ -27,9 +27,11 @@ from elastic_train.process_group import (
     address_towards_any,
     close_sockets_at,
 )
+from elastic_train.protocol.clients import Address
+from elastic_train.protocol.entrance import Finder, Size
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.links import Links
-from elastic_train.protocol.peers import Address, Finder, PeerJob, Size
+from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.signposts import Launcher, Signposts, reach
 from elastic_train.protocol.store import TorchStore, connect
 from elastic_train.stopping import StopSignal

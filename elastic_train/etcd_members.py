@@ -18,7 +18,7 @@ from elastic_train.etcd_job import NOTICE_SECONDS, open_job, take_away
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.etcd_store import EtcdStore, Mirror
 from elastic_train.protocol.central import CentralJob, ListingStore
-from elastic_train.protocol.peers import Size
+from elastic_train.protocol.entrance import Size
 from elastic_train.world import Member, World
 
 WORD_SECONDS = 10.0

@@ -15,9 +15,9 @@ from typing import Protocol
 
 from elastic_train.errors import FormationFailed
 from elastic_train.protocol.agreement import Decision
+from elastic_train.protocol.entrance import Size
 from elastic_train.protocol.job import Admitted, Denied, InQueue, Over, Place, scoped
 from elastic_train.protocol.join_queue import Waiting, by_newest, is_start_due, ready_nodes, without_nodes_of
-from elastic_train.protocol.peers import Size
 from elastic_train.protocol.store import KeyValueStore
 from elastic_train.rules import disagreement, next_generation, require_agreement
 from elastic_train.world import Member, World

@@ -58,8 +58,9 @@ Place = InQueue | Admitted | Over
 class Job(Protocol):
     """As the module says. `tend`, `queue` and `drop` are for the watcher's thread too."""
 
-    is_first: bool
-    """whether no workers of this job had formed a world when this one came"""
+    @property
+    def is_first(self) -> bool:
+        """Whether no workers of this job had formed a world when this one came."""
 
     # --- the job ----------------------------------------------------------------------------------------------------
 

@@ -125,7 +125,7 @@ def serve(host: str, port: int) -> TCPStore | None:
 
 
 class Signposts:
-    """As peers.Finder, at the endpoints of `--rdzv-endpoint`.
+    """As entrance.Finder, at the endpoints of `--rdzv-endpoint`.
 
     Args:
         endpoints: (host, port) each; the first one begins.
@@ -311,7 +311,7 @@ class Signposts:
 
 
 class Launcher:
-    """As peers.Finder, for a world that a launcher has fixed: rank 0 says at MASTER_ADDR where its store is.
+    """As entrance.Finder, for a world that a launcher has fixed: rank 0 says at MASTER_ADDR where its store is.
 
     Args:
         store: makes a client of the store there; None for a world of one. Blocks until it answers.

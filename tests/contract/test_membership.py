@@ -13,9 +13,11 @@ import pytest
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, Presence, Status, Wait
 from elastic_train.protocol.central import CentralJob
+from elastic_train.protocol.clients import Address
+from elastic_train.protocol.entrance import Size
 from elastic_train.protocol.job import Admitted, Denied, Job
 from elastic_train.protocol.join_queue import Waiting
-from elastic_train.protocol.peers import Address, PeerJob, Size
+from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.store import MemoryStore
 from elastic_train.world import Member, World
 

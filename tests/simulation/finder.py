@@ -1,4 +1,4 @@
-"""Endpoints as signposts, in the simulated network; a peers.Finder."""
+"""Endpoints as signposts, in the simulated network; a entrance.Finder."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_train.protocol.peers import Size
+from elastic_train.protocol.entrance import Size
 
 Fault = tuple[Any, ...]
 """(seconds, name of a method of faults.Faults, its arguments)"""

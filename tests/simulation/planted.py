@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from elastic_train import liveness
-from elastic_train.protocol import laws, peers
+from elastic_train.protocol import laws, peers, registers
+from elastic_train.protocol.clients import Clients
+from elastic_train.protocol.entrance import Entrance
 from elastic_train.protocol.job import Denied
 from elastic_train.protocol.store import KeyValueStore
 from elastic_train.world import Member
@@ -58,25 +60,25 @@ def both_halves_win_a_tie(patch: Patch) -> None:
 
 
 def a_decision_is_not_collected(patch: Patch) -> None:
-    def forget(register: peers.Register, ballot: tuple[int, int]) -> peers.Register:
+    def forget(register: registers.Register, ballot: registers.Ballot) -> registers.Register:
         return replace(register, promised=ballot, ballot=None) if ballot > register.promised else register
 
-    patch.setattr(peers, "_promise", forget)
+    patch.setattr(registers, "promise", forget)
 
 
 def a_listener_has_no_uid(patch: Patch) -> None:
-    def store_of(self: peers.PeerJob, member: Member) -> KeyValueStore:
+    def of(self: Clients, member: Member) -> KeyValueStore:
         if member.uid == self._uid:
-            return self._own
+            return self.own
         assert member.store is not None
-        return self._reach(member.store)
+        return self.at(member.store)
 
-    patch.setattr(peers.PeerJob, "_store_of", store_of)
+    patch.setattr(Clients, "of", of)
     patch.setattr(Machines, "checks_uid", False)
 
 
 def it_begins_beside_a_running_job(patch: Patch) -> None:
-    patch.setattr(peers.PeerJob, "_follow", lambda _self, _address: None)
+    patch.setattr(Entrance, "_follow", lambda _self, _address: None)
 
 
 ALL = (

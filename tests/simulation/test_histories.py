@@ -15,7 +15,7 @@ from tests.simulation.simulator import Simulation, failures_of, shrink
 NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_HISTORIES", "10000"))
 FIRST_SEED = int(os.environ.get("ELASTIC_TRAIN_FIRST_SEED", "0"))
 CHUNK = 50
-STRIDE = int(os.environ.get("ELASTIC_TRAIN_STRIDE", "4"))
+STRIDE = int(os.environ.get("ELASTIC_TRAIN_STRIDE", "16"))
 """of the moments of a second fault in the small cases; 1 is every one, by hand"""
 
 
