@@ -35,7 +35,8 @@ def wait_for_world(cluster: Cluster, size: int) -> None:
 
 
 def test_a_node_is_killed_and_another_one_joins(cluster: Cluster) -> None:
-    flags = ("--epochs", "70", "--ledger", "--peer-timeout", "2")
+    epochs = 300  # nobody waits for the one that joins
+    flags = ("--epochs", str(epochs), "--ledger", "--peer-timeout", "2")
     program = (str(EXAMPLES / "elastic_ddp.py"),)
     nodes = cluster.start(*flags, nodes=3, program=program)
     wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events")
@@ -46,7 +47,7 @@ def test_a_node_is_killed_and_another_one_joins(cluster: Cluster) -> None:
     cluster.start(*flags, program=program)
     cluster.finish([nodes[0], nodes[1], cluster.nodes[-1]])
     end = result(cluster.run_dir)
-    steps = 70 * LENGTH // BATCH
+    steps = epochs * LENGTH // BATCH
     assert end["step"] == steps
     check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=steps)
     assert sorted(e["step"] for e in events(cluster.run_dir, "step")) == list(range(1, steps + 1))

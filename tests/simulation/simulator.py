@@ -130,7 +130,10 @@ class Simulation:
     def note_start(self, worker: Worker, world: World) -> None:
         if world.uid not in self.starts:
             self.note(f"{worker} begins from the start in {world.uid}")
-            holders = [one for one in self.living if max(one.last_step, one.kept.step if one.kept else 0) > 1]
+            newest = max((commit.step for told in self.worlds.values() for commit in told.commits), default=0)
+            # What somebody kept from before is outdated where those who came further have died.
+            least = max(2, newest - 1)
+            holders = [one for one in self.living if max(one.last_step, one.kept.step if one.kept else 0) >= least]
             self.starts[world.uid] = ", ".join(map(str, holders))  # of more than one step, which may be provisional
 
     def note_commit(self, worker: Worker, world: World, parent: Commit | None) -> Commit:
