@@ -27,7 +27,6 @@ from elastic_train.process_group import GroupSockets
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, Fatal, LeftBehind, Presence, Status, Wait
 from elastic_train.protocol.job import Admitted, Job, Over
 from elastic_train.protocol.join_queue import Waiting, ready_nodes, without_nodes_of
-from elastic_train.protocol.store import KeyValueStore
 from elastic_train.rules import Activity, Failure, disagreement, judge_error, require_agreement
 from elastic_train.world import Member, World
 
@@ -378,16 +377,23 @@ class Membership:
         Raises:
             FormationFailed: one died, or has not come within the peer timeout.
         """
-        clock, peer_timeout = self._around.monotonic, self._limits.peer_timeout
         while (seconds := self.job.seconds_to_wait(world, self.watcher.links.answered())) > 0:
             self._check_whole()
             self._around.sleep(min(seconds, 0.05))
-        store = self._of_world(world)
-        self._put_ready(store, world)
+        try:
+            self._wait_at_rank_0(world)
+        except StoreUnreachable as error:
+            raise FormationFailed(f"{world.members[0].name} (rank 0) does not answer") from error
+
+    def _wait_at_rank_0(self, world: World) -> None:
+        """Raises: as `wait_for_workers`; StoreUnreachable where rank 0 does not answer."""
+        clock, peer_timeout = self._around.monotonic, self._limits.peer_timeout
+        store, prefix = self.job.world_store(world), f"{self.job.world_key(world)}/ready"
+        store.put(f"{prefix}/{world.rank}", "")
         missing = [rank for rank in range(world.world_size) if rank != world.rank]
         deadline = clock() + 2 * peer_timeout
         while missing:
-            values = self._get_ready(store, world, missing)
+            values = store.get_many([f"{prefix}/{rank}" for rank in missing])
             missing = [rank for rank, value in zip(missing, values, strict=True) if value is None]
             if not missing:
                 return
@@ -401,24 +407,6 @@ class Membership:
         self.watcher.check()
         if self.watcher.reason is not None:
             raise FormationFailed(f"a member was lost before the process group was made: {self.watcher.reason}")
-
-    def _of_world(self, world: World) -> KeyValueStore:
-        try:
-            return self.job.world_store(world)
-        except StoreUnreachable as error:
-            raise FormationFailed(f"{world.members[0].name} (rank 0) does not answer") from error
-
-    def _put_ready(self, store: KeyValueStore, world: World) -> None:
-        try:
-            store.put(f"{self.job.world_key(world)}/ready/{world.rank}", "")
-        except StoreUnreachable as error:
-            raise FormationFailed(f"{world.members[0].name} (rank 0) does not answer") from error
-
-    def _get_ready(self, store: KeyValueStore, world: World, ranks: list[int]) -> list[str | None]:
-        try:
-            return store.get_many([f"{self.job.world_key(world)}/ready/{rank}" for rank in ranks])
-        except StoreUnreachable as error:
-            raise FormationFailed(f"{world.members[0].name} (rank 0) does not answer") from error
 
     # --- within a world -----------------------------------------------------------------------------------------------
 
@@ -525,11 +513,6 @@ class Membership:
             saver.join(AT_LAST_SECONDS)
         finally:
             os._exit(1)
-
-    @property
-    def is_among_others(self) -> bool:
-        """Whether other nodes may go on when this worker ends."""
-        return self._world is None or self._world.num_nodes > 1
 
     def group_store(self, world: World) -> Store:
         """Where the process group of `world` meets: the store of its rank 0, below a prefix that no other world has,

@@ -91,7 +91,6 @@ class Links:
         self._listener.setblocking(False)
         self.address: Address = (host, int(self._listener.getsockname()[1]))
         self._uid, self._interval = uid, interval
-        self._family = family
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._wake_read, self._wake_write = os.pipe()
