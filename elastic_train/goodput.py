@@ -51,6 +51,12 @@ class PhaseClock:
         self.newest_down = 0.0
         """seconds between the save of what was continued and the start of this process"""
 
+    def begin_anew(self) -> None:
+        """As of a process that starts now: what this one did before is in the run's totals, which are to be loaded."""
+        self._totals = dict.fromkeys(self._totals, 0.0)
+        self._inherited, self.newest_down = {}, 0.0
+        self._phase, self._since, self._process_started_at = Phase.FORM, self._monotonic(), self._wall()
+
     def enter(self, phase: Phase) -> None:
         """The running phase ends now and `phase` begins."""
         now = self._monotonic()

@@ -12,9 +12,11 @@ from typing import Any
 BENCHMARKS = {
     "goodput": "elastic_train.bench.goodput",
     "loop": "elastic_train.bench.loop",
+    "membership": "elastic_train.bench.membership",
     "recovery": "elastic_train.bench.recovery",
     "recovery-etcd": "elastic_train.bench.recovery_etcd",
     "reduction": "elastic_train.bench.reduction",
+    "startup": "elastic_train.bench.startup",
 }
 """name on the command line -> module"""
 

@@ -9,6 +9,7 @@ import pytest
 from elastic_train.bench.goodput import NUM_NODES, Ours, Restarts, Torchft, Trace
 from elastic_train.bench.goodput import measure as measure_goodput
 from elastic_train.bench.loop import Case, Effort, measure
+from elastic_train.bench.startup import measure_ours, rows_of
 from elastic_train.drills.history import read_history
 from elastic_train.errors import ElasticTrainError
 
@@ -27,6 +28,16 @@ def test_a_small_measurement() -> None:
 def test_a_worker_that_fails_ends_it() -> None:
     with pytest.raises(ElasticTrainError, match="rank 0 of OurLoop ended with code 1"):
         measure([Case("no-such-model", 64, 1)], Effort(block_seconds=0.02, case_seconds=0.1, min_pairs=2, launches=1))
+
+
+def test_the_phases_of_a_join(tmp_path: Path) -> None:
+    joins = measure_ours(1, tmp_path / "run")
+    [join] = joins
+    assert min(join.phases.values()) >= 0
+    assert join.phases["worker: imports"] > max(join.phases["find the job"], join.phases["process group and state"])
+    whole, *phases = rows_of(joins)
+    assert (whole.ours, whole.theirs) == (join.seconds, join.imports.limit)
+    assert sum(row.ours for row in phases) == pytest.approx(whole.ours)
 
 
 @pytest.mark.slow

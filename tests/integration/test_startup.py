@@ -1,0 +1,57 @@
+"""A newcomer waits for no import that its first step does not need, in the agent and in the worker."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.machinery import PathFinder
+
+from tests.integration.cluster import PYTHON, Cluster, wait_for_step, wait_until
+
+ANNOUNCED, JOINED = "elastic_train: meeting", "elastic_train: in world"
+OF_THE_AGENT = {"elastic_train", *(f"elastic_train.{name}" for name in ("errors", "etcd_settings", "rendezvous"))}
+OF_THE_AGENT |= {"elastic_train.slurm", "elastic_train.torchrun"}
+OF_THE_FLAGS = {"simple_parsing", "docstring_parser", "yaml"}
+
+
+def test_a_newcomer_imports_torch_and_hardly_anything_else(cluster: Cluster) -> None:
+    flags = ("--epochs", "1000000", "--eval-every", "1000000")
+    cluster.start(*flags, nnodes="1:2")
+    wait_for_step(cluster.run_dir, 1)
+    [newcomer] = cluster.start(*flags, nnodes="1:2", env={"PYTHONPROFILEIMPORTTIME": "1"})
+    wait_until(lambda: JOINED in newcomer.text(), "newcomer")
+    agent, announced, worker = newcomer.text().partition(ANNOUNCED)
+    assert announced
+    worker = worker.partition(JOINED)[0]
+
+    assert {name for name in imported(agent) if name.startswith("elastic_train")} <= OF_THE_AGENT
+    assert "torch._dynamo" not in imported(agent)
+    assert packages(imported(agent)) - packages(modules_of("torch.distributed.run")) <= {"elastic_train"}
+
+    assert {"elastic_train.recovery", "torch._dynamo"} <= imported(worker)
+    needed = packages(modules_of("torch, torch._dynamo")) | {"elastic_train"} | OF_THE_FLAGS
+    assert packages(imported(worker)) <= needed
+
+
+def test_imports_without_garbage_collection_leave_no_trace_at_the_end(cluster: Cluster) -> None:
+    node = cluster.start_alone("--max-steps", "2")
+    cluster.finish([node])
+    assert [line for line in node.text().splitlines() if not line.startswith("elastic_train: ")] == []
+
+
+def imported(log: str) -> set[str]:
+    """What `-X importtime` tells of."""
+    return set(re.findall(r"^import time: .*\| +(\S+)$", log, re.MULTILINE))
+
+
+def modules_of(names: str) -> set[str]:
+    """All that is there once these are imported."""
+    program = f"import sys, {names}\nprint(*sys.modules)"
+    return set(subprocess.run([PYTHON, "-c", program], check=True, capture_output=True, text=True).stdout.split())
+
+
+def packages(modules: set[str]) -> set[str]:
+    """Those of others that are installed: what is looked for in vain is told of, too."""
+    names = {module.split(".")[0] for module in modules} - sys.stdlib_module_names - {"__main__"}
+    return {name for name in names if not name.startswith("__") and PathFinder.find_spec(name) is not None}
