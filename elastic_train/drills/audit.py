@@ -10,7 +10,7 @@ from pathlib import Path
 
 from elastic_train.drills.checks import CHECKS
 from elastic_train.drills.finding import Found, Skip
-from elastic_train.drills.history import History, read_history
+from elastic_train.drills.history import History, mixed_branches, read_history
 from elastic_train.drills.lost_time import lost_time, span_of
 
 SHOWN_FINDINGS = 5
@@ -65,7 +65,11 @@ def audit(run_dir: Path) -> Audit:
 
 
 def audit_history(history: History) -> Audit:
-    """Every check that there is, in the order in which a person would ask."""
+    """Every check that there is, in the order in which a person would ask; none of two branches in one."""
+    mixed = mixed_branches(history)
+    if mixed is not None:
+        promise = "one line of training"
+        return Audit((Check("branches", promise, Verdict.FAIL, "nothing else was looked at", (mixed,)),))
     return Audit(tuple(_run(name, promise, check, history) for name, promise, check in CHECKS), _is_live(history))
 
 

@@ -245,13 +245,14 @@ class Cluster:
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
-    def kill(self, places: Sequence[Place]) -> None:
-        """SIGKILL to every process of some nodes at once; they are gone when it returns."""
+    def kill(self, places: Sequence[Place]) -> float:
+        """SIGKILL to every process of some nodes at once; they are gone when it returns. Returns when that began."""
         nodes = [place.node for place in places if place.node is not None]
-        kill_at_once(nodes)
+        began = kill_at_once(nodes)
         for place in places:
             if place.node is not None:
                 self._note_end(place)
+        return began
 
     def leftovers(self) -> list[str]:
         """What is left of all that was started, once it had ENDING_SECONDS to end; stops the backend."""

@@ -338,7 +338,7 @@ class Conductor:
         fault, harm, watch = pending.fault, pending.harm, self._cluster.watch
         now = time.time()
         if fault.undo_after is not None and not pending.is_undone:
-            since = pending.recovered_at if fault.size else pending.struck_at
+            since = pending.recovered_at if fault.changes_world else pending.struck_at
             if since is not None and now - since >= fault.undo_after:
                 self._undo(pending)
         if pending.recovered_at is None:
@@ -353,7 +353,7 @@ class Conductor:
         elif (fault.undo_after is None or pending.is_undone) and fault.is_cleared(harm):
             pending.is_closed = True
         elif now - pending.recovered_at > END_LIMIT_SECONDS:
-            self._fail(pending, f"{harm.target} was still there {END_LIMIT_SECONDS:.0f} s after it was left out")
+            self._fail(pending, f"{harm.target} was not back {END_LIMIT_SECONDS:.0f} s after the others were through")
 
     def _undo(self, pending: _Pending) -> None:
         """Once, whatever comes of it."""

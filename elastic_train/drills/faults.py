@@ -13,11 +13,11 @@ from elastic_train.drills.cluster import Cluster, NodeState, Place
 from elastic_train.drills.harm import (
     JOIN_LIMIT_SECONDS,
     RESTART_LIMIT_SECONDS,
+    Absence,
     Disturbance,
     Fault,
     Harm,
     NotStruck,
-    Silence,
     choose_worker,
     has_stepped_anew,
     snapshots_of,
@@ -127,10 +127,9 @@ class Stop(Fault):
         return "SIGTERM sent"
 
 
-class Hang(Silence):
+class Hang(Absence):
     name = "hang"
-    says = "SIGSTOP to a node's workers; SIGCONT once the others are through, and it leaves"
-    undo_after = 1.0
+    says = "SIGSTOP to a node's workers; SIGCONT once the others are through, and it comes back"
 
     def strike(self, harm: Harm) -> str:
         workers = workers_of(harm.targets[0])
@@ -141,9 +140,6 @@ class Hang(Silence):
     def undo(self, harm: Harm) -> None:
         harm.targets[0].affliction = NodeState.OUT
         _thaw(workers_of(harm.targets[0]))
-
-    def is_cleared(self, harm: Harm) -> bool:
-        return not harm.targets[0].is_running
 
 
 class Pause(Disturbance):

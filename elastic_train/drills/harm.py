@@ -137,6 +137,21 @@ class Silence(Fault):
         return [harm.rng.choice(found[1:] if len(found) == 2 and not has_arbiter else found)]
 
 
+class Absence(Silence):
+    """Silence that ends: the node finds out that it was left out, and comes back in its own processes."""
+
+    size = 0
+    needs_company = True
+    undo_after = 1.0
+
+    def is_cleared(self, harm: Harm) -> bool:
+        place = harm.targets[0]
+        if place.is_running and not harm.cluster.is_in(place):
+            return False
+        place.affliction = None
+        return True
+
+
 class Disturbance(Fault):
     """Something that passes: the job goes on with everybody, or has got over it, when it is undone."""
 

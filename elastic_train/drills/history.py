@@ -142,11 +142,25 @@ class History:
             for step in found
             if (step.generation, step.step) in twice and step.writer in successors.get(step.generation, ())
         }
+        voided = self._voided(found)
         return [
             step
             for step in found
             if (step.generation, step.step) not in counting or step.writer in successors[step.generation]
+            if (step.generation, step.step, step.writer) not in voided
         ]
+
+    def _voided(self, found: Sequence[Step]) -> set[tuple[int, int, str]]:
+        """(generation, step, writer) of the steps that a member took back when it was left out, and others wrote."""
+        lines = [(line["void"], writer(line)) for line in self.of("warning") if "void" in line]
+        return {
+            (int(void["generation"]), int(void["step"]), member)
+            for void, member in lines
+            if any(
+                step.step == void["step"] and step.generation >= void["generation"] and step.writer != member
+                for step in found
+            )
+        }
 
     @cached_property
     def steps_of(self) -> dict[int, list[Step]]:
@@ -259,13 +273,20 @@ def read_history(run_dir: Path) -> History:
         torn: list[str] = []
         files: list[list[Line]] = []
         for path in sorted((run_dir / "events").glob("*.jsonl")):
-            member = "/".join(path.stem.rsplit("-", 2))
-            lines = [{**line, "writer": member} for line in _read(path, torn) if {"time", "event"} <= line.keys()]
+            writer = _writer_of(path)
+            lines = [{**line, "writer": writer} for line in _read(path, torn) if {"time", "event"} <= line.keys()]
             files.append(lines)
-        ledger = [line for path in sorted((run_dir / "ledger").glob("*.jsonl")) for line in _read(path, torn)]
+        ledger = [
+            {**line, "writer": _writer_of(path)}
+            for path in sorted((run_dir / "ledger").glob("*.jsonl"))
+            for line in _read(path, torn)
+        ]
     except OSError as error:
         raise RunDirectoryError(f"{run_dir} cannot be read: {error.strerror}") from error
     set_right(files)
+    if discarded := _discarded_worlds(files):
+        files = [[line for line in lines if not _is_discarded(line, discarded)] for lines in files]
+        ledger = [line for line in ledger if not _is_discarded(line, discarded)]
     result = read_json(run_dir / "result.json")
     return History(
         run_dir=run_dir,
@@ -276,6 +297,56 @@ def read_history(run_dir: Path) -> History:
         drill=read_drill(run_dir),
         names=names,
     )
+
+
+_Place = tuple[str, int]
+"""who wrote a line, and in which generation"""
+
+
+def _discarded_worlds(files: Sequence[Sequence[Line]]) -> set[_Place]:
+    """Of branches that have stopped where they met one with more steps: as their members have said."""
+    lines = [line for file in files for line in file]
+    said = [line["discarded"] for line in lines if line["event"] == "warning" and line.get("discarded")]
+    return {
+        (writer(line), int(line["generation"]))
+        for line in lines
+        if line["event"] == "world"
+        and any(line.get("branch") == one["branch"] and int(line["step"]) >= int(one["first"]) - 1 for one in said)
+    }
+
+
+def _is_discarded(line: Line, worlds: set[_Place]) -> bool:
+    if line.get("event") in ("start", "warning", "signal", "done") or line.get("generation") is None:
+        return False
+    return (writer(line), int(line["generation"])) in worlds
+
+
+def mixed_branches(history: History) -> str | None:
+    """What two branches of one run have done beside each other, in one line; None where none has."""
+    branches = {(writer(line), int(line["generation"])): line.get("branch") for line in history.of("world")}
+    began: dict[str | None, Line] = {}
+    for line in history.of("world"):
+        began.setdefault(line.get("branch"), line)
+    newest = {
+        branches[writer(line), int(line["generation"])]: line
+        for line in sorted(history.of("step"), key=lambda line: int(line["step"]))
+        if (writer(line), int(line["generation"])) in branches
+    }
+    for (before, last), (after, first) in itertools.product(newest.items(), began.items()):
+        is_later = began[before]["time"] < first["time"]
+        if before != after and is_later and int(last["step"]) > int(first["step"]) + 1:  # the last one is provisional
+            there = newest.get(after, first)
+            names = [f"{'branch ' + name if name else 'the main line'}" for name in (before, after)]
+            return (
+                f"host {last['host']} has come to step {last['step']} on {names[0]}, and host {there['host']} to step "
+                f"{there['step']} on {names[1]}, which began at step {first['step']}: audit each in a folder of its own"
+            )
+    return None
+
+
+def _writer_of(path: Path) -> str:
+    """NODE/LOCAL_RANK/PID, of a file NODE-LOCAL_RANK-PID.jsonl."""
+    return "/".join(path.stem.rsplit("-", 2))
 
 
 def _read(path: Path, torn: list[str]) -> list[Line]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from elastic_train.drills.cluster import NodeState, Place
-from elastic_train.drills.harm import Disturbance, Harm, NotStruck, Silence
+from elastic_train.drills.harm import Absence, Disturbance, Harm, NotStruck, Silence
 from elastic_train.drills.network import Network
 
 LOST_SHARE = 0.2
@@ -15,11 +15,10 @@ EFFECT_SECONDS = 10.0
 """within which some packet comes or goes, a heartbeat at least"""
 
 
-class Partition(Silence):
+class Partition(Absence):
     name = "partition"
-    says = "a node's cable is pulled; plugged in again once the others are through"
+    says = "a node's cable is pulled; plugged in again once the others are through, and it comes back"
     needs_network = True
-    undo_after = 1.0
 
     def cut(self, harm: Harm) -> None:
         assert harm.cluster.network is not None
@@ -38,9 +37,6 @@ class Partition(Silence):
         assert harm.cluster.network is not None
         harm.cluster.network.heal(harm.targets[0].index)
         harm.targets[0].affliction = NodeState.OUT
-
-    def is_cleared(self, harm: Harm) -> bool:
-        return not harm.targets[0].is_running
 
 
 class OneWayDrop(Partition):

@@ -179,9 +179,10 @@ def processes_with(variable: str, value: str) -> list[psutil.Process]:
     return found
 
 
-def kill_at_once(nodes: Sequence[Node]) -> None:
-    """SIGKILL to every process of some nodes; none has time to notice the end of another."""
+def kill_at_once(nodes: Sequence[Node]) -> float:
+    """SIGKILL to every process of some nodes; none has time to notice the end of another. Returns when that began."""
     processes = [process for node in nodes for process in node.all_processes()]
+    began = time.time()
     for signum in (signal.SIGSTOP, signal.SIGKILL):
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -189,6 +190,7 @@ def kill_at_once(nodes: Sequence[Node]) -> None:
     for node in nodes:
         node.process.wait(10)
     wait_until(lambda: not any(map(is_running, processes)), "end of the killed processes", 10)
+    return began
 
 
 def is_running(process: psutil.Process) -> bool:

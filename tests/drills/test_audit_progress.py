@@ -361,3 +361,37 @@ def test_who_was_refused_says_nothing_about_the_run(run_dir: Path) -> None:
     edit_lines(events_of(run_dir, "d/0/14"), come)
     assert audit(run_dir).passed, audit(run_dir).reasons
     assert read_history(run_dir).batch == BATCH
+
+
+# --- branches ---------------------------------------------------------------------------------------------------------
+
+
+def split(run_dir: Path, *, discarded: bool) -> None:
+    """c has not died, but gone on from step 3 as branch x, up to step 5; with `discarded` it has met the others."""
+
+    def go_on(lines: list[Line]) -> list[Line]:
+        world = next(line for line in lines if line["event"] == "world")
+        again = {**world, "generation": 1, "time": START + 1.9, "step": 3, "members": [MEMBERS[2]], "branch": "x"}
+        step = {**again, "event": "step", "epoch": 1, "loss": 0.2, "world_size": 1}
+        steps = [{**step, "step": number, "time": START + 1.9 + 0.1 * number} for number in (4, 5)]
+        said = {"branch": "x", "first": 4, "last": 5}
+        warning = {**again, "event": "warning", "message": "…", "time": START + 2.5, "step": 5, "discarded": said}
+        return [*lines, again, *steps, *([warning] if discarded else [])]
+
+    edit_lines(events_of(run_dir, MEMBERS[2]), go_on)
+    edit_lines(
+        ledger_of(run_dir, MEMBERS[2]),
+        lambda lines: [*lines, *({**lines[-1], "generation": 1, "rank": 0, "step": step} for step in (4, 5))],
+    )
+
+
+def test_two_branches_are_not_mixed(run_dir: Path) -> None:
+    split(run_dir, discarded=False)
+    found = only_failure(run_dir, "branches")
+    assert f"host a has come to step {LAST_STEP} on the main line, and host c to step 5 on branch x" in found
+
+
+def test_what_a_branch_has_discarded_does_not_count(run_dir: Path) -> None:
+    split(run_dir, discarded=True)
+    found = audit(run_dir)
+    assert found.passed, found.reasons

@@ -192,13 +192,22 @@ def result(run_dir: Path) -> dict[str, Any]:
     return dict(json.loads((run_dir / "result.json").read_text()))
 
 
+def check_lines(run_dir: Path) -> None:
+    """Every line is whole. SIGKILL may find a process inside the write of its last one, and cut that off: Linux looks
+    for a fatal signal between two pages (events.py). Who came to its end has written `done`."""
+    for path in [*run_dir.glob("ledger/*.jsonl"), *run_dir.glob("events/*.jsonl")]:
+        for line in whole_lines(path):
+            assert isinstance(json.loads(line), dict), f"{path}: {line!r}"
+        has_ended = any(json.loads(line)["event"] == "done" for line in whole_lines(run_dir / "events" / path.name))
+        assert path.read_bytes().endswith(b"\n") or not has_ended, f"{path} ends in a torn line"
+
+
 def check_ledger(run_dirs: Sequence[Path], *, length: int, batch: int, steps: int) -> None:
     """The law of the contract: of each committed step count the lines of its largest generation; in every whole epoch
     every index occurs exactly once."""
     by_step: dict[int, dict[int, list[dict[str, Any]]]] = {}
     for run_dir in run_dirs:
-        for path in [*run_dir.glob("ledger/*.jsonl"), *run_dir.glob("events/*.jsonl")]:
-            assert path.read_bytes().endswith(b"\n"), f"{path} ends in a torn line"
+        check_lines(run_dir)
         for line in lines(run_dir / "ledger"):
             if line["step"] <= steps:
                 by_step.setdefault(line["step"], {}).setdefault(line["generation"], []).append(line)
