@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
 from elastic_train.batches import start_loader_process
+from elastic_train.collectives import all_reduce, broadcast, broadcast_bytes
 from elastic_train.datasets import EpochDataset, as_fetched
-from elastic_train.process_group import GroupSockets, broadcast_bytes, require_unbroken
+from elastic_train.process_group import GroupSockets, require_unbroken
 from elastic_train.sampler import MicroBatch
 from elastic_train.state import modes_kept
 from elastic_train.tasks import Task
@@ -69,7 +69,7 @@ def share_buffers(model: nn.Module, world: World, sockets: GroupSockets) -> None
     buffers = list(model.buffers())
     received = [buffer.clone() for buffer in buffers]
     for buffer in received:
-        dist.broadcast(buffer, 0)
+        broadcast(buffer, 0)
     require_unbroken(sockets)
     for buffer, of_rank_0 in zip(buffers, received, strict=True):
         buffer.copy_(of_rank_0)
@@ -110,7 +110,7 @@ def evaluate(
     names = _agreed_names(sums, world)
     table = torch.stack([sums.get(name, torch.zeros(sampler.num_blocks, dtype=torch.float64)) for name in names])
     if world.world_size > 1:
-        dist.all_reduce(table)  # every entry is one rank's value plus zeros: exact
+        all_reduce(table)  # every entry is one rank's value plus zeros: exact
     totals = [sum(row, start=0.0) for row in table.tolist()]
     return Evaluation(
         num_samples=sampler.length,

@@ -1,8 +1,11 @@
 """Who is alive, by the pings of links.py: a watcher that breaks a hopeless collective off.
 
 A killed process is seen at once: its connections close and its listener refuses. A frozen one, a cut cable, a stuck
-training thread close nothing: the watcher of every other member sees those, and then closes the sockets of the process
+training thread close nothing: the watchers of those that ping it see those, and then close the sockets of the process
 group, so that the blocked collective raises and the ordinary way out is taken.
+
+In a small world everybody pings everybody. In a large one each member pings some neighbours (protocol/neighbours.py),
+and what one has found out is passed on by each that hears it; so all know it within some hops.
 
 Times are local and monotonic: a member is silent when *this* process has not heard of it for so long. No two machines'
 clocks are compared.
@@ -10,22 +13,28 @@ clocks are compared.
 
 from __future__ import annotations
 
-import json
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import StrEnum
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Status
+from elastic_train.protocol.heartbeat import (
+    Heartbeat,
+    LastOutside,
+    describe,
+    has_ended_by_vote,
+    head_of,
+    is_silence,
+    verdicts_of,
+)
 from elastic_train.protocol.laws import is_dead_in_time
 from elastic_train.protocol.links import Heard
+from elastic_train.protocol.neighbours import STANDARD, Topology
 from elastic_train.rules import Activity, Beat, is_cut_off, stalled
 from elastic_train.world import Member, World
 
-PROBE_SECONDS = 0.5
 TEND_SECONDS = 0.5
 """between two rounds of background tasks"""
 WARN_SECONDS = 5.0
@@ -35,37 +44,18 @@ STUCK_SECONDS = 1800.0
 its agent waits for as long, and so does who has started that"""
 
 
-class Probe(StrEnum):
-    """What a connection attempt to a member's listener told."""
-
-    ACCEPTED = "accepted"
-    REFUSED = "refused"
-    """its host answers and nobody listens: the process is gone"""
-    SILENT = "silent"
-    """no answer: a dead host, a cut cable, a firewall; proves nothing"""
-
-
-def probe(address: tuple[str, int], timeout: float = PROBE_SECONDS) -> Probe:
-    """Try to connect. Blocks up to `timeout` seconds."""
-    try:
-        with socket.create_connection(address, timeout):
-            return Probe.ACCEPTED
-    except ConnectionRefusedError:
-        return Probe.REFUSED
-    except OSError:
-        return Probe.SILENT
-
-
 class Pings(Protocol):
     """What the watcher needs of links.Links."""
 
-    def watch(self, members: Iterable[tuple[str, tuple[str, int]]], epoch: str) -> None: ...
+    def watch(
+        self, members: Iterable[tuple[str, tuple[str, int]]], epoch: str, answered: Collection[str] | None = None
+    ) -> None: ...
     def tell(self, status: str, *, at_once: bool = False) -> None: ...
     def heard(self, uid: str) -> Heard | None: ...
     def answered(self) -> dict[str, float]: ...
     def wake(self) -> None: ...
     def turn(self, seconds: float) -> bool: ...
-    def close(self, *, keeps_listening: bool = False) -> None: ...
+    def close(self) -> None: ...
 
 
 class Watcher:
@@ -84,8 +74,10 @@ class Watcher:
             is no such store.
         warn: told once when the store is away, and once when it is back, while training goes on.
         give_up: ends the process, where the training thread still waits for a collective of a broken world after all
-            the time that a step may take: gloo can lose the end of a send (process_group.GroupSockets), as seen in
-            `waitSend` of a worker that had been frozen. Or where it does anything else there for STUCK_SECONDS.
+            the time that a step may take: gloo can lose the end of what was under way (collectives.py). Or where it
+            does anything else there for STUCK_SECONDS.
+        topology: who pings whom.
+        interval: seconds between two pings of `links`; by default what `ping_interval` says.
     """
 
     def __init__(
@@ -98,10 +90,12 @@ class Watcher:
         store_grace: float | None = None,
         warn: Callable[[str], None] = lambda _message: None,
         give_up: Callable[[str], None] = lambda _message: None,
+        topology: Topology = STANDARD,
+        interval: float | None = None,
     ) -> None:
-        self.links = links
+        self.links, self.topology = links, topology
         self._peer_timeout = peer_timeout
-        self._interval = ping_interval(peer_timeout)
+        self._interval = interval or ping_interval(peer_timeout)
         self._cut = cut
         self._tend = tend
         self._store_grace = store_grace
@@ -113,9 +107,20 @@ class Watcher:
         self._monotonic = monotonic
         self._activity: tuple[Activity, float] = (Activity.FORM, monotonic())
         self._world: World | None = None
-        self._epoch = ""
-        self._broken: str | None = None
-        """verdicts of the present epoch, once its world is over"""
+        self._adopted: World | None = None
+        """whose members are pinged, by some neighbours each or all"""
+        self._neighbours: tuple[str, tuple[int, ...]] = ("", ())
+        """uid of the adopted world, and whom this member pings all the time"""
+        self._watched: set[int] = set()
+        """ranks that are pinged: the neighbours, and some more while an agreement needs them"""
+        self._is_sparse = False
+        """whether they are not all: then what is found out is passed on"""
+        self._broken: dict[int, str] | None = None
+        """verdicts of the adopted world, once it is over"""
+        self._is_by_vote = False
+        """whether a vote has ended it"""
+        self._passes_on = self._is_turn_due = False
+        self._outside, self._count, self.num_reductions = LastOutside(0.0), 0, 0
         self._is_standing = False
         self._last_answer = monotonic()
         self._next_tend = monotonic()
@@ -138,18 +143,14 @@ class Watcher:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self, *, keeps_listening: bool = False) -> None:
-        """End the thread; it holds no key that others would wait for.
-
-        Args:
-            keeps_listening: others see that this process lives for as long as it does.
-        """
+    def stop(self) -> None:
+        """End the thread; it holds no key that others would wait for."""
         self._is_stopping = True
         self.links.wake()
         if self._thread.ident is not None:  # it may never have found its job
             self._thread.join(self._peer_timeout + 5)
         if not self._thread.is_alive():
-            self.links.close(keeps_listening=keeps_listening)
+            self.links.close()
 
     # --- for the training thread --------------------------------------------------------------------------------------
 
@@ -170,11 +171,47 @@ class Watcher:
             raise self._crash
 
     def adopt(self, world: World) -> None:
-        """Ping the members of `world` from now on, as one of them, and answer nobody else."""
+        """Ping neighbours among the members of `world` from now on, as one of them, and answer nobody else."""
+        nodes = [member.node for member in world.members]
+        neighbours = self.topology.neighbours(nodes, world.world_size, world.rank)
         with self._lock:
-            self._epoch, self._broken = world.uid, None
+            self._adopted, self._neighbours, self._watched = world, (world.uid, neighbours), set(neighbours)
+            self._is_sparse = self._passes_on = not self.topology.is_dense(len(nodes))
+            self._broken, self._is_by_vote, self.num_reductions = None, False, 0
+            self._outside = LastOutside(self._monotonic(), self._interval / 4)
             self.links.tell(self._status())
-        self.links.watch([(member.uid, member.address) for member in world.members], world.uid)
+        self._watch()
+
+    def watch_too(self, ranks: Iterable[int]) -> None:
+        """Ping these members of the adopted world as well, until the next one is."""
+        world = self._adopted
+        more = set(ranks) - self._watched - {world.rank if world else -1}
+        if more:
+            self._watched |= more
+            self._watch()
+
+    def _watch(self) -> None:
+        world = self._adopted
+        assert world is not None, "it is adopted"
+        members = [world.members[rank] for rank in sorted(self._watched)]
+        everybody = [member.uid for member in world.members]
+        self.links.watch([(member.uid, member.address) for member in members], world.uid, everybody)
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """Ranks of the adopted world that are pinged."""
+        return frozenset(self._watched)
+
+    def witnesses(self, world: World, rank: int) -> tuple[int, ...]:
+        """Who may prove the death of a member that this one finds gone, and has not pinged in time itself."""
+        if rank in self._neighbours[1] or not self.is_refused(world.members[rank]):
+            return ()
+        return self.topology.neighbours([member.node for member in world.members], world.world_size, rank)
+
+    def forgive(self) -> None:
+        """Nothing but their silence counts against the members of the world that is over, from now on."""
+        with self._lock:
+            self.verdicts, self._passes_on = {}, False
 
     def expect(self, world: World) -> None:
         """A process group of this world is about to be made: break it off if a member dies before it stands."""
@@ -182,11 +219,13 @@ class Watcher:
             self._world, self._is_standing = world, False
             self._broken_at = None
             self.verdicts, self.reason, self.least_patience = {}, None, 0.0
+        self._look_soon()
 
     def enter(self, world: World) -> None:
         """The process group of this world stands: it is watched until `leave`."""
         with self._lock:
             self._world, self._is_standing = world, True
+        self._look_soon()
 
     @property
     def is_spokesman(self) -> bool:
@@ -198,13 +237,23 @@ class Watcher:
         """The world is over: nothing is cut from now on."""
         with self._lock:
             self._world = self._broken_at = None
+        self._look_soon()
         self.do(Activity.FORM)
 
-    def announce_broken(self) -> None:
-        """Tell the others' watchers that this member is out of the world, for those whom no closed socket tells."""
+    def _look_soon(self) -> None:
+        """What was heard before may matter now."""
+        self._is_turn_due = True
+        self.links.wake()
+
+    def announce_broken(self, *, is_by_vote: bool = False) -> None:
+        """Tell the others' watchers that this member is out of the world, for those whom no closed socket tells.
+
+        Args:
+            is_by_vote: all who train end it at the same step; one of them may still be reading the votes.
+        """
         with self._lock:
             if self._broken is None:
-                self._broken = "{}"
+                self._broken, self._is_by_vote = {}, is_by_vote
             self.links.tell(self._status(), at_once=True)
 
     def status(self, member: Member, rank: int, patience_is_over: bool) -> Status:
@@ -214,12 +263,15 @@ class Watcher:
             patience_is_over: the member has had all the time that a training thread needs to notice.
         """
         heard = self.links.heard(member.uid)
+        is_out = rank in self.verdicts
+        if is_out and self._is_sparse and is_silence(self.verdicts[rank]) and self.is_heard(member):
+            is_out = False  # by others, and may hear those again
         if heard is None:
-            return Status.UNKNOWN if patience_is_over else Status.ALIVE
+            return Status.UNKNOWN if patience_is_over or is_out else Status.ALIVE
         if heard.refused_at is not None:
             since = None if heard.pinged_at is None else heard.refused_at - heard.pinged_at
             return Status.DEAD if is_dead_in_time(since, self._peer_timeout) else Status.UNKNOWN
-        if rank in self.verdicts or patience_is_over or self.age(member) > self._peer_timeout:
+        if is_out or patience_is_over or self.age(member) > self._peer_timeout:
             return Status.UNKNOWN
         return Status.ALIVE
 
@@ -235,6 +287,9 @@ class Watcher:
 
     def is_heard(self, member: Member) -> bool:
         """Whether a watched member has given a sign of life within some pings."""
+        heard = self.links.heard(member.uid)
+        if self._is_sparse and (heard is None or not heard.has_answered):
+            return False  # it is not watched, or has been for a moment
         return self.age(member) <= 4 * self._interval
 
     def unreachable(self, world: World) -> tuple[int, ...]:
@@ -242,6 +297,12 @@ class Watcher:
         silent = 3 * self._interval + 0.5
         others = (rank for rank in range(world.world_size) if rank != world.rank)
         return tuple(rank for rank in others if self.age(world.members[rank]) > silent)
+
+    def lost_neighbours(self, world: World) -> tuple[int, ...]:
+        """Ranks that are silent to this member, of a world in which others may hear them."""
+        if not self._is_sparse:
+            return ()
+        return tuple(rank for rank in self._judged(world) if self.age(world.members[rank]) > self._peer_timeout)
 
     @property
     def is_store_silent(self) -> bool:
@@ -299,76 +360,120 @@ class Watcher:
             self._warn(f"the store answers again, after {silence:.0f} s")
 
     def _run(self) -> None:
+        next_turn = 0.0
         while not self._is_stopping:
             try:
-                self.turn()
-                self.links.turn(self._interval)
+                if self._is_turn_due or self._monotonic() >= next_turn:
+                    self._is_turn_due, next_turn = False, self._monotonic() + self._interval
+                    self.turn()
+                seconds = 0.0 if self._is_turn_due else next_turn - self._monotonic()
+                self._is_turn_due |= self.links.turn(max(0.0, seconds))
             except Exception as error:  # the end of this thread; the training thread raises it
                 self._crash = error
                 return
 
     def _status(self) -> str:
-        """One line for the others; its first character changes when this member is out of the world."""
-        activity, since = self._activity
-        seconds = round(self._monotonic() - since, 3)
-        generation = self._world.generation if self._world else -1
-        mark = "-" if self._broken is None else "!"
-        return mark + json.dumps([generation, activity, seconds, self._broken or "{}"])
+        """One line for the others; its head changes when this member is out of the world."""
+        (activity, since), now = self._activity, self._monotonic()
+        adopted, world = self._adopted, self._world
+        rank = adopted.rank if adopted is not None else -1
+        if activity is not Activity.REDUCE or world is None:
+            self._count += 1
+            self._outside.hear((rank, self._count), now)
+        generation = world.generation if world else -1
+        heartbeat = Heartbeat(
+            generation, self.num_reductions, activity, now - since, now - self._outside.at, self._outside.witness
+        )
+        return heartbeat.to_line(head_of(adopted, self._broken, is_by_vote=self._is_by_vote))
 
     def _look(self) -> None:
         with self._lock:
             world, is_standing = self._world, self._is_standing
-        if world is None or (world.world_size == 1 and not world.is_spare):
+        if world is None:
+            self._look_back()
+            return
+        if world.world_size == 1 and not world.is_spare:
             return
         beats: dict[int, Beat] = {}
-        for rank, member in enumerate(world.workers):
-            heard = self.links.heard(member.uid)
-            if rank == world.rank:
-                activity, since = self._activity
-                beats[rank] = Beat(world.generation, activity, self._monotonic() - since)
-            elif heard is not None and heard.status and heard.epoch == world.uid:
-                generation, activity, seconds, broken = json.loads(heard.status[1:])
-                beats[rank] = Beat(int(generation), Activity(activity), float(seconds))
-                if heard.status[0] == "!":
-                    self._break_off(world, {int(one): why for one, why in json.loads(broken).items()})
+        if not world.is_spare:
+            activity, since = self._activity
+            beats[world.rank] = Beat(world.generation, activity, self._monotonic() - since)
+        for rank in self._judged(world):
+            heard = self.links.heard(world.members[rank].uid)
+            if heard is None or not heard.status or heard.epoch != world.uid:
+                continue
+            if heard.went_on_at is not None and self._monotonic() - heard.went_on_at > self._peer_timeout:
+                self._break_off(world, {})  # and gloo has not noticed: what it waits for may have no end
+                return
+            verdicts = verdicts_of(world, heard.status)
+            if verdicts is not None:
+                is_by_vote = has_ended_by_vote(heard.status)
+                if is_by_vote and not world.is_spare and Heartbeat.from_line(heard.status).seconds < self._peer_timeout:
+                    continue  # this member reads the same votes in a moment
+                self._break_off(world, verdicts, is_by_vote=is_by_vote)
+                if not self._is_sparse:
                     return
+                continue
+            heartbeat = Heartbeat.from_line(heard.status)
+            beats[rank] = heartbeat.beat
+            self._outside.hear(heartbeat.witness, heard.heard_at - heartbeat.age)
         # A lone worker has no collective that could be broken off, so nobody goes on until it is proven dead.
         is_judged = is_standing and world.world_size > 1
-        blamed = self._judge(world, beats) if is_judged else self._find_dead(world)
+        blamed = self._judge(world, beats) if is_judged else self._find_lost(world, " before its first step") or None
         if blamed is not None:
             self._break_off(world, blamed)
 
-    def _find_dead(self, world: World) -> dict[int, str] | None:
-        dead = {}
-        for rank, member in enumerate(world.workers):
+    def _look_back(self) -> None:
+        """At the world that this member has left, while it agrees on the next one: who else is out of it."""
+        world = self._adopted
+        if world is None or not self._is_sparse or self._broken is None:
+            return
+        for rank in self._judged(world):
+            heard = self.links.heard(world.members[rank].uid)
+            if heard is not None and heard.epoch == world.uid:
+                self._merge(world, verdicts_of(world, heard.status) or {})
+        self._merge(world, self._find_lost(world))
+
+    def _judged(self, world: World) -> list[int]:
+        """Neighbours that train: nobody's step needs a spare."""
+        uid, neighbours = self._neighbours  # at once: the training thread may adopt the next world
+        return [rank for rank in neighbours if rank < world.world_size] if uid == world.uid else []
+
+    def _find_lost(self, world: World, when: str = "") -> dict[int, str]:
+        lost = {}
+        for rank in self._judged(world):
+            member = world.members[rank]
             silence = self.age(member)
-            if rank == world.rank:
-                continue
             if self.is_refused(member):
-                dead[rank] = f"{member.name} (rank {rank}) died before its first step"
+                lost[rank] = describe(world, rank, f"died{when}")
             elif silence > self._peer_timeout:  # frozen, while others wait for an answer of its
-                dead[rank] = f"{member.name} (rank {rank}) was silent for {silence:.1f} s before its first step"
-        return dead or None
+                lost[rank] = describe(world, rank, f"was silent for {silence:.1f} s{when}")
+        return lost
+
+    def _has_left_by_vote(self, world: World, rank: int) -> bool:
+        """Whether it has ended since it said so: this member reads the same votes in a moment."""
+        heard = self.links.heard(world.members[rank].uid)
+        has_said = heard is not None and heard.epoch == world.uid and has_ended_by_vote(heard.status)
+        return has_said and not world.is_spare and self.age(world.members[rank]) < self._peer_timeout
 
     def _judge(self, world: World, beats: Mapping[int, Beat]) -> dict[int, str] | None:
         """The ranks to blame, with the reason, if this member must break the world; perhaps none of them."""
-        blamed: dict[int, str] = {}
-        for rank, member in enumerate(world.workers):
-            silence = self.age(member)
-            if rank == world.rank:
-                continue
-            if self.is_refused(member):
-                blamed[rank] = f"{member.name} (rank {rank}) died"
-            elif silence > self._peer_timeout:
-                blamed[rank] = f"{member.name} (rank {rank}) was silent for {silence:.1f} s"
+        blamed = {rank: why for rank, why in self._find_lost(world).items() if not self._has_left_by_vote(world, rank)}
         if world.is_spare:  # it knows nothing of how long a step takes
             return blamed or None
         for rank in stalled(beats, world.generation, self._patience):
-            blamed.setdefault(rank, f"{world.members[rank].name} (rank {rank}) kept the others waiting")
-        is_complete = len(beats) == world.world_size
-        if blamed or (is_complete and is_cut_off(beats, world.generation, self._patience)):
+            blamed.setdefault(rank, describe(world, rank, "kept the others waiting"))
+        is_complete = len(beats) == len(self._judged(world)) + 1
+        if blamed or (is_complete and is_cut_off(beats, world.generation, self._patience) and self._all_wait(world)):
             return blamed
         return None
+
+    def _all_wait(self, world: World) -> bool:
+        """Whether those that this member does not see have waited as long as those that it does."""
+        if not self._is_sparse:
+            return True
+        hearsay = 2 * self._interval * self.topology.hops(world.world_size)
+        return self._monotonic() - self._outside.at > self._patience + hearsay
 
     @property
     def _patience(self) -> float:
@@ -389,40 +494,33 @@ class Watcher:
                 f"this world is over ({self.reason}), and {what} has not ended here in {waited:.0f} s: this worker ends"
             )
 
-    def _break_off(self, world: World, verdicts: dict[int, str]) -> None:
+    def _break_off(self, world: World, verdicts: dict[int, str], *, is_by_vote: bool = False) -> None:
         with self._lock:
             if self._world is not world:
                 return  # the training thread has left it meanwhile
             if self._broken_at is None:
                 self._broken_at = self._monotonic()
                 self.verdicts = verdicts
-                self._broken = json.dumps(verdicts)
+                self._broken, self._is_by_vote = dict(verdicts), is_by_vote
                 self.links.tell(self._status(), at_once=True)
+            elif self._is_sparse:
+                self._merge(world, verdicts)
             if self.reason is None:
                 self.reason = "; ".join(verdicts.values()) or "a member has left the world"
             self._cut()
+
+    def _merge(self, world: World, verdicts: Mapping[int, str]) -> None:
+        """Pass on what is news: who proposes, and for whom it waits, must not depend on whom a member pings."""
+        with self._lock:
+            if self._adopted is not world or self._broken is None or not self._passes_on:
+                return
+            news = {rank: why for rank, why in verdicts.items() if rank not in self._broken}
+            if news:
+                self._broken.update(news)
+                self.verdicts = self.verdicts | news
+                self.links.tell(self._status(), at_once=True)
 
 
 def ping_interval(peer_timeout: float) -> float:
     """Seconds between two pings."""
     return min(0.25, peer_timeout / 8)
-
-
-def refusing(members: Sequence[Member]) -> list[Member]:
-    """Those at whose address nobody listens: their processes are gone. Blocks up to PROBE_SECONDS."""
-    return [member for member, found in zip(members, probe_all(members), strict=True) if found is Probe.REFUSED]
-
-
-def probe_all(members: Sequence[Member]) -> list[Probe]:
-    """All at once. Blocks up to PROBE_SECONDS."""
-    results = [Probe.SILENT] * len(members)
-
-    def look(index: int) -> None:
-        results[index] = probe(members[index].address)
-
-    threads = [threading.Thread(target=look, args=(index,), daemon=True) for index in range(len(members))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * PROBE_SECONDS)
-    return results

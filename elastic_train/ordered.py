@@ -47,9 +47,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from elastic_train.collectives import exchange
 from elastic_train.determinism import name_nondeterministic_operator
 from elastic_train.errors import UsageError
-from elastic_train.process_group import GROUP_TIMEOUT
 from elastic_train.reduction import Batch, Loss, Share, StepTotals
 from elastic_train.sampler import MicroBatch, split
 from elastic_train.world import World
@@ -107,22 +107,11 @@ def tree_sum(leaves: Sequence[float]) -> float:
 class Transport(Protocol):
     """Moves tensors between ranks; blocks until all have been sent and received.
 
-    Between two ranks messages arrive in the order in which they were sent. Raises RuntimeError when a peer is lost.
+    Between two ranks messages arrive in the order in which they were sent. Raises RuntimeError or
+    FormationFailed when a peer is lost.
     """
 
     def __call__(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None: ...
-
-
-def default_transport(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
-    """Over the default process group, whose collectives would copy more: gloo's all-gather through a second buffer."""
-    operations = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in receives]
-    operations += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in sends]
-    if operations:
-        # A message of gloo waits for as long as its group was given at the start, whatever set_timeout() says later:
-        # a second here (FORM_TIMEOUT), and a slower rank is no lost one. With a limit NCCL would block the processor.
-        limit = () if operations[0].tensor.is_cuda else (GROUP_TIMEOUT,)
-        for work in dist.batch_isend_irecv(operations):
-            work.wait(*limit)
 
 
 class TreeExchange:
@@ -133,7 +122,7 @@ class TreeExchange:
         rank: int,
         world_size: int,
         num_leaves: int,
-        transport: Transport = default_transport,
+        transport: Transport = exchange,
         chunk: int = CHUNK_ELEMENTS,
     ) -> None:
         self._rank = rank

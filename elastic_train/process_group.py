@@ -1,39 +1,39 @@
-"""Form and end the process group of one World, and the few collectives that recovery needs."""
+"""Form and end the process group of one World, and break it off."""
 
 from __future__ import annotations
 
-import array
+import ctypes
 import fcntl
 import ipaddress
-import json
 import os
 import socket
 import struct
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore
+from torch.distributed import HashStore, Store, TCPStore
 
+from elastic_train.collectives import GROUP_TIMEOUT, broken_off_by
 from elastic_train.errors import FormationFailed, UsageError, first_line
+from elastic_train.formed_group import FormedGroup, install
+from elastic_train.protocol.names import look_up
+from elastic_train.system import close_sockets_at, open_sockets
 from elastic_train.torchrun import split_endpoint
 from elastic_train.world import World
-
-BROADCAST_CHUNK_BYTES = 64 * 2**20
-"""gloo moves a broadcast as one buffer; chunks bound the extra memory"""
-
 
 FORM_TIMEOUT = timedelta(seconds=1)
 """A member that dies within the milliseconds in which the group is made costs this much, five times as much where it
 had published its address: gloo waits for the connection that it would have made for five timeouts, with no socket yet
 that could be shut."""
-GROUP_TIMEOUT = timedelta(minutes=30)
-"""the last resort in training; the watcher is there to be faster"""
+KEEP_SECONDS = 1.0
+"""that the connections of a group that is broken off stay, and that gloo has to end; most often it takes a few ms"""
 
 
 class GroupSockets:
@@ -44,43 +44,97 @@ class GroupSockets:
     appeared while the group was made; a number is only touched while it still names the same socket. Listening ones
     are left alone: gloo aborts the process when its `accept` fails.
 
-    Only for a collective that waits for a lost peer. When a connection breaks, gloo (`Pair::signalException` in
-    transport/tcp/pair.cc) passes over the sends that it has queued: one that meets the broken connection is never
-    ended, and its collective waits in `waitSend` until GROUP_TIMEOUT. Where all members are alive, votes end a world.
+    A send of gloo's that meets a broken connection hangs (collectives.py). So that few do, only the reading ends, and
+    the connection stays until `release`, or for KEEP_SECONDS, in which the others break off their own. Where all
+    members are alive, votes end a world.
 
     NCCL has an abort, after which what was under way ends with garbage and no error: whoever uses the result of a
     collective asks `is_shut` first.
+
+    A group that is over is kept until `release`: gloo takes 20 to 40 ms to end one, for its threads look up every
+    10 ms, and the next world need not wait for that.
+
+    Args:
+        spared_port: of the store that this process serves: its callers wait for answers, whatever becomes of a group.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spared_port: int | None = None) -> None:
+        self._spared_port = spared_port
         self._lock = threading.Lock()
         self._before: dict[int, str] | None = None
         self._sockets: dict[int, str] = {}
         self._nccl: dist.ProcessGroup | None = None
-        self.is_shut = False
-        """whether the present group was broken off"""
+        self._over: list[dist.ProcessGroup] = []
+        self._kept: dict[str, socket.socket] = {}
+        """connections that were broken off, and that the others may still write to"""
+        self._shut_at: float | None = None
+        """when the present group was broken off, on the monotonic clock"""
+        self._hangs = False
         # A forked DataLoader process holds copies, and would hide this process's death from its peers.
         os.register_at_fork(after_in_child=self._close_all)
 
+    @property
+    def is_shut(self) -> bool:
+        """Whether the present group was broken off."""
+        return self._shut_at is not None
+
+    def require_hope(self) -> None:
+        """As `collectives.Breakable`."""
+        if self._shut_at is not None and time.monotonic() - self._shut_at > KEEP_SECONDS:
+            self._hangs = True
+            raise FormationFailed("the process group was broken off, and Gloo does not end what was under way")
+
     def begin(self) -> None:
         """What is opened from now on belongs to the group that is being made."""
+        self.release()
         with self._lock:
-            self._before, self.is_shut = open_sockets(), False
+            self._before, self._shut_at, self._hangs = open_sockets(), None, False
 
     def complete(self, nccl: dist.ProcessGroup | None = None) -> None:
         """The group stands; what is opened from now on does not belong to it. `nccl` is it, if NCCL is in it."""
         with self._lock:
             self._sockets, self._before, self._nccl = self._present(), None, nccl
 
-    def forget(self) -> None:
-        """The group is gone."""
+    def take(self, sockets: dict[int, str]) -> None:
+        """A group is to be installed that was formed with these."""
+        self.release()
         with self._lock:
+            self._sockets, self._before, self._shut_at, self._hangs = sockets, None, None, False
+
+    def forget(self, group: dist.ProcessGroup | None = None) -> None:
+        """The group is over; torch does not know it any more. NCCL's ends at once."""
+        with self._lock:
+            if self._hangs:
+                # A thread of it hangs, for which its end would wait: it has none, not even at the end of the process.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            elif group is not None and self._nccl is None:
+                self._over.append(group)
             self._sockets, self._before, self._nccl = {}, None, None
 
-    def shut(self) -> None:
-        """Break off every connection. Called from any thread; does not block."""
+    def release(self) -> None:
+        """Let go of the groups that are over, on a thread of its own, and of their connections. An exception that holds
+        a group, by the frames that it went through, should be gone by then."""
+        self._close_kept()
+        if self._over:
+            over, self._over = self._over, []
+            # No daemon: a process that ends while a group does is aborted.
+            threading.Thread(target=over.clear, name="release").start()
+
+    def _close_kept(self) -> None:
         with self._lock:
-            self.is_shut = True
+            kept, self._kept = self._kept, {}
+        for connection in kept.values():
+            connection.close()
+
+    def shut(self) -> None:
+        """Break off this member's part in every collective. Called from any thread; does not block."""
+        if not self._kept and not sys.is_finalizing():  # then no thread starts, and all is closed in a moment
+            timer = threading.Timer(KEEP_SECONDS, self._close_kept)
+            timer.daemon = True
+            timer.start()
+        with self._lock:
+            if self._shut_at is None:
+                self._shut_at = time.monotonic()
             if self._nccl is not None:
                 # On a thread of its own: it may wait until every rank aborts (NVIDIA/nccl#1013).
                 threading.Thread(target=self._nccl.abort, name="abort", daemon=True).start()
@@ -92,9 +146,17 @@ class GroupSockets:
                     if os.readlink(f"/proc/self/fd/{copy}") != name:
                         os.close(copy)
                         continue
-                    with socket.socket(fileno=copy) as connection:
-                        if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                            connection.shutdown(socket.SHUT_RDWR)
+                    connection = socket.socket(fileno=copy)
+                    is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if is_listening or name in self._kept or self._is_spared(connection):
+                        connection.close()
+                        continue
+                    self._kept[name] = connection
+                    connection.shutdown(socket.SHUT_RD)
+
+    def _is_spared(self, connection: socket.socket) -> bool:
+        is_ip = connection.family in (socket.AF_INET, socket.AF_INET6)
+        return is_ip and connection.getsockname()[1] == self._spared_port
 
     def _present(self) -> dict[int, str]:
         if self._before is None:
@@ -102,6 +164,8 @@ class GroupSockets:
         return {fd: name for fd, name in open_sockets().items() if self._before.get(fd) != name}
 
     def _close_all(self) -> None:
+        for connection in self._kept.values():
+            connection.close()
         for fd, name in self._sockets.items():
             with suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{fd}") == name:
@@ -116,14 +180,16 @@ class GroupStoreServer:
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address: tuple[str, int] = (host, int(listener.getsockname()[1]))
         # A forked DataLoader process would accept connections in the place of a dead parent, and keep those open on
-        # which others wait for its answers.
-        os.register_at_fork(after_in_child=lambda: close_sockets_at(self.address[1]))
+        # which others wait for its answers. Only as long as this server is there: others may get its port.
+        server = weakref.ref(self)
+        port = self.address[1]
+        os.register_at_fork(after_in_child=lambda: close_sockets_at(port) if server() is not None else None)
         fd = listener.detach()
         self.store = TCPStore(
             *self.address, is_master=True, wait_for_workers=False, timeout=FORM_TIMEOUT, master_listen_fd=fd
         )
 
-    def group_store(self, world: World) -> Store:
+    def group_store(self, world: World, timeout: timedelta = FORM_TIMEOUT) -> Store:
         """The store of the world's rank 0, on a connection of its own, so that it can be broken off.
 
         Raises:
@@ -137,7 +203,7 @@ class GroupStoreServer:
                 socket.create_connection(first.store, FORM_TIMEOUT.total_seconds()).close()
             except OSError as error:  # TCPStore would try for seconds
                 raise FormationFailed(f"{first.name} (rank 0) does not answer at {host}:{port}") from error
-        return TCPStore(*first.store, is_master=False, wait_for_workers=False, timeout=FORM_TIMEOUT)
+        return TCPStore(*first.store, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def require_unbroken(sockets: GroupSockets) -> None:
@@ -149,27 +215,6 @@ def require_unbroken(sockets: GroupSockets) -> None:
         raise FormationFailed("the process group was broken off")
 
 
-def open_sockets() -> dict[int, str]:
-    """The sockets of this process: number -> `socket:[inode]`; none on macOS, where a world of one has none to shut."""
-    found: dict[int, str] = {}
-    if sys.platform != "linux":
-        return found
-    for entry in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            name = os.readlink(f"/proc/self/fd/{entry}")
-            if name.startswith("socket:"):
-                found[int(entry)] = name
-    return found
-
-
-def close_sockets_at(port: int) -> None:
-    """This process's copies of the sockets that have this port here."""
-    for fd in open_sockets():
-        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
-            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == port:
-                os.close(fd)
-
-
 @contextmanager
 def process_group(
     world: World,
@@ -177,11 +222,13 @@ def process_group(
     backend: str,
     sockets: GroupSockets,
     timeout: timedelta = GROUP_TIMEOUT,
+    formed: FormedGroup | None = None,
 ) -> Iterator[None]:
     """The default process group of `world` inside the block; destroyed on the way out, whatever happened.
 
     Every member calls it; `make_store` gives a connection of its own, with a prefix of this generation alone. Blocks
-    until all have, FORM_TIMEOUT at most. Inside the block collectives wait `timeout`, until `set_group_timeout`.
+    until all have, FORM_TIMEOUT at most; not at all where the group is `formed` already, by all of them. Inside the
+    block collectives wait `timeout`, until `set_group_timeout`.
 
     Raises:
         FormationFailed: not all members connected in time.
@@ -196,26 +243,50 @@ def process_group(
         # abort to us, as torch's `_abort_process_group` asks for.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     excepthook = sys.excepthook  # init_process_group wraps it each time and never puts it back
+    try:
+        if formed is None:
+            _make_group(world, make_store, backend, sockets)
+        else:
+            sockets.take(formed.sockets)
+            install(formed)
+        set_group_timeout(timeout)
+        with nullcontext() if has_nccl else broken_off_by(sockets):
+            yield
+    except BaseException:
+        sockets.shut()  # whatever still holds the group, `release` is to close its connections
+        raise
+    finally:
+        group = dist.group.WORLD
+        if group is None:
+            _count_groups_anew()
+        dist.destroy_process_group()
+        sockets.forget(group)
+        sys.excepthook = excepthook
+
+
+def _make_group(world: World, make_store: Callable[[], Store], backend: str, sockets: GroupSockets) -> None:
+    """Raises: FormationFailed, as `process_group`."""
     sockets.begin()
     try:
-        try:
-            dist.init_process_group(
-                backend, store=make_store(), rank=world.rank, world_size=world.world_size, timeout=FORM_TIMEOUT
-            )
-            sockets.complete(dist.group.WORLD if has_nccl else None)
-            dist.barrier()  # until here a member that died after the list was made costs FORM_TIMEOUT only
-            set_group_timeout(timeout)
-        except RuntimeError as error:
-            raise FormationFailed(
-                f"no process group of {world.world_size} workers within {FORM_TIMEOUT.total_seconds():.0f} s: "
-                f"{first_line(error)}"
-            ) from error
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        sockets.forget()
-        sys.excepthook = excepthook
+        dist.init_process_group(
+            backend, store=make_store(), rank=world.rank, world_size=world.world_size, timeout=FORM_TIMEOUT
+        )
+        sockets.complete(dist.group.WORLD if "nccl" in backend else None)
+        dist.barrier()  # until here a member that died after the list was made costs FORM_TIMEOUT only
+    except RuntimeError as error:
+        raise FormationFailed(
+            f"no process group of {world.world_size} workers within {FORM_TIMEOUT.total_seconds():.0f} s: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def _count_groups_anew() -> None:
+    """Make a group of this process alone; its end has torch count from 0 again.
+
+    torch numbers the groups that a process has begun to make, and the number is in the keys by which the members find
+    each other. Where one has failed and another had not begun, they would look under different keys for ever.
+    """
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=FORM_TIMEOUT)
 
 
 def set_group_timeout(timeout: timedelta) -> None:
@@ -254,33 +325,46 @@ def gpu_of(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def address_towards(host: str, port: int) -> str:
-    """The local IP address from which `host` is reached; 127.0.0.1 where it cannot be found out.
+def address_towards(host: str, port: int, warn: Callable[[str], None]) -> str:
+    """The local IP address from which `host` is reached; 127.0.0.1 where it cannot be found out. Blocks for
+    LOOK_UP_SECONDS where no name server answers.
 
     A host name that leads to the loopback interface, as Debian's 127.0.1.1 does on the very host, is meant for others
     too: then it is the address of the default route, if there is one.
+
+    Args:
+        warn: told where the name leads nowhere: the address may be wrong.
     """
+    default = "127.0.0.1"
     with suppress(OSError):
-        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        found = source_address(family, target)
+        default = source_address("192.0.2.1", 9)  # TEST-NET-1 (RFC 5737), which is nobody
+    try:
+        ip = look_up(host)[0]
+    except (OSError, ValueError) as error:
+        warn(
+            f"the name in {host}:{port} leads nowhere ({first_line(error)}): others are told {default}, the address of "
+            "the default route; check the name server, or give an IP address instead of the name"
+        )
+        return default
+    with suppress(OSError):  # there may be no route
+        found = source_address(ip, port)
         is_loopback = ipaddress.ip_address(found).is_loopback
         if not is_loopback or host in ("localhost", "::1") or host.startswith("127."):
             return found
-    with suppress(OSError):
-        return source_address(socket.AF_INET, ("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737), which is nobody
-    return "127.0.0.1"
+    return default
 
 
-def address_towards_any(endpoints: Sequence[str]) -> str:
-    """The local IP address towards the first of several HOST:PORT that is reached by one that others can use too."""
-    found = [address_towards(*split_endpoint(endpoint)) for endpoint in endpoints]
+def address_towards_any(endpoints: Sequence[str], warn: Callable[[str], None]) -> str:
+    """The local IP address towards the first of several HOST:PORT that is reached by one that others can use too.
+    Blocks and warns as `address_towards`, for each of them."""
+    found = [address_towards(*split_endpoint(endpoint), warn) for endpoint in endpoints]
     return next((address for address in found if not ipaddress.ip_address(address).is_loopback), found[0])
 
 
-def source_address(family: int, target: Any) -> str:
-    """The local address of the route to `target`. Sends nothing."""
-    with socket.socket(family, socket.SOCK_DGRAM) as asker:
-        asker.connect(target)
+def source_address(ip: str, port: int) -> str:
+    """The local address of the route to an address. Sends nothing. Raises OSError where there is none."""
+    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        asker.connect((ip, port))
         return str(asker.getsockname()[0])
 
 
@@ -306,36 +390,3 @@ def interface_address(name: str) -> str | None:
         except OSError:
             return None
     return socket.inet_ntoa(reply[20:24])
-
-
-def broadcast_bytes(data: bytes | None, source: int, before_sending: Callable[[], None] | None = None) -> bytes:
-    """`data` of rank `source` on every rank; the others pass None. Whole, or an exception.
-
-    `before_sending` is called on the source when the others know how much is to come, and wait for it.
-    """
-    is_source = dist.get_rank() == source
-    size = torch.tensor([len(data) if is_source and data is not None else 0], dtype=torch.int64)
-    dist.broadcast(size, source)
-    total = int(size)
-    if total == 0:
-        return b""
-    if is_source and before_sending is not None:
-        before_sending()
-    buffer = bytearray(data) if is_source and data is not None else bytearray(total)
-    whole = torch.frombuffer(buffer, dtype=torch.uint8)
-    for start in range(0, total, BROADCAST_CHUNK_BYTES):
-        dist.broadcast(whole[start : start + BROADCAST_CHUNK_BYTES], source)
-    return bytes(buffer)
-
-
-def gather_json(value: Any) -> list[Any]:
-    """Every rank's `value` (anything JSON can say), by rank. Every rank calls it; nothing is unpickled."""
-    data = array.array("B", json.dumps(value).encode())
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64))
-    longest = max(int(size) for size in sizes)
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(parts, mine)
-    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic_train.collectives import all_reduce, wait
 from elastic_train.errors import UsageError
 from elastic_train.sampler import MicroBatch
 from elastic_train.world import World
@@ -59,16 +60,19 @@ class Reduction(Protocol):
             votes: this rank's votes, as many on every rank.
 
         Raises:
-            RuntimeError: from the communication library, when a peer is lost.
+            RuntimeError: from the communication library, when a peer is lost. FormationFailed: it did not say so.
         """
         ...
 
 
 class FastReduction:
-    """DDP's own all-reduce, overlapping the backward pass; sums in an order that depends on the world size.
+    """All-reduces of DDP's buckets, overlapping the backward pass; sums in an order that depends on the world size.
 
     Micro-batches but the last accumulate under `no_sync`. Gradients are weighted by sample count: each loss is
-    multiplied by its share of the step's samples, and by the world size, which DDP divides by.
+    multiplied by its share of the step's samples, and by the world size where DDP divides by it.
+
+    On the CPU a communication hook has the buckets summed in place while the backward pass goes on, and `run` waits for
+    them after it, so that the wait can end when gloo's does not (collectives.py).
 
     Loss and votes are the gradient of one more parameter, which DDP puts into its first bucket: a message of their own
     costs as much as the whole gradient of a small model. Being the first root of the backward pass, they are on their
@@ -78,6 +82,8 @@ class FastReduction:
     BatchNorm's running statistics are each rank's own: in train mode nothing reads them, and whoever needs them takes
     rank 0's (`evaluation.share_buffers`, a snapshot). A model with other buffers gets those of rank 0 before each
     forward pass, as DDP does.
+
+    Built alike on every rank of a world, whose models must be equal; nothing is broadcast here.
 
     Args:
         num_votes: as many as `run` is given.
@@ -96,16 +102,24 @@ class FastReduction:
         self._totals = nn.Parameter(torch.zeros(1 + num_votes, device=device))
         self._no_votes = torch.zeros(1 + num_votes, device=device)
         self._rides_along = not any(options.values())
+        self._works: list[Any] = []
+        self._divisor = 1
         if world.world_size > 1:
             require_one_kind_of_device(parameter.device for parameter in model.parameters())
             ddp = DistributedDataParallel(
                 _Carrier(model, self._totals) if self._rides_along else model,
                 device_ids=ddp_device_ids(parameter.device for parameter in model.parameters()),
                 gradient_as_bucket_view=True,  # spares a copy of every gradient
+                init_sync=False,  # the models are equal, but for a newcomer's in a step without samples
                 **options,
             )
             if has_only_statistics(model):
                 ddp.broadcast_buffers = False  # spares a message in every forward pass
+            if device.type == "cpu":
+                # Without a reference to `self`, which holds the DDP, and without annotations, which DDP would check.
+                ddp.register_comm_hook(self._works, lambda works, bucket: _begin_sum(works, bucket))
+            else:
+                self._divisor = world.world_size
             # DDP has taken note of all parameters and buffers. From here on its module is the model itself, as a loss
             # that looks at `module.module` expects.
             ddp.module = model
@@ -114,11 +128,12 @@ class FastReduction:
     def run(
         self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
     ) -> StepTotals:
+        self._works.clear()  # of a step that an error has ended
         totals = self._make_totals(votes)
         for micro_batch, batch in micro_batches:
             with self._synchronise_at(micro_batch):
                 mean = loss(self._module, micro_batch, batch)
-                weight = len(micro_batch.indices) * self._world_size / micro_batch.step_samples
+                weight = len(micro_batch.indices) * self._divisor / micro_batch.step_samples
                 if batch is not None:
                     totals[0].add_(mean.detach(), alpha=weight)
                 scaled = scale(mean if weight == 1.0 else mean * weight)
@@ -128,31 +143,47 @@ class FastReduction:
                         torch.autograd.backward([scaled, self._totals], [None, totals])
                     else:
                         scaled.backward()  # type: ignore[no-untyped-call]
+        while self._works:
+            wait(self._works.pop(0))
         if self._world_size > 1 and self._rides_along:
             assert self._totals.grad is not None, "the last micro-batch has set it"
             totals = self._totals.grad
         elif self._world_size > 1:
-            dist.all_reduce(totals)
-            totals /= self._world_size
-        # The only place where a step waits for the device. DDP's mean over the ranks leaves votes not quite integers.
+            all_reduce(totals)
+            totals /= self._divisor
+        # The only place where a step waits for the device. Where DDP divides, votes are not quite integers.
         mean_loss, *all_votes = totals.tolist()
         return StepTotals(mean_loss, tuple(round(vote) for vote in all_votes))
 
     def _make_totals(self, votes: Sequence[int]) -> torch.Tensor:
-        """(loss, votes...) of this rank times the world size, on its device, before its first micro-batch."""
+        """(loss, votes...) of this rank times what DDP divides by, on its device, before its first micro-batch."""
         if not any(votes):
             return self._no_votes.clone()
         is_cuda = self._device.type == "cuda"
         # From pinned memory, else the copy would wait until the device has done all that it was given.
-        totals = torch.tensor(
-            [0, *(vote * self._world_size for vote in votes)], dtype=torch.float32, pin_memory=is_cuda
-        )
+        totals = torch.tensor([0, *(vote * self._divisor for vote in votes)], dtype=torch.float32, pin_memory=is_cuda)
         return totals.to(self._device, non_blocking=True) if is_cuda else totals
 
     def _synchronise_at(self, micro_batch: MicroBatch) -> Any:
         if isinstance(self._module, DistributedDataParallel) and not micro_batch.is_last:
             return self._module.no_sync()
         return nullcontext()
+
+
+def _begin_sum(works: list[Any], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's communication hook: the sum over the ranks has begun. It takes place in the bucket, of which the gradients
+    are views; a sparse one DDP waits for."""
+    gradients = bucket.buffer()
+    work = dist.all_reduce(gradients, async_op=True)
+    assert work is not None, "asynchronous"
+    future: torch.futures.Future[torch.Tensor]
+    if gradients.is_sparse:
+        future = work.get_future().then(lambda done: done.value()[0])
+        return future
+    works.append(work)
+    future = torch.futures.Future()
+    future.set_result(gradients)
+    return future
 
 
 @contextmanager

@@ -10,15 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import pytest
 
 from elastic_train.errors import StoreUnreachable
-from elastic_train.liveness import Probe, Watcher, probe, probe_all, refusing
+from elastic_train.liveness import Watcher
+from elastic_train.probes import Probe, probe, probe_all, refusing
 from elastic_train.protocol.agreement import Status
+from elastic_train.protocol.heartbeat import verdicts_of
 from elastic_train.protocol.laws import IN_TIME
 from elastic_train.protocol.links import Address, Heard, Links
+from elastic_train.protocol.neighbours import STANDARD, Topology
 from elastic_train.rules import Activity
 from elastic_train.world import Member, World
 
@@ -138,7 +141,9 @@ class FakeLinks:
         self.peers: dict[str, Heard] = {}
         self.is_closed = False
 
-    def watch(self, members: Iterable[tuple[str, Address]], epoch: str) -> None:
+    def watch(
+        self, members: Iterable[tuple[str, Address]], epoch: str, answered: Collection[str] | None = None
+    ) -> None:
         uids = [uid for uid, _ in members]
         self.peers = {uid: self.peers.get(uid, Heard(self.clock())) for uid in uids}
         for heard in self.peers.values():
@@ -161,14 +166,20 @@ class FakeLinks:
     def turn(self, seconds: float) -> bool:
         return False
 
-    def close(self, *, keeps_listening: bool = False) -> None:
+    def close(self) -> None:
         self.is_closed = True
 
 
 class Group:
     """The watchers of one world, in one process and with one clock; nothing runs but what a test lets run."""
 
-    def __init__(self, size: int, store_grace: float | None = None, max_world_size: int | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        store_grace: float | None = None,
+        max_world_size: int | None = None,
+        topology: Topology = STANDARD,
+    ) -> None:
         self.clock = Clock()
         self.warnings: list[str] = []
         self.given_up: list[str] = []
@@ -186,6 +197,7 @@ class Group:
                 store_grace,
                 self.warnings.append,
                 self.given_up.append,
+                topology,
             )
             for rank in range(size)
         ]
@@ -225,9 +237,12 @@ class Group:
                 if other in self.killed:
                     heard.refused_at = heard.refused_at or now
                 elif other in self.alive:
-                    heard.heard_at = now
+                    heard.heard_at, heard.has_answered = now, True
                     if self.links[other].epoch == links.epoch:
                         heard.status, heard.epoch, heard.pinged_at = self.links[other].status, links.epoch, now
+                        heard.went_on_at = None
+                    elif heard.epoch == links.epoch:
+                        heard.went_on_at = heard.went_on_at or now
 
     def turn(self) -> None:
         self.clock.now += INTERVAL
@@ -265,8 +280,8 @@ def test_a_healthy_world_is_left_alone(group: Group) -> None:
 def test_what_a_member_says_of_itself_is_one_line(group: Group) -> None:
     group.watchers[0].do(Activity.REDUCE)
     group.pass_time(2 * INTERVAL)
-    mark, text = group.links[0].status[0], group.links[0].status[1:]
-    assert (mark, json.loads(text)) == ("-", [0, "reduce", 2 * INTERVAL, "{}"])
+    head, text = group.links[0].status.split(" ", 1)
+    assert (head, json.loads(text)[:4]) == ("-{}", [0, 0, "reduce", 2 * INTERVAL])
     assert "\n" not in text
 
 
@@ -318,6 +333,68 @@ def test_a_member_that_is_out_ends_the_world_of_all_though_nobody_is_blamed(grou
     assert group.watchers[0].reason == group.watchers[2].reason == "a member has left the world"
 
 
+def test_a_vote_breaks_off_nobody_who_is_still_to_read_it(group: Group) -> None:
+    group.turn()
+    group.watchers[2].do(Activity.REDUCE)
+    for watcher in group.watchers[:2]:
+        watcher.do(Activity.FORM)
+        watcher.announce_broken(is_by_vote=True)
+        watcher.leave()
+    group.pass_time(PEER_TIMEOUT - 2 * INTERVAL)
+    assert group.cuts[2] == 0
+    assert group.watchers[2].reason is None
+    group.pass_time(4 * INTERVAL)
+    assert group.cuts[2] >= 1, "it should have read it by now"
+
+
+def test_who_leaves_by_vote_and_is_gone_breaks_off_nobody_who_is_still_to_read_it(group: Group) -> None:
+    group.turn()
+    group.watchers[2].do(Activity.REDUCE)
+    group.watchers[0].announce_broken(is_by_vote=True)
+    group.turn()
+    group.kill(0)
+    group.pass_time(2 * INTERVAL)
+    assert group.cuts[2] == 0
+    group.pass_time(PEER_TIMEOUT + INTERVAL)
+    assert group.cuts[2] >= 1, "it should have read it by now"
+    assert group.watchers[2].verdicts.keys() == {0}
+
+
+def test_who_was_left_behind_finds_out_though_its_collective_does_not_end(group: Group) -> None:
+    group.turn()
+    group.watchers[2].do(Activity.REDUCE)
+    group.alive.remove(2)  # frozen
+    group.pass_time(PEER_TIMEOUT + 2 * INTERVAL)
+    for rank in (0, 1):
+        group.watchers[rank].leave()
+        group.watchers[rank].adopt(World(rank, 1, group.members[:2], None, "w1"))
+    group.alive.append(2)
+    group.pass_time(PEER_TIMEOUT - 2 * INTERVAL)
+    assert group.cuts[2] == 0, "a vote may have ended its world, which it is about to read"
+    group.pass_time(4 * INTERVAL)
+    assert group.cuts[2] >= 1
+    assert group.watchers[2].verdicts == {}
+
+
+def test_a_vote_ends_the_world_of_a_spare() -> None:
+    group = Group(3, max_world_size=2)
+    group.enter()
+    group.watchers[0].announce_broken(is_by_vote=True)
+    group.turn()
+    assert group.watchers[2].reason == "a member has left the world"
+    assert group.cuts[1] == 0
+
+
+def test_who_is_lost_after_a_vote_is_told_of(group: Group) -> None:
+    group.turn()
+    group.watchers[0].announce_broken(is_by_vote=True)
+    group.kill(2)
+    group.turn()
+    group.turn()
+    assert group.watchers[1].verdicts.keys() == {2}
+    assert group.cuts[1] >= 1
+
+
 def test_an_announcement_does_not_take_a_verdict_back(group: Group) -> None:
     group.turn()
     group.kill(2)
@@ -325,8 +402,8 @@ def test_an_announcement_does_not_take_a_verdict_back(group: Group) -> None:
     group.watchers[0].announce_broken()
     group.turn()
     assert group.watchers[0].verdicts.keys() == {2}
-    told = json.loads(json.loads(group.links[0].status[1:])[3])
-    assert told == {"2": "node-2/0/102 (rank 2) died"}
+    told = verdicts_of(group.worlds[0], group.links[0].status)
+    assert told == {2: "node-2/0/102 (rank 2) died"}
 
 
 def test_after_leaving_nothing_is_cut(group: Group) -> None:
@@ -510,6 +587,93 @@ def test_a_spare_sees_the_worker_that_it_waits_for_and_no_other_spare() -> None:
     assert group.watchers[1].verdicts.keys() == {0}
 
 
+# --- a large world: each member pings two others ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def ring() -> Group:
+    group = Group(8, topology=Topology(dense=2, degree=2))
+    group.enter()
+    for watcher in group.watchers:
+        watcher.slowest_step = 0.1
+    return group
+
+
+def test_in_a_ring_each_member_pings_two(ring: Group) -> None:
+    assert [sorted(watcher.watched) for watcher in ring.watchers][:3] == [[1, 7], [0, 2], [1, 3]]
+    ring.pass_time(60)
+    assert ring.cuts == [0] * 8
+
+
+def test_a_death_is_passed_on(ring: Group) -> None:
+    ring.turn()
+    ring.kill(4)
+    for _ in range(4):
+        ring.turn()
+    living = [watcher for rank, watcher in enumerate(ring.watchers) if rank != 4]
+    assert all(ring.cuts[rank] for rank in ring.alive)
+    assert {watcher.reason for watcher in living} == {"node-4/0/104 (rank 4) died"}
+    assert all(watcher.verdicts.keys() == {4} for watcher in living)
+    assert ring.status(4, by=3) is Status.DEAD, "it has pinged it"
+    assert ring.status(4, by=0) is Status.UNKNOWN, "it has not"
+    assert ring.watchers[0].witnesses(ring.worlds[0], 4) == (), "it does not see for itself that it is gone"
+    ring.watchers[0].watch_too([4])
+    ring.ping()
+    assert ring.status(4, by=0) is Status.UNKNOWN
+    assert ring.watchers[0].witnesses(ring.worlds[0], 4) == (3, 5)
+
+
+def test_all_that_are_out_are_passed_on_also_while_the_next_world_is_agreed_on(ring: Group) -> None:
+    ring.turn()
+    ring.kill(4)
+    ring.pass_time(1.0)
+    for rank in ring.alive:
+        ring.watchers[rank].leave()
+    ring.kill(6)
+    ring.pass_time(1.0)
+    for rank in (0, 1, 2):
+        assert ring.watchers[rank].verdicts.keys() == {4, 6}
+    ring.watchers[0].forgive()
+    ring.pass_time(1.0)
+    assert ring.watchers[0].verdicts == {}, "nothing but silence counts from now on"
+
+
+def test_who_is_silent_to_one_and_heard_by_another_is_alive(ring: Group) -> None:
+    ring.cut_off = {(3, 4), (4, 3)}
+    ring.pass_time(PEER_TIMEOUT + 2.0)
+    assert ring.watchers[0].verdicts.keys() == {3, 4}, "each blames the other"
+    assert ring.status(4) is Status.UNKNOWN
+    ring.watchers[0].watch_too([4])
+    ring.ping()
+    assert ring.status(4) is Status.ALIVE
+    assert ring.watchers[3].lost_neighbours(ring.worlds[3]) == (4,)
+    assert ring.watchers[0].lost_neighbours(ring.worlds[0]) == ()
+
+
+def test_a_stuck_training_thread_is_named_by_its_neighbours(ring: Group) -> None:
+    for rank, watcher in enumerate(ring.watchers):
+        watcher.do(Activity.COMPUTE if rank == 5 else Activity.REDUCE)
+    ring.pass_time(PEER_TIMEOUT + 1.0 - INTERVAL)
+    assert ring.cuts == [0] * 8
+    ring.pass_time(6 * INTERVAL)
+    assert min(ring.cuts) >= 1
+    assert all(watcher.verdicts.keys() == {5} for watcher in ring.watchers)
+
+
+def test_a_reduction_goes_on_while_somebody_far_away_is_still_to_come(ring: Group) -> None:
+    """Neighbours of its have waited as long as anybody; it may restore its state, and is not judged."""
+    for rank, watcher in enumerate(ring.watchers):
+        watcher.do(Activity.FORM if rank == 5 else Activity.REDUCE)
+    ring.pass_time(60)
+    assert ring.cuts == [0] * 8
+    ring.watchers[5].do(Activity.REDUCE)
+    ring.pass_time(PEER_TIMEOUT)
+    assert ring.cuts == [0] * 8
+    ring.pass_time(1.0 + 2 * INTERVAL * (ring.watchers[0].topology.hops(8) + 4))
+    assert min(ring.cuts) >= 1, "then it cannot end"
+    assert [watcher.verdicts for watcher in ring.watchers] == [{}] * 8
+
+
 # --- what is known of who has not come --------------------------------------------------------------------------------
 
 
@@ -681,7 +845,7 @@ def test_a_lone_member_meets_the_end_of_the_grace_at_its_next_step() -> None:
 
 
 def test_the_thread_answers_tends_and_stops() -> None:
-    links, has_tended = Links("127.0.0.1", "uid-0", INTERVAL), threading.Event()
+    links, has_tended = Links("127.0.0.1", "uid-0", INTERVAL, PEER_TIMEOUT), threading.Event()
     watcher = Watcher(links, PEER_TIMEOUT, lambda: None, lambda _world, _is_spokesman: has_tended.set())
     before = threading.active_count()
     watcher.start()
@@ -690,7 +854,7 @@ def test_the_thread_answers_tends_and_stops() -> None:
     with socket.create_connection(links.address, DEADLINE) as caller:
         caller.sendall(b"P uid-1 w0 1 -\nP uid-7 w0 1 -\n")
         lines = caller.makefile("r")
-        assert lines.readline().startswith('A uid-0 w0 1 -[-1, "form", ')
+        assert lines.readline().startswith('A uid-0 w0 1 -{} [-1, 0, "form", ')
         assert lines.readline() == "N uid-0\n"
         lines.close()
     for _ in range(300):
@@ -698,16 +862,6 @@ def test_the_thread_answers_tends_and_stops() -> None:
     watcher.stop()
     assert threading.active_count() == before
     assert probe(links.address) is Probe.REFUSED
-
-
-def test_who_keeps_listening_is_seen_to_live() -> None:
-    links = Links("127.0.0.1", "uid-0", INTERVAL)
-    watcher = Watcher(links, PEER_TIMEOUT, lambda: None, lambda _world, _is_spokesman: None)
-    watcher.start()
-    watcher.stop(keeps_listening=True)
-    assert probe(links.address) is Probe.ACCEPTED
-    watcher.announce_broken()  # nobody hears it
-    links._listener.close()
 
 
 def test_a_watcher_that_never_found_its_job_ends() -> None:
@@ -722,7 +876,7 @@ def test_what_ends_the_thread_is_raised_in_the_training_thread() -> None:
     def tend(_world: World | None, _is_spokesman: bool) -> None:
         raise ValueError("a bug")
 
-    links = Links("127.0.0.1", "uid-0", INTERVAL)
+    links = Links("127.0.0.1", "uid-0", INTERVAL, PEER_TIMEOUT)
     watcher = Watcher(links, PEER_TIMEOUT, lambda: None, tend)
     watcher.start()
     watcher._thread.join(DEADLINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import signal
@@ -9,7 +10,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +24,11 @@ from torch.distributed import TCPStore
 
 from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged
 from elastic_train.loop import UnbrokenReduction
-from elastic_train.process_group import GroupSockets, is_communication_error, open_sockets
+from elastic_train.process_group import GroupSockets, address_towards, is_communication_error
+from elastic_train.protocol import names
 from elastic_train.reduction import StepTotals
 from elastic_train.rules import Activity
+from elastic_train.system import open_sockets
 
 # --- which sockets are shut -------------------------------------------------------------------------------------------
 
@@ -36,7 +41,7 @@ def connection() -> tuple[socket.socket, socket.socket]:
 
 
 def is_open(end: socket.socket) -> bool:
-    """Whether the other end could still send: a shut one is at its end of file."""
+    """Whether it could still receive: one that is broken off is at its end of file."""
     end.setblocking(False)
     try:
         return end.recv(1) != b""
@@ -62,6 +67,51 @@ def test_only_what_was_opened_for_the_group_is_shut(keep: list[socket.socket]) -
     keep += [*before, *during, *after]
     sockets.shut()
     assert [is_open(end) for end in (*before, *during, *after)] == [True, True, False, False, True, True]
+    sockets.release()
+
+
+def test_others_may_write_to_what_is_broken_off_until_its_release() -> None:
+    """gloo never ends a send that fails (`GroupSockets`)."""
+    sockets = GroupSockets()
+    far, near = connection()
+    sockets._sockets = {near.fileno(): os.readlink(f"/proc/self/fd/{near.fileno()}")}
+    sockets.shut()
+    assert near.recv(1) == b"", "gloo's thread sees that, fails what waits, and closes it"
+    near.close()
+    for _ in range(3):
+        far.send(b"x")
+    far.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        far.recv(1)
+    sockets.release()
+    far.setblocking(True)
+    with suppress(ConnectionResetError):
+        assert far.recv(1) == b""
+    far.close()
+
+
+def test_what_is_broken_off_is_closed_in_a_while_though_no_other_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_train.process_group.KEEP_SECONDS", 0.05)
+    sockets = GroupSockets()
+    far, near = connection()
+    sockets._sockets = {near.fileno(): os.readlink(f"/proc/self/fd/{near.fileno()}")}
+    sockets.shut()
+    near.close()
+    far.settimeout(10)
+    assert far.recv(1) == b""
+    far.close()
+
+
+def test_callers_of_the_own_store_are_spared(keep: list[socket.socket]) -> None:
+    """They wait for answers, whatever becomes of a group that was made meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sockets = GroupSockets(spared_port=server.getsockname()[1])
+        sockets.begin()
+        keep += [socket.create_connection(server.getsockname()), server.accept()[0]]
+        sockets.complete()
+        sockets.shut()
+        assert [is_open(end) for end in keep] == [False, True]
+        sockets.release()
 
 
 def test_what_is_opened_so_far_is_shut_while_the_group_is_being_made(keep: list[socket.socket]) -> None:
@@ -142,6 +192,7 @@ def test_shutting_twice_and_from_many_threads_is_harmless(keep: list[socket.sock
         thread.start()
     for thread in threads:
         thread.join()
+    sockets.release()
     assert open_sockets() == before, "no copy is left"
     assert not any(is_open(end) for end in keep)
 
@@ -180,7 +231,7 @@ print(json.dumps({"own": own, "reused": is_open_in_child(number)}))
 
 @pytest.fixture(scope="module")
 def open_in_child() -> dict[str, bool]:
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     found: dict[str, bool] = json.loads(done.stdout)
     return found
@@ -192,6 +243,56 @@ def test_a_forked_child_does_not_keep_the_groups_sockets_open(open_in_child: dic
 
 def test_a_forked_child_closes_nothing_but_the_groups_sockets(open_in_child: dict[str, bool]) -> None:
     assert open_in_child["reused"]
+
+
+# --- its address ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Whether the name server of this machine answers, for names that are none of its own."""
+    event, of_machine = threading.Event(), socket.getaddrinfo
+
+    def getaddrinfo(host: str, *more: Any, **kinds: Any) -> Any:
+        if host == "job.test" and not kinds.get("flags", 0) & socket.AI_NUMERICHOST:
+            assert event.wait(30)
+        return of_machine(host, *more, **kinds)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(names, "LOOK_UP_SECONDS", 0.3)
+    yield event
+    event.set()
+    deadline = time.monotonic() + 30
+    while names._lookups:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_name_server_that_does_not_answer_costs_seconds_and_one_line(answers: threading.Event) -> None:
+    assert not answers.is_set()
+    warnings: list[str] = []
+    started = time.monotonic()
+    found = address_towards("job.test", 29400, warnings.append)
+    assert time.monotonic() - started < 5.0
+    assert found == address_towards("192.0.2.1", 9, pytest.fail)
+    assert len(warnings) == 1
+    assert "job.test:29400" in warnings[0]
+    assert "no name server answers within 0.3 s" in warnings[0]
+    assert found in warnings[0]
+    assert "\n" not in warnings[0]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_a_loopback_address_that_is_asked_for_is_taken(host: str) -> None:
+    assert ipaddress.ip_address(address_towards(host, 29400, pytest.fail)).is_loopback
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "no..name"])
+def test_a_name_that_leads_nowhere_is_told(host: str) -> None:
+    warnings: list[str] = []
+    assert address_towards(host, 29400, warnings.append) == address_towards("192.0.2.1", 9, pytest.fail)
+    assert len(warnings) == 1
+    assert f"{host}:29400 leads nowhere" in warnings[0]
 
 
 # --- whose error it is ------------------------------------------------------------------------------------------------
@@ -247,11 +348,14 @@ from datetime import timedelta
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_train.process_group import GroupSockets, is_communication_error, open_sockets, process_group
+import elastic_train.process_group
+from elastic_train.errors import FormationFailed
+from elastic_train.process_group import FORM_TIMEOUT, GroupSockets, is_communication_error, process_group
 from elastic_train.protocol.store import TorchStore
+from elastic_train.system import open_sockets
 from elastic_train.world import Member, World
 
 rank, port, num_cycles = map(int, sys.argv[1:])
@@ -264,6 +368,8 @@ members = tuple(
 )
 sockets = GroupSockets()
 excepthook = sys.excepthook
+PATIENT = timedelta(seconds=60)  # a busy machine may let one of two processes stand still for some seconds
+elastic_train.process_group.FORM_TIMEOUT = PATIENT
 
 
 def group(name):
@@ -272,7 +378,7 @@ def group(name):
 
 
 def wait_for(key):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while store.get(key) is None:
         assert time.monotonic() < deadline, key
         time.sleep(0.005)
@@ -306,8 +412,10 @@ def one_reduction():
 
 
 # 1. Form and destroy, again and again.
+meet("imported")
 with group("warm-up"):
     one_reduction()
+sockets.release()  # as the next group does
 time.sleep(0.2)
 start = (len(os.listdir("/proc/self/fd")), threads())
 for cycle in range(num_cycles):
@@ -315,10 +423,11 @@ for cycle in range(num_cycles):
     with group(f"group-{cycle}"):
         inside = len(open_sockets())
         one_reduction()
+sockets.release()  # as the next group does
 tell(
     start=start,
     end=(settled(lambda: len(os.listdir("/proc/self/fd")), start[0]), settled(threads, start[1])),
-    sockets=(inside, len(open_sockets())),
+    sockets=(inside, settled(lambda: len(open_sockets()), inside - 1)),
     is_hook_restored=sys.excepthook is excepthook,
 )
 
@@ -333,7 +442,7 @@ def fail_in_training():
     loss = model(torch.ones(2, 4)).sum()
     if rank == 0:
         raise RuntimeError("the task's own")
-    loss.backward()  # hangs until rank 0's sockets are closed
+    loss.backward()  # hangs until rank 0's connections are closed
 
 
 meet("trap")
@@ -344,11 +453,12 @@ try:
         fail_in_training()
 except RuntimeError as error:
     text, is_communication = str(error), is_communication_error(error)
-after = set(open_sockets().values())
+    sockets.release()  # as the next group does
 store.put(f"left-trap/{rank}", str(time.monotonic()))
 wait_for(f"left-trap/{1 - rank}")
 times = [float(store.get(f"left-trap/{r}")) for r in range(2)]  # one machine: one monotonic clock
-tell(left_open=len(after - before), text=text, is_communication=is_communication, apart=times[1] - times[0])
+left_open = settled(lambda: len(set(open_sockets().values()) - before), 0)
+tell(left_open=left_open, text=text, is_communication=is_communication, apart=times[1] - times[0])
 
 # 3. Another thread breaks a collective off that would block for ever.
 meet("shut")
@@ -368,12 +478,37 @@ except RuntimeError as error:
     del error
 if rank == 0:
     seconds = time.monotonic() - started
+    sockets.release()
     store.put("shut-done", "yes")
     tell(seconds=seconds, text=text, is_communication=is_communication)
 else:
     tell(text=text, is_communication=is_communication)
 
-# 4. A member that is SIGKILLed while the other waits for it.
+# 4. A group that one member has begun to make, and the other has not: the next one must form all the same.
+def refuse():
+    raise RuntimeError("no store")
+
+
+meet("one-sided")
+before = set(open_sockets().values())
+elastic_train.process_group.FORM_TIMEOUT = FORM_TIMEOUT
+try:
+    with process_group(World(rank, 0, members), HashStore if rank == 0 else refuse, "gloo", sockets):
+        raise AssertionError("alone")
+except FormationFailed as error:
+    text = str(error)
+elastic_train.process_group.FORM_TIMEOUT = PATIENT
+meet("one-sided-again")
+left_open = len(set(open_sockets().values()) - before)
+try:
+    with group("one-sided-group"):
+        one_reduction()
+        then = "formed"
+except FormationFailed as error:
+    then = str(error)
+tell(text=text, left_open=left_open, then=then, is_hook_restored=sys.excepthook is excepthook)
+
+# 5. A member that is SIGKILLed while the other waits for it.
 meet("kill")
 try:
     with group("kill-group"):
@@ -406,7 +541,7 @@ def told() -> list[list[dict[str, Any]]]:
     outputs = []
     for member in members:
         try:
-            outputs.append(member.communicate(timeout=90))
+            outputs.append(member.communicate(timeout=250))
         finally:
             if member.poll() is None:
                 for other in members:
@@ -425,7 +560,7 @@ def test_forming_and_ending_groups_leaves_nothing_behind(told: list[list[dict[st
 
 
 def test_an_exception_that_holds_a_model_does_not_hold_the_sockets(told: list[list[dict[str, Any]]]) -> None:
-    """gloo closes a group's sockets with the last reference to it; the peers of one that fails wait for that."""
+    """The peers of one that fails wait for them to be shut; gloo closes them with the last reference to the group."""
     failed, other = told[0][1], told[1][1]
     assert (failed["text"], failed["is_communication"]) == ("the task's own", False)
     assert other["is_communication"], other["text"]
@@ -440,8 +575,19 @@ def test_another_thread_breaks_a_blocked_collective_off(told: list[list[dict[str
     assert other["is_communication"], other["text"]
 
 
+def test_a_group_that_only_one_member_began_to_make_does_not_hinder_the_next(told: list[list[dict[str, Any]]]) -> None:
+    """torch numbers a process's groups, in the keys by which the members find each other: one number apart, they would
+    never meet again."""
+    began, other = told[0][3], told[1][3]
+    assert "within 1 s: wait timeout" in began["text"].lower()
+    assert "within 1 s: no store" in other["text"]
+    assert (began["then"], other["then"]) == ("formed", "formed")
+    assert began["left_open"] == other["left_open"] == 0
+    assert began["is_hook_restored"]
+
+
 def test_the_death_of_a_member_is_a_communication_error(told: list[list[dict[str, Any]]]) -> None:
-    seen = told[0][3]
+    seen = told[0][4]
     assert seen["is_communication"], seen["text"]
     assert seen["seconds"] < 2.0
 
@@ -495,8 +641,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from elastic_train.ordered import default_transport
-from elastic_train.process_group import GROUP_TIMEOUT, set_group_timeout
+from elastic_train.collectives import GROUP_TIMEOUT, exchange
+from elastic_train.process_group import set_group_timeout
 
 rank, port = map(int, sys.argv[1:])
 store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=200))
@@ -508,7 +654,7 @@ set_group_timeout(GROUP_TIMEOUT)
 if rank == 1:
     time.sleep(6.5)
 received = torch.zeros(3)
-default_transport([(torch.full((3,), float(rank)), 1 - rank)], [(received, 1 - rank)])
+exchange([(torch.full((3,), float(rank)), 1 - rank)], [(received, 1 - rank)])
 dist.destroy_process_group()
 print(received.tolist())
 """

@@ -1,0 +1,232 @@
+"""Collectives and messages of the default process group; waiting for one ends soon after the group is broken off.
+
+gloo's own waits may not. When a connection breaks, `Pair::signalException` (gloo, transport/tcp/pair.cc) tells nobody
+of the sends that are queued, because they met a full buffer or the broken connection itself, nor of a message that is
+half received: whoever waits for these waits until the group's timeout. A member that wakes up when the others have
+hung up meets this often. So the training thread does not wait inside gloo: it looks up now and then, and leaves a group
+that hangs behind (`GroupSockets.require_hope`).
+
+With NCCL, which has an abort, works are waited for as usual, those on the CPU too. So are, inside of DDP, its copies of
+buffers and first weights, what its options make it exchange, sparse gradients, and buckets on a GPU under gloo. For
+these the watcher's `give_up` is what is left.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from elastic_train.errors import FormationFailed
+
+BROADCAST_CHUNK_BYTES = 64 * 2**20
+"""gloo moves a broadcast as one buffer; chunks bound the extra memory"""
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""the last resort in training; the watcher is there to be faster"""
+LOOK_SECONDS = 0.25
+
+
+class Breakable(Protocol):
+    def require_hope(self) -> None:
+        """Raises: FormationFailed where the process group was broken off and does not end what was under way."""
+
+
+@dataclass
+class _Group:
+    breakable: Breakable
+    is_over: bool = False
+
+    def require_hope(self) -> None:
+        """As `Breakable`; for a thread that still waits in a group which the training thread has left, too."""
+        if self.is_over:
+            raise FormationFailed("the process group is over")
+        self.breakable.require_hope()
+
+
+_present: _Group | None = None
+
+
+@contextmanager
+def broken_off_by(breakable: Breakable) -> Iterator[None]:
+    """Waiting inside the block ends when `breakable` says so; one at a time, like torch's default process group."""
+    global _present
+    _present = group = _Group(breakable)
+    try:
+        yield
+    finally:
+        _present, group.is_over = None, True
+
+
+def wait(work: Any) -> None:
+    """Until an asynchronous collective is done (with NCCL: the stream waits for it).
+
+    Raises:
+        FormationFailed: the group was broken off, and does not end. RuntimeError: from the communication library.
+    """
+    _wait(work, _present)
+
+
+def _wait(work: Any, group: _Group | None) -> None:
+    if group is None:
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(timedelta(seconds=LOOK_SECONDS))  # leaves the collective as it is, unlike that of a message
+            return
+        except RuntimeError:
+            if work.is_completed():
+                break  # with its own error, or since the wait was over
+        group.require_hope()
+    work.wait()
+
+
+def all_reduce(tensor: Tensor) -> None:
+    """The sum over the ranks, in place. Raises as `wait`."""
+    wait(dist.all_reduce(tensor, async_op=True))
+
+
+def broadcast(tensor: Tensor, source: int) -> None:
+    """That of rank `source`, in place. Raises as `wait`."""
+    wait(dist.broadcast(tensor, source, async_op=True))
+
+
+def barrier() -> None:
+    """Raises as `wait`."""
+    wait(dist.barrier(async_op=True))
+
+
+def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+    """Move tensors from and to ranks. Between two ranks messages arrive in the order in which they were sent. Raises as
+    `wait`."""
+    operations = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in receives]
+    operations += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in sends]
+    if not operations:
+        return
+    # A message of gloo waits for as long as its group was given at the start, whatever set_timeout() says later: a
+    # second here (FORM_TIMEOUT), and a slower rank is no lost one. With a limit NCCL would block the processor.
+    limit = () if operations[0].tensor.is_cuda else (GROUP_TIMEOUT,)
+
+    def complete() -> None:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait(*limit)
+
+    if _present is None:
+        complete()
+    else:
+        _helper.run(complete, _present)
+
+
+def reduced(work: Any, tensor: Tensor) -> Future[Tensor]:
+    """`tensor` once an all-reduce of it is done, as DDP's communication hook returns it. Fails with a RuntimeError that
+    quotes what `wait` raises."""
+    group = _present
+    over: Future[None] = Future()
+    errors: list[Exception] = []
+
+    def complete() -> None:
+        try:
+            _wait(work, group)
+        except Exception as error:  # raised by the future
+            errors.append(error)
+        over.set_result(None)
+
+    def value(_over: Future[None]) -> Tensor:
+        if errors:
+            raise errors.pop()
+        return tensor
+
+    future = over.then(value)  # `set_exception` would be a value to DDP
+    _helper.give(complete)
+    return future
+
+
+class _Helper:
+    """A thread that waits in the place of the training thread; a new one when it hangs."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Callable[[], None] | None] | None = None
+
+    def give(self, task: Callable[[], None]) -> None:
+        """To be done when all that was given before is. It raises nothing."""
+        if self._tasks is None:
+            self._tasks = SimpleQueue()
+            threading.Thread(target=_do, args=(self._tasks,), name="communication", daemon=True).start()
+        self._tasks.put(task)
+
+    def run(self, task: Callable[[], None], group: _Group) -> None:
+        """Blocks until it is done. Raises what it raises, and as `wait`."""
+        errors: list[Exception] = []
+        is_done = threading.Event()
+
+        def attempt() -> None:
+            try:
+                task()
+            except Exception as error:  # raised by the thread that waits
+                errors.append(error)
+            is_done.set()
+
+        self.give(attempt)
+        while not is_done.wait(LOOK_SECONDS):
+            try:
+                group.require_hope()
+            except FormationFailed:
+                assert self._tasks is not None, "it was given a task"
+                self._tasks.put(None)  # should it ever come so far
+                self._tasks = None
+                raise
+        if errors:
+            raise errors.pop()
+
+
+def _do(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # a group that is over would stay with it
+
+
+_helper = _Helper()
+
+
+def broadcast_bytes(data: bytes | None, source: int, before_sending: Callable[[], None] | None = None) -> bytes:
+    """`data` of rank `source` on every rank; the others pass None. Whole, or an exception.
+
+    `before_sending` is called on the source when the others know how much is to come, and wait for it.
+    """
+    is_source = dist.get_rank() == source
+    size = torch.tensor([len(data) if is_source and data is not None else 0], dtype=torch.int64)
+    broadcast(size, source)
+    total = int(size)
+    if total == 0:
+        return b""
+    if is_source and before_sending is not None:
+        before_sending()
+    buffer = bytearray(data) if is_source and data is not None else bytearray(total)
+    whole = torch.frombuffer(buffer, dtype=torch.uint8)
+    for start in range(0, total, BROADCAST_CHUNK_BYTES):
+        broadcast(whole[start : start + BROADCAST_CHUNK_BYTES], source)
+    return bytes(buffer)
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Every rank's `value` (anything JSON can say), by rank. Every rank calls it; nothing is unpickled."""
+    data = array.array("B", json.dumps(value).encode())
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    wait(dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64), async_op=True))
+    longest = max(int(size) for size in sizes)
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    wait(dist.all_gather(parts, mine, async_op=True))
+    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]

@@ -1,0 +1,53 @@
+"""Whether anybody listens at a member's address: what one connection attempt tells."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+from enum import StrEnum
+
+from elastic_train.world import Member
+
+PROBE_SECONDS = 0.5
+
+
+class Probe(StrEnum):
+    """What a connection attempt to a member's listener told."""
+
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+    """its host answers and nobody listens: the process is gone"""
+    SILENT = "silent"
+    """no answer: a dead host, a cut cable, a firewall; proves nothing"""
+
+
+def probe(address: tuple[str, int], timeout: float = PROBE_SECONDS) -> Probe:
+    """Try to connect. Blocks up to `timeout` seconds."""
+    try:
+        with socket.create_connection(address, timeout):
+            return Probe.ACCEPTED
+    except ConnectionRefusedError:
+        return Probe.REFUSED
+    except OSError:
+        return Probe.SILENT
+
+
+def refusing(members: Sequence[Member]) -> list[Member]:
+    """Those at whose address nobody listens: their processes are gone. Blocks up to PROBE_SECONDS."""
+    return [member for member, found in zip(members, probe_all(members), strict=True) if found is Probe.REFUSED]
+
+
+def probe_all(members: Sequence[Member]) -> list[Probe]:
+    """All at once. Blocks up to PROBE_SECONDS."""
+    results = [Probe.SILENT] * len(members)
+
+    def look(index: int) -> None:
+        results[index] = probe(members[index].address)
+
+    threads = [threading.Thread(target=look, args=(index,), daemon=True) for index in range(len(members))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PROBE_SECONDS)
+    return results

@@ -1,0 +1,154 @@
+"""Waiting for a collective or a message ends when the group is broken off, though gloo's own wait does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from elastic_train.collectives import broken_off_by, wait
+from elastic_train.errors import FormationFailed
+from elastic_train.process_group import KEEP_SECONDS
+
+MEMBER = """
+import json, os, signal, sys, threading, time
+import torch
+import torch._dynamo  # as process_group() does: it takes its time
+import torch.distributed as dist
+from types import SimpleNamespace
+from elastic_train import collectives
+from elastic_train.process_group import GroupSockets, is_communication_error, process_group
+
+rank, port, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+store.set(f"here/{rank}", "yes")
+store.get(f"here/{1 - rank}")  # a group has a second to form
+sockets = GroupSockets()
+world = SimpleNamespace(rank=rank, world_size=2)
+tensor = torch.zeros(16 * 2**20)  # more than the kernels hold: a part of it stays in gloo's queue
+
+
+def receive_and_freeze():
+    # gloo sends only what the other has asked for.
+    work = dist.irecv(tensor, 0) if kind == "exchange" else dist.broadcast(tensor, 0, async_op=True)
+    time.sleep(1.0)
+    store.set("asked", "yes")
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return work
+
+
+def send():
+    if kind == "broadcast":
+        collectives.broadcast(tensor, 0)
+    elif kind == "exchange":
+        collectives.exchange([(tensor, 1)], [])
+    else:
+        works = [dist.broadcast(tensor, 0, async_op=True) for _ in range(2)]
+        futures = [collectives.reduced(work, tensor) for work in works]
+        futures[0].wait()
+
+
+try:
+    with process_group(world, lambda: dist.PrefixStore("group", store), "gloo", sockets):
+        if rank == 1:
+            work = receive_and_freeze()
+        store.get("asked")
+        time.sleep(1.0)
+        threading.Timer(0.2, sockets.shut).start()
+        started = time.monotonic()
+        send()
+except Exception as error:
+    assert is_communication_error(error), error
+    text = str(error)
+    seconds = time.monotonic() - started
+sockets.release()  # as the next group does
+with process_group(SimpleNamespace(rank=0, world_size=1), dist.HashStore, "gloo", sockets):
+    collectives.barrier()
+    one = torch.ones(1)
+    collectives.reduced(dist.all_reduce(one, async_op=True), one).wait()
+print(json.dumps({"text": text, "seconds": seconds, "ended_at": time.monotonic()}))
+"""
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "exchange", "reduced"])
+def test_a_send_that_gloo_never_ends_is_left_behind(kind: str) -> None:
+    """Fails loudly where gloo ends it by then: collectives.py may be without need."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    members = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEMBER, str(rank), str(server.port), kind],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+        for rank in range(2)
+    ]
+    try:
+        out, error = members[0].communicate(timeout=100)
+        ended_at = time.monotonic()
+    finally:
+        for member in members:
+            member.send_signal(signal.SIGKILL)
+        for member in members:
+            member.communicate()
+    assert members[0].returncode == 0, error
+    told = json.loads(out)
+    assert "broken off, and Gloo does not end" in told["text"]
+    assert KEEP_SECONDS < told["seconds"] < KEEP_SECONDS + 3
+    assert ended_at - told["ended_at"] < 10, "the process does not wait for the thread that hangs"
+
+
+class Work:
+    """One that is done after some looks at it."""
+
+    def __init__(self, looks: int, error: RuntimeError | None = None) -> None:
+        self.looks, self.error = looks, error
+
+    def is_completed(self) -> bool:
+        return self.looks <= 0
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        self.looks -= 1
+        if limit is not None and self.looks >= 0:
+            raise RuntimeError("Operation timed out!")  # it may be done in this very moment
+        assert self.looks < 0 or limit is not None, "no wait without an end"
+        if self.error is not None:
+            raise self.error
+
+
+class Group:
+    def __init__(self) -> None:
+        self.patience = 10
+
+    def require_hope(self) -> None:
+        self.patience -= 1
+        if self.patience < 0:
+            raise FormationFailed("broken off")
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2])
+def test_a_slow_collective_is_waited_for(looks: int) -> None:
+    with broken_off_by(Group()):
+        wait(Work(looks))
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2])
+def test_the_error_of_a_collective_is_its_own(looks: int) -> None:
+    with broken_off_by(Group()), pytest.raises(RuntimeError, match="Connection closed by peer"):
+        wait(Work(looks, RuntimeError("Connection closed by peer")))
+
+
+def test_who_has_no_hope_left_does_not_wait() -> None:
+    work: Any = Work(1000)
+    with broken_off_by(Group()), pytest.raises(FormationFailed, match="broken off"):
+        wait(work)

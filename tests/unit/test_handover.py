@@ -1,0 +1,91 @@
+"""What a newcomer is sent: the state taken apart and put together, and what may change meanwhile."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from elastic_train.handover import flat, flat_or_none, put_together, take_apart
+from elastic_train.snapshot import deserialize_state, serialize_state
+from elastic_train.state import TrainState, state_sha256
+
+
+class Tied(nn.Module):
+    """Two names for one weight, a channels-last one, and statistics that a forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(16, 32, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.norm = nn.BatchNorm2d(32)
+        self.first = nn.Linear(64, 64)
+        self.second = nn.Linear(64, 64)
+        self.second.weight = self.first.weight
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(self.norm(self.convolution(images)).flatten(1)[:, :64]))  # type: ignore[no-any-return]
+
+
+def make_state(seed: int, *, steps: int = 0) -> TrainState:
+    torch.manual_seed(seed)
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = TrainState(model, optimizer, length=100, global_batch_size=10, epochs=3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 16, 4, 4)).square().mean().backward()
+        optimizer.step()
+        state.commit(0.5)
+    return state
+
+
+def received(state: TrainState) -> tuple[dict[str, object], list[torch.Tensor]]:
+    """What arrives, when it is taken from `state` now."""
+    skeleton, tensors = take_apart(state)
+    arrived = deserialize_state(serialize_state(skeleton))
+    looks = arrived.pop("tensors")
+    copies = []
+    for tensor, (_, shape, stride) in zip(tensors, looks, strict=True):
+        copy = torch.empty_strided(shape, stride, dtype=tensor.dtype)
+        flat(copy).copy_(flat(tensor))
+        copies.append(copy)
+    return arrived, copies
+
+
+def test_a_newcomer_has_the_same_state_and_goes_on_alike() -> None:
+    giver, taker = make_state(1, steps=3), make_state(2)
+    taker.load_state_dict(put_together(*received(giver)))
+    assert state_sha256(taker.model.state_dict()) == state_sha256(giver.model.state_dict())
+    assert (taker.step, taker.samples_done, taker.last_loss) == (3, 30, 0.5)
+    for state in (giver, taker):
+        torch.manual_seed(3)
+        state.optimizer.zero_grad()
+        state.model(torch.randn(4, 16, 4, 4)).square().mean().backward()
+        state.optimizer.step()
+    assert state_sha256(taker.model.state_dict()) == state_sha256(giver.model.state_dict()), "momenta came along"
+
+
+def test_what_a_forward_pass_changes_is_that_of_the_commit() -> None:
+    giver, taker = make_state(1, steps=2), make_state(2)
+    skeleton, _ = take_apart(giver)
+    before = giver.model.state_dict()["norm.running_mean"].clone()
+    giver.model(torch.randn(4, 16, 4, 4))  # the first step of the new world has begun
+    sent = deserialize_state(serialize_state(skeleton))["model"]["norm.running_mean"]
+    assert torch.equal(sent, before)
+    assert not torch.equal(giver.model.state_dict()["norm.running_mean"], before)
+    assert taker.step == 0
+
+
+def test_large_tensors_are_not_copied_and_a_tied_one_is_sent_once() -> None:
+    giver = make_state(1, steps=1)
+    _, tensors = take_apart(giver)
+    weight = giver.model.state_dict()["first.weight"]
+    assert [tensor.data_ptr() for tensor in tensors].count(weight.data_ptr()) == 1
+    with torch.no_grad():
+        weight.fill_(7.0)
+    assert any(bool((tensor == 7.0).all()) for tensor in tensors)
+
+
+def test_a_tensor_with_holes_goes_by_value() -> None:
+    assert flat_or_none(torch.zeros(8, 8)[:, ::2]) is None
+    turned = torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)
+    assert flat(turned).tolist() == list(range(24))
