@@ -10,19 +10,29 @@ The protocol, for the members of the world that ends:
 
 Nobody is special: when the proposer dies, the next rank proposes. Each look takes a bounded number of store operations
 and returns a value; a thin driver acts on it.
+
+In a large world a member pings few others (neighbours.py). Whoever waits for a lower rank pings that one too, and the
+proposer pings all while it proposes. The death of a member that it has not pinged before it leaves to those who have:
+they say so in their `Presence`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from elastic_train.protocol.job import Denied, Job
+from elastic_train.protocol.ranks import from_runs, to_runs
 from elastic_train.rules import next_generation, next_members
 from elastic_train.world import Member, World
+
+NUM_AWAITED = 3
+"""of the lower ranks that may propose, those that a member watches: the first of them may be silent"""
 
 
 class Status(StrEnum):
@@ -72,12 +82,14 @@ class Decision:
     left: tuple[int, ...] = ()
     """old ranks that left on purpose"""
     dead: tuple[str, ...] = ()
-    """uids of those that are proven dead, or have left: they have no vote any more"""
+    """uids of those that are proven dead, or have left, or that a branch goes on without: they have no vote any more"""
     facts: Mapping[str, str] = field(default_factory=dict)
     """what the members know of the job, for the newcomers"""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        runs = {name: to_runs(getattr(self, name)) for name in ("ranks", "lost", "left")}
+        new = [member.to_fields() for member in self.new]
+        return json.dumps(vars(self) | runs | {"new": new}, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Decision:
@@ -85,9 +97,10 @@ class Decision:
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> Decision:
-        tuples = {name: tuple(fields[name]) for name in ("ranks", "lost", "left", "dead")}
+        runs = {name: from_runs(fields[name]) for name in ("ranks", "lost", "left")}
         new = tuple(Member.from_fields(one) for one in fields["new"])
-        return Decision(fields["generation"], fields["uid"], **tuples, new=new, facts=dict(fields["facts"]))
+        dead, facts = tuple(fields["dead"]), dict(fields["facts"])
+        return Decision(fields["generation"], fields["uid"], **runs, new=new, dead=dead, facts=facts)
 
     def members_after(self, world: World | None) -> tuple[Member, ...]:
         """The members that it makes of those of `world`, by rank; agreement texts are kept by nobody."""
@@ -147,6 +160,9 @@ class Agreement:
         is_heard: whether one has just given a sign of life; a call to another would only wait.
         newcomers: asked once, when this member proposes, for those to be taken in.
         draw_uid: names a world that nobody else has.
+        watched: ranks of which this member sees whether they live; the others by default.
+        watch_too: of these, too, from now on.
+        witnesses: ranks that may prove the death of one that is gone, and that this member has not watched in time.
     """
 
     def __init__(
@@ -160,7 +176,12 @@ class Agreement:
         newcomers: Callable[[], Sequence[Member]],
         facts: Mapping[str, str],
         draw_uid: Callable[[], str],
+        watched: Callable[[], Collection[int]] | None = None,
+        watch_too: Callable[[Collection[int]], None] = lambda _ranks: None,
+        witnesses: Callable[[int], Collection[int]] = lambda _rank: (),
     ) -> None:
+        others = [rank for rank in range(len(world.members)) if rank != world.rank]
+        self._watched, self._watch_too, self._witnesses = watched or (lambda: others), watch_too, witnesses
         self._job, self._world, self._mine = job, world, presence
         self._status, self._is_heard = status, is_heard
         self._newcomers, self._facts, self._draw_uid = newcomers, facts, draw_uid
@@ -178,8 +199,7 @@ class Agreement:
         """Raises: StoreUnreachable."""
         job, world = self._job, self._world
         left = job.left(world)
-        ranks = range(len(world.members))
-        found = {rank: Status.DEAD if rank in left else self._status(rank) for rank in ranks if rank != world.rank}
+        found = {rank: self._status_of(rank, left) for rank in sorted(self._watched())}
         dead = tuple(world.members[rank].uid for rank, status in found.items() if status is Status.DEAD)
         unreachable = tuple(rank for rank in self._mine.unreachable if not self._is_heard(rank))  # contact may return
         mine = replace(self._mine, dead=dead, unreachable=unreachable)
@@ -196,16 +216,35 @@ class Agreement:
         fatal = job.heard(world, "fatal")
         if fatal is not None:
             return Fatal(fatal)
-        for rank in range(world.rank):
-            if found[rank] is Status.ALIVE:  # it proposes
-                if rank in asked:  # it may be a newcomer that nobody has told: this tells it
-                    self._note_present([rank])
-                return Wait((rank,))
-        return self._propose(left, found)
+        lower = (rank for rank in range(world.rank) if self._status_of(rank, left, found) is Status.ALIVE)
+        proposers = tuple(islice(lower, NUM_AWAITED))
+        if proposers:
+            self._watch_too(proposers)
+            if proposers[0] in asked:  # it may be a newcomer that nobody has told: this tells it
+                self._note_present(proposers[:1])
+            return Wait(proposers[:1])
+        self._watch_too([rank for rank in range(len(world.members)) if rank != world.rank])
+        others = (rank for rank in range(len(world.members)) if rank != world.rank)
+        return self._propose(left, {rank: self._status_of(rank, left, found) for rank in others})
+
+    def _status_of(self, rank: int, left: frozenset[int], found: Mapping[int, Status] = MappingProxyType({})) -> Status:
+        return found.get(rank) or (Status.DEAD if rank in left else self._status(rank))
 
     def _note_present(self, ranks: Sequence[int]) -> None:
         for rank, text in self._job.present(self._world, ranks).items():
             self._present[rank] = Presence.from_json(text)
+
+    def _gone(self, found: Mapping[int, Status], side: Collection[int]) -> set[str]:
+        """uids of those that are proven dead, or have left, by what the members of this side say."""
+        gone = {self._world.members[rank].uid for rank, status in found.items() if status is Status.DEAD}
+        gone |= {uid for rank in side for uid in self._present[rank].dead}
+        return gone - {self._world.members[rank].uid for rank in side}
+
+    def _unproven(self, out: Collection[int], gone: Collection[str], side: Collection[int]) -> dict[int, set[int]]:
+        """Those that died, and whose death has not been proven; each with those of this side who may be about to."""
+        members = self._world.members
+        unproven = {rank: {*self._witnesses(rank)} & {*side} for rank in out if members[rank].uid not in gone}
+        return {rank: witnesses for rank, witnesses in unproven.items() if witnesses}
 
     def _propose(self, left: frozenset[int], found: Mapping[int, Status]) -> Found:
         job, world = self._job, self._world
@@ -215,9 +254,11 @@ class Agreement:
         verdict = next_members(len(world.members), self._present, left, out)
         if verdict.waiting_for:
             return Wait(verdict.waiting_for)
-        gone = {world.members[rank].uid for rank, status in found.items() if status is Status.DEAD}
-        gone |= {uid for rank in verdict.members for uid in self._present[rank].dead}
-        gone -= {world.members[rank].uid for rank in verdict.members}
+        gone = self._gone(found, verdict.members)
+        unproven = self._unproven(out, gone, verdict.members)
+        if unproven:
+            self._note_present(sorted(set().union(*unproven.values()) - {world.rank}))
+            return Wait(tuple(sorted(unproven)))
         newcomers = tuple(self._newcomers())
         seen = [self._present[rank].max_generation for rank in verdict.members]
         decision = Decision(
@@ -231,7 +272,10 @@ class Agreement:
             facts=self._facts,
         )
         reachable = [rank for rank, status in found.items() if status is Status.ALIVE and self._is_heard(rank)]
-        outcome = job.decide(world, decision.to_json(), reachable=[world.rank, *reachable], dead=gone)
+        answering = [world.members[rank].uid for rank in found if self._is_heard(rank)]
+        outcome = job.decide(
+            world, decision.to_json(), reachable=[world.rank, *reachable], dead=gone, answering=answering
+        )
         if isinstance(outcome, Denied):
             self.asks_others = bool(outcome.votes)
             return Wait(votes=outcome.votes) if outcome.gone_on is None else LeftBehind(outcome.gone_on)

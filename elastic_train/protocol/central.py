@@ -18,7 +18,7 @@ from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.entrance import Size
 from elastic_train.protocol.job import Admitted, Denied, InQueue, Over, Place, scoped
 from elastic_train.protocol.join_queue import Waiting, by_newest, is_start_due, ready_nodes, without_nodes_of
-from elastic_train.protocol.store import KeyValueStore
+from elastic_train.protocol.store import Below, KeyValueStore, Notes
 from elastic_train.rules import disagreement, next_generation, require_agreement
 from elastic_train.world import Member, World
 
@@ -131,6 +131,9 @@ class CentralJob:
     def fact(self, name: str) -> str | None:
         return self._store.get(f"{self._prefix}/fact/{name}")
 
+    def host_says(self, key: str) -> str | None:
+        return None  # nobody is the host
+
     # --- the join queue -----------------------------------------------------------------------------------------------
 
     def look_from_queue(self, mine: Waiting) -> Place:
@@ -189,6 +192,25 @@ class CentralJob:
 
     def drop(self, members: Sequence[Member]) -> None:
         """Those in the queue are gone: they leave it by themselves."""
+
+    def is_over(self) -> bool:
+        return self._store.get(f"{self._prefix}/over") is not None
+
+    # --- a join that is prepared --------------------------------------------------------------------------------------
+
+    def beside(self, member: Member) -> Notes:
+        return Below(self._background, f"{self._prefix}/ahead/{member.uid}/")
+
+    def planned(self) -> str | None:
+        assert self._mine is not None, "it is in the queue"
+        return self._store.get(f"{self._prefix}/ahead/{self._mine.member.uid}/plan")
+
+    def decide_ahead(self, world: World, decision: Decision) -> bool:
+        text = decision.to_json()
+        return self._background.create(self._key(world, "next"), text) == text
+
+    def stop_planning(self) -> None:
+        """The watcher's connection serves both threads."""
 
     def _waiting(self, store: ListingStore) -> list[Waiting]:
         texts = store.below(f"{self._prefix}/queue/").values()
@@ -291,11 +313,38 @@ class CentralJob:
     def decided(self, world: World, asked: Sequence[int]) -> str | None:
         return self._store.get(self._key(world, "next"))
 
-    def decide(self, world: World, proposal: str, *, reachable: Sequence[int], dead: Collection[str]) -> str | Denied:
+    def decide(
+        self,
+        world: World,
+        proposal: str,
+        *,
+        reachable: Sequence[int],
+        dead: Collection[str],
+        answering: Collection[str] = (),
+    ) -> str | Denied:
         return self._store.create(self._key(world, "next"), proposal)
+
+    def show_place(self, world: World) -> None:
+        """The store decides."""
+
+    def sees_place(self, world: World) -> bool:
+        return False
+
+    def note_place(self, world: World, *, is_shared: bool | None) -> None:
+        """The store decides."""
 
     def release(self, world: World, decision: Decision) -> None:
         """One store decides: nobody counts votes."""
+
+    def say_ready(self, world: World) -> None:
+        self._store.put(self._key(world, f"ready/{world.rank}"), "")
+
+    def are_ready(self, world: World) -> bool:
+        return not self.not_ready(world)
+
+    def not_ready(self, world: World) -> tuple[int, ...]:
+        texts = self._store.get_many([self._key(world, f"ready/{rank}") for rank in range(world.world_size)])
+        return tuple(rank for rank, text in enumerate(texts) if text is None)
 
     def world_store(self, world: World) -> KeyValueStore:
         return self._store
@@ -317,7 +366,8 @@ class CentralJob:
             return
         self.forget(store)
         if self._swept != world.key:
-            for part in ("present/", "left/", "ready/") if self._before else ():
+            store.delete_prefix(f"{self._prefix}/ahead/")  # of the plan for this world
+            for part in ("present/", "left/", "ready/", "through/") if self._before else ():
                 store.delete_prefix(f"{self._prefix}/{self._before}/{part}")
             self._swept, self._before = world.key, self._swept
 

@@ -163,7 +163,10 @@ class Entrance:
         if host is not None and now >= host.checked_at + CHECK_SECONDS:
             host.checked_at = now
             try:
-                is_host = _is_address(host.store.get("host"), host.address)
+                text, told = host.store.get_many(["host", admitted_key(mine.member.uid)])
+                is_host = _is_address(text, host.address)
+                if told is not None:
+                    self._own.create("admitted", told)
             except StoreUnreachable:
                 is_host = False
             if not is_host:
@@ -258,6 +261,11 @@ class Entrance:
             return
         self._begin(members)
         self.drop(members)
+
+
+def admitted_key(uid: str) -> str:
+    """Of what a newcomer is to be told, in the store of who could not reach it."""
+    return f"admitted/{uid}"
 
 
 def _address(text: str) -> Address:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from elastic_train.protocol.join_queue import Waiting
-from elastic_train.protocol.store import KeyValueStore
+from elastic_train.protocol.store import KeyValueStore, Notes
 from elastic_train.world import Member, World
 
 if TYPE_CHECKING:
@@ -82,6 +82,9 @@ class Job(Protocol):
     def fact(self, name: str) -> str | None:
         """A value that was proposed, None where none was."""
 
+    def host_says(self, key: str) -> str | None:
+        """What the host of the queue has in its own store, for one in the queue; None where there is nothing."""
+
     # --- the join queue -----------------------------------------------------------------------------------------------
 
     def look_from_queue(self, mine: Waiting) -> Place:
@@ -95,6 +98,23 @@ class Job(Protocol):
 
     def drop(self, members: Sequence[Member]) -> None:
         """Some in the queue do not answer: they are not to be admitted again and again."""
+
+    def is_over(self) -> bool:
+        """Whether the job has reached its end, for one that is to be in a world whose others may never come."""
+
+    # --- a join that is prepared while the world trains: for a thread of its own, but `planned` -----------------------
+
+    def beside(self, member: Member) -> Notes:
+        """A store for what is told to `member` of a plan. Raises: StoreUnreachable."""
+
+    def planned(self) -> str | None:
+        """What this worker, in the join queue, was told by `beside` under the key `plan`."""
+
+    def decide_ahead(self, world: World, decision: Decision) -> bool:
+        """Make it the successor of `world`, which trains on, and tell all who are in it; whether it is. For rank 0."""
+
+    def stop_planning(self) -> None:
+        """`beside` and `decide_ahead` are done with, on that thread."""
 
     # --- a world ------------------------------------------------------------------------------------------------------
 
@@ -125,16 +145,44 @@ class Job(Protocol):
     def decided(self, world: World, asked: Sequence[int]) -> str | None:
         """The decision that stands, as far as this member or one of the ranks `asked` was told."""
 
-    def decide(self, world: World, proposal: str, *, reachable: Sequence[int], dead: Collection[str]) -> str | Denied:
+    def decide(
+        self,
+        world: World,
+        proposal: str,
+        *,
+        reachable: Sequence[int],
+        dead: Collection[str],
+        answering: Collection[str] = (),
+    ) -> str | Denied:
         """Make the proposal, or one that others have accepted before, the successor of `world`.
 
         Args:
             reachable: ranks that may be asked, this one first.
             dead: uids of old members that are proven dead in time, or have left.
+            answering: uids of old members that answer pings, whether they take part or not.
         """
+
+    def show_place(self, world: World) -> None:
+        """Leave a fresh name in the place that members may share, for others to see. Rank 0 of a world calls it before
+        the world's first collective. Blocks for some seconds at most."""
+
+    def sees_place(self, world: World) -> bool:
+        """Whether this member sees that name: all workers tell it in their first collective. Blocks likewise."""
+
+    def note_place(self, world: World, *, is_shared: bool | None) -> None:
+        """Whether all of them do."""
 
     def release(self, world: World, decision: Decision) -> None:
         """This member is left out by what follows `world`, and goes on as nobody that had a vote: none waits for it."""
+
+    def say_ready(self, world: World) -> None:
+        """This member is about to make the process group of `world`. Once. Raises: StoreUnreachable."""
+
+    def are_ready(self, world: World) -> bool:
+        """Whether all who train have said so. Raises: StoreUnreachable."""
+
+    def not_ready(self, world: World) -> tuple[int, ...]:
+        """Ranks that have not, for a person. Raises: StoreUnreachable."""
 
     def world_store(self, world: World) -> KeyValueStore:
         """A store for what all members of a world share while it stands. Raises: StoreUnreachable."""

@@ -1,14 +1,15 @@
 """Who waits to be taken into a job, and the rules that say who is admitted. Values, no effects.
 
 A worker that has imported, built its model and read its data stands in the join queue: it is ready. A node is ready
-when all its workers are, and is admitted with all of them or not at all.
+when all its workers are, and is admitted with all of them or not at all; one that was left out comes back to those of
+its node that were not.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from elastic_train.world import Member
 
@@ -24,7 +25,7 @@ class Waiting:
     """its rank, where a launcher has given one"""
 
     def to_json(self) -> str:
-        return json.dumps([asdict(self.member), self.local_world_size, self.order], separators=(",", ":"))
+        return json.dumps([self.member.to_fields(), self.local_world_size, self.order], separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Waiting:
@@ -32,20 +33,25 @@ class Waiting:
         return Waiting(Member.from_fields(member), int(local_world_size), int(order))
 
 
-def ready_nodes(waiting: Iterable[Waiting], inside: Collection[str]) -> list[tuple[Member, ...]]:
-    """The nodes all of whose workers wait, each with its workers by local rank; in the order of `waiting`.
+def ready_nodes(waiting: Iterable[Waiting], inside: Collection[Member]) -> list[tuple[Member, ...]]:
+    """The nodes all of whose workers wait, or are in already, each with those that wait by local rank; in the order of
+    `waiting`.
 
     Args:
-        inside: uids of the members of the present world, who may not have left the queue yet.
+        inside: the members of the present world, who may not have left the queue yet.
     """
+    uids = {member.uid for member in inside}
     nodes: dict[object, dict[int, Waiting]] = {}
     for one in waiting:
-        if one.member.uid not in inside:
+        if one.member.uid not in uids:
             nodes.setdefault(one.member.node, {})[one.member.local_rank] = one
+    there: dict[object, set[int]] = {}
+    for member in inside:
+        there.setdefault(member.node, set()).add(member.local_rank)
     return [
         tuple(workers[local_rank].member for local_rank in sorted(workers))
-        for workers in nodes.values()
-        if len(workers) == next(iter(workers.values())).local_world_size
+        for node, workers in nodes.items()
+        if len(workers.keys() | there.get(node, set())) == next(iter(workers.values())).local_world_size
     ]
 
 

@@ -10,22 +10,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import queue
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch.distributed import Store, TCPStore
 
 from elastic_train.errors import StoreUnreachable, first_line
+from elastic_train.protocol.names import is_local, look_up
 from elastic_train.protocol.store import KeyValueStore, TorchStore, connect
-from elastic_train.system import close_in_forked_children
+from elastic_train.system import close_sockets_at
 
 Address = tuple[str, int]
 
+NAME_SECONDS = 10.0
+"""after which it is asked anew whether an endpoint's name is this machine's"""
 CONNECT_SECONDS = 0.5
 GREETING_SECONDS = 2.0
 """that a store may take for its first answer"""
@@ -60,43 +65,46 @@ class Mute(StoreUnreachable):
 
 
 def reach(address: Address) -> TorchStore:
-    """A client of the store at an address. Blocks for CONNECT_SECONDS where nobody is there, for GREETING_SECONDS where
-    nobody answers.
+    """A client of the store at an address. Blocks for LOOK_UP_SECONDS where no name server answers, for CONNECT_SECONDS
+    where nobody is there, for GREETING_SECONDS where nobody answers.
 
     Raises:
         StoreUnreachable: nobody answers. Stranger: somebody does, and is no store. Mute: somebody listens.
     """
     host, port = address
     try:
-        socket.create_connection(address, CONNECT_SECONDS).close()
-    except (OSError, ValueError) as error:  # ValueError: of a name that is none
+        ip = _listening(look_up(host), port)
+    except (OSError, ValueError) as error:
         raise StoreUnreachable(f"nobody answers at {host}:{port}: {error}") from error
     # Within so long TCPStore begins its greeting anew where a stranger answers or hangs up; silence it waits out.
     timeout = timedelta(seconds=CONNECT_SECONDS)
     now = time.monotonic()
-    began_at, making = _hanging.pop(address, (now, None))
+    began_at, making = _hanging.pop((ip, port), (now, None))
     if making is None or now - began_at > HANGING_SECONDS:
         began_at = now
-        making = connect(lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+        making = connect(lambda: TCPStore(ip, port, is_master=False, wait_for_workers=False, timeout=timeout))
     found: Store | RuntimeError
     try:
         found = making.get(timeout=GREETING_SECONDS)
     except queue.Empty:
-        _hanging[address] = began_at, making
+        _hanging[ip, port] = began_at, making
         raise Mute(f"what listens at {host}:{port} does not answer") from None
     if isinstance(found, RuntimeError):
         raise Stranger(f"what listens at {host}:{port} is no store: {first_line(found)}") from found
     return TorchStore(found, timedelta(seconds=CALL_SECONDS))
 
 
-def is_local(host: str) -> bool:
-    """Whether a name or address is this machine's: a socket can be bound to it."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: of a name that is none
-        for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
-                trial.bind((address[0], 0))
-                return True
-    return False
+def _listening(ips: Sequence[str], port: int) -> str:
+    """The first of some IP addresses where somebody accepts connections. Raises OSError where nobody does."""
+    for number, ip in enumerate(ips, 1):
+        try:
+            socket.create_connection((ip, port), CONNECT_SECONDS).close()
+        except OSError:
+            if number == len(ips):
+                raise
+        else:
+            return ip
+    raise OSError("the name has no address")
 
 
 def serve(host: str, port: int) -> TCPStore | None:
@@ -116,12 +124,21 @@ def serve(host: str, port: int) -> TCPStore | None:
             return None
         why = os.strerror(error.errno or 0)
         raise StoreUnreachable(f"cannot serve {host}:{port} ({why}): choose another --rdzv-endpoint") from error
-    close_in_forked_children(listener.fileno())
     seen_by_us = where or ("::1" if ":" in host else "127.0.0.1")
     timeout = timedelta(seconds=CALL_SECONDS)
     port = int(listener.getsockname()[1])
     fd = listener.detach()
-    return TCPStore(seen_by_us, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)
+    server = TCPStore(seen_by_us, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)
+    is_served = weakref.ref(server)
+
+    def close_in_child() -> None:
+        if is_served() is not None:  # else the port may be anybody's
+            close_sockets_at(port)
+
+    # A forked DataLoader process would serve in the place of a dead parent, and keep connections open on which others
+    # wait for its answers.
+    os.register_at_fork(after_in_child=close_in_child)
+    return server
 
 
 class Signposts:
@@ -146,9 +163,9 @@ class Signposts:
     ) -> None:
         self._endpoints, self._run_id, self._patience, self._clock = tuple(endpoints), run_id, patience, clock
         self._earlier = earlier
-        self._is_local = [is_local(host) for host, _ in endpoints]
-        if is_host is not None:
-            self._is_local[0] = is_host
+        self._is_host = is_host
+        self._local: dict[int, tuple[float, bool]] = {}
+        """whether an endpoint is on this machine, with when its name was looked up"""
         self._servers: dict[int, TCPStore] = {}
         self._clients: dict[int, KeyValueStore] = {}
         self._lock = threading.RLock()
@@ -207,7 +224,7 @@ class Signposts:
             self._alone_since = None if is_anybody_there else self._alone_since or now
             self._seen = tuple(dict.fromkeys([*found, *self._earlier()]))
             self._looked_at = self._clock()
-            if self._alone_since is not None and now - self._alone_since > self._patience and not self._is_local[0]:
+            if self._alone_since is not None and now - self._alone_since > self._patience and not self._is_local(0):
                 raise StoreUnreachable(
                     f"nobody answers at {self.describe()} for {self._patience:.0f} s: start a node on the machine of "
                     "the first endpoint, or check the address (--rdzv-endpoint)"
@@ -292,7 +309,7 @@ class Signposts:
         """Whether this process serves an endpoint, from now on perhaps."""
         if number in self._servers:
             return True
-        if not self._is_local[number]:
+        if not self._is_local(number):
             return False
         server = serve(*self._endpoints[number])
         if server is None:
@@ -302,6 +319,17 @@ class Signposts:
         store.put(HOLDER, self._run_id)
         self._clients[number] = store
         return True
+
+    def _is_local(self, number: int) -> bool:
+        """Whether an endpoint is on this machine. Its name may be found later than this process starts."""
+        if number == 0 and self._is_host is not None:
+            return self._is_host
+        looked_at, found = self._local.get(number, (-math.inf, False))
+        now = self._clock()
+        if now - looked_at > NAME_SECONDS:
+            found = is_local(self._endpoints[number][0])
+            self._local[number] = now, found
+        return found
 
     def _client(self, number: int) -> KeyValueStore:
         store = self._clients.get(number)  # another thread may lose it meanwhile

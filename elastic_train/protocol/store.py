@@ -23,8 +23,8 @@ from torch.distributed import Store, TCPStore
 from elastic_train.errors import StoreUnreachable, first_line
 
 
-class KeyValueStore(Protocol):
-    """What `membership` speaks. One instance serves one thread; `clone` gives another thread its own."""
+class Notes(Protocol):
+    """What is written down for others to read."""
 
     def get(self, key: str) -> str | None:
         """The value, None where there is none."""
@@ -34,6 +34,10 @@ class KeyValueStore(Protocol):
 
     def put(self, key: str, value: str) -> None:
         """Set a value, acknowledged."""
+
+
+class KeyValueStore(Notes, Protocol):
+    """What `membership` speaks. One instance serves one thread; `clone` gives another thread its own."""
 
     def create(self, key: str, value: str) -> str:
         """Set a value if there is none; the value that stands afterwards, ours or the earlier one."""
@@ -133,6 +137,22 @@ class TorchStore:
         return StoreUnreachable(f"the rendezvous store does not answer: {first_line(error)}")
 
 
+class Below:
+    """The part of a store below a prefix: what `Job.beside` gives where one store serves all."""
+
+    def __init__(self, store: KeyValueStore, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def get(self, key: str) -> str | None:
+        return self._store.get(self._prefix + key)
+
+    def get_many(self, keys: Sequence[str]) -> list[str | None]:
+        return self._store.get_many([self._prefix + key for key in keys])
+
+    def put(self, key: str, value: str) -> None:
+        self._store.put(self._prefix + key, value)
+
+
 def is_listening(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=1.0).close()
@@ -178,6 +198,17 @@ def limit_socket_waits(port: int, timeout: timedelta) -> None:
                 if connection.getpeername()[1] == port:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, deadline)
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline)
+
+
+def append(store: KeyValueStore, key: str, text: str) -> None:
+    """Add to a list that others read as a whole; so it costs them nothing while nobody adds to it."""
+    store.put(f"{key}/{store.add(f'{key}/count', 1)}", text)
+
+
+def entries(store: KeyValueStore, key: str) -> list[str]:
+    """What has been added; without what somebody is adding at this moment."""
+    count = int(store.get(f"{key}/count") or 0)
+    return [text for text in store.get_many([f"{key}/{number}" for number in range(1, count + 1)]) if text is not None]
 
 
 class MemoryStore:

@@ -77,7 +77,8 @@ def test_the_client_loads_under_the_protobuf_that_is_there(earlier: str) -> None
 
 def test_what_every_agent_and_worker_imports_does_not_import_the_client() -> None:
     code = (
-        "import sys, elastic_train.torchrun, elastic_train.membership; elastic_train.torchrun.etcd3_backend(); "
+        "import sys, elastic_train.torchrun, elastic_train.rendezvous, elastic_train.connect; "
+        "elastic_train.torchrun.etcd3_backend(); "
         "print([name for name in ('grpc', 'google.protobuf', 'etcd3', 'tenacity') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

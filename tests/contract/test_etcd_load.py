@@ -19,6 +19,9 @@ from elastic_train.world import Member
 from tests.etcd_cluster import etcd_running
 
 PATIENCE = 500.0
+LOOK_SECONDS = 1 / 256
+"""between two looks of a member, for each member, since all share this process: if each looked at every change of each
+other, it would take the cube of their number"""
 
 
 @dataclass
@@ -39,7 +42,7 @@ def live(cluster: EtcdCluster, number: int, count: int, everybody: threading.Bar
         replace(cluster.settings(), min_nodes=count, max_nodes=count, grace=PATIENCE),
         f"load-{count}",
         uid=f"uid{number}",
-        peer_timeout=10,
+        peer_timeout=PATIENCE,  # of which its place in the queue has a lease, that no watcher renews here
         max_world_size=None,
         check=lambda: None,
         say=print,
@@ -51,7 +54,7 @@ def live(cluster: EtcdCluster, number: int, count: int, everybody: threading.Bar
         backend="gloo", max_generation=None, agreement={"flags": "x" * 800}, store=("10.0.0.1", 2), uid=f"uid{number}",
     )  # fmt: skip
     while not isinstance(place := job.look_from_queue(Waiting(me, 1)), Admitted):
-        job.wait_for_change(1.0)
+        time.sleep(count * LOOK_SECONDS)
     job.leave_queue()
     world = place.world
     job.enter(world, place.facts, None)
@@ -66,7 +69,7 @@ def live(cluster: EtcdCluster, number: int, count: int, everybody: threading.Bar
         draw_uid=lambda: secrets.token_hex(6),
     )
     while not isinstance(found := agreement.look(), Decided):
-        job.wait_for_change(1.0)
+        time.sleep(count * LOOK_SECONDS)
     following = found.decision.world_for(me.uid, world, None)
     assert following is not None
     told.seconds = time.monotonic() - started

@@ -1,28 +1,46 @@
 """What every form of the job must do for membership: begin, join, lose, leave, and decide once.
 
-A form is a class with the methods of `Form`; one more in FORMS runs all of these tests.
+A form is a class with the methods of `Form`; one more in FORMS runs all of these tests. Two are in memory, two are what
+jobs use: stores of the members with signposts, and etcd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Protocol
 
 import pytest
 
-from elastic_train.errors import StoreUnreachable
+from elastic_train.drills.etcd_cluster import EtcdMissing
+from elastic_train.drills.nodes import free_port
+from elastic_train.errors import FormationFailed, StoreUnreachable
+from elastic_train.etcd_members import EtcdJob
+from elastic_train.etcd_settings import EtcdSettings
+from elastic_train.process_group import GroupStoreServer
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, Presence, Status, Wait
+from elastic_train.protocol.branches import BRANCH, Branch
 from elastic_train.protocol.central import CentralJob
 from elastic_train.protocol.clients import Address
-from elastic_train.protocol.entrance import Size
-from elastic_train.protocol.job import Admitted, Denied, Job
+from elastic_train.protocol.entrance import Finder, Size
+from elastic_train.protocol.job import Admitted, Denied, Job, Place
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.peers import PeerJob
-from elastic_train.protocol.store import MemoryStore
+from elastic_train.protocol.plan import Plan, Preparation, mark
+from elastic_train.protocol.signposts import Signposts, reach
+from elastic_train.protocol.store import KeyValueStore, MemoryStore, TorchStore
 from elastic_train.world import Member, World
+from tests.etcd_cluster import etcd_running
 
 MIN_NODES = 3
 PEER_TIMEOUT = 2.0
+PATIENCE = 20.0
+"""seconds that a store may take where nothing is wrong with it"""
 
 
 class Clock:
@@ -44,17 +62,26 @@ class Clock:
 class Form(Protocol):
     """One way to keep a job."""
 
-    clock: Clock
-
     def job(self, number: int) -> Job:
         """A new worker's."""
+
+    def member(self, number: int) -> Member:
+        """What this worker says of itself; after `job`."""
 
     def kill(self, number: int) -> None:
         """Nothing that this worker serves answers any more."""
 
+    def pass_time(self) -> None:
+        """A tenth of a second, or what it takes for news to spread."""
 
-def member(number: int) -> Member:
-    address = ("host", number)
+    def draw_uid(self) -> str:
+        """Of a world."""
+
+    def close(self) -> None:
+        """End what it has started."""
+
+
+def member(number: int, address: Address) -> Member:
     return Member(f"node{number}", 0, number, 1, address, "run", "gloo", None, store=address, uid=f"uid{number}")
 
 
@@ -113,21 +140,59 @@ class _Client(MemoryStore):
         self._reach()
         return super().swap(key, expected, value)
 
+    def add(self, key: str, amount: int) -> int:
+        self._reach()
+        return super().add(key, amount)
 
-class PeersInMemory:
+
+class _OnFakeClock:
     def __init__(self) -> None:
         self.clock = Clock()
+
+    def member(self, number: int) -> Member:
+        return member(number, ("host", number))
+
+    def pass_time(self) -> None:
+        self.clock.now += 0.1
+
+    def draw_uid(self) -> str:
+        return self.clock.draw_uid()
+
+    def close(self) -> None: ...
+
+
+class PeersInMemory(_OnFakeClock):
+    def __init__(self) -> None:
+        super().__init__()
         self.interrupt: Callable[[], None] = lambda: None
         self._stores: dict[Address, MemoryStore] = {}
         self._gone: set[Address] = set()
+        self.goes_on = False
 
     def job(self, number: int) -> PeerJob:
-        own = self._stores[("host", number)] = MemoryStore()
-        return PeerJob(
-            self._client(own, ("host", number)),
-            ("host", number),
+        address = ("host", number)
+        own = self._stores[address] = MemoryStore()
+        return self._job_with(
+            number,
+            self._client(own, address),
+            address,
             lambda address: self._client(self._stores[address], address),
             _Finder(number == 0),
+        )
+
+    def _job_with(
+        self,
+        number: int,
+        own: KeyValueStore,
+        address: Address,
+        connect: Callable[[Address], KeyValueStore],
+        finder: Finder,
+    ) -> PeerJob:
+        return PeerJob(
+            own,
+            address,
+            connect,
+            finder,
             Size(min_nodes=MIN_NODES, max_nodes=8, last_call=0.0),
             uid=f"uid{number}",
             run_id="run",
@@ -136,6 +201,7 @@ class PeersInMemory:
             refused=lambda _members: [],
             draw_uid=self.clock.draw_uid,
             clock=self.clock,
+            goes_on=self.goes_on,
         )
 
     def _client(self, store: MemoryStore, address: Address) -> _Client:
@@ -143,6 +209,50 @@ class PeersInMemory:
 
     def kill(self, number: int) -> None:
         self._gone.add(("host", number))
+
+
+class _Own:
+    """A worker's client of the store that it serves. TCPStore's server ends with the last reference to it."""
+
+    def __init__(self, store: TorchStore) -> None:
+        self._store: TorchStore | None = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def end(self) -> None:
+        self._store = None
+
+
+class PeersOnTcp(PeersInMemory):
+    """What c10d has: TCPStores, and a signpost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._endpoint = ("127.0.0.1", free_port())
+        self._served: dict[int, tuple[Address, _Own]] = {}
+        self._finders: dict[int, Signposts] = {}
+        self._jobs: list[Job] = []
+
+    def job(self, number: int) -> PeerJob:
+        server = GroupStoreServer("127.0.0.1")
+        own = _Own(TorchStore(server.store, timedelta(seconds=PATIENCE)))
+        finder = Signposts([self._endpoint], "run", is_host=None, patience=PATIENCE, clock=self.clock)
+        self._served[number], self._finders[number] = (server.address, own), finder
+        job = self._job_with(number, own, server.address, reach, finder)
+        self._jobs.append(job)
+        return job
+
+    def member(self, number: int) -> Member:
+        return member(number, self._served[number][0])
+
+    def kill(self, number: int) -> None:
+        self._finders[number].close()
+        self._served[number][1].end()
+
+    def close(self) -> None:
+        for job in self._jobs:
+            job.close(None)
 
 
 class ListingMemoryStore(MemoryStore):
@@ -157,9 +267,9 @@ class ListingMemoryStore(MemoryStore):
             del self.values[key]
 
 
-class CentralInMemory:
+class CentralInMemory(_OnFakeClock):
     def __init__(self) -> None:
-        self.clock = Clock()
+        super().__init__()
         self._store = ListingMemoryStore()
 
     def job(self, number: int) -> CentralJob:
@@ -179,33 +289,115 @@ class CentralInMemory:
     def kill(self, number: int) -> None: ...
 
 
-FORMS: list[Callable[[], Form]] = [PeersInMemory, CentralInMemory]
+class CentralOnEtcd:
+    """What etcd3 has. It goes by the real time, and whoever comes looks for heartbeats."""
+
+    def __init__(self, settings: EtcdSettings) -> None:
+        self._settings, self._run_id = settings, secrets.token_hex(6)
+        self._jobs: dict[int, EtcdJob] = {}
+        self._is_closed = threading.Event()
+        self._watchers = ThreadPoolExecutor(1)
+        self._tending = self._watchers.submit(self._tend)
+
+    def job(self, number: int) -> EtcdJob:
+        job = self._jobs[number] = EtcdJob(
+            self._settings,
+            self._run_id,
+            uid=f"uid{number}",
+            peer_timeout=PEER_TIMEOUT,
+            max_world_size=None,
+            check=lambda: None,
+            say=lambda _text: None,
+            refused=lambda _members: [],
+            draw_uid=self.draw_uid,
+        )
+        return job
+
+    def member(self, number: int) -> Member:
+        return member(number, ("host", number))
+
+    def kill(self, number: int) -> None: ...
+
+    def _tend(self) -> None:
+        while not self._is_closed.wait(0.1):
+            for job in list(self._jobs.values()):
+                job.tend(None, is_spokesman=False)
+
+    def pass_time(self) -> None:
+        next(iter(self._jobs.values())).wait_for_change(0.1)
+
+    def draw_uid(self) -> str:
+        return secrets.token_hex(6)
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._watchers.shutdown()
+        for job in self._jobs.values():
+            job.close(None)
+        self._tending.result()
 
 
-@pytest.fixture(params=FORMS, ids=lambda form: form.__name__)
-def form(request: pytest.FixtureRequest) -> Form:
-    made: Form = request.param()
-    return made
+FORMS: dict[str, Callable[[pytest.FixtureRequest], Form]] = {
+    "PeersInMemory": lambda _request: PeersInMemory(),
+    "CentralInMemory": lambda _request: CentralInMemory(),
+    "PeersOnTcp": lambda _request: PeersOnTcp(),
+    "CentralOnEtcd": lambda request: CentralOnEtcd(request.getfixturevalue("etcd")),
+}
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdSettings]:
+    try:
+        with etcd_running(tmp_path_factory.mktemp("etcd")) as cluster:
+            yield cluster.settings(min_nodes=MIN_NODES, max_nodes=8, last_call=0.01, grace=PATIENCE)
+    except EtcdMissing as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _impatient_resolver() -> Iterator[None]:
+    """TCPStore looks up the name of every peer; a name server that does not answer stops it for 5 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
+        yield
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Iterator[Form]:
+    made = FORMS[request.param](request)
+    yield made
+    made.close()
+
+
+def eventually(form: Form, is_so: Callable[[], bool]) -> bool:
+    """Whether it comes to be so: what one worker writes, another may read a moment later."""
+    deadline = time.monotonic() + PATIENCE
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        form.pass_time()
+    return True
 
 
 def begin(form: Form) -> tuple[list[Job], list[World]]:
     """The first world of MIN_NODES workers, each with its job, by rank."""
     jobs = {number: form.job(number) for number in range(MIN_NODES)}
     worlds: dict[int, World] = {}
-    for _ in range(1000):
+
+    def look() -> bool:
         for number, job in jobs.items():
             if number not in worlds and job.find():
-                place = job.look_from_queue(Waiting(member(number), 1))
+                place = job.look_from_queue(Waiting(form.member(number), 1))
                 if isinstance(place, Admitted):
                     assert not place.came_later
                     job.enter(place.world, place.facts, None)
                     job.leave_queue()
                     worlds[number] = place.world
-        if len(worlds) == MIN_NODES:
-            by_rank = sorted(worlds, key=lambda number: worlds[number].rank)
-            return [jobs[number] for number in by_rank], [worlds[number] for number in by_rank]
-        form.clock.now += 0.1
-    raise AssertionError("it never begins")
+        return len(worlds) == MIN_NODES
+
+    assert eventually(form, look), "it begins"
+    by_rank = sorted(worlds, key=lambda number: worlds[number].rank)
+    return [jobs[number] for number in by_rank], [worlds[number] for number in by_rank]
 
 
 def agreement(
@@ -219,7 +411,7 @@ def agreement(
         is_heard=lambda _rank: True,
         newcomers=lambda: newcomers,
         facts={"token": "t"},
-        draw_uid=form.clock.draw_uid,
+        draw_uid=form.draw_uid,
     )
 
 
@@ -234,16 +426,18 @@ def agree(
     """What `ranks` decide, each of them the same."""
     parts = {rank: agreement(form, jobs[rank], worlds[rank], status or {}, newcomers) for rank in ranks}
     found: dict[int, Decision] = {}
-    for _ in range(20):
+
+    def look() -> bool:
         for rank, part in parts.items():
             part.asks_others = True
             outcome = part.look()
             if isinstance(outcome, Decided):
                 found[rank] = outcome.decision
-        if len(found) == len(parts):
-            assert len(set(map(Decision.to_json, found.values()))) == 1
-            return next(iter(found.values()))
-    raise AssertionError(f"no decision: {found}")
+        return len(found) == len(parts)
+
+    assert eventually(form, look), f"they decide: {found}"
+    assert len(set(map(Decision.to_json, found.values()))) == 1
+    return next(iter(found.values()))
 
 
 def test_a_job_begins_with_one_list(form: Form) -> None:
@@ -256,14 +450,27 @@ def test_a_newcomer_is_admitted(form: Form) -> None:
     jobs, worlds = begin(form)
     newcomer = form.job(7)
     assert newcomer.find()
-    assert not isinstance(newcomer.look_from_queue(Waiting(member(7), 1)), Admitted)
-    ready = [waiting.member for waiting in jobs[0].queue() if waiting.member.uid == "uid7"]
+    assert not isinstance(newcomer.look_from_queue(Waiting(form.member(7), 1)), Admitted)
+    ready: list[Member] = []
+
+    def look() -> bool:
+        ready[:] = [waiting.member for waiting in jobs[0].queue() if waiting.member.uid == "uid7"]
+        return bool(ready)
+
+    assert eventually(form, look), "it is seen in the queue"
     decision = agree(form, jobs, worlds, [0, 1, 2], newcomers=ready)
     for job, world in zip(jobs, worlds, strict=True):
         following = decision.world_for(world.me.uid, world, None)
         assert following is not None
         job.enter(following, decision.facts, decision)
-    place = newcomer.look_from_queue(Waiting(member(7), 1))
+    places: list[Place] = []
+
+    def is_admitted() -> bool:
+        places[:] = [newcomer.look_from_queue(Waiting(form.member(7), 1))]
+        return isinstance(places[0], Admitted)
+
+    assert eventually(form, is_admitted)
+    [place] = places
     assert isinstance(place, Admitted)
     assert place.came_later
     assert place.world.rank == 3
@@ -305,6 +512,49 @@ def test_one_of_three_without_the_silent_waits_where_nobody_arbitrates() -> None
     form = PeersInMemory()
     jobs, worlds = begin(form)
     found = agreement(form, jobs[2], worlds[2], {0: Status.UNKNOWN, 1: Status.UNKNOWN}).look()
+    assert found == Wait(votes=(worlds[0].me.uid, worlds[1].me.uid))
+
+
+def split(
+    *, answering: bool = False, has_state: bool = True, min_nodes: int = 1
+) -> tuple[Decision | Wait, list[Job], list[World]]:
+    """What one of three that hears nothing of the others finds after a peer timeout, where sides go on."""
+    form = PeersInMemory()
+    form.goes_on = True
+    jobs, worlds = begin(form)
+    if has_state:
+        jobs[2].settle(worlds[2])
+    worlds = [
+        replace(world, members=tuple(replace(one, min_nodes=min_nodes) for one in world.members)) for world in worlds
+    ]
+    part = agreement(form, jobs[2], worlds[2], {0: Status.UNKNOWN, 1: Status.UNKNOWN}, [form.member(7)])
+    part._is_heard = lambda _rank: answering
+    votes = (worlds[0].me.uid, worlds[1].me.uid)
+    assert part.look() == Wait(votes=votes)
+    form.clock.now += PEER_TIMEOUT - 1.0
+    assert part.look() == Wait(votes=votes), "they may answer yet"
+    form.clock.now += 1.0
+    found = part.look()
+    assert isinstance(found, Decided | Wait)
+    return (found.decision if isinstance(found, Decided) else found), jobs, worlds
+
+
+def test_one_of_three_goes_on_as_a_branch() -> None:
+    decision, jobs, worlds = split()
+    assert isinstance(decision, Decision)
+    assert (decision.ranks, decision.new) == ((2,), ()), "newcomers have no state"
+    stores = tuple(world.me.store for world in worlds[:2])
+    assert Branch.from_json(decision.facts[BRANCH]) == Branch(decision.uid, 2, stores)
+    world = decision.world_for(worlds[2].me.uid, worlds[2], None)
+    assert world is not None
+    jobs[2].enter(world, decision.facts, decision)
+    after = Decision(9, "after", (0,), facts=decision.facts)
+    assert jobs[2].decide(world, after.to_json(), reachable=[0], dead=()) == after.to_json(), "by its own votes"
+
+
+@pytest.mark.parametrize("why", [{"answering": True}, {"has_state": False}, {"min_nodes": 2}])
+def test_no_side_goes_on_without_those_that_answer_nor_without_state_or_nodes(why: dict[str, Any]) -> None:
+    found, _, worlds = split(**why)
     assert found == Wait(votes=(worlds[0].me.uid, worlds[1].me.uid))
 
 
@@ -352,3 +602,111 @@ def test_two_proposers_decide_the_same_however_they_interleave() -> None:
         decided = {outcome for outcome in outcomes if not isinstance(outcome, Denied)}
         assert len(decided) == 1, f"interrupted before operation {at}"
     raise AssertionError("it never ends")
+
+
+# --- joins that are prepared ------------------------------------------------------------------------------------------
+
+
+class Groups:
+    """Process groups of planned worlds: each stands when all have come."""
+
+    def __init__(self, size: int, seconds: float = PATIENCE) -> None:
+        self._all, self._seconds = threading.Barrier(size), seconds
+
+    def form(self, world: World) -> str:
+        try:
+            self._all.wait(self._seconds)
+        except threading.BrokenBarrierError:
+            raise FormationFailed("not all have come") from None
+        return world.uid
+
+
+def plan_with(form: Form, jobs: list[Job], worlds: list[World], number: int) -> tuple[Job, Plan]:
+    """A newcomer that rank 0 has seen in the queue, and the plan with it, written down beside rank 0."""
+    newcomer = form.job(number)
+    assert newcomer.find()
+    newcomer.look_from_queue(Waiting(form.member(number), 1))
+    ready: list[Member] = []
+
+    def look() -> bool:
+        ready[:] = [waiting.member for waiting in jobs[0].queue() if waiting.member.uid == f"uid{number}"]
+        return bool(ready)
+
+    assert eventually(form, look), "it is seen in the queue"
+    decision = Decision(worlds[0].generation + 1, form.draw_uid(), (0, 1, 2), new=tuple(ready), facts={"token": "t"})
+    plan = Plan(worlds[0].uid, worlds[0].members, decision)
+    jobs[0].beside(worlds[0].me).put("plan", plan.to_json())
+    return newcomer, plan
+
+
+def planned(plan: Plan, member: Member) -> World:
+    found = plan.world_for(member.uid, None)
+    assert found is not None
+    return found
+
+
+def prepare(
+    form: Form, jobs: list[Job], worlds: list[World], newcomer: Job, plan: Plan, groups: Groups
+) -> list[Preparation]:
+    """Every member's part; the newcomer's is the last. Blocks until all are through."""
+    parts = [Preparation(job, groups.form, time.monotonic, time.sleep) for job in (*jobs, newcomer)]
+    lead, *follow, accept = parts
+    new = plan.decision.new[0]
+
+    def as_newcomer() -> None:
+        assert eventually(form, lambda: newcomer.planned() is not None)
+        told = Plan.from_json(newcomer.planned() or "")
+        assert told == plan
+        accept.run(lambda: accept.accept(told, planned(told, new)))
+        if accept.failure is None:
+            mark(newcomer, "ready", planned(told, new))
+
+    with ThreadPoolExecutor(len(parts)) as threads:
+        running = [threads.submit(lead.run, lambda: lead.lead(worlds[0], plan, planned(plan, worlds[0].me)))]
+        running.append(threads.submit(as_newcomer))
+        assert eventually(form, lambda: lead.is_due), "the newcomer answers"
+        lead.may_form = True  # as after the vote
+        for part, world in zip(follow, worlds[1:], strict=True):
+            running.append(threads.submit(part.run, lambda part=part, world=world: part.follow(world, None)))
+        for one in running:
+            one.result()
+    for part in parts:
+        assert part.crash is None
+    return parts
+
+
+def test_a_join_is_prepared_while_the_others_train(form: Form) -> None:
+    jobs, worlds = begin(form)
+    newcomer, plan = plan_with(form, jobs, worlds, 7)
+    parts = prepare(form, jobs, worlds, newcomer, plan, Groups(4))
+    assert [part.failure for part in parts] == [None] * 4
+    assert [part.formed for part in parts] == [plan.decision.uid] * 4
+    assert parts[0].is_decided
+    assert parts[0].is_ready
+
+    def is_admitted() -> bool:
+        place = newcomer.look_from_queue(Waiting(plan.decision.new[0], 1))
+        return isinstance(place, Admitted) and place.world.uid == plan.decision.uid
+
+    assert eventually(form, is_admitted)
+    decision = agree(form, jobs, worlds, [0, 1, 2])
+    assert decision == plan.decision, "whoever agrees in the plain way finds the same"
+
+
+def test_a_plan_whose_group_does_not_form_leaves_no_trace(form: Form) -> None:
+    jobs, worlds = begin(form)
+    newcomer, plan = plan_with(form, jobs, worlds, 7)
+    parts = prepare(form, jobs, worlds, newcomer, plan, Groups(5, seconds=0.5))
+    assert all(part.failure is not None for part in parts)
+    assert not parts[0].is_decided
+    assert agree(form, jobs, worlds, [0, 1, 2]).uid != plan.decision.uid
+
+
+def test_a_plan_loses_against_what_was_decided_before(form: Form) -> None:
+    jobs, worlds = begin(form)
+    newcomer, plan = plan_with(form, jobs, worlds, 7)
+    decided = agree(form, jobs, worlds, [0, 1, 2])
+    parts = prepare(form, jobs, worlds, newcomer, plan, Groups(4))
+    assert not parts[0].is_decided
+    assert parts[0].failure == "another world was decided meanwhile"
+    assert decided.uid != plan.decision.uid

@@ -15,13 +15,20 @@ if TYPE_CHECKING:
 
 COMMIT_SECONDS = 1.0
 """within which a world that trains commits again"""
+QUEUE_SECONDS = 2.5
+"""that one who was left out may stand in the queue: it has to find the job, and its join is prepared"""
 
 
 def check_chain(simulation: Simulation) -> None:
-    """The committed worlds form one chain; only a provisional step is computed again."""
+    """The committed worlds form one chain, those of each branch do; only a provisional step is computed again."""
     _complete_parents(simulation)
+    for branch in {told.branch for told in simulation.worlds.values()}:
+        _check_chain_of(simulation, branch)
+
+
+def _check_chain_of(simulation: Simulation, branch: str) -> None:
     worlds = simulation.worlds
-    committed = [told for told in worlds.values() if told.commits]
+    committed = [told for told in worlds.values() if told.commits and told.branch == branch]
     lines = {told.uid: _line(worlds, told) for told in committed}
     for told in committed:
         if simulation.starts.get(told.uid):
@@ -76,30 +83,48 @@ def what_is_not_well(simulation: Simulation) -> str | None:
     now = simulation.kernel.now
     is_training = any(worker.committed_at > now - COMMIT_SECONDS for worker in trainers)
     if len(worlds) == 1 and is_training:
-        return None
-    uids = [worker.uid for worker in trainers]
-    if all(_may_not(worker, uids) for worker in trainers):
+        queue = [worker for worker in living if worker not in trainers and _can_join(simulation, worker, trainers)]
+        return f"still in the queue after a heal: {_states(living)}" if queue else None
+    if all(_may_not(worker, trainers) for worker in trainers):
         return None
     has_signpost = any(keeper.is_alive for keeper in simulation.posts.keepers.values())
     waiting = [worker for worker in trainers if worker.committed_at <= now - COMMIT_SECONDS]
-    if is_training and not has_signpost and all(_may_not(worker, uids) for worker in waiting):
+    if is_training and not has_signpost and all(_may_not(worker, trainers) for worker in waiting):
         return None  # those who train are strangers to them, and nobody is left who could show the way
     if all(worker.last_step == 0 for worker in trainers):
         return None  # nobody gave them the state: they wait for one who has it
     return f"not together after a heal: {_states(living)}"
 
 
-def _may_not(worker: Worker, side: list[str]) -> bool:
+def _can_join(simulation: Simulation, newcomer: Worker, trainers: list[Worker]) -> bool:
+    """Whether one in the queue has a way to those who train, and the other workers of its node are there."""
+    if any(worker.process.ending == "finished" for worker in simulation.workers):
+        return False
+    if simulation.kernel.now - newcomer.began_at < QUEUE_SECONDS:
+        return False
+    host = newcomer.process.host
+    there = {one.member.local_rank for one in simulation.living if one.process.host == host}
+    addresses = {one.process.address for one in trainers}
+    knows = {*newcomer.known, *simulation.posts.directories.get(host, ())}
+    has_signpost = any(keeper.is_alive for keeper in simulation.posts.keepers.values())
+    return len(there) == simulation.plan.workers_of(host) and (has_signpost or not addresses.isdisjoint(knows))
+
+
+def _may_not(worker: Worker, side: list[Worker]) -> bool:
     """Whether the laws keep it from going on with all of `side`."""
     worlds = worker.job._worlds
     world = worker.world
     assert world is not None, "it has been in one"
-    dead = {
-        member.uid
-        for rank, member in enumerate(world.members)
-        if rank != world.rank and worker.watcher.status(member, rank, False) is Status.DEAD
-    }
-    return not may_go_on([voters.without(dead) for voters in worlds], side)
+    dead = set()
+    for one in side:
+        if one.world is not None and one.world.uid == world.uid:
+            others = (rank for rank in one.watcher.watched if rank != one.world.rank)
+            dead |= {
+                world.members[rank].uid
+                for rank in others
+                if one.watcher.status(world.members[rank], rank, False) is Status.DEAD
+            }
+    return not may_go_on([voters.without(dead) for voters in worlds], [one.uid for one in side])
 
 
 def _states(workers: list[Worker]) -> str:
@@ -112,6 +137,8 @@ def check_sides(simulation: Simulation) -> None:
     if any((target, source) not in network.cuts for source, target in network.cuts):
         return
     if any(worker.process.ending == "finished" for worker in simulation.workers):
+        return
+    if simulation.directory.has_stalled:
         return
     if not simulation.plan.is_formed or any(
         fault[1] in ("stick", "back", "lose_replies") for fault in simulation.plan.faults
@@ -137,7 +164,7 @@ def _check_side(simulation: Simulation, side: list[Worker]) -> None:
     if any(worker.committed_at > now - COMMIT_SECONDS for worker in trainers):
         return
     entered_at = max(told.entered_at for told in simulation.worlds.values())
-    if now - entered_at < simulation.plan.peer_timeout + COMMIT_SECONDS:
+    if now - entered_at < simulation.plan.silence_seconds + COMMIT_SECONDS:
         return  # who fell silent after its last word is found out only now
-    if not _may_not(newest, [worker.uid for worker in side]):
+    if not _may_not(newest, trainers):
         simulation.fail(f"a side that may go on does not: {_states(side)}")

@@ -73,6 +73,12 @@ def accepted_late(delay: float = 0.08) -> Plan:
     return plan(4, *faults, recovers_at=11.0)
 
 
+def left_out_without_a_signpost() -> Plan:
+    """One of four is cut off for a while, and the endpoint's host dies meanwhile."""
+    faults = [(1.0, "partition", (0, 1, 2), (3,)), (1.0 + 2 * TIMEOUT, "kill", 0)]
+    return plan(4, *faults, recovers_at=2.0 + 2 * TIMEOUT)
+
+
 def first_host_comes_back() -> Plan:
     """5: the host of the first endpoint is killed, and comes back while the others train."""
     return plan(3, (1.0, "kill", 0), (1.5, "back", 0, False), recovers_at=6.0, min_nodes=1)
@@ -81,3 +87,47 @@ def first_host_comes_back() -> Plan:
 def halves() -> Plan:
     """Four in two halves."""
     return plan(4, (1.0, "partition", (0, 3), (1, 2)), recovers_at=1.0 + TIMEOUT + 2.5)
+
+
+def silent_with_directory(hosts: int, silent: tuple[int, ...], *faults: Fault, **fields: int) -> Plan:
+    """Some lose their power for good, among them the lowest rank; the others share a run directory."""
+    off = [(1.0, "power_off", host) for host in silent]
+    made = plan(hosts, *off, *faults, recovers_at=1.0 + 3 * TIMEOUT + 2.5)
+    return replace(made, directories=(0,) * hosts, **fields)  # type: ignore[arg-type]
+
+
+def copied_directory() -> Plan:
+    """Each of two has a copy of the run directory, and they are cut off from each other."""
+    cut = (1.0, "partition", (0,), (1,))
+    return replace(plan(2, cut, recovers_at=1.0 + 3 * TIMEOUT + 2.5), directories=(0, 1))
+
+
+def lost_claims(number: int = 2) -> Plan:
+    """Two halves, and neither is told whether its claim was made; with 3 the first one of each is not."""
+    faults = [(0.9, "lose_claims", host, number) for host in range(4)]
+    made = plan(4, *faults, (1.0, "partition", (0, 1), (2, 3)), recovers_at=1.0 + 3 * TIMEOUT + 2.5)
+    return replace(made, directories=(0, 0, 0, 0))
+
+
+def newcomers_and_a_directory() -> Plan:
+    """One has trained alone; three are admitted, and it freezes before it gives them the state."""
+    quiet = replace(plan(4, recovers_at=6.0, founders=1, min_nodes=1), directories=(0, 0, 0, 0))
+    at = when(quiet, "sees the directory in generation 1")
+    return replace(quiet, faults=((at, "freeze", 0),), recovers_at=at + 3 * TIMEOUT + 2.5)
+
+
+def forgotten_claim(frozen_at: float) -> Plan:
+    """Two machines are cut off from each other, and the first one sleeps; the other one goes on, and loses two of its
+    workers one by one, until the claim of the first world is removed. Then the first one wakes up."""
+    at = 4.0 + 2 * TIMEOUT
+    kills = [(at, "kill", 3), (at + 3.0, "kill", 2)]
+    cut = (1.0, "partition", (0,), (1,))
+    made = plan(2, cut, (frozen_at, "freeze", 0), *kills, (at + 6.0, "thaw", 0), recovers_at=at + 8.5 + 3 * TIMEOUT)
+    return replace(made, hosts=(1, 3), directories=(0, 0))
+
+
+def halves_that_go_on() -> Plan:
+    """Four in two halves, and both train on until they hear each other again."""
+    faults = [(1.0, "partition", (0, 1), (2, 3)), (5.0 + 3 * TIMEOUT, "heal_all")]
+    made = plan(4, *faults, recovers_at=9.0 + 3 * TIMEOUT)
+    return replace(made, goes_on=True)

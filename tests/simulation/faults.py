@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from elastic_train.protocol.neighbours import STANDARD, Topology
 from tests.simulation.plan import Fault, Plan
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Faults:
     def recover(self) -> None:
         """All that can be mended is."""
         self.heal_all()
+        self.unstall()
         for worker in self._simulation.workers:
             if worker.process.is_alive:
                 task = worker.process.training_task  # type: ignore[attr-defined]
@@ -98,11 +100,42 @@ class Faults:
     def lose_replies(self, index: int, number: int) -> None:
         self._worker(index).process.loses_replies += number
 
+    def stall(self, *hosts: int) -> None:
+        """The run directory answers these no more."""
+        directory = self._simulation.directory
+        directory.stalled |= {f"h{host}" for host in hosts}
+        directory.has_stalled = True
+
+    def unstall(self) -> None:
+        self._simulation.directory.stalled.clear()
+
+    def lose_claims(self, host: int, number: int) -> None:
+        replies = self._simulation.directory.loses_replies
+        replies[f"h{host}"] = replies.get(f"h{host}", 0) + number
+
     def leave(self, index: int) -> None:
         self._worker(index).wants_to_leave = True
 
 
-def draw(seed: int) -> Plan:
+RING = Topology(dense=2, degree=2, spare_degree=2)
+"""so that a few members are as sparse as hundreds"""
+
+
+def draw_sparse(seed: int) -> Plan:
+    """The same history, where each member pings two others."""
+    return draw(seed, RING)
+
+
+def draw_going_on(seed: int) -> Plan:
+    """The same history where each side goes on, and has the time for it: most cuts and freezes last to the end."""
+    plan, chance = draw(seed), random.Random(f"split {seed}")
+    mends = () if chance.random() < 0.2 else ("heal", "heal_all", "thaw")
+    faults = tuple(fault for fault in plan.faults if fault[1] not in mends)
+    last = max((fault[0] for fault in faults), default=1.0)
+    return replace(plan, faults=faults, recovers_at=last + 3 * plan.silence_seconds + 2.5, goes_on=True)
+
+
+def draw(seed: int, topology: Topology = STANDARD) -> Plan:
     """A history of 4 to 7 members with one to four troubles."""
     chance = random.Random(f"plan {seed}")
     hosts: tuple[int, ...] = tuple(1 for _ in range(chance.randint(4, 7)))
@@ -116,14 +149,37 @@ def draw(seed: int) -> Plan:
         max_world_size=chance.choice([3] + [None] * 9),
         has_equal_names=chance.random() < 0.2,
         num_endpoints=chance.choice([1, 2, 3]),
+        topology=topology,
     )
     make = chance.choice([_scattered, _scattered, _in_a_row])
     faults = make(chance, plan) or [(1.0, "kill", 0)]
     if not plan.is_formed:
         faults = [(at + chance.choice([0.0, 2.0]), *what) for at, *what in faults]
+    if not seed % 3:
+        plan, more = _with_directory(seed, plan)
+        faults = [*faults, *more]
     return replace(
-        plan, faults=tuple(sorted(faults)), recovers_at=max(fault[0] for fault in faults) + plan.peer_timeout + 1.5
+        plan, faults=tuple(sorted(faults)), recovers_at=max(fault[0] for fault in faults) + plan.silence_seconds + 1.5
     )
+
+
+def _with_directory(seed: int, plan: Plan) -> tuple[Plan, list[Fault]]:
+    """The hosts share a run directory, but for one of them perhaps; it stalls, or loses replies."""
+    chance = random.Random(f"directory {seed}")
+    hosts = range(len(plan.hosts))
+    directories = [0 for _ in hosts]
+    if chance.random() < 0.2:
+        directories[-1] = 1
+    faults: list[Fault] = []
+    at = chance.uniform(0.2, 4.0)
+    kind = chance.choice(["well", "well", "stall all", "stall some", "lose"])
+    if kind == "stall all":
+        faults = [(at, "stall", *hosts), (at + chance.uniform(0.5, 4.0), "unstall")]
+    elif kind == "stall some":
+        faults = [(at, "stall", *chance.sample(hosts, chance.randint(1, len(hosts)))), (at + 2.0, "unstall")]
+    elif kind == "lose":
+        faults = [(at, "lose_claims", host, chance.randint(1, 3)) for host in hosts]
+    return replace(plan, directories=tuple(directories)), faults
 
 
 def _scattered(chance: random.Random, plan: Plan) -> list[Fault]:

@@ -24,8 +24,8 @@ class Signposts:
 class SimFinder:
     """Of one process."""
 
-    def __init__(self, process: Process, posts: Signposts) -> None:
-        self._process, self._posts = process, posts
+    def __init__(self, process: Process, posts: Signposts, known: tuple[Address, ...] = ()) -> None:
+        self._process, self._posts, self._known = process, posts, known
         self._seen: tuple[float, tuple[Address, ...]] = (-1.0, ())
 
     def keep(self, *, has_world: bool) -> None:
@@ -49,7 +49,7 @@ class SimFinder:
         looked_at, seen = self._seen
         if process.kernel.now < looked_at + LOOK_SECONDS:
             return seen
-        found = list(posts.directories.get(process.host, ()))
+        found = [*self._known, *posts.directories.get(process.host, ())]
         for host in posts.hosts:
             process.kernel.step()
             keeper, network = posts.keepers.get(host), process.network

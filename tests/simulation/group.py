@@ -6,6 +6,7 @@ from typing import Any
 
 from elastic_train.errors import FormationFailed
 from elastic_train.world import World
+from tests.simulation.kernel import Task
 from tests.simulation.process import Process
 
 FORM_SECONDS = 1.0
@@ -22,8 +23,9 @@ class Group:
     collective, and another not.
     """
 
-    def __init__(self, process: Process, world: World) -> None:
+    def __init__(self, process: Process, world: World, *, is_ahead: bool = False) -> None:
         self._process, self._world = process, world
+        self._key = f"{world.uid}, ahead" if is_ahead else world.uid
         self.is_shut = False
         self._closed: set[str] = set()
         self._received: dict[int, dict[int, Any]] = {}
@@ -31,18 +33,18 @@ class Group:
             rank: process.machines.at[member.address] for rank, member in enumerate(world.workers) if rank != world.rank
         }
         self._number = -1
-        self._is_waiting = False
+        self._waiter: Task | None = None
         groups: dict[str, Group] = process.groups  # type: ignore[attr-defined]
-        groups[world.uid] = self
-        self._closed |= {uid for key, uid in process.early_closings if key == world.uid}  # type: ignore[attr-defined]
+        groups[self._key] = self
+        self._closed |= {uid for key, uid in process.early_closings if key == self._key}  # type: ignore[attr-defined]
         for key, early in process.early_contributions:  # type: ignore[attr-defined]
-            if key == world.uid:
+            if key == self._key:
                 self._receive(*early)
 
-    def form(self) -> None:
+    def form(self, seconds: float = FORM_SECONDS) -> None:
         """Raises: FormationFailed."""
         try:
-            self.exchange(None, FORM_SECONDS)
+            self.exchange(None, seconds)
         except GroupBroken as error:
             raise FormationFailed(str(error)) from error
 
@@ -60,9 +62,10 @@ class Group:
         while len(received) < world.world_size and not self.is_shut and not self._closed:
             if process.kernel.now >= deadline:
                 raise GroupBroken("it was not made in time")
-            self._is_waiting = True
-            process.training_task.wait(deadline - process.kernel.now)  # type: ignore[attr-defined]
-            self._is_waiting = False
+            self._waiter = process.kernel.current
+            assert self._waiter is not None, "a task waits"
+            self._waiter.wait(deadline - process.kernel.now)
+            self._waiter = None
         if len(received) < world.world_size or self.is_shut:
             raise GroupBroken("a connection was closed")
         del self._received[number]
@@ -80,16 +83,16 @@ class Group:
             process.network.send(process.host, other.host, self._note_closed, other, process.uid)
 
     def _wake(self) -> None:
-        if self._is_waiting:
-            self._is_waiting = False
-            self._process.training_task.wake()  # type: ignore[attr-defined]
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.wake()
 
     def _arrive(self, other: Process, rank: int, number: int, value: Any) -> None:
-        theirs: Group | None = other.groups.get(self._world.uid)  # type: ignore[attr-defined]
+        theirs: Group | None = other.groups.get(self._key)  # type: ignore[attr-defined]
         if theirs is not None:
             theirs._receive(rank, number, value)
         else:
-            other.early_contributions.append((self._world.uid, (rank, number, value)))  # type: ignore[attr-defined]
+            other.early_contributions.append((self._key, (rank, number, value)))  # type: ignore[attr-defined]
 
     def _receive(self, rank: int, number: int, value: Any) -> None:
         received = self._received.setdefault(number, {})
@@ -98,9 +101,9 @@ class Group:
             self._wake()
 
     def _note_closed(self, other: Process, uid: str) -> None:
-        theirs: Group | None = other.groups.get(self._world.uid)  # type: ignore[attr-defined]
+        theirs: Group | None = other.groups.get(self._key)  # type: ignore[attr-defined]
         if theirs is not None:
             theirs._closed.add(uid)
             theirs._wake()
         else:  # it finds nobody to connect to
-            other.early_closings.add((self._world.uid, uid))  # type: ignore[attr-defined]
+            other.early_closings.add((self._key, uid))  # type: ignore[attr-defined]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from elastic_train.protocol.links import Heard
+from elastic_train.protocol.links import Heard, head
 from tests.simulation.process import Address, Process
 
 
@@ -37,19 +37,24 @@ class SimLinks:
 
     # --- as Links -----------------------------------------------------------------------------------------------------
 
-    def watch(self, members: Iterable[tuple[str, Address]], epoch: str) -> None:
+    def watch(
+        self, members: Iterable[tuple[str, Address]], epoch: str, answered: Collection[str] | None = None
+    ) -> None:
         wanted = tuple((uid, address) for uid, address in members if uid != self._process.uid)
         now = self._process.clock()
-        if epoch != self._epoch:
-            for peer in self._peers.values():
-                peer.heard.pinged_at = None
+        is_new = epoch != self._epoch
+        if is_new:
+            before = self._answers
+            for uid, peer in self._peers.items():
+                peer.heard.pinged_at = peer.heard.pinged_at if uid in before else None
                 peer.pings.clear()
         self._epoch, self._wanted = epoch, wanted
-        self._answers = frozenset(uid for uid, _ in wanted)
+        self._answers = frozenset(uid for uid, _ in wanted) if answered is None else frozenset(answered)
         for uid, address in wanted:
             if uid not in self._peers:
                 self._peers[uid] = _Peer(uid, address, Heard(now))
-            self._peers[uid].heard.heard_at = max(self._peers[uid].heard.heard_at, now)
+            elif is_new:
+                self._peers[uid].heard.heard_at = max(self._peers[uid].heard.heard_at, now)
         self._is_ping_due = True
         self.wake()
 
@@ -99,7 +104,7 @@ class SimLinks:
         self._turned_at = process.clock()
         return self._matters
 
-    def close(self, *, keeps_listening: bool = False) -> None:
+    def close(self) -> None:
         self._peers.clear()
 
     # --- messages -----------------------------------------------------------------------------------------------------
@@ -181,7 +186,7 @@ class SimLinks:
             self._answered[caller.uid] = process.clock()
             mine = self._peers.get(caller.uid)
             if mine is not None:
-                self._matters |= mine.heard.status[:1] != status[:1]
+                self._matters |= head(mine.heard.status) != head(status)
                 mine.heard.status, mine.heard.epoch, mine.heard.heard_at = status, epoch, process.clock()
         answer = (peer, process, kind, epoch, seq, self._status)
         process.network.send(process.host, caller.host, caller.take, links._take, links._note, *answer)
@@ -190,11 +195,11 @@ class SimLinks:
         if peer.connection is not target:
             return  # of a connection that is closed
         heard = peer.heard
-        before = heard.status[:1]
+        before = head(heard.status)
         heard.heard_at, heard.has_answered, heard.refused_at = self._process.clock(), True, None
         if kind == "A":
             heard.status, heard.epoch = status, epoch
             sent_at = peer.pings.pop(seq, None)
             if sent_at is not None and epoch == self._epoch:
                 heard.pinged_at = max(sent_at, heard.pinged_at or sent_at)
-        self._matters |= heard.status[:1] != before
+        self._matters |= head(heard.status) != before

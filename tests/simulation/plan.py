@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_train.protocol.entrance import Size
+from elastic_train.protocol.neighbours import STANDARD, Topology
 
 Fault = tuple[Any, ...]
 """(seconds, name of a method of faults.Faults, its arguments)"""
@@ -35,6 +36,18 @@ class Plan:
     max_steps: int = 10**9
     has_equal_names: bool = False
     num_endpoints: int = 1
+    directories: tuple[int, ...] = ()
+    """by host: the number of its run directory; none where no run directory counts"""
+    topology: Topology = STANDARD
+    """who pings whom"""
+    goes_on: bool = False
+    """`--on-split go-on`"""
+
+    @property
+    def silence_seconds(self) -> float:
+        """Within so many it is found out who is silent. In a sparse world the proposer may have to begin to ping one
+        whose neighbours are all on the other side."""
+        return self.peer_timeout * (1 if self.topology.is_dense(sum(self.hosts)) else 2)
 
     def workers_of(self, host: str) -> int:
         index = int(host[1:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,14 @@ import pytest
 
 from elastic_train import liveness
 from elastic_train.protocol import laws, peers, registers
+from elastic_train.protocol.agreement import Decision
+from elastic_train.protocol.arbiter import ArbiterSilent, Claims
 from elastic_train.protocol.clients import Clients
+from elastic_train.protocol.encounters import Encounters
 from elastic_train.protocol.entrance import Entrance
 from elastic_train.protocol.job import Denied
 from elastic_train.protocol.store import KeyValueStore
-from elastic_train.world import Member
+from elastic_train.world import Member, World
 from tests.simulation.links import SimLinks
 from tests.simulation.process import Address, Machines
 
@@ -38,8 +41,10 @@ def late_deaths_count(patch: Patch) -> None:
 def an_age_starts_at_acceptance(patch: Patch) -> None:
     watch = SimLinks.watch
 
-    def watch_and_trust(self: SimLinks, members: Iterable[tuple[str, Address]], epoch: str) -> None:
-        watch(self, members, epoch)
+    def watch_and_trust(
+        self: SimLinks, members: Iterable[tuple[str, Address]], epoch: str, answered: Collection[str] | None = None
+    ) -> None:
+        watch(self, members, epoch, answered)
         for peer in self._peers.values():
             peer.heard.pinged_at = self._process.clock()
 
@@ -81,7 +86,71 @@ def it_begins_beside_a_running_job(patch: Patch) -> None:
     patch.setattr(Entrance, "_follow", lambda _self, _address: None)
 
 
+def a_claim_is_judged_by_its_return_code(patch: Patch) -> None:
+    def put(self: Claims, name: str, text: str, *, is_durable: bool) -> str:
+        draft = f"draft-{self._draw_name()}"
+        self._folder.write(draft, text, is_durable=is_durable)
+        try:
+            self._folder.link(draft, name)
+        except FileExistsError as error:  # of a repeated one, though it was made
+            raise ArbiterSilent(str(error)) from error
+        except OSError:  # it may have been made
+            pass
+        return text
+
+    patch.setattr(Claims, "_put", put)
+
+
+def a_newcomer_claims_alone(patch: Patch) -> None:
+    right = peers.PeerJob._decide_by_claim
+
+    def decide(self: peers.PeerJob, round_: Any) -> str | Denied:
+        kept, self._worlds = self._worlds, self._worlds[-1:]
+        try:
+            return right(self, round_)
+        finally:
+            self._worlds = kept
+
+    patch.setattr(peers.PeerJob, "_decide_by_claim", decide)
+
+
+def newer_claims_are_not_counted(patch: Patch) -> None:
+    right = Claims._outdated_by
+    patch.setattr(Claims, "_outdated_by", lambda *arguments: (right(*arguments), None)[1])
+
+
+def newer_claims_are_counted_too_early(patch: Patch) -> None:
+    put, outdated_by = Claims._put, Claims._outdated_by
+    counted: dict[Claims, str | None] = {}
+
+    def count_and_put(self: Claims, name: str, text: str, *, is_durable: bool) -> str:
+        if name.startswith("claim-job-"):
+            counted[self] = outdated_by(self, "job", int(name.removeprefix("claim-job-")))
+        return put(self, name, text, is_durable=is_durable)
+
+    def counted_before(self: Claims, job: str, generation: int) -> str | None:
+        return counted.pop(self) if self in counted else outdated_by(self, job, generation)
+
+    patch.setattr(Claims, "_put", count_and_put)
+    patch.setattr(Claims, "_outdated_by", counted_before)
+
+
+def a_branch_has_no_id(patch: Patch) -> None:
+    right = peers.PeerJob._branch_off
+
+    def branch_off(self: peers.PeerJob, world: World, decision: Decision, silent: Sequence[str]) -> Decision:
+        return replace(right(self, world, decision, silent), facts=decision.facts)
+
+    patch.setattr(peers.PeerJob, "_branch_off", branch_off)
+
+
+def branches_never_meet(patch: Patch) -> None:
+    patch.setattr(Encounters, "_meet", lambda _self, *_arguments: None)
+
+
 ALL = (
+    branches_never_meet,
+    a_branch_has_no_id,
     newcomers_vote_at_once,
     late_deaths_count,
     an_age_starts_at_acceptance,
@@ -90,4 +159,8 @@ ALL = (
     a_decision_is_not_collected,
     a_listener_has_no_uid,
     it_begins_beside_a_running_job,
+    a_claim_is_judged_by_its_return_code,
+    a_newcomer_claims_alone,
+    newer_claims_are_not_counted,
+    newer_claims_are_counted_too_early,
 )

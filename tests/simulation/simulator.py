@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic_train import membership as membership_module
+from elastic_train.protocol import arbiter as arbiter_module
 from elastic_train.protocol.agreement import Decision
+from elastic_train.protocol.arbiter import Arbiter, Claims
 from elastic_train.protocol.laws import Voters
+from elastic_train.rules import seconds_before_return
 from elastic_train.world import World
+from tests.simulation.directory import Directory, SimFolder
 from tests.simulation.faults import Faults
 from tests.simulation.finder import Signposts
 from tests.simulation.plan import Fault, Plan
-from tests.simulation.process import Machines
+from tests.simulation.process import Machines, Process
 from tests.simulation.worker import Commit, Worker, make_peer_job
 
 membership_module.POLL_SECONDS = 0.02  # fewer events; nothing depends on it
 membership_module.QUEUE_POLL_SECONDS = 0.1
 membership_module.SPARE_POLL_SECONDS = 0.1
+arbiter_module.OUTDATED, arbiter_module.OLD_SECONDS = 1, 3.0  # a history has few worlds, and they are to be removed
 
 
 HEAL_SECONDS = 5.0
@@ -36,6 +41,8 @@ class Told:
     members: tuple[str, ...]
     entered_at: float
     parent: str | None = None
+    branch: str = ""
+    """its id, where the members have gone on beyond the laws"""
     commits: list[Commit] = field(default_factory=list)
 
 
@@ -48,12 +55,15 @@ class Simulation:
         self.kernel, self.network = self.machines.kernel, self.machines.network
         hosts = [f"h{index}" for index in range(len(plan.hosts))]
         self.posts = Signposts(self.machines, hosts[: plan.num_endpoints])
+        self.directory = Directory()
         self.workers: list[Worker] = []
         self.worlds: dict[str, Told] = {}
         self.notes: list[str] = []
         self.failures: list[str] = []
         self.starts: dict[str, str] = {}
         """uids of worlds that began without a state, and who had one then"""
+        self.num_prepared = 0
+        """how often a worker has entered a world that was formed ahead"""
         self._port = 0
         for host, number in zip(hosts, plan.hosts, strict=True):
             for local_rank in range(number):
@@ -61,9 +71,9 @@ class Simulation:
         if plan.is_formed:
             self._form()
 
-    def start(self, host: str, local_rank: int = 0, port: int | None = None) -> Worker:
+    def start(self, host: str, local_rank: int = 0, port: int | None = None, was: Worker | None = None) -> Worker:
         self._port += 1
-        worker = Worker(self, host, local_rank, port or self._port)
+        worker = Worker(self, host, local_rank, port or self._port, was)
         self.workers.append(worker)
         return worker
 
@@ -71,19 +81,31 @@ class Simulation:
         hosts = [f"h{index}" for index in range(len(self.plan.hosts))][: self.plan.founders]
         founders = [worker for worker in self.workers if worker.process.host in hosts]
         members = tuple(worker.member for worker in founders)
-        decision = Decision(0, self.machines.draw_uid(), (), members)
+        facts = {"job_token": "job"} if self.plan.directories else {}
+        decision = Decision(0, self.machines.draw_uid(), (), members, facts=facts)
         worlds = [Voters.of(decision.uid, members[: self.plan.max_world_size]).to_json()]
-        told = json.dumps({"decision": asdict(decision), "old": [], "worlds": worlds})
+        told = json.dumps({"decision": json.loads(decision.to_json()), "old": [], "worlds": worlds})
         for worker in founders:
             worker.process.memory.put("admitted", told)
 
-    def rejoin(self, worker: Worker) -> None:
-        """Its process goes on as a newcomer."""
+    def arbiter_of(self, process: Process) -> Arbiter | None:
+        directories = self.plan.directories
+        if not directories:
+            return None
+        index = int(process.host[1:])
+        number = directories[index] if index < len(directories) else directories[0]
+        return Claims(SimFolder(process, self.directory, number), self.machines.draw_uid)
+
+    def come_back(self, worker: Worker) -> None:
+        """It was left out: its process goes on as a newcomer, where its host has power."""
+        host = worker.process.host
+        seconds = seconds_before_return(worker.num_fruitless_after, self.plan.peer_timeout)
 
         def start() -> None:
-            self.start(worker.process.host, worker.member.local_rank).kept = worker.commit or worker.kept
+            if host not in self.network.off:
+                self.start(host, worker.member.local_rank, was=worker)
 
-        self.kernel.after(0.05, start)
+        self.kernel.after(seconds, start)
 
     def end(self, worker: Worker, ending: str) -> None:
         process = worker.process
@@ -121,6 +143,9 @@ class Simulation:
         told = self.worlds.setdefault(world.uid, Told(world.uid, world.generation, uids, self.kernel.now))
         if told.members != uids:
             self.fail(f"one world, two lists: {told.members} and {uids}")
+        branch = worker.membership.branch
+        if branch is not None:
+            told.branch = branch.id
         if before is not None:
             if told.parent not in (None, before.uid):
                 self.fail(f"one world, two parents: {world.uid} of {told.parent} and {before.uid}")
@@ -165,7 +190,8 @@ class Simulation:
             checks.check_sides(self)
             faults.cause("recover")
             found: str | None = ""
-            while found is not None and self.kernel.now < recovers_at + HEAL_SECONDS:
+            seconds = HEAL_SECONDS * (2 if self.plan.goes_on else 1)  # they meet first
+            while found is not None and self.kernel.now < recovers_at + seconds:
                 self.kernel.run(self.kernel.now + 0.5)
                 found = checks.what_is_not_well(self)
             if found is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.simulation.faults import draw
+from tests.simulation.faults import draw, draw_going_on, draw_sparse
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.simulator import Simulation, failures_of, shrink
 
@@ -23,19 +24,41 @@ def failing_seeds(first: int) -> list[int]:
     return [seed for seed in range(first, first + CHUNK) if failures_of(draw(seed))]
 
 
+def failing_sparse_seeds(first: int) -> list[int]:
+    return [seed for seed in range(first, first + CHUNK) if failures_of(draw_sparse(seed))]
+
+
+def failing_seeds_going_on(first: int) -> list[int]:
+    return [seed for seed in range(first, first + CHUNK) if failures_of(draw_going_on(seed))]
+
+
 def report(plan: Plan) -> str:
     simulation = Simulation(shrink(plan))
     simulation.run()
     return f"{simulation.failures[:1]}\n{simulation.plan}\n{simulation.describe()}"
 
 
-@pytest.mark.timeout(0)  # the number of histories says how long it takes
-def test_no_history_breaks_a_law() -> None:
-    chunks = range(FIRST_SEED, FIRST_SEED + NUM_HISTORIES, CHUNK)
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        for seeds in pool.imap_unordered(failing_seeds, chunks):
+def run_all(failing: Callable[[int], list[int]], draw: Callable[[int], Plan], number: int) -> None:
+    chunks = range(FIRST_SEED, FIRST_SEED + number, CHUNK)
+    with multiprocessing.get_context("fork").Pool(2, initializer=gc.freeze) as pool:
+        for seeds in pool.imap_unordered(failing, chunks):
             for seed in seeds:
                 pytest.fail(f"seed {seed}: {report(draw(seed))}")
+
+
+@pytest.mark.timeout(0)  # the number of histories says how long it takes
+def test_no_history_breaks_a_law() -> None:
+    run_all(failing_seeds, draw, NUM_HISTORIES)
+
+
+@pytest.mark.timeout(0)
+def test_no_history_breaks_a_law_where_each_pings_two_others() -> None:
+    run_all(failing_sparse_seeds, draw_sparse, NUM_HISTORIES // 5)
+
+
+@pytest.mark.timeout(0)
+def test_no_history_breaks_a_law_where_each_side_goes_on() -> None:
+    run_all(failing_seeds_going_on, draw_going_on, NUM_HISTORIES // 10)
 
 
 def turns_of(plan: Plan, first: float, last: float) -> list[float]:
@@ -73,7 +96,7 @@ def pairs(hosts: int, stride: int) -> Iterator[Plan]:
 @pytest.mark.timeout(0)
 def test_every_pair_of_faults_in_a_small_world(hosts: int, stride: int) -> None:
     states = 0
-    with multiprocessing.get_context("fork").Pool(2) as pool:
+    with multiprocessing.get_context("fork").Pool(2, initializer=gc.freeze) as pool:
         for plan, failed in pool.imap_unordered(judge, pairs(hosts, stride), CHUNK):
             states += 1
             if failed:

@@ -11,6 +11,8 @@ from tests.simulation import directed, planted
 from tests.simulation.plan import Plan
 from tests.simulation.simulator import failures_of
 
+AS_IT_CLAIMS = 1.027 + directed.TIMEOUT
+
 FOUND_BY: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Plan], str]] = [
     (planted.newcomers_vote_at_once, directed.voters_without_state, "a committed step is lost"),
     (planted.late_deaths_count, directed.late_proof, "no chain"),
@@ -19,6 +21,12 @@ FOUND_BY: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Plan], s
     (planted.both_halves_win_a_tie, directed.halves, "no chain"),
     (planted.a_listener_has_no_uid, directed.restarted_container, "ends with an error"),
     (planted.it_begins_beside_a_running_job, directed.first_host_comes_back, "a committed step is lost"),
+    (planted.a_claim_is_judged_by_its_return_code, lambda: directed.lost_claims(3), "no chain"),
+    (planted.branches_never_meet, directed.halves_that_go_on, "not together after a heal"),
+    (planted.a_branch_has_no_id, directed.halves_that_go_on, "no chain"),
+    (planted.a_newcomer_claims_alone, directed.newcomers_and_a_directory, "a committed step is lost"),
+    (planted.newer_claims_are_not_counted, lambda: directed.forgotten_claim(1.0), "no chain"),
+    (planted.newer_claims_are_counted_too_early, lambda: directed.forgotten_claim(AS_IT_CLAIMS), "no chain"),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.simulation import directed
@@ -37,6 +39,15 @@ def test_3_expelled_behind_its_back(at: float) -> None:
     run(directed.expelled_and_slow(at))
 
 
+def test_who_was_left_out_is_back_soon_after_the_heal() -> None:
+    """By the addresses that it knows: the endpoint's host is gone for good."""
+    simulation = run(directed.left_out_without_a_signpost())
+    back = [worker for worker in simulation.living if worker.kept is not None]
+    assert [worker.process.host for worker in back] == ["h3"]
+    assert back[0].member.name == simulation.workers[3].member.name, "the same process"
+    assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
+
+
 @pytest.mark.parametrize("turn", range(60))
 def test_4_the_collector_dies_between_any_two_operations(turn: int) -> None:
     run(directed.moving_register(0.005 * turn))
@@ -58,3 +69,65 @@ def test_6_of_two_machines_the_lowest_rank_goes_on() -> None:
 def test_7_a_restarted_container_is_somebody_else() -> None:
     simulation = run(directed.restarted_container())
     assert len(simulation.starts) == 1
+
+
+def test_a_silent_majority_is_left_behind_by_a_claim() -> None:
+    for silent in ((0,), (0, 1)):
+        hosts = len(silent) + 1
+        assert last_steps(run(directed.silent_with_directory(hosts, silent)))[f"h{hosts - 1}"] > 15
+
+
+def test_two_halves_claim_and_one_of_them_has_it() -> None:
+    simulation = run(replace(directed.halves(), directories=(0, 0, 0, 0), recovers_at=10.0))
+    assert last_steps(simulation)["h0"] > 10
+
+
+def test_a_directory_that_was_copied_is_no_arbiter() -> None:
+    simulation = run(directed.copied_directory())
+    files = simulation.directory.files
+    assert not [name for one in files.values() for name in one if name == "claim-job-0"], "of the world of both"
+
+
+def test_a_claim_whose_reply_was_lost_stands() -> None:
+    for number in (1, 2, 3):
+        simulation = run(directed.lost_claims(number))
+        assert max(last_steps(simulation).values()) > 15
+
+
+def test_while_the_directory_is_silent_a_side_waits_for_the_silent() -> None:
+    faults = [(1.1, "stall", 1, 2)]
+    simulation = Simulation(replace(directed.silent_with_directory(3, (0,), *faults), recovers_at=None))
+    simulation.run()
+    assert not simulation.failures, simulation.describe()
+    assert {worker.activity for worker in simulation.living} == {"agrees"}
+
+
+def test_while_the_directory_is_silent_a_side_goes_on_without_the_dead() -> None:
+    made = directed.silent_with_directory(3, (), (1.0, "stall", 0, 1, 2), (1.1, "kill", 0))
+    assert last_steps(run(made))["h1"] > 10
+
+
+def test_newcomers_carry_no_job_away() -> None:
+    simulation = run(directed.newcomers_and_a_directory())
+    assert len(simulation.starts) == 1
+
+
+@pytest.mark.parametrize("frozen_at", [1.0, *(1.0 + directed.TIMEOUT + 0.001 * turn for turn in range(40))])
+def test_who_sleeps_until_its_claim_is_removed_learns_that_the_job_has_gone_on(frozen_at: float) -> None:
+    """Also who sleeps between any two operations of its own claim."""
+    simulation = run(directed.forgotten_claim(frozen_at))
+    endings = [worker.process.ending for worker in simulation.workers[:2]]
+    assert endings in (["left_out", None], [None, "left_out"])
+    worlds = {worker.world.uid for worker in simulation.living if worker.world is not None}
+    assert len(worlds) == 1
+
+
+def test_two_halves_go_on_and_one_remains() -> None:
+    simulation = run(directed.halves_that_go_on())
+    branches = {told.branch for told in simulation.worlds.values() if told.commits}
+    assert len(branches) == 2, "a branch beside the line of the law"
+    last = {one.uid: one.world for one in simulation.living}
+    assert {world.uid for world in last.values() if world is not None} == {
+        max(simulation.worlds.values(), key=lambda told: told.generation).uid
+    }, simulation.describe()
+    assert len(last) == 4

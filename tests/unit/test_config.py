@@ -36,6 +36,7 @@ BAD = [
     ("--lr 0", "--lr 0.0: must be a positive number"),
     ("--lr nan", "--lr nan: must be a positive number"),
     ("--lr inf", "--lr inf: must be a positive number"),
+    ("--on-split stop", "argument --on-split: invalid choice: 'stop' (choose from"),
     ("--formation-timeout 0", "--formation-timeout 0.0: must be a positive number"),
     ("--reduction ordered --global-batch-size 60", "take a batch of 56 or 64"),
     ("--reduction ordered --global-batch-size 3", "take a batch of 8"),

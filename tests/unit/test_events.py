@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from elastic_train.events import EventLog, JsonLines, Ledger, read_lines
 from elastic_train.world import Member, World
+from tests.integration.cluster import check_lines
 
 MEMBERS = tuple(
     Member(
@@ -109,6 +111,25 @@ def test_a_killed_process_leaves_whole_lines_and_at_most_its_last_one_cut_off(tm
     *whole, _cut_off = path.read_bytes().split(b"\n")
     assert [json.loads(line)["number"] for line in whole] == list(range(len(whole)))
     assert [line["number"] for line in read_lines(path)][: len(whole)] == list(range(len(whole))), "readers go on"
+
+
+@pytest.mark.parametrize(
+    ("events", "ledger", "is_sound"),
+    [
+        ('{"event":"step"}\n', '{"step":1}\n', True),
+        ('{"event":"step"}\n{"ev', '{"step":1}\n', True),
+        ('{"event":"step"}\n', '{"step":1}\n{"st', True),
+        ('{"event":"step"}\n{"event":"done"}\n', '{"step":1}\n{"st', False),
+        ('{"ev\n{"event":"step"}\n', '{"step":1}\n', False),
+    ],
+)
+def test_where_a_line_may_be_cut_off(events: str, ledger: str, is_sound: bool, tmp_path: Path) -> None:
+    """As the tests with real kills judge it."""
+    for name, text in (("events", events), ("ledger", ledger)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "node-0-1.jsonl").write_text(text)
+    with nullcontext() if is_sound else pytest.raises((AssertionError, ValueError)):
+        check_lines(tmp_path)
 
 
 def test_a_full_disk_ends_the_file_with_one_warning_and_not_the_training(capsys: pytest.CaptureFixture[str]) -> None:

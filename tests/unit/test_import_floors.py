@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -111,6 +112,22 @@ def test_what_every_agent_loads_is_light(name: str) -> None:
     names |= everything_below(next(iter(names)))
     for module in names:
         assert not {imported.split(".")[0] for imported in imported_modules(SOURCES[module])} & heavy, module
+
+
+@pytest.mark.parametrize(
+    ("names", "allowed"),
+    [
+        (("rendezvous",), {"torch"}),
+        (("__main__", "recovery"), {"torch", "numpy", "simple_parsing"}),
+    ],
+    ids=["agent", "worker"],
+)
+def test_a_newcomer_waits_for_no_import_but_these(names: tuple[str, ...], allowed: set[str]) -> None:
+    """Of others' packages; tests/integration/test_startup.py sees what functions import before the first step."""
+    roots = {f"elastic_train.{name}" for name in names}
+    below = roots.union(*map(everything_below, roots))
+    found = {module.split(".")[0] for name in below for module in imported_modules(SOURCES[name])}
+    assert found - sys.stdlib_module_names - {"elastic_train"} <= allowed
 
 
 def test_only_few_modules_know_torchs_elastic_package() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -54,11 +55,19 @@ def test_who_stands_there_twice_is_one() -> None:
 
 
 def test_who_is_in_the_world_already_is_not_admitted_again() -> None:
-    assert ready_nodes([waiting("a"), waiting("b")], {"a0"}) == [(member("b"),)]
+    assert ready_nodes([waiting("a"), waiting("b")], [member("a")]) == [(member("b"),)]
 
 
 def test_a_host_that_came_back_is_somebody_else() -> None:
-    assert ready_nodes([waiting("a")], {"a-of-an-earlier-process"}) == [(member("a"),)]
+    earlier = replace(member("a"), uid="a-of-an-earlier-process")
+    assert ready_nodes([waiting("a")], [earlier]) == [(member("a"),)]
+
+
+def test_who_was_left_out_comes_back_to_the_others_of_its_node() -> None:
+    back = replace(waiting("a", 1, 2), member=replace(member("a", 1), uid="another"))
+    assert ready_nodes([back], ()) == []
+    assert ready_nodes([back], [member("a", 0), member("b")]) == [(back.member,)]
+    assert ready_nodes([back], [member("b")]) == []
 
 
 def test_a_node_takes_part_with_all_of_its_workers_or_not_at_all() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -23,6 +25,7 @@ from elastic_train.protocol.links import LONGEST_LINE, Address, Heard, Links, th
 INTERVAL = 0.05
 DEADLINE = 30.0
 """of every wait"""
+PEER_TIMEOUT = 10.0
 EPOCH = "w1"
 
 Open = Callable[..., Links]
@@ -32,13 +35,23 @@ Open = Callable[..., Links]
 def open_links() -> Iterator[Open]:
     opened: list[Links] = []
 
-    def make(uid: str, interval: float = INTERVAL, host: str = "127.0.0.1") -> Links:
-        opened.append(Links(host, uid, interval))
+    def make(
+        uid: str,
+        interval: float = INTERVAL,
+        host: str = "127.0.0.1",
+        peer_timeout: float = PEER_TIMEOUT,
+        warn: Callable[[str], None] = pytest.fail,
+    ) -> Links:
+        opened.append(Links(host, uid, interval, peer_timeout, warn))
         return opened[-1]
 
     yield make
     for links in opened:
         links.close()
+
+
+def open_alone(uid: str) -> Links:
+    return Links("127.0.0.1", uid, INTERVAL, PEER_TIMEOUT)
 
 
 def until(condition: Callable[[], object], *driven: Links) -> list[bool]:
@@ -72,7 +85,7 @@ PEER = """
 import json, os, signal, sys
 from elastic_train.protocol.links import Links
 
-links = Links("127.0.0.1", "b", 0.05)
+links = Links("127.0.0.1", "b", 0.05, 10.0)
 print(json.dumps(links.address), flush=True)
 links.watch([("a", tuple(json.loads(sys.stdin.readline())))], "w1")
 links.tell("-at work")
@@ -248,16 +261,21 @@ def test_another_member_of_another_world_lives_and_no_more(open_links: Open) -> 
 
 
 def test_another_world_starts_no_age(open_links: Open) -> None:
-    one, other = open_links("a"), open_links("b")
+    """Nor does it end that of one who was in the world before."""
+    one, other, newcomer = open_links("a"), open_links("b"), open_links("c")
     meet(one, other)
-    one.watch([("b", other.address)], "w2")
-    assert heard(one, "b").pinged_at is None
-    pass_time(4 * INTERVAL, one, other)
-    assert heard(one, "b").pinged_at is None, "the other is still in the world before"
+    age = heard(one, "b").pinged_at
+    assert age is not None
+    one.watch([("b", other.address), ("c", newcomer.address)], "w2")
+    newcomer.watch([("a", one.address)], "w1")
+    assert (heard(one, "b").pinged_at, heard(one, "c").pinged_at) == (age, None)
+    pass_time(4 * INTERVAL, one, other, newcomer)
+    assert (heard(one, "b").pinged_at, heard(one, "c").pinged_at) == (age, None), "they are in the world before"
     before = through_suspends()
     other.watch([("a", one.address)], "w2")
-    until(lambda: heard(one, "b").pinged_at, one, other)
+    until(lambda: heard(one, "b").pinged_at != age, one, other, newcomer)
     assert (heard(one, "b").pinged_at or 0.0) >= before
+    assert heard(one, "c").pinged_at is None
 
 
 def test_who_is_not_watched_any_more_is_forgotten(open_links: Open) -> None:
@@ -461,7 +479,7 @@ def test_a_suspended_process_takes_nobody_for_silent() -> None:
 import os, sys, threading, time
 from elastic_train.protocol.links import Links
 
-one, other = Links("127.0.0.1", "a", 0.05), Links("127.0.0.1", "b", 0.05)
+one, other = Links("127.0.0.1", "a", 0.05, 10.0), Links("127.0.0.1", "b", 0.05, 10.0)
 one.watch([("b", other.address)], "w1")
 other.watch([("a", one.address)], "w1")
 is_over = threading.Event()
@@ -498,7 +516,7 @@ FAR = 60.0
 """between two pings of members that shall hear nothing but what is told at once"""
 
 
-def test_a_status_with_another_first_character_ends_a_turn_at_once(open_links: Open) -> None:
+def test_a_status_with_another_head_ends_a_turn_at_once(open_links: Open) -> None:
     one, other = open_links("a", interval=FAR), open_links("b", interval=FAR)
     one.tell("-one")
     other.tell("-other")
@@ -510,9 +528,9 @@ def test_a_status_with_another_first_character_ends_a_turn_at_once(open_links: O
     told = time.monotonic()
     assert until(lambda: heard(one, "b").status == "!out", one)[-1], "the turn that hears it says so"
     assert time.monotonic() - told < FAR / 4
-    other.tell("!out, for a reason", at_once=True)
+    other.tell("!out for a reason", at_once=True)
     other.turn(0.0)
-    returned = until(lambda: heard(one, "b").status == "!out, for a reason", one)
+    returned = until(lambda: heard(one, "b").status == "!out for a reason", one)
     assert not any(returned), "nothing new"
 
 
@@ -598,7 +616,7 @@ def test_a_member_that_never_reads_blocks_nobody_and_hears_whole_lines_later(ope
             return any(b"-short\n" in data for data in received.values())
 
         until(is_short_heard, links)
-        lines = [line for data in received.values() for line in data.decode().split("\n")[:-1]]
+        lines = [line for data in received.values() for line in data.decode().split("\n")[:-1] if line != "C"]
         for connection in received:
             connection.close()
     assert len(lines) < 400, "more than the connection could hold was never sent"
@@ -650,6 +668,121 @@ def selectors_ready(listener: socket.socket) -> bool:
         return bool(selector.select(0.0))
 
 
+# --- callers that are silent ------------------------------------------------------------------------------------------
+
+
+def is_hung_up(caller: Caller) -> bool:
+    caller.socket.setblocking(False)
+    try:
+        return not caller.socket.recv(LONGEST_LINE)
+    except BlockingIOError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("interval", "peer_timeout", "seconds"), [(0.05, 0.75, 1.5), (0.1, 0.2, 2.0)], ids=["timeouts", "pings"]
+)
+def test_a_caller_that_has_lost_power_is_hung_up_on(
+    open_links: Open, interval: float, peer_timeout: float, seconds: float
+) -> None:
+    """Its end closes nothing, and nobody sends it anything that its kernel could leave unacknowledged."""
+    links = open_links("a", interval=interval, peer_timeout=peer_timeout)
+    before = descriptors()
+    caller, living = Caller(links), Caller(links)
+    caller.send(b"P b w1 1 -\n")
+    assert caller.line() == "N a"
+    answered = time.monotonic()
+    number = 0
+
+    def is_over() -> bool:
+        nonlocal number
+        number += 1
+        living.send(f"P c w1 {number} -\n".encode())
+        return is_hung_up(caller)
+
+    until(is_over, links)
+    assert seconds - 0.5 < time.monotonic() - answered < seconds + 1.0
+    assert not is_hung_up(living)
+    for one in (caller, living):
+        one.socket.close()
+    until(lambda: descriptors() == before, links)
+
+
+def test_who_is_hung_up_on_and_lives_calls_again_and_takes_nobody_for_dead(open_links: Open) -> None:
+    """Its process was frozen for a while."""
+    one, other = open_links("a", peer_timeout=0.5), open_links("b", peer_timeout=0.5)
+    meet(one, other)
+    callers = list(one._callers.values())
+    until(lambda: not one._callers, one)
+    assert [caller.socket.fileno() for caller in callers] == [-1]
+    woken, refused = through_suspends(), []
+
+    def is_back() -> bool:
+        refused.extend(links.heard(uid).refused_at for links, uid in ((one, "b"), (other, "a")))  # type: ignore[union-attr]
+        return (heard(other, "a").pinged_at or 0.0) > woken and (heard(one, "b").pinged_at or 0.0) > woken
+
+    until(is_back, one, other)
+    assert set(refused) == {None}
+    assert len(one._callers) == 1
+
+
+def test_who_was_frozen_itself_hangs_up_on_nobody(open_links: Open) -> None:
+    one, other = open_links("a", peer_timeout=0.5), open_links("b", peer_timeout=0.5)
+    meet(one, other)
+    callers = list(one._callers.values())
+    pass_time(1.5, other)
+    pass_time(4 * INTERVAL, one, other)
+    assert list(one._callers.values()) == callers
+
+
+# --- no more descriptors ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_who_cannot_accept_waits_for_the_next_ping_and_says_so_once(open_links: Open) -> None:
+    """The listener stays readable, for the caller is still there."""
+    warnings: list[str] = []
+    links = open_links("a", warn=warnings.append)
+    for _ in range(2):
+        caller = Caller(links)
+        caller.send(b"P b w1 1 -\n")
+        with no_descriptors_left():
+            end, num_turns = time.monotonic() + 1.0, 0
+            while time.monotonic() < end:
+                links.turn(1.0)
+                num_turns += 1
+        assert num_turns < 3 / INTERVAL, "it does not spin"
+        assert caller.line() == "N a"
+        caller.socket.close()
+    assert len(warnings) == 1
+    assert os.strerror(errno.EMFILE) in warnings[0]
+    assert "ulimit -n" in warnings[0]
+    assert "\n" not in warnings[0]
+
+
+def test_who_cannot_make_a_socket_tries_again_at_the_next_ping_and_says_so_once(open_links: Open) -> None:
+    warnings: list[str] = []
+    one, other = open_links("a", warn=warnings.append), open_links("b")
+    with no_descriptors_left():
+        one.watch([("b", other.address)], EPOCH)
+        other.watch([], EPOCH, ["a"])
+        pass_time(4 * INTERVAL, one, other)
+    assert not heard(one, "b").has_answered
+    until(lambda: heard(one, "b").pinged_at, one, other)
+    assert heard(one, "b").refused_at is None
+    assert len(warnings) == 1
+    assert os.strerror(errno.EMFILE) in warnings[0]
+
+
 # --- its descriptors --------------------------------------------------------------------------------------------------
 
 
@@ -683,7 +816,7 @@ def test_a_stuck_member_still_accepts(open_links: Open) -> None:
 
 def test_close_leaves_no_descriptor_and_refuses() -> None:
     before = descriptors()
-    one, other = Links("127.0.0.1", "a", INTERVAL), Links("127.0.0.1", "b", INTERVAL)
+    one, other = open_alone("a"), open_alone("b")
     meet(one, other)
     one.close()
     other.close()
@@ -692,23 +825,8 @@ def test_close_leaves_no_descriptor_and_refuses() -> None:
         socket.create_connection(one.address, DEADLINE)
 
 
-def test_who_keeps_listening_is_seen_to_live() -> None:
-    before = descriptors()
-    one, other = Links("127.0.0.1", "a", INTERVAL), Links("127.0.0.1", "b", INTERVAL)
-    meet(one, other)
-    one.close(keeps_listening=True)
-    for _ in range(100):
-        socket.create_connection(one.address, DEADLINE).close()
-    pass_time(6 * INTERVAL, other)
-    assert heard(other, "a").refused_at is None
-    other.close()
-    assert len(descriptors() - before) == 1
-    one._listener.close()
-    assert descriptors() == before
-
-
 def test_a_word_after_the_end_is_written_into_nobodys_file(tmp_path: Path) -> None:
-    links = Links("127.0.0.1", "a", INTERVAL)
+    links = open_alone("a")
     links.close()
     files = [(tmp_path / str(number)).open("wb") for number in range(16)]
     links.tell("!out", at_once=True)

@@ -77,7 +77,8 @@ def make_loop(task: Watched, **flags: Any) -> tuple[Loop, TrainState, list[str]]
         watcher=task.watcher,
         sockets=SimpleNamespace(is_shut=False),
         note_reduction=lambda: None,
-        is_join_due=False,
+        join_vote=lambda: 0,
+        follow_join_vote=lambda world, vote: None,
     )
     saver: Any = SimpleNamespace(is_due=lambda _state: False)
     return Loop(worker, membership, saver), state, told
@@ -109,7 +110,8 @@ def test_who_has_lost_the_store_votes_for_the_end_of_the_world(is_lost: bool) ->
     reductions: list[None] = []
     membership: Any = SimpleNamespace(
         note_reduction=lambda: reductions.append(None),
-        is_join_due=False,
+        join_vote=lambda: 0,
+        follow_join_vote=lambda world, vote: None,
         watcher=SimpleNamespace(is_store_lost=is_lost),
     )
     assert votes_of(worker, membership) == (0, int(is_lost), 0)

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,24 @@ def test_the_diff_is_that_of_the_examples() -> None:
     assert [line for line in shown if line[:1] in ("+", "-")] == changed
     new, gone = (sum(line.startswith(sign) and len(line) > 1 for line in changed) for sign in "+-")
     assert (new, gone) == (9, 14), "as the README says"
+
+
+# --- what it says to install ------------------------------------------------------------------------------------------
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_etcd_needs_nothing_that_is_not_installed() -> None:
+    """A user of --rdzv-backend=etcd3 installs what a user of c10d does."""
+    names = {re.split(r"[^\w-]", requirement)[0] for requirement in PROJECT["dependencies"]}
+    assert names >= {"etcd3", "tenacity"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "deploy/etcd/README.md", "deploy/monitoring/README.md"])
+def test_every_extra_that_is_named_exists(page: str) -> None:
+    named = re.findall(r"(?:elastic_train|'\.)\[([\w,]+)\]'", (ROOT / page).read_text())
+    assert named
+    assert {extra for extras in named for extra in extras.split(",")} <= set(PROJECT["optional-dependencies"])
 
 
 # --- what it says to type ---------------------------------------------------------------------------------------------

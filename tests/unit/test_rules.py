@@ -23,6 +23,7 @@ from elastic_train.rules import (
     next_generation,
     next_members,
     require_agreement,
+    seconds_before_return,
     stalled,
 )
 from elastic_train.world import Member
@@ -256,3 +257,8 @@ def test_judge_error_for_every_combination() -> None:
         else:
             expected = Failure.OWN
         assert judge_error(is_communication, step, first, "me") is expected
+
+
+def test_who_is_left_out_again_and_again_comes_back_ever_later() -> None:
+    waits = [seconds_before_return(number, peer_timeout=2.0) for number in (0, 1, 2, 3, 6, 1000)]
+    assert waits == [0.0, 2.0, 4.0, 8.0, 60.0, 60.0]

@@ -11,8 +11,10 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -339,7 +341,7 @@ def test_one_stopped_worker_does_not_make_its_job_stale(
     assert living.call("claim", "first", 1, HOST) == ("ok", None)
     stopped.go_on()
     kind, message = stopped.call("check_owner", "first", 0)
-    assert kind == "OwnershipLost"
+    assert kind == "NewerGeneration"
     assert f"generation 1 (host {HOST}, pid {living.pid}" in message
 
 
@@ -366,6 +368,32 @@ def test_a_claim_that_hangs_half_way_has_a_deadline(directory: RunDirectory) -> 
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(RunDirectoryError, match=r"held \.claim\.lock for 0\.02 s"):
             directory.claim("job", 0, HOST, patience=timedelta(seconds=0.02))
+
+
+def test_one_claims_each_generation_for_all_who_have_claimed(directory: RunDirectory) -> None:
+    """Hundreds would wait for each other's lock in a recovery, and none but the first would change anything."""
+    first, second = RunDirectory(directory.path), RunDirectory(directory.path)
+    first.claim("job", 0, HOST)
+    second.claim("job", 0, HOST, is_leader=False)
+    first.release()
+    with pytest.raises(RunDirectoryInUse):
+        RunDirectory(directory.path).claim("other", 0, HOST)
+    with directory._claim_lock(timedelta(0)):  # somebody is at it
+        second.claim("job", 1, HOST, is_leader=False, patience=timedelta(0))
+        with pytest.raises(RunDirectoryError, match="held"):
+            second.claim("job", 1, HOST, patience=timedelta(0))
+    assert json.loads(directory.owner_path.read_text())["generation"] == 0
+    second.claim("job", 1, HOST)
+    assert json.loads(directory.owner_path.read_text())["generation"] == 1
+    second.release()
+
+
+def test_who_does_not_claim_for_the_others_finds_out_that_it_was_replaced(directory: RunDirectory) -> None:
+    directory.claim("job", 0, HOST, is_leader=False)
+    record = json.loads(directory.owner_path.read_text())
+    directory.owner_path.write_text(json.dumps({**record, "job_token": "other"}))
+    with pytest.raises(OwnershipLost):
+        directory.claim("job", 1, HOST, is_leader=False)
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
@@ -446,7 +474,8 @@ def test_last_generation_and_step(directory: RunDirectory) -> None:
     assert directory.traces().generation is None
     directory.events_dir.mkdir()
     (directory.events_dir / "a.jsonl").write_text(
-        '{"event": "start", "generation": null, "step": 0}\n{"event": "step", "generation": 4, "step": 90}\n'
+        '{"event": "start", "generation": null, "step": 0}\n'
+        '{"event": "step", "generation": 4, "step": 90, "time": "x"}\n'
     )
     (directory.events_dir / "b.jsonl").write_text(
         'junk\n[1]\n{"generation": true, "step": "x"}\n{"generation": 6, "step": 80}\n{"generation": 77, "st'
@@ -454,6 +483,32 @@ def test_last_generation_and_step(directory: RunDirectory) -> None:
     (directory.events_dir / "empty.jsonl").write_text("")
     (directory.events_dir / "c.jsonl.bak").write_text('{"generation": 99, "step": 99}\n')
     assert directory.traces() == Traces(generation=6, reached=(6, 80), logged=(4, 90))
+
+
+@pytest.mark.parametrize(
+    ("owned", "seconds_before", "found"),
+    [
+        pytest.param(3, 7200.0, 3, id="not-read"),
+        pytest.param(3, 1800.0, 7, id="clocks-differ"),
+        pytest.param(4, 7200.0, 7, id="no-step-of-the-owner"),
+        pytest.param(None, 7200.0, 7, id="no-owner"),
+    ],
+)
+def test_event_files_that_can_say_nothing_new_are_not_read(
+    directory: RunDirectory, owned: int | None, seconds_before: float, found: int
+) -> None:
+    """A run of many joins leaves thousands of them. Where the older one was read shows by what cannot be in it."""
+    directory.events_dir.mkdir()
+    if owned is not None:
+        directory.claim("job", owned, HOST)
+    step_at = 1_700_000_000.0
+    new, old = directory.events_dir / "new.jsonl", directory.events_dir / "old.jsonl"
+    new.write_text(json.dumps({"event": "step", "generation": 3, "step": 12, "time": step_at}) + "\n")
+    old.write_text('{"event": "world", "generation": 7, "step": 90}\n')
+    os.utime(new, (step_at, step_at))
+    os.utime(old, (step_at - seconds_before, step_at - seconds_before))
+    assert directory.traces().generation == found
+    directory.release()
 
 
 def test_steps_that_a_restart_lost_are_lost_once() -> None:
@@ -511,3 +566,63 @@ def test_fsync_of_a_directory_that_cannot(tmp_path: Path, monkeypatch: pytest.Mo
     code = errno.EIO
     with pytest.raises(OSError, match="Input/output error"):
         run_directory.fsync_directory(tmp_path)
+
+
+# --- its name ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_keeps_its_name(tmp_path: Path) -> None:
+    one, other = RunDirectory(tmp_path / "one"), RunDirectory(tmp_path / "other")
+    for directory in (one, other):
+        directory.create()
+    assert one.identity() == RunDirectory(one.path).identity()
+    assert one.identity() != other.identity()
+
+
+def refuse_links(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*_paths: Path) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS], ids=errno.errorcode.__getitem__)
+def test_a_file_system_without_links_gives_one_name_to_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    refuse_links(monkeypatch, code)
+    everybody = threading.Barrier(8)
+
+    def ask(_number: int) -> str:
+        everybody.wait(DEADLINE)
+        return RunDirectory(tmp_path).identity()
+
+    with ThreadPoolExecutor(8) as threads:
+        names = set(threads.map(ask, range(8)))
+    assert len(names) == 1
+    assert [path.name for path in tmp_path.iterdir()] == [".directory-id"], "no draft is left"
+
+
+def test_a_link_that_fails_otherwise_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_links(monkeypatch, errno.EIO)
+    with pytest.raises(RunDirectoryError, match="cannot be written to"):
+        RunDirectory(tmp_path).identity()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_is_being_made_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / ".directory-id"
+    path.touch()
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(RunDirectory(tmp_path).identity, patience=timedelta(seconds=DEADLINE))
+        with pytest.raises(TimeoutError):
+            asked.result(timeout=0.1)
+        path.write_bytes(b"0123456789abcdef")
+        assert asked.result(DEADLINE) == "0123456789abcdef"
+
+
+@pytest.mark.parametrize("data", [b"", b"0123", b"../../../../home"])
+def test_a_damaged_name_is_told(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / ".directory-id").write_bytes(data)
+    with pytest.raises(RunDirectoryError, match=r"\.directory-id is damaged .*: remove it"):
+        RunDirectory(tmp_path).identity(patience=timedelta(0))

@@ -20,14 +20,15 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from elastic_train.errors import StoreUnreachable
+from elastic_train.protocol import names as protocol_names
 from elastic_train.protocol import signposts
+from elastic_train.protocol.names import is_local
 from elastic_train.protocol.signposts import (
     STRANGER_SECONDS,
     Address,
     Launcher,
     Signposts,
     Stranger,
-    is_local,
     reach,
     serve,
 )
@@ -388,19 +389,26 @@ def test_who_does_not_speak_for_the_job_any_more_does_not_repeat_its_sign(
 ) -> None:
     """Rank 0 was frozen, the others went on without it, and it woke up."""
     monkeypatch.setattr(signposts, "KEEP_SECONDS", 0.02)
+
+    def stop_speaking(posts: Signposts) -> None:
+        clock.now += 2 * signposts.FRESH_SECONDS
+        posts.keep(has_world=True)
+        with posts._lock:  # its thread may be repeating the sign at this moment; who speaks then repeats its own
+            pass
+
     old, new, newcomer = make(port), make(port, is_host=False), make(port)
     assert old.is_beginner()
     old.show([A], "token")
     old.keep(has_world=True)
     assert look(newcomer, clock) == (A,)
-    clock.now += 2 * signposts.FRESH_SECONDS
-    old.keep(has_world=True)
+    stop_speaking(old)
     new.show([B], "token")
     new.keep(has_world=True)
     until(lambda: look(newcomer, clock) == (B,))
     end = time.monotonic() + 20 * signposts.KEEP_SECONDS
     while time.monotonic() < end:
         assert look(newcomer, clock) == (B,)
+    stop_speaking(new)
     old.show([A], "token")
     assert look(newcomer, clock) == (A,), "it is rank 0 again"
 
@@ -524,31 +532,65 @@ def test_a_port_that_this_user_may_not_have_is_told(monkeypatch: pytest.MonkeyPa
         serve("some-name", 80)
 
 
-def test_a_forked_child_does_not_serve_in_the_place_of_a_dead_parent(port: int) -> None:
+@contextmanager
+def forking(port: int) -> Iterator[tuple[subprocess.Popen[str], Callable[[], int]]]:
+    """A process that serves a port; what makes it fork a child that stays, and gives the child's pid."""
     code = f"""
-import os, signal
+import os, signal, sys
 from elastic_train.protocol.signposts import serve
 
 server = serve("localhost", {port})
+print(flush=True)
+sys.stdin.readline()
 child = os.fork()
 if child == 0:
     signal.pause()
 print(child, flush=True)
 signal.pause()
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    children: list[int] = []
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert process.stdin is not None
     assert process.stdout is not None
-    child = int(process.stdout.readline())
+    stdin, stdout = process.stdin, process.stdout
+
+    def fork() -> int:
+        stdin.write("\n")
+        children.append(int(stdout.readline()))
+        return children[-1]
+
+    stdout.readline()
     try:
+        yield process, fork
+    finally:
+        process.kill()
+        process.wait(DEADLINE)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        stdin.close()
+        stdout.close()
+
+
+def test_a_forked_child_does_not_serve_in_the_place_of_a_dead_parent(port: int) -> None:
+    with forking(port) as (process, fork):
+        child = fork()
         assert not is_free(port)
         process.kill()
         process.wait(DEADLINE)
         until(lambda: is_free(port))
         assert psutil.Process(child).is_running()
-    finally:
+
+
+def test_a_forked_child_does_not_keep_connections_of_a_dead_parent_open(port: int) -> None:
+    with forking(port) as (process, fork), socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.settimeout(DEADLINE / 3)
+        reach(("127.0.0.1", port)).get("key")  # answered: what came before it is accepted
+        child = fork()
         process.kill()
-        os.kill(child, signal.SIGKILL)
-        process.stdout.close()
+        assert connection.recv(1) == b"", "who waits for an answer of the dead sees that none comes"
+        assert psutil.Process(child).is_running()
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "0.0.0.0", socket.gethostname()])
@@ -563,6 +605,94 @@ def test_names_of_this_machine(host: str) -> None:
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid", "no..name"])
 def test_names_of_other_machines(host: str) -> None:
     assert not is_local(host)
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+class NameServer:
+    """Answers for `job.test`, when it answers, with `ips`; all else goes to the machine's own."""
+
+    def __init__(self) -> None:
+        self._of_machine = socket.getaddrinfo
+        self.ips: list[str] = []
+        self.answers = threading.Event()
+        self.answers.set()
+        self.num_asked = 0
+
+    def getaddrinfo(self, host: str, port: int, *more: Any, **kinds: Any) -> Any:
+        if host != "job.test":
+            return self._of_machine(host, port, *more, **kinds)
+        if kinds.get("flags", 0) & socket.AI_NUMERICHOST:
+            raise socket.gaierror(socket.EAI_NONAME, "no number")
+        self.num_asked += 1
+        assert self.answers.wait(DEADLINE)
+        if not self.ips:
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in self.ips]
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[NameServer]:
+    server = NameServer()
+    monkeypatch.setattr(socket, "getaddrinfo", server.getaddrinfo)
+    monkeypatch.setattr(protocol_names, "LOOK_UP_SECONDS", 0.3)
+    yield server
+    server.answers.set()
+    until(lambda: not protocol_names._lookups)
+
+
+def test_a_name_server_that_does_not_answer_holds_nobody_up_for_long(
+    make: Make, clock: Clock, port: int, names: NameServer
+) -> None:
+    names.ips = ["127.0.0.1"]
+    names.answers.clear()
+    started, before = time.monotonic(), threading.active_count()
+    posts = Signposts([("job.test", port)], "run", is_host=None, patience=PATIENCE, clock=clock)
+    for _ in range(3):
+        assert look(posts, clock) == ()
+    assert not posts.is_beginner()
+    assert time.monotonic() - started < 10 * protocol_names.LOOK_UP_SECONDS
+    assert (names.num_asked, threading.active_count()) == (1, before + 1), "what hangs is not asked again and again"
+    with pytest.raises(StoreUnreachable, match=f"nobody answers at job.test:{port}: no name server answers"):
+        reach(("job.test", port))
+    one = make(port)
+    assert one.is_beginner()
+    one.show([A], "token")
+    names.answers.set()
+    until(lambda: look(posts, clock) == (A,))
+    posts.close()
+
+
+def test_a_name_that_is_found_late_may_be_this_machines(clock: Clock, port: int, names: NameServer) -> None:
+    posts = Signposts([("job.test", port)], "run", is_host=None, patience=PATIENCE, clock=clock)
+    assert not posts.is_beginner()
+    names.ips = ["127.0.0.1"]
+    clock.now += 2 * signposts.NAME_SECONDS
+    assert posts.is_beginner()
+    posts.close()
+
+
+def test_a_name_that_moves_is_followed(make: Make, clock: Clock, port: int, names: NameServer) -> None:
+    names.ips = ["192.0.2.1"]
+    one = make(port)
+    assert one.is_beginner()
+    one.show([A], "token")
+    posts = Signposts([("job.test", port)], "run", is_host=False, patience=PATIENCE, clock=clock)
+    assert look(posts, clock) == ()
+    names.ips = ["127.0.0.1"]
+    assert look(posts, clock) == (A,)
+    posts.close()
+
+
+def test_any_address_of_a_name_leads_to_the_job(make: Make, clock: Clock, port: int, names: NameServer) -> None:
+    names.ips = ["127.0.0.2", "127.0.0.1"]
+    one = make(port)
+    assert one.is_beginner()
+    one.show([A], "token")
+    posts = Signposts([("job.test", port)], "run", is_host=False, patience=PATIENCE, clock=clock)
+    assert look(posts, clock) == (A,)
+    posts.close()
 
 
 # --- a launcher's world -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from elastic_train.errors import FormationFailed, UsageError
 from elastic_train.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
 from elastic_train.rendezvous import (
     MASTER_ADDR,
+    MASTER_PORT,
     WorkersHandler,
     announcement,
     create_c10d_handler,
@@ -410,10 +412,21 @@ def start(arguments: str, program: str, directory: Path, *, is_called: bool = Fa
 def test_our_program_gets_our_handler(arguments: str, environ: dict[str, str], tmp_path: Path) -> None:
     found, said = start(arguments, "elastic_train", tmp_path, **environ)
     assert C10dSettings.from_json(found[C10D_VARIABLE]) == C10dSettings(("h1:29400", "h2:2"), 2, 4, 2.0)
-    assert found["MASTER_ADDR"] == MASTER_ADDR
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == (MASTER_ADDR, MASTER_PORT)
     assert found["RES_OPTIONS"] == torchrun.NAME_LOOKUP_OPTIONS
     assert (found["WORLD_SIZE"], found["TORCHELASTIC_USE_AGENT_STORE"]) == ("1", "False")
     assert said.count("elastic_train: meeting at h1:29400,h2:2, 2 to 4 nodes; ") == 1
+
+
+def test_a_process_group_of_the_scripts_own_fails_at_once_and_says_why(tmp_path: Path) -> None:
+    """torch would look for a name that resolves nowhere until its own timeout, half an hour."""
+    script = tmp_path / "program.py"
+    script.write_text("import elastic_train, torch.distributed\ntorch.distributed.init_process_group('gloo')\n")
+    words = ["--rdzv-backend=c10d", "--rdzv-endpoint=h1", "--nnodes", "1:2", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", *words, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert re.search(rf"^(\[rank0\]: )?ValueError: .*{re.escape(MASTER_PORT)}", done.stderr, re.MULTILINE), done.stderr
 
 
 def test_our_program_gets_our_handler_from_another_launcher(tmp_path: Path) -> None:
@@ -452,6 +465,7 @@ ENVIRON = {
     "MASTER_ADDR": "m", "MASTER_PORT": "77", "TORCHELASTIC_USE_AGENT_STORE": "True",
 }  # fmt: skip
 OF_ONE_NODE = ENVIRON | {"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+OF_WORKERS = OF_ONE_NODE | {"MASTER_ADDR": MASTER_ADDR, "MASTER_PORT": MASTER_PORT}
 
 
 @pytest.fixture
@@ -489,7 +503,7 @@ def test_worlds_that_are_fixed(command: str, agent: list[str]) -> None:
 
 def test_launch_under_c10d() -> None:
     settings = C10dSettings(("h:1",), 2, 4, 0.5)
-    environ = OF_ONE_NODE | {C10D_VARIABLE: settings.to_json(), MIN_NODES_VARIABLE: "2", NODE_VARIABLE: "abc"}
+    environ = OF_WORKERS | {C10D_VARIABLE: settings.to_json(), MIN_NODES_VARIABLE: "2", NODE_VARIABLE: "abc"}
     launch = Launch.from_environment(environ, None)
     assert (launch.c10d, launch.etcd, launch.node_id, launch.min_nodes) == (settings, None, "abc", 2)
     assert max_nodes_of(launch, environ) == 4
@@ -501,7 +515,7 @@ def test_launch_under_c10d() -> None:
 
 def test_launch_under_etcd3() -> None:
     settings = EtcdSettings(("e:2379",), min_nodes=2, max_nodes=4)
-    environ = OF_ONE_NODE | {SETTINGS_VARIABLE: settings.to_json(), MIN_NODES_VARIABLE: "2", NODE_VARIABLE: "abc"}
+    environ = OF_WORKERS | {SETTINGS_VARIABLE: settings.to_json(), MIN_NODES_VARIABLE: "2", NODE_VARIABLE: "abc"}
     launch = Launch.from_environment(environ, None)
     assert (launch.c10d, launch.etcd, launch.node_id, launch.min_nodes) == (None, settings, "abc", 2)
     assert max_nodes_of(launch, environ) == 4

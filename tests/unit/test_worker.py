@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from elastic_train.__main__ import quick_imports
 from elastic_train.config import Config
 from elastic_train.starting import describe_share
 from elastic_train.tasks import Task, build_task
@@ -90,3 +93,13 @@ def test_members_agree_on_a_tasks_flags_but_for_paths() -> None:
 )
 def test_what_a_worker_has_of_the_global_batch(flags: dict[str, Any], world_size: int, share: str) -> None:
     assert describe_share(Config(**flags), world_size) == share
+
+
+@pytest.mark.parametrize("error", [None, ImportError("no such module")])
+def test_garbage_collection_rests_while_modules_are_imported(error: Exception | None) -> None:
+    with pytest.raises(ImportError) if error else nullcontext(), quick_imports():
+        assert not gc.isenabled()
+        if error:
+            raise error
+    gc.unfreeze()  # of this process, which goes on with other tests
+    assert gc.isenabled()

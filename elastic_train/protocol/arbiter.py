@@ -1,0 +1,255 @@
+"""A place outside of the members that says which side goes on: whose decision stands there first.
+
+Where a job has one, every decision about what follows a world is claimed there, and a side that has lost the others may
+go on by its claim alone, without their votes (laws.py). Only members that have proven that they see the same place may:
+a directory that was copied looks the same on every node. So rank 0 shows a fresh name in each world as it forms, and
+everybody tells in its first collective whether it sees it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Protocol
+
+from elastic_train.protocol.laws import Voters
+
+
+class ArbiterSilent(Exception):
+    """It does not answer, or cannot keep what it is given. What was asked may be done all the same."""
+
+
+class Arbiter(Protocol):
+    """Each call blocks for some seconds at most. Raises: ArbiterSilent."""
+
+    def claim(self, job: str, generation: int, decision: str | None) -> str | None:
+        """The decision that stands for what follows a world of `generation`: the first that anybody has claimed, and
+        `decision` where it is that; with None it is only looked up."""
+
+    def show(self, name: str) -> None:
+        """Leave a fresh name there, for others to see."""
+
+    def sees(self, name: str) -> bool:
+        """Whether somebody has shown it."""
+
+
+class Folder(Protocol):
+    """What claims take of a file system; it may be shared, and lose replies. Raises: OSError."""
+
+    def write(self, name: str, text: str, *, is_durable: bool) -> None:
+        """A new file."""
+
+    def link(self, name: str, other: str) -> None:
+        """A second name for a file, as durable as that one; FileExistsError where there is one."""
+
+    def read(self, name: str) -> str | None:
+        """Of a whole file; None where there is none."""
+
+    def remove(self, name: str) -> None: ...
+
+    def names(self) -> Sequence[str]:
+        """Of all its files."""
+
+    def written_at(self, name: str) -> float:
+        """When a file was written, in seconds of the folder's own clock."""
+
+
+OUTDATED = 50
+"""newer claims of a job with which one of its claims counts for nothing; twice as many are kept"""
+OLD_SECONDS = 3600.0
+"""after which a shown name or a draft is removed: the members of a world have looked, and a claim was linked"""
+MOST_REMOVED = 6
+"""files as a world forms: it makes two or three, and waits for them to be removed"""
+
+
+class Claims:
+    """As Arbiter, in a folder: one file for each job and generation.
+
+    It is written aside and linked, so that its name comes with its content; what became of it is said by what stands
+    there, for the reply to a link that was made may be lost (a client of NFS that repeats it is told EEXIST).
+
+    Old files are removed as worlds form. A claim with OUTDATED newer ones of its job counts for nothing, whether it
+    stands or not: who asks for it is given the newest one, which follows another world, and so learns that the job has
+    gone on. It is removed only when twice as many newer ones stand, and from then on there are never fewer. They are
+    counted after its name was read or linked: who was frozen at any moment, for hours, and finds the name free again
+    sees them then, though its list should miss some that come and go meanwhile, or be a minute old, as on NFS.
+    """
+
+    def __init__(self, folder: Folder, draw_name: Callable[[], str]) -> None:
+        self._folder, self._draw_name = folder, draw_name
+        self._shown: str | None = None
+
+    def claim(self, job: str, generation: int, decision: str | None) -> str | None:
+        folder, name = self._folder, f"claim-{job}-{generation}"
+        try:
+            standing = folder.read(name)
+            if standing is None and decision is not None:
+                standing = self._put(name, json.dumps([self._draw_name(), decision]), is_durable=True)
+            newest = self._outdated_by(job, generation)
+            if newest is not None:
+                standing = folder.read(newest)
+                if standing is None:
+                    raise ArbiterSilent(f"{newest} cannot be read")
+        except OSError as error:
+            raise ArbiterSilent(str(error)) from error
+        return None if standing is None else str(json.loads(standing)[1])
+
+    def _outdated_by(self, job: str, generation: int) -> str | None:
+        """The newest claim, where that of `generation` counts for nothing."""
+        newer = [one for one in claims_among(self._folder.names()).get(job, ()) if one > generation]
+        return f"claim-{job}-{max(newer)}" if len(newer) >= OUTDATED else None
+
+    def _put(self, name: str, text: str, *, is_durable: bool) -> str:
+        """What stands there afterwards."""
+        folder, draft = self._folder, f"draft-{self._draw_name()}"
+        folder.write(draft, text, is_durable=is_durable)
+        why = "it does not keep what is linked"
+        try:
+            folder.link(draft, name)
+        except OSError as error:
+            why = str(error)
+        standing = folder.read(name)
+        with suppress(OSError):  # it is in nobody's way
+            folder.remove(draft)
+        if standing is None:
+            raise ArbiterSilent(why)
+        return standing
+
+    def show(self, name: str) -> None:
+        try:
+            self._put(f"seen-{name}", "", is_durable=False)
+            if self._shown is not None:
+                with suppress(OSError):  # it is in nobody's way
+                    self._folder.remove(self._shown)
+            self._shown = f"seen-{name}"
+            self._tidy(self._shown)
+        except OSError as error:
+            raise ArbiterSilent(str(error)) from error
+
+    def _tidy(self, shown: str) -> None:
+        """Remove some old files, now that one was written."""
+        folder, names = self._folder, self._folder.names()
+        now = folder.written_at(shown)
+        outdated = (
+            f"claim-{job}-{generation}"
+            for job, generations in claims_among(names).items()
+            for generation in sorted(generations)[: -2 * OUTDATED]
+        )
+        aside = (name for name in names if name.startswith(("seen-", "draft-")))
+        old = (name for name in aside if now - folder.written_at(name) > OLD_SECONDS)
+        for name in islice(chain(outdated, old), MOST_REMOVED):
+            with suppress(OSError):  # it is in nobody's way, and another member may have removed it
+                folder.remove(name)
+
+    def sees(self, name: str) -> bool:
+        try:
+            return self._folder.read(f"seen-{name}") is not None
+        except OSError as error:
+            raise ArbiterSilent(str(error)) from error
+
+
+def claims_among(names: Iterable[str]) -> dict[str, list[int]]:
+    """The generations of the claims of each job."""
+    found: dict[str, list[int]] = {}
+    for name in names:
+        if match := re.fullmatch(r"claim-(.+)-(\d+)", name):
+            found.setdefault(match[1], []).append(int(match[2]))
+    return found
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is claimed: a decision with all that who finds it must know."""
+
+    parent: str
+    """uid of the world that it follows"""
+    decision: str
+    settled: str
+    """uid of the last world that its writer knows to be settled"""
+
+    def to_json(self) -> str:
+        return json.dumps([self.parent, self.decision, self.settled], separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> Claim:
+        parent, decision, settled = json.loads(text)
+        return Claim(str(parent), str(decision), str(settled))
+
+
+class Arbitration:
+    """What one member knows of the place that it shares with the others of its worlds.
+
+    A world in which this member has not told whether it sees the place can be settled for nobody, and counts for
+    nothing. In one in which it has, and was told nothing, others may know more: then it takes votes and claim.
+    """
+
+    def __init__(self, arbiter: Arbiter | None, patience: float, clock: Callable[[], float]) -> None:
+        self._arbiter, self._patience, self._clock = arbiter, patience, clock
+        self._is_shared: dict[str, bool | None] = {}
+        """by uid of a world: whether all its members see the place; None where this one does and was told nothing"""
+        self._has_seen = False
+        self._few_since: tuple[str, float] | None = None
+
+    def show(self, world: str) -> None:
+        """Rank 0 of a world that is about to form."""
+        if self._arbiter is not None:
+            with suppress(ArbiterSilent):  # then nobody sees it
+                self._arbiter.show(world)
+
+    def sees(self, world: str) -> bool:
+        """What this member tells the others of a world in its first collective."""
+        sees = False
+        if self._arbiter is not None:
+            with suppress(ArbiterSilent):
+                sees = self._arbiter.sees(world)
+        self._has_seen |= sees
+        self._is_shared[world] = None if sees else False
+        return sees
+
+    def note(self, world: str, *, is_shared: bool | None) -> None:
+        """What all have told; None where this member sees the place and was told nothing."""
+        self._is_shared[world] = is_shared
+
+    def take_over(self, known: dict[str, bool | None]) -> None:
+        """What a newcomer is told of worlds before it."""
+        self._is_shared = dict(known)
+
+    def known(self, worlds: Sequence[Voters]) -> dict[str, bool | None]:
+        return {one.world: self._is_shared[one.world] for one in worlds if one.world in self._is_shared}
+
+    def forget_all_but(self, worlds: Sequence[Voters]) -> None:
+        self._is_shared = self.known(worlds)
+
+    def is_needed(self, worlds: Sequence[Voters]) -> bool:
+        """Whether some of the others might go on by a claim."""
+        return self._arbiter is not None and any(found is not False for found in self.known(worlds).values())
+
+    def is_enough(self, worlds: Sequence[Voters]) -> bool:
+        """Whether a claim makes up for votes."""
+        found = self.known(worlds).values()
+        return bool(found) and all(one is True for one in found)
+
+    def claim(self, job: str, generation: int, claim: Claim | None) -> Claim | None:
+        """As Arbiter.claim. Raises: ArbiterSilent."""
+        if self._arbiter is None or not self._has_seen:
+            raise ArbiterSilent("this member has not seen it")
+        text = self._arbiter.claim(job, generation, None if claim is None else claim.to_json())
+        return None if text is None else Claim.from_json(text)
+
+    def has_given_way(self, world: str) -> bool:
+        """Whether a side that has not the votes has given those that may have them the time to claim."""
+        now = self._clock()
+        if self._few_since is None or self._few_since[0] != world:
+            self._few_since = (world, now)
+        return now - self._few_since[1] > self._patience
+
+
+def silent_members(worlds: Sequence[Voters], side: Collection[str]) -> tuple[str, ...]:
+    """Members of the worlds since the last settled one that are neither in the side nor proven dead."""
+    everybody = dict.fromkeys(uid for voters in worlds for uid in voters.members if uid not in voters.dead)
+    dead = {uid for voters in worlds for uid in voters.dead}
+    return tuple(uid for uid in everybody if uid not in side and uid not in dead)

@@ -1,0 +1,111 @@
+"""Branches: what a run becomes where sides that do not hear each other all train on (`--on-split go-on`).
+
+The side that the laws let go on keeps to the main line. Every other one that goes on is a branch: it has a random id,
+which its world's decision carries as a fact, and its state says where it left the line before it. When two sides meet,
+the one with fewer committed steps stops.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+Address = tuple[str, int]
+BRANCH = "branch"
+"""the fact"""
+
+POSITION = "position"
+"""key in a member's own store"""
+MOST_OTHERS = 16
+"""that a branch remembers"""
+
+Branches = tuple[tuple[str, int], ...]
+"""Those that a state has gone through, the oldest first: the id of each, and the committed steps when it began."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """What all members of a branch know of it, newcomers too."""
+
+    id: str
+    rank: int = 0
+    """the lowest that one of its first members had in the world before"""
+    others: tuple[Address, ...] = ()
+    """stores of members that it has gone on without"""
+
+    def to_json(self) -> str:
+        return json.dumps([self.id, self.rank, self.others], separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str | None) -> Branch | None:
+        if not text:
+            return None
+        name, rank, others = json.loads(text)
+        return Branch(str(name), int(rank), tuple((str(host), int(port)) for host, port in others))
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far one side has come, as each of its members says it to those that it may meet."""
+
+    branches: Branches
+    step: int
+    """committed"""
+    host: str
+    store: Address
+    """of the member that says so"""
+    rank: int = -1
+    """as Branch.rank; that of the main line is below all"""
+    run: str | None = None
+    """uid of the run"""
+
+    @property
+    def id(self) -> str:
+        return id_of(self.branches)
+
+    @property
+    def name(self) -> str:
+        """For a person."""
+        return f"step {self.step} of {describe(self.branches)} on {self.host}"
+
+    def goes_before(self, other: Position) -> bool:
+        """Whether `other` stops where the two meet."""
+        return (self.step, -self.rank) > (other.step, -other.rank)
+
+    def to_json(self) -> str:
+        return json.dumps(vars(self), separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> Position:
+        fields: dict[str, Any] = json.loads(text)
+        host, port = fields["store"]
+        return Position(**{**fields, "branches": branches_of(fields["branches"]), "store": (str(host), int(port))})
+
+
+def branches_of(value: Iterable[Any]) -> Branches:
+    """What JSON, or a saved state, has made of them."""
+    return tuple((str(name), int(step)) for name, step in value)
+
+
+def id_of(branches: Branches) -> str:
+    """Of the branch that such a state is on; "" for the main line."""
+    return branches[-1][0] if branches else ""
+
+
+def describe(branches: Branches) -> str:
+    return f"branch {id_of(branches)}" if branches else "the main line"
+
+
+def is_on(branches: Branches, step: int, line: Branches) -> bool:
+    """Whether a state of `branches` and `step` committed steps is on the way to one of `line`, or beyond it on the same
+    branch."""
+    return line[: len(branches)] == branches and (len(line) == len(branches) or step <= line[len(branches)][1])
+
+
+def parting_step(one: Branches, other: Branches) -> int:
+    """Committed steps that two lines have in common, which are not the same."""
+    common = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    common = min(len(one), len(other)) if common is None else common
+    return min(line[common][1] for line in (one, other) if len(line) > common)

@@ -1,0 +1,82 @@
+"""A listener that is gone as soon as its process is killed.
+
+The kernel frees a killed process's memory before it closes the files that its threads share: some 70 ms later for one
+that has imported torch, more for one with a GPU. But each thread gives up its share of the files, and is gone, at once
+(`do_exit` in Linux's kernel/exit.c). So the canary is a thread with a table of descriptors of its own, in which there
+is nothing but a listener. It waits in `pause(2)` for ever, and never runs Python: Python's garbage collector would
+close descriptors of the process by their numbers in this thread's table. Nobody accepts what comes to the listener; the
+kernel does, and resets it when the listener is closed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+
+BACKLOG = 4096
+"""connections that the kernel may keep, those included that their callers have closed; who comes later has none"""
+CLOSE_RANGE, UNSHARE, LAST = 436, 2, 2**32 - 1
+"""number and flag of close_range(2), of Linux 5.9, and its largest descriptor"""
+
+
+class Canary:
+    """Of this process.
+
+    Args:
+        host: the address to listen at; the port is free.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.port: int | None = None
+        """None where the system allows no such thread"""
+        self._thread: ctypes.c_ulong | None = None
+        if sys.platform != "linux":
+            return
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind((host, 0))
+            listener.listen(BACKLOG)
+            self._thread = _start(listener.fileno())
+            if self._thread is not None:
+                self.port = int(listener.getsockname()[1])
+
+    def close(self) -> None:
+        """As if the process had been killed. Blocks until the listener is closed."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            libc = ctypes.CDLL(None)
+            libc.pthread_cancel(thread)
+            libc.pthread_join(thread, None)
+
+
+def _start(fd: int) -> ctypes.c_ulong | None:
+    """Have a thread hold a copy of `fd` and nothing else; the caller is to close its own. None where it cannot be."""
+    found: list[ctypes.c_ulong] = []
+
+    def run() -> None:
+        libc = ctypes.CDLL(None)
+        libc.syscall.argtypes = [ctypes.c_long, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint]
+        # With this flag the thread has a table of its own from here on.
+        if libc.syscall(CLOSE_RANGE, fd + 1, LAST, UNSHARE) != 0:
+            return
+        libc.syscall(CLOSE_RANGE, 0, fd - 1, 0)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # inherited: `pause` is to end by none
+        thread = ctypes.c_ulong()
+        if libc.pthread_create(ctypes.byref(thread), None, libc.pause, None) == 0:  # it shares this thread's table
+            found.append(thread)
+
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        thread = threading.Thread(target=run, name="canary")
+        thread.start()
+        thread.join()
+    finally:
+        if was_enabled:
+            gc.enable()
+    return found[0] if found else None

@@ -1,0 +1,63 @@
+"""What a name leads to, with a deadline: getaddrinfo(3) has none, and a name server may never answer."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from concurrent.futures import Future
+
+LOOK_UP_SECONDS = 2.0
+"""that a name server may take"""
+
+_lookups: dict[str, Future[list[str]]] = {}
+"""names that are being looked up: each keeps a thread, and a name server may never answer"""
+_lookups_lock = threading.Lock()
+
+
+def look_up(host: str) -> list[str]:
+    """The IP addresses that a name leads to now. Blocks for LOOK_UP_SECONDS at most.
+
+    Raises:
+        OSError: it leads to none, or no name server answers. ValueError: it is no name.
+    """
+    with contextlib.suppress(socket.gaierror):
+        return _addresses(host, socket.AI_NUMERICHOST)
+    with _lookups_lock:
+        found = _lookups.get(host)
+        if found is None:
+            found = _lookups[host] = Future()
+            threading.Thread(target=_look_up, args=(host, found), name="look-up", daemon=True).start()
+    try:
+        return found.result(LOOK_UP_SECONDS)
+    except TimeoutError:
+        raise TimeoutError(f"no name server answers within {LOOK_UP_SECONDS:g} s") from None
+
+
+def _look_up(host: str, found: Future[list[str]]) -> None:
+    try:
+        ips, error = _addresses(host), None
+    except (OSError, ValueError) as failure:
+        ips, error = [], failure
+    with _lookups_lock:
+        del _lookups[host]  # before it is told: who hears of it and looks again asks anew
+    if error is None:
+        found.set_result(ips)
+    else:
+        found.set_exception(error)
+
+
+def _addresses(host: str, flags: int = 0) -> list[str]:
+    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=flags)
+    return [str(address[0]) for _, _, _, _, address in found]
+
+
+def is_local(host: str) -> bool:
+    """Whether a name or address is this machine's: a socket can be bound to it. Blocks as `look_up`."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: of a name that is none
+        for ip in look_up(host):
+            family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
+                trial.bind((ip, 0))
+                return True
+    return False

@@ -1,0 +1,217 @@
+"""A join that is prepared while the others train: the next world's process group stands before anybody stops.
+
+1. Rank 0 chooses newcomers and tells them. When they have answered, it votes SOON with its next step.
+2. The commit of that step tells every member. Each begins a `Preparation` on a thread of its own; rank 0 tells the
+   newcomers that it is time.
+3. All form the group of the planned world, and leave a mark beside rank 0.
+4. Rank 0 has seen all marks. It makes the plan the decision on what follows the world: the agreement of every other
+   change (agreement.py), only earlier.
+5. Each reads whether all see the place that may be an arbiter (arbiter.py): their marks say so.
+6. The newcomers find themselves admitted, make ready, and leave a second mark. Rank 0 votes NOW: the step that carries
+   this vote is the last of the old world.
+
+A plan that fails before 4 leaves no trace. After 4 it is the decision, whatever happens: who dies meanwhile is found
+out in the world that follows, as in every world.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_train.errors import FormationFailed, StoreUnreachable
+from elastic_train.protocol.agreement import Decision
+from elastic_train.protocol.job import Job
+from elastic_train.world import Member, World
+
+HERE_SECONDS = 2.0
+"""that rank 0 waits for an answer of the newcomers"""
+MARKS_SECONDS = 10.0
+"""that rank 0 waits for a mark of all; training goes on meanwhile"""
+POLL_SECONDS = 0.005
+GO_POLL_SECONDS = 0.02
+"""of a newcomer, which asks rank 0's store for as long as a step takes"""
+SEES, BLIND = "sees", "blind"
+"""with its mark each member tells whether it sees the arbiter's place"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the next world shall be."""
+
+    parent: str
+    """uid of the world that it follows"""
+    old: tuple[Member, ...]
+    """its members"""
+    decision: Decision
+
+    def to_json(self) -> str:
+        old = [json.loads(member.to_json()) for member in self.old]
+        return json.dumps({"parent": self.parent, "old": old, "decision": json.loads(self.decision.to_json())})
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        told: dict[str, Any] = json.loads(text)
+        old = tuple(Member.from_fields(one) for one in told["old"])
+        return Plan(str(told["parent"]), old, Decision.from_fields(told["decision"]))
+
+    def world_for(self, uid: str, max_world_size: int | None) -> World | None:
+        """The planned world as the member `uid` sees it; None where it is not in it."""
+        return self.decision.world_for(uid, World(0, self.decision.generation - 1, self.old), max_world_size)
+
+
+class Preparation:
+    """One member's part in one plan, for a thread of its own: one of the three methods that block, once.
+
+    Args:
+        form: makes the process group of a world. Blocks until all have; raises FormationFailed.
+    """
+
+    def __init__(
+        self, job: Job, form: Callable[[World], Any], clock: Callable[[], float], sleep: Callable[[float], None]
+    ) -> None:
+        self._job, self._form, self._clock, self._sleep = job, form, clock, sleep
+        self.world: World | None = None
+        """the planned one"""
+        self.plan: Plan | None = None
+        self.is_place_shared: bool | None = False
+        """whether all members of the planned world see the arbiter's place; None where this one does, and was not told
+        of the others"""
+        self.formed: Any = None
+        """its group, once it stands"""
+        self.is_decided = self.is_ready = False
+        """for rank 0: whether the plan is the decision; whether the old world may end"""
+        self.absent: tuple[Member, ...] = ()
+        """newcomers that did not answer"""
+        self.is_due = False
+        """for rank 0: whether the newcomers have answered, so that SOON may be voted"""
+        self.may_form = False
+        """for rank 0: set when SOON was voted"""
+        self.failure: str | None = None
+        self.crash: Exception | None = None
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        """The world has ended otherwise. From any thread."""
+        self.is_cancelled, self.formed = True, None
+
+    def run(self, part: Callable[[], None]) -> None:
+        """Run one of the methods below; what it raises is in `failure`, or in `crash` where it is a bug."""
+        try:
+            part()
+        except (StoreUnreachable, FormationFailed) as error:
+            self.failure = str(error)
+        except Exception as error:  # the end of this thread; the training thread raises it
+            self.crash = error
+        finally:
+            self._job.stop_planning()
+            if self.is_cancelled:
+                self.formed = None
+
+    def lead(self, world: World, plan: Plan, planned: World) -> None:
+        """As rank 0 of `world`."""
+        self.plan, self.world = plan, planned
+        self._job.show_place(planned)
+        self._invite(plan, planned)
+        self.is_due = True
+        while not self.may_form and not self.is_cancelled:
+            self._sleep(POLL_SECONDS)
+        if self.is_cancelled:
+            return
+        self._job.beside(world.me).put(f"go/{planned.uid}", "go")
+        self._take_part(plan, planned)
+        marks = self._wait_for("formed", planned, range(planned.world_size))
+        if self.is_cancelled:
+            return
+        is_shared = all(found == SEES for found in marks)
+        self._job.beside(world.me).put(f"shared/{planned.uid}", str(int(is_shared)))
+        self._note_place(planned, is_shared)
+        self.is_decided = self._decide(world, plan)
+        with suppress(FormationFailed, StoreUnreachable):  # it is the decision all the same
+            self._wait_for("ready", planned, range(len(plan.old), planned.world_size))
+        self.is_ready = True
+
+    def _invite(self, plan: Plan, planned: World) -> None:
+        """Raises: FormationFailed where a newcomer does not answer."""
+        self.absent = plan.decision.new
+        for member in plan.decision.new:
+            self._job.beside(member).put("plan", plan.to_json())
+        ranks = range(len(plan.old), len(planned.members))
+        self._wait_for("here", planned, ranks, HERE_SECONDS)
+        self.absent = ()
+
+    def _decide(self, world: World, plan: Plan) -> bool:
+        """Until it is said whether the plan is the decision: a call without an answer may have made it that. False
+        where this was cancelled."""
+        while not self.is_cancelled:
+            with suppress(StoreUnreachable):
+                if not self._job.decide_ahead(world, plan.decision):
+                    raise FormationFailed("another world was decided meanwhile")
+                return True
+            self._sleep(POLL_SECONDS)
+        return False
+
+    def follow(self, world: World, max_world_size: int | None) -> None:
+        """As another member of `world`."""
+        text = self._job.beside(world.members[0]).get("plan")
+        plan = None if text is None else Plan.from_json(text)
+        planned = None if plan is None else plan.world_for(world.me.uid, max_world_size)
+        if plan is None or planned is None or plan.parent != world.uid:
+            raise FormationFailed("rank 0 has no plan any more")
+        self._take_part(plan, planned)
+        self._learn_of_place(planned)
+
+    def accept(self, plan: Plan, planned: World) -> None:
+        """As a newcomer. Blocks for as long as a step of the others takes besides."""
+        mark(self._job, "here", planned)
+        self._wait_for("go", planned, None, math.inf, GO_POLL_SECONDS)
+        if self.is_cancelled:
+            return
+        self._take_part(plan, planned)
+        self._learn_of_place(planned)
+
+    def _take_part(self, plan: Plan, planned: World) -> None:
+        self.plan, self.world = plan, planned
+        formed = self._form(planned)
+        self.is_place_shared = None if self._job.sees_place(planned) else False
+        self.formed = formed
+        mark(self._job, "formed", planned, BLIND if self.is_place_shared is False else SEES)
+
+    def _learn_of_place(self, planned: World) -> None:
+        found = self._wait_for("shared", planned, None)
+        if found:
+            self._note_place(planned, found[0] == "1")
+
+    def _note_place(self, planned: World, is_shared: bool) -> None:
+        self.is_place_shared = is_shared
+        self._job.note_place(planned, is_shared=is_shared)
+
+    def _wait_for(
+        self,
+        name: str,
+        planned: World,
+        ranks: Sequence[int] | None,
+        seconds: float = MARKS_SECONDS,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> list[str]:
+        """What stands beside rank 0, for each of these ranks or for all together; [] where this was cancelled."""
+        key, beside = f"{name}/{planned.uid}", self._job.beside(planned.members[0])
+        keys = [key] if ranks is None else [f"{key}/{rank}" for rank in ranks]
+        deadline = self._clock() + seconds
+        while None in (found := beside.get_many(keys)):
+            if self.is_cancelled:
+                return []
+            if self._clock() > deadline:
+                missing = [one for one, text in zip(keys, found, strict=True) if text is None]
+                raise FormationFailed(f"no {', '.join(missing)} in {seconds:.0f} s")
+            self._sleep(poll_seconds)
+        return [text for text in found if text is not None]
+
+
+def mark(job: Job, name: str, planned: World, text: str = "done") -> None:
+    """Tell rank 0 how far this member is. Raises: StoreUnreachable."""
+    job.beside(planned.members[0]).put(f"{name}/{planned.uid}/{planned.rank}", text)

@@ -1,0 +1,84 @@
+"""Whom rank 0 chooses from the join queue."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from elastic_train import membership
+from elastic_train.membership import SETTLE_SECONDS, Membership, Surroundings
+from elastic_train.protocol.join_queue import Waiting
+from elastic_train.world import Member, World
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Queue:
+    """What membership asks of the job here."""
+
+    def __init__(self, waiting: list[Waiting], agreement: dict[str, Any]) -> None:
+        self.waiting, self._agreement = waiting, json.dumps(agreement)
+
+    def create_fact(self, _name: str, _proposal: str) -> str:
+        return self._agreement
+
+    def queue(self) -> list[Waiting]:
+        return self.waiting
+
+    def drop(self, _members: list[Member]) -> None: ...
+
+
+def member(number: int, **agreement: Any) -> Member:
+    address = ("10.0.0.1", number)
+    return Member(f"node{number}", 0, number, 1, address, "d", "gloo", None, agreement, uid=f"uid{number}")
+
+
+def newcomers(*waiting: Member, agreement: dict[str, Any]) -> tuple[Membership, Clock, World]:
+    clock = Clock()
+    nothing = cast(Any, None)
+    found = Membership(
+        cast(Any, Queue([Waiting(one, 1) for one in waiting], agreement)),
+        cast(Any, SimpleNamespace()),
+        nothing,
+        uid="uid0",
+        address=("10.0.0.1", 0),
+        store_address=("10.0.0.1", 0),
+        local_world_size=1,
+        max_nodes=8,
+        max_world_size=None,
+        check=lambda: None,
+        say=print,
+        answering=lambda members: members,
+        sockets=nothing,
+        group_store=nothing,
+        surroundings=Surroundings(monotonic=clock),
+    )
+    found._world = world = World(0, 0, (member(0),))
+    found.agreed_once("agreement", "")
+    return found, clock, world
+
+
+def test_only_those_who_agree_with_the_run_are_admitted() -> None:
+    here, clock, world = newcomers(member(1, lr=0.1), member(2, lr=0.2), member(3, lr=0.1), agreement={"lr": 0.1})
+    here.consider_admission(world)
+    assert not here.join_vote(), "others may become ready in the same moment"
+    clock.now += 2 * SETTLE_SECONDS
+    here.consider_admission(world)
+    assert [one.uid for one in here._admits] == ["uid1", "uid3"]
+
+
+def test_a_look_parses_the_agreement_of_the_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has some kilobytes, and hundreds may wait."""
+    here, _, world = newcomers(*(member(number, lr=0.1) for number in range(1, 9)), agreement={"lr": 0.1})
+    parsed = []
+    monkeypatch.setattr(membership, "json", SimpleNamespace(loads=lambda text: parsed.append(text) or json.loads(text)))
+    here.consider_admission(world)
+    assert len(parsed) == 1

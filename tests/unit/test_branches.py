@@ -1,0 +1,161 @@
+"""Lines of a run that was split: what is on which, which goes on where two meet, and what refuses to mix them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_train.errors import BranchesMixed, Refused, StoreUnreachable
+from elastic_train.protocol.branches import Branch, Branches, Position, is_on, parting_step
+from elastic_train.protocol.encounters import SUPERSEDED, Encounters
+from elastic_train.protocol.store import MemoryStore
+from elastic_train.restore import describe_offer, require_line, require_one_line
+from elastic_train.snapshot import SnapshotInfo, SnapshotWriter, find_snapshots, set_aside
+from elastic_train.world import World
+from tests.unit.test_world import member
+
+LINE: Branches = ()
+FIRST: Branches = (("b", 100),)
+OTHER: Branches = (("c", 90),)
+SECOND: Branches = (("b", 100), ("d", 150))
+
+
+@pytest.mark.parametrize(
+    ("branches", "step", "line", "expected"),
+    [
+        (LINE, 500, LINE, True),
+        (LINE, 100, FIRST, True),
+        (LINE, 101, FIRST, False),
+        (FIRST, 101, LINE, False),
+        (FIRST, 150, SECOND, True),
+        (FIRST, 151, SECOND, False),
+        (FIRST, 100, OTHER, False),
+        (SECOND, 900, SECOND, True),
+    ],
+)
+def test_what_is_on_a_line(branches: Branches, step: int, line: Branches, expected: bool) -> None:
+    assert is_on(branches, step, line) is expected
+
+
+def test_where_two_lines_part() -> None:
+    assert parting_step(LINE, FIRST) == parting_step(FIRST, LINE) == 100
+    assert parting_step(FIRST, OTHER) == 90
+    assert parting_step(FIRST, SECOND) == 150
+
+
+def position(branches: Branches, step: int, rank: int = -1, port: int = 1) -> Position:
+    return Position(branches, step, f"host{port}", ("10.0.0.1", port), rank, "run")
+
+
+def test_the_one_with_fewer_steps_stops_and_of_equals_the_branch() -> None:
+    assert position(FIRST, 301, rank=2).goes_before(position(LINE, 300))
+    assert position(LINE, 300).goes_before(position(FIRST, 300, rank=0))
+    assert position(FIRST, 300, rank=1).goes_before(position(OTHER, 300, rank=2))
+
+
+def test_a_position_is_read_as_it_was_written() -> None:
+    assert Position.from_json(position(SECOND, 7, 3).to_json()) == position(SECOND, 7, 3)
+
+
+# --- when they meet ---------------------------------------------------------------------------------------------------
+
+
+class Finder:
+    def addresses(self) -> list[tuple[str, int]]:
+        return []
+
+
+class Sides:
+    """A world of two, on a branch, and a member of the main line at port 9."""
+
+    def __init__(self, *, steps: int, theirs: int) -> None:
+        self.stores = {("10.0.0.1", port): MemoryStore() for port in (1, 2, 9)}
+        for (_, port), store in self.stores.items():
+            store.put("uid", f"uid{port}")
+            store.put("run_id", "job")
+        members = tuple(replace(member(port, port), uid=f"uid{port}", store=("10.0.0.1", port)) for port in (1, 2))
+        self.world = World(0, 3, members)
+        self.steps = steps
+        self.stores["10.0.0.1", 9].put("position", position(LINE, theirs, port=9).to_json())
+        self.encounters = Encounters(
+            self.stores["10.0.0.1", 1], self.reach, Finder(), uid="uid1", run_id="job",  # type: ignore[arg-type]
+            in_background=lambda task: task(),
+        )  # fmt: skip
+        self.is_cut = False
+
+    def reach(self, address: tuple[str, int]) -> MemoryStore:
+        if self.is_cut and address[1] == 9:
+            raise StoreUnreachable("silent")
+        return self.stores[address]
+
+    def tend(self) -> dict[int, str | None]:
+        """Who is told to stop, and for whom."""
+        branch = Branch("b", 1, (("10.0.0.1", 9),))
+        for _ in range(2):  # it judges, and tells
+            self.encounters.tend(self.world, lambda: position(FIRST, self.steps, 1), branch)
+        told = {port: store.get(SUPERSEDED) for (_, port), store in self.stores.items()}
+        return {port: None if text is None else Position.from_json(text).host for port, text in told.items()}
+
+
+def test_the_side_with_fewer_steps_is_told_to_stop() -> None:
+    sides = Sides(steps=120, theirs=130)
+    assert sides.tend() == {1: "host9", 2: "host9", 9: None}, "each member of it"
+    assert sides.encounters.is_told
+    sides = Sides(steps=140, theirs=130)
+    assert sides.tend() == {1: None, 2: None, 9: "host1"}
+    assert not sides.encounters.is_told
+
+
+def test_nobody_stops_for_a_side_that_is_silent() -> None:
+    sides = Sides(steps=120, theirs=130)
+    sides.is_cut = True
+    assert sides.tend() == {1: None, 2: None, 9: None}
+    sides.is_cut = False
+    assert sides.tend() == {1: "host9", 2: "host9", 9: None}, "it looks again"
+
+
+# --- restoring --------------------------------------------------------------------------------------------------------
+
+
+def write(directory: Path, step: int, branches: Branches, host: str = "a", generation: int = 1) -> None:
+    writer = SnapshotWriter(directory, keep=9, host=host, run_uid="uid", task={})
+    where: dict[str, Any] = {"epoch": 0, "samples_done": 0, "generation": generation, "world_size": 1}
+    writer.save({"x": 1}, step=step, branches=branches, **where)
+
+
+def offers(directory: Path) -> list[SnapshotInfo]:
+    return find_snapshots(directory, warn=lambda line: pytest.fail(line))
+
+
+def test_a_restore_refuses_snapshots_of_two_branches(tmp_path: Path) -> None:
+    write(tmp_path, 100, LINE)
+    write(tmp_path, 300, FIRST, host="b", generation=3)
+    assert [offer.branches for offer in offers(tmp_path)] == [FIRST, LINE]
+    require_one_line(list(map(describe_offer, offers(tmp_path))))
+    write(tmp_path, 500, LINE, generation=2)
+    with pytest.raises(BranchesMixed) as raised:
+        require_one_line(list(map(describe_offer, offers(tmp_path))))
+    said = str(raised.value)
+    assert "host b has a snapshot of step 300 on branch b, and host a one of step 500" in said
+    assert str(tmp_path / "step-000000000500-gen-0002-a") in said, "what to move away"
+
+
+def test_a_newcomer_with_snapshots_of_another_branch_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, 100, LINE)
+    write(tmp_path, 300, FIRST, host="b", generation=3)
+    theirs = replace(position(LINE, 700), run="uid")
+    require_line(offers(tmp_path), replace(theirs, branches=FIRST))
+    require_line(offers(tmp_path), replace(theirs, run="another"))
+    with pytest.raises(Refused, match=r"host b has a snapshot of step 300 on branch b, .* step 700 .* on host1"):
+        require_line(offers(tmp_path), theirs)
+
+
+def test_what_is_set_aside_is_no_offer(tmp_path: Path) -> None:
+    write(tmp_path, 100, LINE)
+    write(tmp_path, 300, FIRST)
+    moved = set_aside(tmp_path, "discarded-b", lambda offer: not is_on(offer.branches, offer.step, LINE))
+    assert [offer.step for offer in offers(tmp_path)] == [100]
+    assert [path.name for path in (tmp_path / "discarded-b").iterdir()] == moved

@@ -1,0 +1,167 @@
+"""Claims in a directory: the first one stands, whatever the file system says of it."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic_train.claims import Bounded, Directory
+from elastic_train.protocol.arbiter import MOST_REMOVED, OLD_SECONDS, OUTDATED, ArbiterSilent, Claims
+
+
+def claims(folder: Directory) -> Claims:
+    names = itertools.count()
+    return Claims(folder, lambda: f"{id(folder)}-{next(names)}")
+
+
+class Troubled(Directory):
+    """Its next link goes as `trouble` says."""
+
+    def __init__(self, path: Path, trouble: Callable[[Callable[[], None]], None]) -> None:
+        super().__init__(path)
+        self._trouble = trouble
+
+    def link(self, name: str, other: str) -> None:
+        self._trouble(lambda: super(Troubled, self).link(name, other))
+
+
+def test_the_first_claim_of_a_generation_stands(tmp_path: Path) -> None:
+    one, other = claims(Directory(tmp_path / "claims")), claims(Directory(tmp_path / "claims"))
+    assert one.claim("job", 3, None) is None
+    assert one.claim("job", 3, "a") == "a"
+    assert other.claim("job", 3, "b") == "a"
+    assert other.claim("job", 3, None) == "a"
+    assert other.claim("job", 4, "c") == "c", "another generation"
+    assert other.claim("another", 3, "d") == "d", "another start"
+    assert sorted(path.name for path in (tmp_path / "claims").iterdir()) == [
+        "claim-another-3",
+        "claim-job-3",
+        "claim-job-4",
+    ]
+
+
+@pytest.mark.parametrize("code", [errno.EEXIST, errno.EIO, errno.ETIMEDOUT, errno.ESTALE])
+def test_a_claim_stands_though_its_reply_was_lost(tmp_path: Path, code: int) -> None:
+    def lose(link: Callable[[], None]) -> None:
+        link()
+        raise OSError(code, "lost")
+
+    assert claims(Troubled(tmp_path / "claims", lose)).claim("job", 0, "a") == "a"
+    assert claims(Directory(tmp_path / "claims")).claim("job", 0, "b") == "a"
+
+
+def test_a_claim_that_was_not_made_is_none(tmp_path: Path) -> None:
+    def refuse(_link: Callable[[], None]) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    with pytest.raises(ArbiterSilent, match="broken"):
+        claims(Troubled(tmp_path / "claims", refuse)).claim("job", 0, "a")
+    assert claims(Directory(tmp_path / "claims")).claim("job", 0, "b") == "b"
+
+
+def test_many_claim_at_once_and_all_read_the_same(tmp_path: Path) -> None:
+    found: list[str | None] = []
+    gate = threading.Barrier(8)
+
+    def run(number: int) -> None:
+        mine = Claims(Directory(tmp_path / "claims"), lambda: f"draft-of-{number}")
+        gate.wait(10)
+        found.append(mine.claim("job", 0, f"decision {number}"))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(found) == 8
+    assert len(set(found)) == 1
+
+
+def test_a_shown_name_is_seen_in_that_directory_alone(tmp_path: Path) -> None:
+    for name in ("shared", "copy"):
+        (tmp_path / name).mkdir()
+    shown = claims(Directory(tmp_path / "shared" / "claims"))
+    shown.show("world7")
+    assert claims(Directory(tmp_path / "shared" / "claims")).sees("world7")
+    assert not claims(Directory(tmp_path / "copy" / "claims")).sees("world7")
+    shown.show("world8")
+    assert not shown.sees("world7"), "nothing piles up"
+
+
+def test_old_claims_are_removed_and_count_for_nothing(tmp_path: Path) -> None:
+    """Thousands of worlds leave some claims; who asks for one that is gone is told of the newest, and makes none."""
+    path, newest = tmp_path / "claims", 2 * OUTDATED + MOST_REMOVED + 5
+    one, frozen = claims(Directory(path)), claims(Directory(path))
+    assert frozen.claim("another", 0, "its own") == "its own"
+    for generation in range(newest + 1):
+        assert one.claim("job", generation, f"after {generation}") == f"after {generation}"
+    assert len(list(path.glob("claim-job-*"))) == newest + 1
+    one.show("world")
+    assert len(list(path.glob("claim-job-*"))) == newest + 1 - MOST_REMOVED, "some at a time, for a world waits"
+    one.show("another world")
+    kept = {path.name for path in path.iterdir()}
+    assert kept == {
+        "claim-another-0",
+        "seen-another world",
+        *(f"claim-job-{newest - number}" for number in range(2 * OUTDATED)),
+    }
+    for decision in (None, "its own"):
+        assert frozen.claim("job", 0, decision) == f"after {newest}"
+    assert frozen.claim("job", newest - OUTDATED, None) == f"after {newest}", "though it stands"
+    assert frozen.claim("job", newest - OUTDATED + 1, None) == f"after {newest - OUTDATED + 1}"
+    assert frozen.claim("another", 0, None) == "its own"
+    one.show("a third world")
+    assert not (path / "claim-job-0").exists(), "what the frozen one made in vain"
+
+
+def test_what_others_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
+    path = tmp_path / "claims"
+    path.mkdir()
+    now = time.time()
+    for name, seconds in (("old", OLD_SECONDS + 60), ("new", OLD_SECONDS / 2), ("ahead", -OLD_SECONDS)):
+        for kind in ("draft", "seen", "claim-job", "notes"):
+            (path / f"{kind}-{name}").touch()
+            os.utime(path / f"{kind}-{name}", (now - seconds, now - seconds))
+    claims(Directory(path)).show("world")
+    left = {path.name for path in path.iterdir()}
+    assert left == {f"{kind}-{name}" for kind in ("claim-job", "notes") for name in ("old", "new", "ahead")} | {
+        "draft-new", "draft-ahead", "seen-new", "seen-ahead", "seen-world",
+    }  # fmt: skip
+
+
+def test_what_cannot_be_removed_is_in_nobodys_way(tmp_path: Path) -> None:
+    path = tmp_path / "claims"
+    (path / "seen-old").mkdir(parents=True)  # it cannot be unlinked
+    (path / "draft-old").touch()
+    for name in ("seen-old", "draft-old"):
+        os.utime(path / name, (0, 0))
+    arbiter = claims(Directory(path))
+    arbiter.show("world")
+    assert arbiter.sees("world")
+    assert sorted(path.name for path in path.iterdir()) == ["seen-old", "seen-world"]
+
+
+def test_a_directory_that_hangs_is_silent_and_is_not_asked_again_meanwhile(tmp_path: Path) -> None:
+    let_go = threading.Event()
+
+    def hang(link: Callable[[], None]) -> None:
+        assert let_go.wait(30)
+        link()
+
+    arbiter = Bounded(claims(Troubled(tmp_path / "claims", hang)), seconds=0.2)
+    with pytest.raises(ArbiterSilent, match="no answer"):
+        arbiter.claim("job", 0, "a")
+    with pytest.raises(ArbiterSilent, match="before"):
+        arbiter.claim("job", 0, "b")
+    let_go.set()
+    thread = arbiter._thread
+    assert thread is not None
+    thread.join(10)
+    assert arbiter.claim("job", 0, "b") == "a", "what was executed late stands"
