@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from elastic_train.config import parse, task_of
 from elastic_train.errors import ElasticTrainError, show_traceback, tell
@@ -18,7 +22,8 @@ def main() -> int:
         require_system_for_training(os.environ)
         if "RANK" in os.environ:
             die_with_parent()  # first of all: a task of one's own may be imported for long
-        config = parse(sys.argv[1:], own_flags(sys.argv[1:]))
+        with quick_imports():
+            config = parse(sys.argv[1:], own_flags(sys.argv[1:]))
         if config.spawn is not None and "RANK" not in os.environ:
             from elastic_train.spawn import spawn
 
@@ -26,8 +31,11 @@ def main() -> int:
         stop = StopSignal()
         stop.install()
         # After the command line, for these imports take seconds and a mistake in a flag should not.
-        from elastic_train.recovery import run
-        from elastic_train.torchrun import Launch
+        with quick_imports():
+            import torch._dynamo  # noqa: F401  # else the optimizer imports it, outside of this block
+
+            from elastic_train.recovery import run
+            from elastic_train.torchrun import Launch
 
         return run(config, Launch.from_environment(os.environ, config.store_endpoint), stop)
     except ElasticTrainError as error:
@@ -36,6 +44,21 @@ def main() -> int:
     except Exception as error:  # a bug, ours or that of the user's task
         show_traceback(error, is_debug=is_debug)
         return 1
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Import inside the block, without garbage collection: modules are no garbage, and to look for it takes a fifth of
+    torch's import. What they hold is not looked through later, either, in the middle of a step."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # else extension modules take what is left at the end for leaks, and say so
+        if was_enabled:
+            gc.enable()
 
 
 def own_flags(arguments: list[str]) -> type | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from elastic_train.world import World
 class RunSampler:
     """A `batch_sampler` over all epochs that are left, so that loader processes start once per world, not per epoch."""
 
-    def __init__(self, state: TrainState, world: World, config: Config) -> None:
+    def __init__(self, state: TrainState, world: World, config: Config, first_ranks: int | None) -> None:
+        self._first_ranks = world.world_size if first_ranks is None else first_ranks
         self._start = (state.epoch, state.samples_done, state.step)
         self._last_step = state.last_step
         self._arguments: dict[str, Any] = {
@@ -37,6 +39,11 @@ class RunSampler:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         epoch, samples_done, step = self._start
+        if self._first_ranks < self._arguments["world_size"] and step < self._last_step:
+            first = list(self._first_step())
+            yield from first
+            step += 1
+            samples_done += first[0].step_samples
         while step < self._last_step:
             sampler = StepSampler(epoch=epoch, samples_done=samples_done, steps_done=step, **self._arguments)
             for micro_batch in sampler:
@@ -44,16 +51,37 @@ class RunSampler:
                 yield micro_batch
             epoch, samples_done = epoch + 1, 0
 
+    def _first_step(self) -> Iterator[MicroBatch]:
+        """Split over the first ranks alone; the others get an empty micro-batch."""
+        epoch, samples_done, step = self._start
+        rank, ranks = self._arguments["rank"], self._first_ranks
+        split = {**self._arguments, "rank": min(rank, ranks - 1), "world_size": ranks, "max_steps": step + 1}
+        for micro_batch in StepSampler(epoch=epoch, samples_done=samples_done, steps_done=step, **split):
+            if rank < ranks:
+                yield micro_batch
+            elif micro_batch.is_last:
+                yield replace(micro_batch, indices=micro_batch.indices[:0], shard=micro_batch.step_samples)
+
 
 def steps(
-    dataset: Dataset[Any], collate: Any, state: TrainState, world: World, config: Config, device: torch.device
+    dataset: Dataset[Any],
+    collate: Any,
+    state: TrainState,
+    world: World,
+    config: Config,
+    device: torch.device,
+    first_ranks: int | None = None,
 ) -> Iterator[list[tuple[MicroBatch, Any]]]:
     """This rank's micro-batches, a list per step, from `state`'s position to the end of training.
 
     Reading ahead changes nothing: the position is what is committed.
+
+    Args:
+        first_ranks: how many ranks have samples in the first step, where newcomers do not have the weights yet (fast
+            reduction only); None for all.
     """
     reader = EpochDataset(dataset, seed=config.seed, collate=collate)
-    sampler = RunSampler(state, world, config)
+    sampler = RunSampler(state, world, config, first_ranks)
     fetched: Iterable[tuple[MicroBatch, Any]]
     if config.num_workers == 0:
         fetched = map(reader.__getitems__, sampler)  # what a DataLoader would do, without its cost per batch

@@ -109,6 +109,8 @@ class Config:
     """fewer nodes than this wait for others instead of training; default: from --nnodes"""
     wait_timeout: float = 600.0
     """seconds to wait for --min-nodes, or for silent nodes without which it may not go on, before giving up"""
+    on_split: Literal["wait", "go-on"] = "wait"
+    """members are silent and not proven dead: wait for contact where the others may train on, or go on as a branch"""
     store_endpoint: str | None = None
     """HOST:PORT of the rendezvous, where it cannot be found out from torchrun's own flags"""
     local_rank: int | None = None

@@ -8,26 +8,29 @@ import math
 import os
 import queue
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
+from elastic_train.claims import run_directory_arbiter
 from elastic_train.errors import StoreUnreachable, first_line
-from elastic_train.liveness import Probe, Watcher, ping_interval, probe_all, refusing
+from elastic_train.formed_group import FORM_TIMEOUT as AHEAD_TIMEOUT
+from elastic_train.formed_group import FormedGroup, can_form, form
+from elastic_train.liveness import Watcher, ping_interval
 from elastic_train.membership import Membership, Surroundings
+from elastic_train.probes import Probe, probe_all, refusing
 from elastic_train.process_group import (
     GroupSockets,
     GroupStoreServer,
     address_towards,
     address_towards_any,
-    close_sockets_at,
 )
 from elastic_train.protocol.clients import Address
+from elastic_train.protocol.encounters import Encounters
 from elastic_train.protocol.entrance import Finder, Size
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.links import Links
@@ -35,6 +38,7 @@ from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.signposts import Launcher, Signposts, reach
 from elastic_train.protocol.store import TorchStore, connect
 from elastic_train.stopping import StopSignal
+from elastic_train.system import close_sockets_at
 from elastic_train.torchrun import Launch, max_nodes_of, split_endpoint
 from elastic_train.world import Member, World
 
@@ -45,6 +49,25 @@ OWN_SECONDS = 30.0
 the names of those who connect to it; a client that gives up once is of no use any more"""
 MOST_NAMED = 4
 """of them: each that is gone without a refusal costs a newcomer half a second"""
+
+
+@dataclass(frozen=True)
+class Return:
+    """What a member that was left out brings along when it comes back as a newcomer."""
+
+    uid: str
+    """that it had"""
+    stores: tuple[Address, ...] = ()
+    """of the members that it was in a world with"""
+    has_trained: bool = False
+    """whether there is a state of the run, with it or with others"""
+    num_fruitless: int = 0
+    """how often in a row it was left out before a world with it was settled"""
+    deadline: float = math.inf
+    """by the monotonic clock: --wait-timeout after it was left out first"""
+
+    def seconds_left(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
 
 
 @dataclass(frozen=True)
@@ -65,12 +88,16 @@ def connect_worker(
     run_dir: Path | None,
     say: Callable[[str], None],
     warn: Callable[[str], None],
+    back: Return | None = None,
+    goes_on: bool = False,
 ) -> Membership:
     """A membership that has found its job, or the place where it begins. Blocks until then.
 
     Args:
         say: tells the person in front of this node what is being waited for.
         warn: tells, and notes in the run's events, what is not as it should be.
+        back: where this process was another member before.
+        goes_on: as `PeerJob`'s; without effect but under c10d.
 
     Raises:
         StoreUnreachable, StoreRefused: where it meets the others does not answer.
@@ -78,11 +105,14 @@ def connect_worker(
     """
     around = Surroundings()
     uid = around.draw_uid()
-    host = local_address(launch)
-    server, sockets = GroupStoreServer(host), GroupSockets()
-    links = Links(host, uid, ping_interval(waits.peer_timeout))
-    is_fixed = launch.c10d is None and launch.etcd is None
+    host = local_address(launch, warn)
+    # The earlier the thread of its canary is started, the sooner that ends where this process is killed.
+    links = Links(host, uid, ping_interval(waits.peer_timeout), waits.peer_timeout, warn)
+    server = GroupStoreServer(host)
+    sockets = GroupSockets(spared_port=server.address[1])
+    is_fixed = not launch.is_open
     job: Job
+    encounters: Encounters | None = None
     if launch.etcd is not None:
         from elastic_train.etcd_members import EtcdJob  # and with it gRPC
 
@@ -91,11 +121,22 @@ def connect_worker(
             check=stop.check, say=say, refused=refusing, draw_uid=around.draw_uid,
         )  # fmt: skip
     else:
+        own = TorchStore(server.store, timedelta(seconds=OWN_SECONDS))
+        finder = finder_of(launch, waits, run_dir, stop, back)
+        if goes_on and launch.c10d is not None:
+            encounters = Encounters(
+                own,
+                reach,
+                finder,
+                uid=uid,
+                run_id=launch.run_id,
+                in_background=lambda task: around.start("encounters", task),
+            )
         job = PeerJob(
-            TorchStore(server.store, timedelta(seconds=OWN_SECONDS)),
+            own,
             server.address,
             reach,
-            finder_of(launch, waits, run_dir, stop),
+            finder,
             size_of(launch),
             uid=uid,
             run_id=launch.run_id,
@@ -104,7 +145,9 @@ def connect_worker(
             refused=refusing,
             draw_uid=around.draw_uid,
             clock=time.monotonic,
-            in_background=lambda task: threading.Thread(target=task, name="ahead", daemon=True).start(),
+            arbiter=None if launch.c10d is None or run_dir is None else run_directory_arbiter(run_dir),
+            in_background=lambda task: around.start("ahead", task),
+            goes_on=encounters is not None,
         )
     watcher = Watcher(
         links,
@@ -129,9 +172,17 @@ def connect_worker(
         say=say,
         answering=answering,
         order=launch.rank if is_fixed else 0,
-        begin_timeout=waits.formation_timeout if is_fixed else math.inf,
+        begin_timeout=waits.formation_timeout if is_fixed else math.inf if back is None else back.seconds_left(),
+        too_late=(
+            f"not all workers came within {waits.formation_timeout:.0f} s (--formation-timeout); the log of one that "
+            "is missing says why"
+            if is_fixed
+            else f"it was left out, and not taken in again within {waits.wait_timeout:.0f} s (--wait-timeout)"
+        ),
         sockets=sockets,
         group_store=server.group_store,
+        form=(lambda world: form_ahead(world, server, host)) if can_form() else None,
+        encounters=encounters,
         surroundings=around,
     )
     try:
@@ -141,6 +192,12 @@ def connect_worker(
         raise
     watcher.start()
     return membership
+
+
+def form_ahead(world: World, server: GroupStoreServer, address: str) -> FormedGroup:
+    """The process group of `world` beside the present one. Blocks until all members have; raises FormationFailed."""
+    store = PrefixStore(f"ahead/{world.key}", server.group_store(world, AHEAD_TIMEOUT))
+    return form(store, world.rank, world.world_size, address)
 
 
 def answering(members: tuple[Member, ...]) -> tuple[Member, ...]:
@@ -156,15 +213,18 @@ def size_of(launch: Launch) -> Size:
     return Size(settings.min_nodes, settings.max_nodes, settings.last_call, settings.join_timeout)
 
 
-def finder_of(launch: Launch, waits: Waits, run_dir: Path | None, stop: StopSignal) -> Finder:
+def finder_of(
+    launch: Launch, waits: Waits, run_dir: Path | None, stop: StopSignal, back: Return | None = None
+) -> Finder:
     """Where this worker's job is to be found. Blocks where MASTER_ADDR's store is awaited."""
     if launch.c10d is not None:
+        known = () if back is None else back.stores
         return Signposts(
             [split_endpoint(endpoint) for endpoint in launch.c10d.endpoints],
             launch.run_id,
             is_host=launch.c10d.is_host,
-            patience=waits.formation_timeout,
-            earlier=lambda: read_members(run_dir, launch.run_id),
+            patience=waits.formation_timeout if back is None else back.seconds_left(),
+            earlier=lambda: (*known, *read_members(run_dir, launch.run_id)),
         )
     start = f"restart-{launch.restart_count}"
     if launch.world_size == 1 or launch.master is None:
@@ -226,14 +286,14 @@ def wait_for_listener(host: str, port: int, deadline: float, stop: StopSignal) -
         time.sleep(0.2)
 
 
-def local_address(launch: Launch) -> str:
-    """The IP address by which other members reach this worker."""
+def local_address(launch: Launch, warn: Callable[[str], None]) -> str:
+    """The IP address by which other members reach this worker. Blocks and warns as `address_towards`."""
     if launch.c10d is not None:
-        return address_towards_any(launch.c10d.endpoints)
+        return address_towards_any(launch.c10d.endpoints, warn)
     if launch.etcd is not None:
-        return address_towards_any(launch.etcd.endpoints)
+        return address_towards_any(launch.etcd.endpoints, warn)
     if launch.master is not None and launch.world_size > 1:
-        return address_towards(*launch.master)
+        return address_towards(*launch.master, warn)
     return "127.0.0.1"
 
 

@@ -5,16 +5,19 @@ ElasticTrainError            ends a worker with one line; `exit_code` says with 
 ├── UnsupportedSystem        training needs Linux, or macOS for a world of one
 ├── DatasetMissing           the data is not where the flags say
 ├── TaskMismatch             a snapshot, or another member, belongs to another task, seed, batch size, ...
+├── BranchesMixed            two branches of one run are there to be continued
 ├── SnapshotError            a snapshot cannot be written or read
 │   └── SnapshotDamaged      its bytes are not the ones that its manifest promises
 ├── RunDirectoryError        the run directory cannot be used
 │   ├── RunDirectoryInUse    another live job owns it
-│   └── OwnershipLost        a newer generation, or another job, has taken it over from this process
+│   └── OwnershipLost        another job has taken it over from this process
+│       └── NewerGeneration  the others of this job have gone on in it, without this process
 ├── StoreUnreachable         the rendezvous store does not answer
 ├── StoreRefused             the rendezvous store refuses this user, this key or this write
 ├── FormationFailed          no process group could be formed
 ├── TrainingDiverged         the loss is NaN or infinite
 ├── LeftOut                  the others go on without this worker
+│   ├── Superseded           another branch has more committed steps
 │   └── Refused              its flags, data or versions are not those of the run
 ├── JobFinished              the job reached its end while this worker waited to be taken in (exit code 0)
 └── Stopped                  a signal ended this worker while it waited for others (exit code 143 or 130)
@@ -30,6 +33,10 @@ import sysconfig
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastic_train.protocol.branches import Position
 
 
 class ElasticTrainError(Exception):
@@ -57,6 +64,10 @@ class TaskMismatch(ElasticTrainError):
     """Two things that must agree (a snapshot and the flags, two members) do not; names both values."""
 
 
+class BranchesMixed(ElasticTrainError):
+    """Two branches of one run (--on-split) are there to be continued; names host and step of both."""
+
+
 class SnapshotError(ElasticTrainError):
     """A snapshot cannot be written or read."""
 
@@ -75,6 +86,10 @@ class RunDirectoryInUse(RunDirectoryError):
 
 class OwnershipLost(RunDirectoryError):
     """A newer generation, or another job, has taken the run directory over from this process."""
+
+
+class NewerGeneration(OwnershipLost):
+    """A newer generation of this job has the run directory: the others have gone on without this process."""
 
 
 class StoreUnreachable(ElasticTrainError):
@@ -104,6 +119,14 @@ class TrainingDiverged(ElasticTrainError):
 
 class LeftOut(ElasticTrainError):
     """The others have gone on without this worker; it must not train on."""
+
+
+class Superseded(LeftOut):
+    """Another branch of the run (--on-split) was met, and has more committed steps."""
+
+    def __init__(self, winner: Position) -> None:
+        super().__init__(f"this side has met another at {winner.name}, which goes on, with no fewer committed steps")
+        self.winner = winner
 
 
 class Refused(LeftOut):

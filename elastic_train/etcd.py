@@ -565,7 +565,7 @@ def import_etcd3() -> Any:
     """
     spec = importlib.util.find_spec("etcd3")
     if spec is None or not spec.submodule_search_locations:
-        raise UsageError("--rdzv-backend=etcd3 needs the etcd3 client: pip install 'elastic_train[etcd]'")
+        raise UsageError("--rdzv-backend=etcd3 needs the etcd3 client, which is missing: pip install etcd3==0.12.0")
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when gRPC is loaded; it would log every failed handshake
     from google.protobuf.descriptor_pool import DescriptorPool
     from google.protobuf.internal import builder

@@ -17,7 +17,7 @@ from elastic_train.errors import LeftOut, StoreUnreachable
 from elastic_train.etcd import Entry, Etcd, Transaction
 from elastic_train.etcd_settings import EtcdSettings
 from elastic_train.etcd_store import Guard, text_of
-from elastic_train.liveness import Probe, probe
+from elastic_train.probes import Probe, probe
 from elastic_train.protocol.central import Standing
 
 MIN_LEASE_SECONDS = 60.0

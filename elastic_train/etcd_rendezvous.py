@@ -116,7 +116,7 @@ class AgentsHandler(RendezvousHandler):
         prefix = self._prefix = self._job.prefix
         self._mirror = Mirror(etcd, f"{prefix}/")
         self._store = EtcdStore(etcd, lease=self._job.lease, guard=self._job.guard, mirror=self._mirror)
-        self._address = parameters.local_addr or address_towards_any(settings.endpoints)
+        self._address = parameters.local_addr or address_towards_any(settings.endpoints, print)
         self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
         self._lease = 0
         self._lease_lock = threading.Lock()

@@ -90,6 +90,11 @@ class EventLog:
         """From now on lines carry this world's rank, size and generation."""
         self._rank, self._world_size, self._generation = world.rank, world.world_size, world.generation
 
+    def leave(self) -> None:
+        """This worker is in no world any more. Another run may have moved the files aside: they are opened anew."""
+        self._generation = None
+        self._lines.close()
+
     def write(self, event: str, **fields: Any) -> None:
         self._lines.write(
             {

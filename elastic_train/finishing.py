@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from elastic_train.collectives import barrier, broadcast_bytes, gather_json
 from elastic_train.config import as_json
 from elastic_train.goodput import goodput
-from elastic_train.process_group import broadcast_bytes, gather_json
 from elastic_train.run_directory import write_atomic
 from elastic_train.state import state_sha256
 from elastic_train.worker import Worker
@@ -34,7 +32,7 @@ def write_result(worker: Worker, world: World, job_token: str, *, has_trained: b
     if is_leader and (has_trained or existing_result(path, worker.state.step) is None):
         worker.directory.check_owner(job_token, world.generation)
         save_result(worker, data)
-    dist.barrier()
+    barrier()
     return data
 
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from contextlib import suppress
+from typing import Any
 
-import torch.distributed as dist
-
-from elastic_train.errors import OwnershipLost, StoreUnreachable, first_line
+from elastic_train.collectives import barrier
+from elastic_train.connect import Return
+from elastic_train.errors import (
+    ElasticTrainError,
+    LeftOut,
+    OwnershipLost,
+    StoreUnreachable,
+    Superseded,
+    first_line,
+)
 from elastic_train.finishing import save_result, write_result
 from elastic_train.goodput import Phase
-from elastic_train.liveness import Probe, probe
 from elastic_train.loop import WorldLoop
 from elastic_train.membership import Membership
+from elastic_train.probes import Probe, probe
+from elastic_train.protocol.branches import Position, describe, id_of, parting_step
 from elastic_train.saving import Saver
 from elastic_train.worker import Worker
 from elastic_train.world import World
@@ -47,6 +57,7 @@ class WaysOut:
                 self._membership.announce_finished(world, data.decode())
         self._membership.watcher.leave()  # who is through goes now, and is not missed
         self._membership.finish(world)
+        self._membership.end_together(world)
         worker.reach("exit", world)
         reporter.events.write("done", outcome=outcome)
         reporter.say_for_node(f"{outcome.replace('_', ' ')} at step {state.step}")
@@ -81,8 +92,9 @@ class WaysOut:
         if world.is_directory_leader:
             self._saver.save_and_wait(state)
         self._saver.wait()
-        dist.barrier()  # nobody's agent may end a node whose leader is still writing
+        barrier()  # nobody's agent may end a node whose leader is still writing
         self._membership.watcher.leave()
+        self._membership.end_together(world)
         return self._say_stopped()
 
     def stop_between_worlds(self, world: World) -> int:
@@ -133,6 +145,63 @@ class WaysOut:
         while not self._worker.stop.is_requested and probe(first) is Probe.ACCEPTED and time.monotonic() < deadline:
             time.sleep(0.1)
         return self._describe_saved(advice)
+
+    def give_way(
+        self, error: ElasticTrainError, world: World | None, before: Return | None, *, has_state: bool
+    ) -> Return:
+        """The others have gone on without this worker. It keeps what it has, for they may all be lost before it is with
+        them again, and leaves its membership; what it comes back with, as a newcomer to whom they give their state.
+
+        Args:
+            before: what it came back with the last time.
+        """
+        worker, membership, state = self._worker, self._membership, self._worker.state
+        with suppress(LeftOut):  # the watcher may be the one that has found out
+            membership.watcher.leave()
+        saved = self._save_before_return(world) if world is not None and has_state else ""
+        discarded: dict[str, Any] = {}
+        if isinstance(error, Superseded) and has_state and state.branches != error.winner.branches:
+            discarded = self._discard(error.winner)
+            saved += f"; discarded: {discarded['what']}"
+        who = f"{worker.host}/{worker.launch.local_rank}/{os.getpid()}, {membership.uid}"
+        place = "" if world is None else f", rank {world.rank} of generation {world.generation}"
+        worker.reporter.warn(
+            f"{error}; it was {who}{place}, and comes back as a newcomer{saved}",
+            was=membership.uid,
+            **worker.reporter.void_commit(state),
+            **({"discarded": discarded} if discarded else {}),
+        )
+        worker.reporter.leave()
+        worker.directory.release()
+        state.clock.begin_anew()
+        others = () if world is None else tuple(member for member in world.members if member is not world.me)
+        stores = tuple(member.store for member in others if member.store is not None)
+        if isinstance(error, Superseded):
+            stores = (error.winner.store, *stores)
+        if before is None or membership.has_settled:
+            num_fruitless, deadline = 0, time.monotonic() + worker.config.wait_timeout
+        else:
+            num_fruitless, deadline = before.num_fruitless + 1, before.deadline
+            stores = tuple(dict.fromkeys((*stores, *before.stores)))
+        return Return(membership.uid, stores, bool(state.run_uid), num_fruitless, deadline)
+
+    def _discard(self, winner: Position) -> dict[str, Any]:
+        """What of this worker's branch the other one does not have."""
+        state = self._worker.state
+        first = parting_step(state.branches, winner.branches) + 1
+        what = f"steps {first} to {state.step} of {describe(state.branches)} on {self._worker.host}"
+        return {"branch": id_of(state.branches) or None, "first": first, "last": state.step, "what": what}
+
+    def _save_before_return(self, world: World) -> str:
+        state = self._worker.state
+        state.rollback()
+        if not world.is_first_of_node or not state.is_whole:
+            return ""
+        self._saver.enter(world)
+        with suppress(OwnershipLost):  # theirs will be there
+            if self._saver.save_and_wait(state):
+                return f"; the state of step {state.step} is saved, in case that nobody else is left"
+        return ""
 
     def save_for_nobody(self, world: World) -> str:
         """For the case that no other lives: without the training thread. Returns what a person should know."""

@@ -10,18 +10,20 @@ import numpy as np
 import torch
 from torch import nn
 
+from elastic_train.collectives import GROUP_TIMEOUT, gather_json
 from elastic_train.datasets import EpochDataset
 from elastic_train.evaluation import evaluate, share_buffers
 from elastic_train.goodput import Phase
+from elastic_train.handover import Handover
 from elastic_train.membership import Membership
 from elastic_train.ordered import OrderedReduction
-from elastic_train.process_group import GROUP_TIMEOUT, gather_json, require_unbroken
+from elastic_train.process_group import require_unbroken
 from elastic_train.reduction import Clipping, FastReduction, Loss, Reduction, Share, StepTotals
 from elastic_train.rules import Activity
 from elastic_train.sampler import MicroBatch
 from elastic_train.saving import Saver
 from elastic_train.state import TrainState
-from elastic_train.train import NO_VOTES, Outcome, StepResult, Votes, task_loss, train
+from elastic_train.train import JOINING, NO_VOTES, Outcome, StepResult, Votes, drop_gradients, task_loss, train
 from elastic_train.worker import Worker
 from elastic_train.world import World
 
@@ -34,7 +36,7 @@ def votes_of(worker: Worker, membership: Membership) -> Votes:
     membership.note_reduction()
     told_to_stop, leaving = worker.stop.votes()
     # Where no peer is lost a vote ends the world: gloo may never end a collective that is cut while all work on it.
-    return told_to_stop, leaving or int(membership.watcher.is_store_lost), int(membership.is_join_due)
+    return told_to_stop, leaving or int(membership.watcher.is_store_lost), membership.join_vote()
 
 
 class WorldLoop(Protocol):
@@ -45,8 +47,16 @@ class WorldLoop(Protocol):
     last_votes: Votes
     """what this rank said in the last step"""
 
-    def run(self, world: World, steps: Iterable[Share]) -> Outcome:
-        """Train in `world` over the steps that it is given; every rank calls it."""
+    has_room_for_handover: bool
+    """whether newcomers may take part in a step without samples, and get the state while it is computed"""
+
+    def run(self, world: World, steps: Iterable[Share], handover: Handover | None = None) -> Outcome:
+        """Train in `world` over the steps that it is given; every rank calls it. `handover` is to be finished before
+        the first step's gradient is applied."""
+        ...
+
+    def warm_up(self) -> None:
+        """Do what the first step would take longer for, as far as it needs nobody else; the state is of no use yet."""
         ...
 
     def evaluate_if_missed(self, world: World) -> None:
@@ -55,6 +65,10 @@ class WorldLoop(Protocol):
 
     def abandon(self) -> None:
         """Put the state back to a commit, on another thread: the one that trains waits, and will not come back."""
+        ...
+
+    def close(self) -> None:
+        """It trains no more: nothing of it stays attached to the state."""
         ...
 
 
@@ -67,27 +81,31 @@ class Loop:
         self._saver = saver
         self.step_started = time.monotonic()
         self.last_votes: Votes = NO_VOTES
-        self._loss = self._watched(
-            task_loss(
-                worker.task,
-                seed=worker.config.seed,
-                precision=worker.config.precision,
-                device=worker.device,
-                stand_in=stand_in_batch(worker),
-            )
+        # A SyncBatchNorm would take a sample of the newcomer's into everybody's statistics.
+        modules = worker.state.model.modules()
+        self.has_room_for_handover = worker.config.reduction == "fast" and not any(
+            isinstance(module, nn.SyncBatchNorm) for module in modules
         )
+        self._unwatched_loss = task_loss(
+            worker.task,
+            seed=worker.config.seed,
+            precision=worker.config.precision,
+            device=worker.device,
+            stand_in=stand_in_batch(worker),
+        )
+        self._loss = self._watched(self._unwatched_loss)
 
-    def run(self, world: World, steps: Iterable[Share]) -> Outcome:
+    def run(self, world: World, steps: Iterable[Share], handover: Handover | None = None) -> Outcome:
         """As `WorldLoop.run`. Raises: what train.train() does."""
-        return self.over(world)(steps)
+        return self.over(world, handover)(steps)
 
-    def over(self, world: World) -> Callable[[Iterable[Share]], Outcome]:
+    def over(self, world: World, handover: Handover | None = None) -> Callable[[Iterable[Share]], Outcome]:
         """The same for several stretches of steps in one world: what is built for the world is built once."""
         worker, state = self._worker, self._worker.state
         state.set_modes()
         if worker.config.compile:  # for every world anew: the shapes of the shares are others
             self._membership.watcher.least_patience = FIRST_STEP_SECONDS
-        reduction = self._make_reduction(world)
+        reduction = self._make_reduction(world, handover)
         evaluate_if_due = self.make_evaluate(world)
         observer = LoopObserver(self, worker, self._membership, world)
         return lambda steps: train(
@@ -102,15 +120,28 @@ class Loop:
             observer,
         )
 
+    def warm_up(self) -> None:
+        """As `WorldLoop.warm_up`: a forward and a backward pass over one sample that counts for nothing."""
+        state = self._worker.state
+        if self._worker.config.compile:
+            return  # for the shapes of a step, not for this one
+        state.set_modes()
+        nothing = MicroBatch(0, 0, 0, np.zeros(0, dtype=np.int64), 1, is_last=True)
+        self._unwatched_loss(state.model, nothing, None).backward()  # type: ignore[no-untyped-call]
+        drop_gradients(state.optimizer)
+
     def abandon(self) -> None:
         """As `WorldLoop.abandon`."""
         self._worker.state.rollback()
+
+    def close(self) -> None:
+        """As `WorldLoop.close`: nothing is."""
 
     def _votes(self) -> Votes:
         self.last_votes = votes_of(self._worker, self._membership)
         return self.last_votes
 
-    def _make_reduction(self, world: World) -> Reduction:
+    def _make_reduction(self, world: World, handover: Handover | None) -> Reduction:
         worker, state = self._worker, self._worker.state
         config, model = worker.config, state.model
         reduction: Reduction
@@ -131,7 +162,7 @@ class Loop:
                 static_graph=config.static_graph,
                 num_votes=len(NO_VOTES),
             )
-        reduction = UnbrokenReduction(reduction, self._membership)
+        reduction = UnbrokenReduction(reduction, self._membership, handover)
         if config.clip_grad_norm is not None:  # on the outside: gradients are unscaled once, if the step counts
             reduction = Clipping(reduction, state.optimizer, state.scaler, config.clip_grad_norm)
         return reduction
@@ -205,15 +236,22 @@ class UnbrokenReduction:
     gloo raises of itself then; NCCL's collectives, once aborted, end with garbage and no error.
     """
 
-    def __init__(self, reduction: Reduction, membership: Membership) -> None:
+    def __init__(self, reduction: Reduction, membership: Membership, handover: Handover | None = None) -> None:
         self._reduction = reduction
         self._sockets, self._watcher = membership.sockets, membership.watcher
+        self._handover = handover
+        if handover is not None:
+            handover.begin()
 
     def run(
         self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
     ) -> StepTotals:
         """As `Reduction.run`. Raises: FormationFailed where the group was broken off."""
         totals = self._reduction.run(micro_batches, loss, scale, votes)
+        handover, self._handover = self._handover, None
+        if handover is not None:
+            self._watcher.do(Activity.FORM)  # however long that takes, nobody is stuck
+            handover.finish(lambda: require_unbroken(self._sockets))
         self._watcher.do(Activity.COMPUTE)  # the optimizer's step waits for nobody
         require_unbroken(self._sockets)
         return totals
@@ -224,6 +262,7 @@ class LoopObserver:
 
     def __init__(self, loop: WorldLoop, worker: Worker, membership: Membership, world: World) -> None:
         self._loop, self._worker, self._world = loop, worker, world
+        self._membership = membership
         self._watcher = membership.watcher
         self._reporter = worker.reporter
 
@@ -250,6 +289,7 @@ class LoopObserver:
         watcher.slowest_step = max(0.99 * watcher.slowest_step, now - self._loop.step_started)
         watcher.least_patience = 0.0
         self._loop.step_started = now
+        self._membership.follow_join_vote(self._world, result.votes[JOINING])
 
 
 def stand_in_batch(worker: Worker) -> Callable[[], Any]:

@@ -21,16 +21,32 @@ from typing import Protocol
 import torch
 from torch.distributed import PrefixStore, Store
 
-from elastic_train.errors import FormationFailed, JobFinished, LeftOut, StoreUnreachable
+from elastic_train.errors import FormationFailed, JobFinished, LeftOut, StoreUnreachable, Superseded
+from elastic_train.formed_group import FormedGroup
 from elastic_train.liveness import Watcher
 from elastic_train.process_group import GroupSockets
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, Fatal, LeftBehind, Presence, Status, Wait
+from elastic_train.protocol.branches import BRANCH, POSITION, Branch, Branches, Position, id_of
+from elastic_train.protocol.encounters import Encounters
 from elastic_train.protocol.job import Admitted, Job, Over
 from elastic_train.protocol.join_queue import Waiting, ready_nodes, without_nodes_of
-from elastic_train.rules import Activity, Failure, disagreement, judge_error, require_agreement
+from elastic_train.protocol.plan import Plan, Preparation, mark
+from elastic_train.rules import (
+    NOW,
+    SOON,
+    Activity,
+    Failure,
+    common_backend,
+    disagreement,
+    judge_error,
+    next_generation,
+    require_agreement,
+)
 from elastic_train.world import Member, World
 
-POLL_SECONDS = 0.003
+POLL_SECONDS = 0.001
+READY_POLL_SECONDS = 0.00005
+"""the same for each member of a world while all of them ask rank 0, which answers some 20,000 times a second"""
 QUEUE_POLL_SECONDS = 0.03
 SPARE_POLL_SECONDS = 0.01
 """between two looks of a spare; a part of what a recovery takes that waits for it"""
@@ -38,9 +54,15 @@ WORD_SECONDS = 10.0
 """between two lines to the person who waits with us"""
 ASK_SECONDS = 1.0
 """after which a member that was told nothing asks the others"""
+ASK_AGAIN_SECONDS = 0.001
+"""and again, for each member of the world: all of them may ask the same ones"""
 SETTLE_SECONDS = 0.5
 """nodes that become ready within so short a time are admitted together"""
 SETTLED_REDUCTIONS = 2
+MOST_FAILED_PLANS = 2
+"""in one world; then newcomers are admitted in the plain way, for which everybody stops"""
+PROOF_SECONDS = 0.5
+"""that the proposer of a large world waits for others to prove a death that it sees"""
 FIND_ATTEMPTS = 5
 AT_LAST_SECONDS = 120.0
 """for saving the state of a worker that is about to be ended"""
@@ -77,6 +99,9 @@ class Surroundings:
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     draw_uid: Callable[[], str] = lambda: uuid.uuid4().hex[:12]
+    start: Callable[[str, Callable[[], None]], None] = lambda name, task: threading.Thread(
+        target=task, name=name, daemon=True
+    ).start()
 
 
 class Membership:
@@ -96,9 +121,12 @@ class Membership:
         say: tells the person in front of this node what is being waited for.
         answering: which of some members answer a probe.
         order: this worker's place among the others, where a launcher has given one.
-        begin_timeout: seconds until the first world has to stand, where nobody else looks after that.
+        begin_timeout: seconds until this worker has to be in a world, where nobody else looks after that.
+        too_late: says what was not done in that time.
         sockets: those of the process group, which the watcher breaks off.
         group_store: where the process group of a world meets; raises FormationFailed where its rank 0 is dead.
+        form: makes the process group of a world beside the present one, on any thread; None where that cannot be.
+        encounters: looks for other branches of the run; None where a side never goes on as one.
     """
 
     def __init__(
@@ -118,8 +146,11 @@ class Membership:
         answering: Callable[[tuple[Member, ...]], tuple[Member, ...]],
         order: int = 0,
         begin_timeout: float = math.inf,
+        too_late: str = "",
         sockets: GroupSockets,
         group_store: Callable[[World], Store],
+        form: Callable[[World], FormedGroup] | None = None,
+        encounters: Encounters | None = None,
         surroundings: Surroundings = Surroundings(),
     ) -> None:
         self.job = job
@@ -130,9 +161,9 @@ class Membership:
         self._max_nodes, self._max_world_size = max_nodes, max_world_size
         self._check, self._say, self._answering = check, say, answering
         self._around = surroundings
-        self._begin_timeout, self._begin_by = begin_timeout, surroundings.monotonic() + begin_timeout
+        self._too_late, self._begin_by = too_late, surroundings.monotonic() + begin_timeout
         self.sockets = sockets
-        self._group_store = group_store
+        self._group_store, self._form, self._encounters = group_store, form, encounters
         self._me: Member | None = None
         self._world: World | None = None
         self._facts: dict[str, str] = {}
@@ -140,11 +171,21 @@ class Membership:
         self._ready: tuple[tuple[str, ...], float] = ((), 0.0)
         """uids of the workers that were seen ready, and since when it is these"""
         self._admits: tuple[Member, ...] = ()
-        """newcomers for the next world, chosen by rank 0's watcher"""
+        """newcomers for the next world, chosen by rank 0's watcher, where nothing is prepared for them"""
+        self._plan: Plan | None = None
+        """the same where it is prepared"""
+        self._num_failed_plans = 0
+        self._preparation: Preparation | None = None
+        self._absent: tuple[Member, ...] = ()
+        """newcomers that did not answer when they were invited"""
+        self.has_settled = False
+        """whether a world with this worker in it was settled"""
         self.came_later = False
         """whether others of this job trained before this worker was admitted"""
         self.at_last: Callable[[], str] = lambda: "there is nothing to save"
         """called before the process ends without its training thread; returns what a person should know then"""
+        self.progress: Callable[[], tuple[Branches, int] | None] = lambda: None
+        """branches and committed steps of this worker's state, for any thread; None while it has none"""
         self.may_not_go_on: Callable[[str], None] = lambda _why: None
         """called once when this side waits for votes; the state should be saved then"""
 
@@ -168,10 +209,7 @@ class Membership:
 
     def _require_time_to_begin(self, now: float) -> None:
         if now > self._begin_by:
-            raise FormationFailed(
-                f"not all workers came within {self._begin_timeout:.0f} s (--formation-timeout); the log of one that "
-                "is missing says why"
-            )
+            raise FormationFailed(self._too_late)
 
     def agreed_once(self, name: str, proposal: str) -> str:
         """The first `proposal` that any member of this job ever made under `name`; all later ones read it."""
@@ -192,13 +230,19 @@ class Membership:
             self._facts[name] = found
         return found
 
+    @property
+    def branch(self) -> Branch | None:
+        """On which this member's world is; None on the main line."""
+        return Branch.from_json(self._facts.get(BRANCH))
+
     # --- worlds -------------------------------------------------------------------------------------------------------
 
-    def first_world(self, me: Member) -> World:
+    def first_world(self, me: Member, require: Callable[[Position], None] = lambda _theirs: None) -> World:
         """Stand in the join queue until the job admits this worker. Blocks as long as others train without it.
 
         Args:
             me: without uid and addresses, which are filled in.
+            require: raises Refused where this worker may not join those who are so far.
 
         Raises:
             Refused: this worker's flags, data or versions are not those of the run; names both values.
@@ -223,6 +267,9 @@ class Membership:
             reference = self.published("agreement")
             if reference is not None:
                 require_agreement(me.agreement, json.loads(reference), "the run")
+            if self._encounters is not None and (said := self.job.host_says(POSITION)) is not None:
+                require(Position.from_json(said))
+            self._consider_invitation()
             now = self._around.monotonic()
             self._require_time_to_begin(now)
             if now > next_word:
@@ -230,23 +277,48 @@ class Membership:
                 self._say(place.text)
             self._around.sleep(QUEUE_POLL_SECONDS)
 
-    def next_world(self, world: World, *, has_formed: bool) -> tuple[World, Change]:
+    def _consider_invitation(self) -> None:
+        """As a newcomer: take part in what rank 0 plans, beside the waiting for it."""
+        text = self.job.planned()
+        if not text or self._form is None:
+            return
+        plan = Plan.from_json(text)
+        planned, before = plan.world_for(self.uid, None), self._preparation
+        if planned is None or (before is not None and before.world is not None and before.world.uid == planned.uid):
+            return
+        preparation = self._begin_preparation()
+        preparation.world = planned
+        self._around.start("ahead", lambda: preparation.run(lambda: preparation.accept(plan, planned)))
+
+    def next_world(
+        self, world: World, *, has_formed: bool, is_by_vote: bool = False, is_planned: bool = False
+    ) -> tuple[World, Change]:
         """Agree with the survivors of `world`, whose process group is gone, on what follows. Blocks until each old
-        member has come or is out, and as long as this side may not go on without those that are silent.
+        member has come or is out, and as long as this side may not go on without those that are silent. Returns at once
+        where it was agreed on before.
 
         Args:
             has_formed: whether the process group stood; if it never did, two members may be cut off from each other.
+            is_by_vote: whether all who train have ended the world at the step of a vote.
+            is_planned: whether that was to admit newcomers.
 
         Raises:
-            LeftOut: the others went on without this worker.
+            LeftOut: the others went on without this worker. Superseded: another branch goes before this one.
             Stopped: this worker was told to stop meanwhile.
             FormationFailed: the job cannot go on, or has waited for `wait_timeout`.
             StoreUnreachable: the store is gone, and the job with it.
         """
         started = self._around.monotonic()
         watcher = self.watcher
-        watcher.announce_broken()
+        prepared = self._preparation.plan if is_planned and self._preparation is not None else None
+        if prepared is not None:  # rank 0 has voted NOW, so it is decided
+            watcher.leave()
+            self._require_no_better()
+            return self._follow(world, prepared.decision, started)
+        self._keep_preparation(None)  # after a loss the survivors may differ by a step
+        watcher.announce_broken(is_by_vote=is_by_vote)
         watcher.leave()
+        self._require_no_better()
         self._expect_answer()
         found = self._agree(world, has_formed, started)
         if isinstance(found, Fatal):
@@ -255,6 +327,10 @@ class Membership:
         fatal = self.job.heard(world, "fatal")  # whoever ended the job may be among the dead of this decision
         if fatal is not None:
             raise FormationFailed(fatal)
+        return self._follow(world, decision, started)
+
+    def _follow(self, world: World, decision: Decision, started: float) -> tuple[World, Change]:
+        watcher = self.watcher
         following = decision.world_for(world.me.uid, world, self._max_world_size)
         if following is None:
             self.job.release(world, decision)
@@ -283,7 +359,9 @@ class Membership:
 
         agreement = self._agreement(world, has_formed, has_run_out)
         waits_since: float | None = None
-        next_word = started + WORD_SECONDS
+        # Where some did not come and nobody was lost, they may have gone on before this member came.
+        is_late = not has_formed and self.watcher.reason is None
+        next_word, next_ask = started + WORD_SECONDS, started if is_late else started + ASK_SECONDS
         while True:
             found = agreement.look()
             if isinstance(found, Decided | Fatal):
@@ -295,9 +373,13 @@ class Membership:
             if found.votes or now - started > 2 * self._limits.peer_timeout:
                 self._check()  # not before: the others may decide a world with this member, which then leaves by vote
             if found.votes:  # they may come back: nothing but their silence counts against them from now on
-                patient_since, self.watcher.verdicts = now, {}
+                self._require_no_better()
+                patient_since = now
+                self.watcher.forgive()
                 agreement = self._agreement(world, has_formed, has_run_out)
-            agreement.asks_others = bool(found.votes) or now - started > ASK_SECONDS
+            agreement.asks_others = bool(found.votes) or now >= next_ask
+            if now >= next_ask:
+                next_ask = now + len(world.members) * ASK_AGAIN_SECONDS
             waits_since = self._note_votes(world, found, waits_since)
             if waits_since is not None and now - waits_since > self._limits.wait_timeout:
                 names = ", ".join(self._names(world, found.votes))
@@ -318,7 +400,7 @@ class Membership:
     def _agreement(self, world: World, has_formed: bool, has_run_out: Callable[[float], bool]) -> Agreement:
         watcher = self.watcher
         is_anybody_known_dead = bool(watcher.verdicts) or any(map(watcher.is_refused, world.members))
-        unreachable: tuple[int, ...] = ()
+        unreachable = watcher.lost_neighbours(world)
         if not is_anybody_known_dead and (watcher.reason is not None or not has_formed):
             unreachable = watcher.unreachable(world)
 
@@ -327,6 +409,7 @@ class Membership:
             factor = 1.0 if rank not in agreement.present else 2.0 if rank < world.rank else math.inf
             return watcher.status(world.members[rank], rank, has_run_out(factor))
 
+        proven_by = self._around.monotonic() + PROOF_SECONDS
         agreement = Agreement(
             self.job,
             world,
@@ -336,6 +419,9 @@ class Membership:
             newcomers=lambda: self._newcomers(world),
             facts=self._facts,
             draw_uid=self._around.draw_uid,
+            watched=lambda: watcher.watched,
+            watch_too=watcher.watch_too,
+            witnesses=lambda rank: watcher.witnesses(world, rank) if self._around.monotonic() < proven_by else (),
         )
         return agreement
 
@@ -366,6 +452,8 @@ class Membership:
         self.job.enter(world, self._facts, decision)
         self.watcher.adopt(world)
         self._world, self._admits, self._num_reductions = world, (), 0
+        self._plan, self._num_failed_plans = None, 0
+        self._keep_preparation(world)
 
     def wait_for_workers(self, world: World) -> None:
         """Wait until all who train are about to make the process group, so that making it takes milliseconds, and
@@ -377,31 +465,29 @@ class Membership:
         Raises:
             FormationFailed: one died, or has not come within the peer timeout.
         """
-        while (seconds := self.job.seconds_to_wait(world, self.watcher.links.answered())) > 0:
-            self._check_whole()
-            self._around.sleep(min(seconds, 0.05))
+        self.wait_for_left_out(world)
         try:
             self._wait_at_rank_0(world)
         except StoreUnreachable as error:
-            raise FormationFailed(f"{world.members[0].name} (rank 0) does not answer") from error
+            raise _no_answer(world) from error
 
     def _wait_at_rank_0(self, world: World) -> None:
         """Raises: as `wait_for_workers`; StoreUnreachable where rank 0 does not answer."""
         clock, peer_timeout = self._around.monotonic, self._limits.peer_timeout
-        store, prefix = self.job.world_store(world), f"{self.job.world_key(world)}/ready"
-        store.put(f"{prefix}/{world.rank}", "")
-        missing = [rank for rank in range(world.world_size) if rank != world.rank]
+        self.job.say_ready(world)
         deadline = clock() + 2 * peer_timeout
-        while missing:
-            values = store.get_many([f"{prefix}/{rank}" for rank in missing])
-            missing = [rank for rank, value in zip(missing, values, strict=True) if value is None]
-            if not missing:
-                return
+        while not self.job.are_ready(world):
             self._check_whole()
             if clock() > deadline:
-                ranks = ", ".join(map(str, missing))
+                ranks = ", ".join(map(str, self.job.not_ready(world)))
                 raise FormationFailed(f"rank {ranks} did not come to the process group in {2 * peer_timeout:.0f} s")
-            self._around.sleep(POLL_SECONDS)
+            self._around.sleep(max(POLL_SECONDS, world.world_size * READY_POLL_SECONDS))
+
+    def wait_for_left_out(self, world: World) -> None:
+        """Until those whom this world has left out have stopped (law 2)."""
+        while (seconds := self.job.seconds_to_wait(world, self.watcher.links.answered())) > 0:
+            self._check_whole()
+            self._around.sleep(min(seconds, 0.05))
 
     def _check_whole(self) -> None:
         self.watcher.check()
@@ -413,14 +499,19 @@ class Membership:
     def note_reduction(self) -> None:
         """A reduction is about to begin: those before it have finished. After the second one the world is settled."""
         self._num_reductions += 1
+        self.watcher.num_reductions = self._num_reductions
         if self._num_reductions == SETTLED_REDUCTIONS + 1 and self._world is not None:
             self.job.settle(self._world)
+            self.has_settled = True
 
     def leave(self, world: World, reason: str) -> None:
         """Tell the others that this worker leaves on purpose, so that nobody waits for it or looks for it."""
         self.job.announce(world, f"left/{world.rank}", reason)
+        preparation = self._preparation
+        if preparation is not None and preparation.world is not None:  # it may be decided, with this worker in it
+            self.job.announce(preparation.world, f"left/{preparation.world.rank}", reason)
         if not world.is_spare:  # nobody's step needs a spare
-            self.watcher.announce_broken()
+            self.watcher.announce_broken(is_by_vote=reason == "stopped")
 
     def stand_by(self, world: World) -> str | None:
         """Wait, as a spare of `world`, until it ends. Returns what `announce_finished` was given; None where a member
@@ -446,28 +537,116 @@ class Membership:
         """Tell the spares of the present world that the run is through, and with what."""
         self.job.announce(world, "finished", result)
 
-    @property
-    def is_join_due(self) -> bool:
-        """Whether members are to be admitted at the next step boundary."""
-        return bool(self._admits)
+    # --- joins --------------------------------------------------------------------------------------------------------
+
+    def join_vote(self) -> int:
+        """What this member says of newcomers in the step in hand: 0, SOON or NOW (protocol/plan.py).
+
+        Raises: what ended the thread that prepares them, if that was a bug.
+        """
+        preparation = self._preparation
+        if preparation is not None and preparation.crash is not None:
+            raise preparation.crash
+        if self._admits:
+            return NOW
+        if self._plan is None:
+            return NOW if self._is_superseded else 0
+        is_stale = self._world is None or self._plan.parent != self._world.uid  # that world has ended otherwise
+        if preparation is None or is_stale or (preparation.failure is not None and not preparation.is_decided):
+            self._num_failed_plans += preparation is not None and not preparation.absent
+            self._absent = () if preparation is None else preparation.absent
+            self._plan = None
+            self._keep_preparation(None)
+            return 0
+        if preparation.is_ready:
+            return NOW
+        return SOON if preparation.is_due else 0
+
+    def follow_join_vote(self, world: World, vote: int) -> None:
+        """After the commit of a step: `vote` is what rank 0 said in it. Never blocks."""
+        if self._plan is not None:
+            if vote == SOON and self._preparation is not None:
+                self._preparation.may_form = True
+        elif vote == 0:
+            self._keep_preparation(None)
+        elif vote == SOON and self._preparation is None and self._form is not None:
+            preparation = self._begin_preparation()
+            self._around.start(
+                "ahead", lambda: preparation.run(lambda: preparation.follow(world, self._max_world_size))
+            )
+
+    def _begin_preparation(self) -> Preparation:
+        assert self._form is not None, "asked before"
+        self._keep_preparation(None)
+        self._preparation = Preparation(self.job, self._form, self._around.monotonic, self._around.sleep)
+        return self._preparation
+
+    def _keep_preparation(self, world: World | None) -> None:
+        """Let go of what was prepared, unless it is for this world."""
+        preparation = self._preparation
+        if preparation is None:
+            return
+        if world is None or preparation.world is None or preparation.world.uid != world.uid:
+            self._preparation = None
+            self._around.start("release", preparation.cancel)  # a group takes its time to end
+
+    def take_formed(self, world: World) -> FormedGroup | None:
+        """The process group of `world`, where it was formed ahead. It is the caller's from now on."""
+        preparation, self._preparation = self._preparation, None
+        if preparation is None or preparation.world is None or preparation.world.uid != world.uid:
+            return None
+        self.job.note_place(world, is_shared=preparation.is_place_shared)
+        formed: FormedGroup | None = preparation.formed
+        return formed
+
+    def is_ready_for(self, world: World) -> None:
+        """As a newcomer of a world that was prepared: the others may come.
+
+        Raises: as `check_arrival`.
+        """
+        self.check_arrival()
+        try:
+            mark(self.job, "ready", world)
+        except StoreUnreachable as error:
+            self.check_arrival()
+            raise _no_answer(world) from error
+
+    def check_arrival(self) -> None:
+        """For a newcomer that waits for the others, who train on for a step or two.
+
+        Raises:
+            FormationFailed: one of them is lost.
+            JobFinished: they have reached the end.
+            Stopped: this worker was told to stop.
+        """
+        if self.job.is_over():
+            raise JobFinished("the job reached its end while this node was being admitted")
+        self._check_whole()
+        self._check()
 
     @property
     def can_take_in(self) -> bool:
         """Whether `next_world` would find members that are ready to join, or that are lost; for a world that waits,
         and that the watcher expects."""
-        return self.is_join_due or self.watcher.reason is not None
+        return bool(self._admits) or self.watcher.reason is not None or self._is_superseded
 
     def consider_admission(self, world: World) -> None:
         """Choose whom the next world admits, when somebody is ready. Rank 0's watcher calls it."""
-        room = self._max_nodes - len({member.node for member in world.members})
-        reference = self._facts.get("agreement")
-        inside = {member.uid for member in world.members}
+        if self._plan is not None:
+            return
+        self.job.drop(self._absent)  # until they come again
+        self._absent = ()
+        inside = {member.node for member in world.members}
+        text = self._facts.get("agreement")
+        reference = None if text is None else json.loads(text)
         nodes = [
             node
-            for node in ready_nodes(self.job.queue(), inside)
-            if reference is None or all(disagreement(one.agreement, json.loads(reference)) is None for one in node)
+            for node in ready_nodes(self.job.queue(), world.members)
+            if reference is None or all(disagreement(one.agreement, reference) is None for one in node)
         ]
-        ready = tuple(member for node in nodes[: max(0, room)] for member in node)
+        back = [node for node in nodes if node[0].node in inside]  # to others of their nodes, which take no more room
+        new = [node for node in nodes if node[0].node not in inside]
+        ready = tuple(member for node in (*back, *new[: max(0, self._max_nodes - len(inside))]) for member in node)
         uids, now = tuple(member.uid for member in ready), self._around.monotonic()
         if uids != self._ready[0]:
             self._ready = (uids, now)
@@ -477,8 +656,38 @@ class Membership:
         answering = self._answering(ready)
         gone = [member for member in ready if member not in answering]
         self.job.drop(gone)
-        if self._world is world:
-            self._admits = without_nodes_of(gone, ready)
+        admits = without_nodes_of(gone, ready)
+        if self._world is world and admits and self._can_prepare(world, admits):
+            self._prepare(world, admits)
+        elif self._world is world:
+            self._admits = admits
+
+    def _can_prepare(self, world: World, newcomers: tuple[Member, ...]) -> bool:
+        """Whether the next world's group can be formed beside the present one: gloo's can, and spares take no part."""
+        if self._form is None or self._admits or self._num_failed_plans >= MOST_FAILED_PLANS:
+            return False
+        workers = (*world.members, *newcomers)
+        has_spares = world.num_spares > 0 or (self._max_world_size is not None and len(workers) > self._max_world_size)
+        # Below --min-nodes nobody trains, and there is no step to vote in.
+        return not has_spares and world.num_nodes >= world.min_nodes and common_backend(workers) == "gloo"
+
+    def _prepare(self, world: World, newcomers: tuple[Member, ...]) -> None:
+        """Plan the next world, and begin with it as rank 0. The plan is written down beside it, where the others
+        look."""
+        decision = Decision(
+            next_generation([world.generation, *(one.max_generation for one in newcomers)]),
+            self._around.draw_uid(),
+            ranks=tuple(range(len(world.members))),
+            new=newcomers,
+            facts=dict(self._facts),
+        )
+        plan = Plan(world.uid, world.members, decision)
+        planned = plan.world_for(self.uid, self._max_world_size)
+        assert planned is not None, "it is rank 0"
+        self.job.beside(world.me).put("plan", plan.to_json())
+        preparation = self._begin_preparation()
+        self._plan = plan
+        self._around.start("ahead", lambda: preparation.run(lambda: preparation.lead(world, plan, planned)))
 
     def judge(self, error_text: str, is_communication: bool, step: int, world: World) -> Failure:
         """Whose error it was that ended `step`; an own one is told to the others, who may meet it at the same step."""
@@ -526,8 +735,53 @@ class Membership:
     def tend(self, world: World | None, is_spokesman: bool) -> None:
         """Background tasks, on the watcher's thread."""
         self.job.tend(world, is_spokesman=is_spokesman)
+        present = self._world
+        if self._encounters is not None and present is not None:
+            self._encounters.tend(present, self._position, self.branch)
         if world is not None and is_spokesman:
             self.consider_admission(world)
+
+    @property
+    def _is_superseded(self) -> bool:
+        """Whether this is rank 0 of a side that stops, and the others of its world are told."""
+        world = self._world
+        return self._encounters is not None and self._encounters.is_told and world is not None and world.rank == 0
+
+    def _require_no_better(self) -> None:
+        winner = None if self._encounters is None else self._encounters.winner()
+        if winner is not None:
+            raise Superseded(winner)
+
+    def _position(self) -> Position | None:
+        world, branch, progress = self._world, self.branch, self.progress()
+        if world is None or world.is_spare or progress is None or world.me.store is None:
+            return None
+        branches, step = progress
+        if id_of(branches) != ("" if branch is None else branch.id):
+            return None  # the world has not brought its members together yet
+        rank = -1 if branch is None else branch.rank
+        return Position(branches, step, world.me.host, world.me.store, rank, self._facts.get("run_uid"))
+
+    def end_together(self, world: World) -> None:
+        """Until all who train are through with their last collective: one whose peer closes its sockets meanwhile would
+        take it for dead. Blocks for as long as --peer-timeout at most.
+        """
+        clock, key = self._around.monotonic, f"{self.job.world_key(world)}/through"
+        deadline = clock() + self._limits.peer_timeout
+        with suppress(StoreUnreachable):  # then rank 0 has seen all, and is gone
+            store = self.job.world_store(world)
+            store.put(f"{key}/{world.rank}", "")
+            others = {f"{key}/{rank}": member for rank, member in enumerate(world.workers) if rank != world.rank}
+            missing = list(others) if world.rank == 0 else [f"{key}/all"]
+            while missing and clock() < deadline:
+                found = zip(missing, store.get_many(missing), strict=True)
+                missing = [one for one, text in found if text is None and not self._is_gone(others.get(one))]
+                self._around.sleep(max(POLL_SECONDS, world.world_size * READY_POLL_SECONDS) if missing else 0.0)
+            if world.rank == 0:
+                store.put(f"{key}/all", "")
+
+    def _is_gone(self, member: Member | None) -> bool:
+        return member is not None and self.watcher.is_refused(member)
 
     def finish(self, world: World) -> None:
         """At the end of training: tell those in the join queue."""
@@ -537,7 +791,12 @@ class Membership:
 
     def close(self) -> None:
         self.watcher.stop()
+        self.sockets.release()
         self.job.close(self._me)
+
+
+def _no_answer(world: World) -> FormationFailed:
+    return FormationFailed(f"{world.members[0].name} (rank 0) does not answer")
 
 
 def new_token() -> str:

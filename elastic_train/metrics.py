@@ -107,7 +107,7 @@ class Metrics:
                 self._has_warned = True
                 self._warn(
                     f"--metrics-port {self._port} is taken, perhaps by another node of this host, which then tells of "
-                    "this run too; it is tried again with every new world"
+                    "this run too; it is tried again every second"
                 )
             return
         # A forked DataLoader process would keep the port beyond this process's death.
@@ -117,9 +117,6 @@ class Metrics:
 
     def enter(self, world: World, state: TrainState) -> None:
         """A world stands, and `state` is everybody's."""
-        if self._server is None:
-            with suppress(UsageError):  # the address was good at the start; it is no reason to end the training
-                self._serve()
         self._started_at = self._started_at or time.time()
         self._world = world
         self._rate.restart()
@@ -138,6 +135,9 @@ class Metrics:
         world = self._world
         if world is None:
             return
+        if self._server is None:  # a process that was killed keeps its port for a moment
+            with suppress(UsageError):  # the address was good at the start; it is no reason to end the training
+                self._serve()
         now = self._updated_at = time.monotonic()
         self._rate.update(now)
         recoveries = [(str(entry["cause"]), sum(entry["seconds"].values())) for entry in state.incidents]

@@ -30,15 +30,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
 
+from elastic_train.collectives import all_reduce, reduced
 from elastic_train.config import Config, check, flag, parse
 from elastic_train.datasets import length_of
 from elastic_train.errors import ElasticTrainError, FormationFailed, TrainingDiverged, UsageError, tell
+from elastic_train.handover import Handover
 from elastic_train.loop import FIRST_STEP_SECONDS, LoopObserver, stand_in_batch, votes_of
 from elastic_train.membership import Membership
 from elastic_train.process_group import is_communication_error
 from elastic_train.recovery import run_worker
 from elastic_train.reduction import Share, hush_statistics
-from elastic_train.rules import Activity
+from elastic_train.rules import NOW, Activity
 from elastic_train.saving import Saver
 from elastic_train.state import Stateful, TrainState
 from elastic_train.stopping import StopSignal, die_with_parent
@@ -85,7 +87,6 @@ class Training:
         self._loop = loop
         self._worker = worker
         self._watcher = membership.watcher
-        self._sockets = membership.sockets
         self._observer = LoopObserver(loop, worker, membership, world)
         self._steps = iter(steps)
         self._share: Share | None = None
@@ -188,13 +189,13 @@ class Training:
         own_part = 0.0 if self._is_stand_in else own_loss * self.weight  # a stand-in's may be NaN
         totals = torch.tensor([own_part, *self._loop.votes()], dtype=torch.float64)
         try:
-            dist.all_reduce(totals)
-        except RuntimeError as error:
+            all_reduce(totals)
+        except (RuntimeError, FormationFailed) as error:
             if not is_communication_error(error):
                 raise
             # Raised when the next batch is asked for, so that what the function does after a commit is done.
             self._lost = error
-            self._sockets.shut()
+            self._watcher.announce_broken()
             # The best that is known of the mean.
             self._commit(StepResult((self.state.last_loss or 0.0) if self._is_stand_in else own_loss, NO_VOTES))
             return
@@ -209,10 +210,10 @@ class Training:
             return  # whatever else was asked for has come too late
         if told_to_stop == self.world.world_size:
             self._outcome = Outcome.STOPPED
+        elif joining == NOW:
+            self._outcome = Outcome.SOME_JOIN
         elif leaving:
             self._outcome = Outcome.SOME_LEAVE
-        elif joining:
-            self._outcome = Outcome.SOME_JOIN
 
     def say(self, message: str) -> None:
         """A line for the person who watches; only rank 0 prints it."""
@@ -308,10 +309,12 @@ def _average_by_samples(training: Training, bucket: dist.GradBucket) -> torch.fu
     weight, gradients = training.weight, bucket.buffer()
     # Those of a stand-in may be NaN, which no weight makes zero.
     gradients = gradients.mul_(weight) if weight > 0 else gradients.zero_()
-    reduced = dist.all_reduce(gradients, async_op=True)
-    assert reduced is not None, "asynchronous"
-    future: torch.futures.Future[torch.Tensor] = reduced.get_future().then(lambda done: done.value()[0])
-    return future
+    work = dist.all_reduce(gradients, async_op=True)
+    assert work is not None, "asynchronous"
+    if gradients.is_cuda:
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return future
+    return reduced(work, gradients)
 
 
 TrainingFunction = Callable[[Training], None]
@@ -331,10 +334,16 @@ class OwnLoop:
         self.last_votes: Votes = NO_VOTES
         self._training: Training | None = None
         self._parallel: list[weakref.ref[DistributedDataParallel]] = []
-        worker.state.optimizer.register_step_pre_hook(self._require_unbroken)
-        worker.state.optimizer.register_step_post_hook(self._note_step)
+        optimizer = worker.state.optimizer
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._require_unbroken),
+            optimizer.register_step_post_hook(self._note_step),
+        )
 
-    def run(self, world: World, steps: Iterable[Share]) -> Outcome:
+    has_room_for_handover = False
+    """nobody knows what the function does with the weights before the optimizer's step"""
+
+    def run(self, world: World, steps: Iterable[Share], handover: Handover | None = None) -> Outcome:
         """As `WorldLoop.run`. Raises: what the training function does."""
         worker, state = self._worker, self._worker.state
         if any(module() is not None for module in self._parallel):
@@ -354,8 +363,7 @@ class OwnLoop:
         except _WorldEnds as end:
             return end.outcome
         except Exception as error:
-            # Peers are to notice at once, whatever the function, or its debugger, still holds of the group.
-            self._membership.sockets.shut()
+            self._membership.watcher.announce_broken()  # whatever the function, or its debugger, takes its time for
             if is_communication_error(error):
                 training.commit_what_is_applied()
                 begin_scalers_anew(state)
@@ -370,6 +378,9 @@ class OwnLoop:
             state.last_step = state.step
         return Outcome.FINISHED
 
+    def warm_up(self) -> None:
+        """Nobody knows how."""
+
     def evaluate_if_missed(self, world: World) -> None:
         """Evaluation is the function's own."""
 
@@ -378,6 +389,11 @@ class OwnLoop:
         if self._training is not None:
             self._training.commit_what_is_applied()
         self._worker.state.rollback()
+
+    def close(self) -> None:
+        """As `WorldLoop.close`."""
+        for hook in self._hooks:
+            hook.remove()
 
     def votes(self) -> Votes:
         self.last_votes = votes_of(self._worker, self._membership)

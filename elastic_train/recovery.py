@@ -6,24 +6,30 @@ a lost peer leads to the next world, in the same process; what is the worker's o
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 from elastic_train.batches import steps
+from elastic_train.collectives import GROUP_TIMEOUT, gather_json
 from elastic_train.config import Config, max_world_size
-from elastic_train.connect import MEMBERS_FILE, Waits, connect_worker, describe_members
+from elastic_train.connect import MEMBERS_FILE, Return, Waits, connect_worker, describe_members
 from elastic_train.errors import (
     ElasticTrainError,
     FormationFailed,
     JobFinished,
     LeftOut,
+    NewerGeneration,
     OwnershipLost,
     Refused,
     RunDirectoryError,
     RunDirectoryInUse,
+    SnapshotError,
     Stopped,
     StoreRefused,
     StoreUnreachable,
@@ -32,19 +38,21 @@ from elastic_train.errors import (
     first_line,
 )
 from elastic_train.goodput import Phase
+from elastic_train.handover import Giving, Handover, Taking
 from elastic_train.leaving import WaysOut
 from elastic_train.loop import Loop, WorldLoop
 from elastic_train.membership import Change, Membership, new_token
 from elastic_train.process_group import (
-    GROUP_TIMEOUT,
-    gather_json,
     is_communication_error,
     process_group,
+    require_unbroken,
     set_group_timeout,
 )
+from elastic_train.protocol.branches import id_of, is_on
 from elastic_train.restore import Restored, sync_from_freshest
-from elastic_train.rules import Activity, Failure, common_backend
+from elastic_train.rules import Activity, Failure, common_backend, seconds_before_return
 from elastic_train.saving import Saver
+from elastic_train.snapshot import SnapshotInfo, set_aside
 from elastic_train.starting import Start, describe_start
 from elastic_train.stopping import StopSignal
 from elastic_train.torchrun import Launch
@@ -52,6 +60,8 @@ from elastic_train.train import Outcome
 from elastic_train.worker import Worker, build, set_threads
 from elastic_train.world import World
 
+DISCARDED = "discarded"
+"""folder beside the snapshots"""
 MAX_FRUITLESS_WORLDS = 10
 """worlds in a row in which no step was committed, beyond one for each member"""
 
@@ -70,22 +80,22 @@ def run(config: Config, launch: Launch, stop: StopSignal) -> int:
 
 def run_worker(worker: Worker, make_loop: MakeLoop) -> int:
     """The same for a worker that is built, with the loop of one's choice."""
-    config, launch, stop = worker.config, worker.launch, worker.stop
-    reporter, membership = worker.reporter, None
+    reporter = worker.reporter
+    back: Return | None = None
+    ends = ExitStack()  # of the member that this worker is
     try:
-        membership = connect_worker(
-            launch,
-            stop,
-            Waits(config.formation_timeout, config.peer_timeout, config.wait_timeout),
-            max_world_size=max_world_size(config),
-            run_dir=worker.directory.path,
-            say=reporter.speak if launch.local_rank == 0 else reporter.debug,
-            warn=reporter.warn,
-        )
-        return Run(worker, membership, make_loop).to_the_end()
+        while True:
+            outcome = _as_member(worker, make_loop, back, ends)
+            if isinstance(outcome, int):
+                return outcome
+            back = outcome
+            ends.close()
+            gc.collect()  # the stores that it served and reached: others see them closed
+            _wait_before_return(worker, back)
     except Stopped as stopped:
         reporter.events.write("done", outcome="stopped")
-        reporter.say(f"{stopped} before the workers had formed a world: nothing was trained or lost")
+        nothing = "the workers had formed a world: nothing was trained or lost"
+        reporter.say(f"{stopped} before {nothing if back is None else 'this worker was taken in again'}")
         return stopped.exit_code
     except JobFinished as finished:
         reporter.events.write("done", outcome="already_finished")
@@ -95,10 +105,45 @@ def run_worker(worker: Worker, make_loop: MakeLoop) -> int:
         reporter.events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
         raise
     finally:
-        if membership is not None:
-            membership.close()
+        ends.close()
         reporter.close()
         worker.directory.release()
+
+
+def _wait_before_return(worker: Worker, back: Return) -> None:
+    """Raises: Stopped: this worker was told to stop meanwhile."""
+    until = time.monotonic() + min(
+        seconds_before_return(back.num_fruitless, worker.config.peer_timeout), back.seconds_left()
+    )
+    while (seconds := until - time.monotonic()) > 0:
+        worker.stop.check()
+        time.sleep(min(seconds, 0.1))
+
+
+def _as_member(worker: Worker, make_loop: MakeLoop, back: Return | None, ends: ExitStack) -> int | Return:
+    """The worker's way as one member of its job: its exit code, or with what it comes back as another one, where the
+    others have gone on without it and nodes may join."""
+    config, launch, reporter = worker.config, worker.launch, worker.reporter
+    membership = connect_worker(
+        launch,
+        worker.stop,
+        Waits(config.formation_timeout, config.peer_timeout, config.wait_timeout),
+        max_world_size=max_world_size(config),
+        run_dir=worker.directory.path,
+        say=reporter.speak if launch.local_rank == 0 else reporter.debug,
+        warn=reporter.warn,
+        back=back,
+        goes_on=config.on_split == "go-on",
+    )
+    ends.callback(membership.close)
+    run = Run(worker, membership, make_loop, back)
+    ends.callback(run.loop.close)
+    try:
+        return run.to_the_end()
+    except (LeftOut, NewerGeneration) as error:
+        if isinstance(error, Refused) or not launch.is_open:
+            raise
+        return run.give_way(error)
 
 
 @dataclass(frozen=True)
@@ -114,21 +159,26 @@ class Interruption:
 class Run:
     """One worker's way through the worlds of a run."""
 
-    def __init__(self, worker: Worker, membership: Membership, make_loop: MakeLoop) -> None:
+    def __init__(self, worker: Worker, membership: Membership, make_loop: MakeLoop, back: Return | None = None) -> None:
         self._worker = worker
         self._membership = membership
         self._job_token = membership.agreed_once("job_token", new_token())
         self._saver = Saver(worker, self._job_token)
-        self._start = Start(worker, membership, self._job_token)
+        self._start = Start(worker, membership, self._job_token, back)
         self.loop = make_loop(worker, membership, self._saver)
         self._ways_out = WaysOut(worker, membership, self._saver, self.loop, self._job_token)
         self._has_state = False
-        self._has_stood_by = False
+        self._back = back
+        self._has_stood_by = back is not None and back.has_trained
+        """whether the run has a state that this worker does not have, or gave up"""
         self._ended_at = time.monotonic()
         self._world: World | None = None
         self._has_formed = False
+        self._incident: dict[str, Any] | None = None
+        """what interrupted the run before the present world"""
         self._last_claim_warning: str | None = None
         membership.at_last = self._save_at_last
+        membership.progress = lambda: (worker.state.branches, worker.state.step) if self._has_state else None
         membership.may_not_go_on = self._save_while_waiting
 
     def to_the_end(self) -> int:
@@ -143,12 +193,17 @@ class Run:
         try:
             return self._through_worlds()
         except (StoreUnreachable, StoreRefused, FormationFailed, LeftOut) as error:
-            if isinstance(error, Refused) or self._world is None or not self._has_state:
+            comes_back = isinstance(error, LeftOut) and self._worker.launch.is_open
+            if isinstance(error, Refused) or comes_back or self._world is None or not self._has_state:
                 raise
             raise type(error)(f"{error}; {self._ways_out.save_for_next_start(self._world)}") from error
         finally:
             with suppress(OwnershipLost):  # whatever ended this says more
                 self._saver.wait()  # the snapshot in flight is a good one
+
+    def give_way(self, error: ElasticTrainError) -> Return:
+        """The others have gone on without this worker, which is to come back."""
+        return self._ways_out.give_way(error, self._world, self._back, has_state=self._has_state)
 
     def _through_worlds(self) -> int:
         worker, membership = self._worker, self._membership
@@ -178,6 +233,7 @@ class Run:
                     return outcome
                 interruption = outcome
             except Exception as error:  # of any kind: the code that is trained raises what it likes
+                membership.watcher.announce_broken()  # before anything else that may take its time
                 verdict = self._judge(error, world)
                 if verdict is not Failure.PEER:
                     is_of_task = self._has_state and not isinstance(error, ElasticTrainError)
@@ -198,7 +254,13 @@ class Run:
                 raise FormationFailed(f"{fruitless} worlds in a row committed no step; the last error: {failure}")
             worker.reach("meet", world)
             try:
-                world, change = membership.next_world(world, has_formed=self._has_formed)
+                is_by_vote = failure is None and not world.is_spare
+                world, change = membership.next_world(
+                    world,
+                    has_formed=self._has_formed,
+                    is_by_vote=is_by_vote,
+                    is_planned=is_by_vote and interruption.cause == "join",
+                )
                 if failure is not None:
                     worker.reporter.events.write(
                         "peer_lost",
@@ -239,21 +301,35 @@ class Run:
         worker, membership, state = self._worker, self._membership, self._worker.state
         reporter = worker.reporter
         self._saver.enter(world)
-        self._claim(world)
+        formed = membership.take_formed(world)
+        if formed is None or self._has_state:
+            self._claim(world)
         set_threads(world, worker.config)
         backend = common_backend(world.workers)
         init_started = time.monotonic()
         membership.watcher.expect(world)
         worker.reach("init", world)
-        membership.wait_for_workers(world)
+        if formed is None:
+            if world.rank == 0:
+                membership.job.show_place(world)
+            membership.wait_for_workers(world)
+        else:
+            membership.wait_for_left_out(world)
+            if not self._has_state:
+                self._warm_up()
         # Until all have the state nobody is judged: for one that is stuck the others wait this long.
         patience = timedelta(seconds=worker.config.formation_timeout)
-        with process_group(world, lambda: membership.group_store(world), backend, membership.sockets, patience):
+        with process_group(world, lambda: membership.group_store(world), backend, membership.sockets, patience, formed):
             sync_started = time.monotonic()
             self._has_formed = True
             membership.watcher.enter(world)
             worker.reach("sync", world)
-            restored = self._synchronise(world)
+            restored, handover, first_ranks = None, None, world.world_size
+            if formed is None:
+                restored = self._synchronise(world)
+            else:
+                restored, handover, first_ranks = self._hand_over(world, change)
+            self._note_branch(world, change)
             set_group_timeout(GROUP_TIMEOUT)
             state.generation, state.generations = world.generation, state.generations + 1
             reporter.events.enter(world)
@@ -268,7 +344,7 @@ class Run:
             }
             self._tell_world(world, backend, change, interruption, restored, seconds)
             try:
-                return self._train_and_leave(world, restored)
+                return self._train_and_leave(world, restored, handover, first_ranks)
             finally:
                 self._ended_at = time.monotonic()
 
@@ -293,22 +369,24 @@ class Run:
 
     def _claim(self, world: World) -> None:
         """Make the run directory this generation's; a full disk does not end a run that is under way."""
-        worker = self._worker
+        worker, is_leader = self._worker, world.is_directory_leader
         try:
-            warning = worker.directory.claim(self._job_token, world.generation, worker.host)
+            warning = worker.directory.claim(self._job_token, world.generation, worker.host, is_leader=is_leader)
         except (RunDirectoryInUse, OwnershipLost):
             raise
         except RunDirectoryError as error:
             if not self._has_state:
                 raise
             warning = str(error)
-        if world.is_directory_leader:
-            with suppress(OSError):  # it only spares newcomers a look at the endpoints
-                members = describe_members(world, worker.launch.run_id)
-                worker.directory.replace_file(MEMBERS_FILE, members)
+        if is_leader:
+            threading.Thread(target=self._write_members, args=(world,), name="members", daemon=True).start()
         if warning is not None and warning != self._last_claim_warning:
             self._last_claim_warning = warning
             worker.reporter.warn(warning)
+
+    def _write_members(self, world: World) -> None:
+        with suppress(OSError):  # it only spares newcomers a look at the endpoints
+            self._worker.directory.replace_file(MEMBERS_FILE, describe_members(world, self._worker.launch.run_id))
 
     def _synchronise(self, world: World) -> Restored | None:
         """Bring all members to one state; None if this one had it already.
@@ -317,7 +395,11 @@ class Run:
         """
         worker, state = self._worker, self._worker.state
         had_state = self._has_state
-        told = gather_json({"step": state.step if had_state else -1, "logged": worker.reporter.last_logged_step()})
+        sees_place = self._membership.job.sees_place(world)
+        told = gather_json(
+            {"step": state.step if had_state else -1, "logged": worker.reporter.last_logged_step(), "sees": sees_place}
+        )
+        self._membership.job.note_place(world, is_shared=all(entry["sees"] for entry in told))
         steps = [entry["step"] for entry in told]
         if max(steps) < 0:
             set_group_timeout(GROUP_TIMEOUT)  # a large snapshot takes its time to be read
@@ -330,9 +412,55 @@ class Run:
             logged = [entry["logged"] for entry in told if entry["logged"] is not None]
             if max(logged, default=state.step - 1) == state.step - 1:
                 worker.reporter.write_commit(state)
-        return None if had_state else Restored("peer", state.step, source)
+        if had_state:
+            return None
+        self._set_aside()
+        return Restored("peer", state.step, source)
 
-    def _train_and_leave(self, world: World, restored: Restored | None) -> int | Interruption:
+    def _hand_over(self, world: World, change: Change) -> tuple[Restored | None, Handover | None, int]:
+        """Newcomers come into a world that was formed ahead, and get the state of those who trained, all of whom have
+        it. Returns what this member started from, what is to be finished in the first step, and how many ranks have
+        samples in that."""
+        state, membership = self._worker.state, self._membership
+        handover: Giving | Taking | None = None
+        restored, num_givers = None, world.world_size - len(change.joined)
+        if not self._has_state:
+            handover = taking = Taking(state, self._worker.device, self._note_state)
+            membership.is_ready_for(world)
+            num_givers = world.world_size - taking.wait_for_position(membership.check_arrival)
+            restored = Restored("peer", state.step, 0)
+            self._claim(world)  # not before: until they come, the others write as the generation before
+        elif world.rank == 0 and change.joined:
+            handover = Giving(state, range(num_givers, world.world_size))
+        if self.loop.has_room_for_handover:
+            return restored, handover, num_givers
+        if handover is not None:
+            handover.begin()
+            handover.finish(lambda: require_unbroken(membership.sockets))
+        return restored, None, world.world_size
+
+    def _warm_up(self) -> None:
+        """Before there is a process group, so that the newcomer's first step takes no longer than the others'."""
+        try:
+            self.loop.warm_up()
+        except ElasticTrainError:
+            raise
+        except Exception as error:  # of the user's code; the step will raise it too, and is judged
+            self._worker.reporter.debug(f"no warm-up: {first_line(error)}")
+
+    def _note_state(self) -> None:
+        self._has_state = True
+        self._set_aside()
+        state = self._worker.state
+        if self.loop.has_room_for_handover:  # it has come within a step, after what this world has noted already
+            state.remember()
+            state.generations += 1
+            if self._incident is not None:
+                state.incidents.append(self._incident)
+
+    def _train_and_leave(
+        self, world: World, restored: Restored | None, handover: Handover | None, first_ranks: int
+    ) -> int | Interruption:
         worker, state = self._worker, self._worker.state
         config, task = worker.config, worker.task
         if state.is_finished:
@@ -340,9 +468,13 @@ class Run:
             is_saved = restored is not None and restored.source == "snapshot"
             return self._ways_out.finish(world, outcome, is_saved=is_saved)
         state.clock.enter(Phase.TRAIN)
-        self.loop.evaluate_if_missed(world)
+        if first_ranks < world.world_size:  # those who trained have just evaluated what was due
+            self._membership.watcher.least_patience = config.formation_timeout  # until the newcomers have the state
+        else:
+            self.loop.evaluate_if_missed(world)
         self._membership.watcher.do(Activity.COMPUTE)
-        ended = self.loop.run(world, steps(task.train_set, task.collate, state, world, config, worker.device))
+        batches = steps(task.train_set, task.collate, state, world, config, worker.device, first_ranks)
+        ended = self.loop.run(world, batches, handover)
         self._membership.watcher.do(Activity.FORM)
         if ended is Outcome.FINISHED:
             return self._ways_out.finish(world, "finished", is_saved=False)
@@ -407,6 +539,38 @@ class Run:
             return "its state is of no commit, and is not saved"
         return self._ways_out.save_for_nobody(self._world)
 
+    def _set_aside(self) -> None:
+        """The snapshots of a branch that has stopped are for a person alone, now that this worker has the state of the
+        side that goes on."""
+        worker, state = self._worker, self._worker.state
+        if self._back is None or worker.config.on_split == "wait" or worker.launch.local_rank != 0:
+            return
+
+        def is_discarded(offer: SnapshotInfo) -> bool:
+            is_mine = offer.run_uid == state.run_uid and offer.host == worker.host
+            return is_mine and not is_on(offer.branches, offer.step, state.branches)
+
+        try:
+            moved = set_aside(worker.snapshots_dir, DISCARDED, is_discarded)
+        except SnapshotError as error:
+            worker.reporter.warn(str(error))
+            return
+        if moved:
+            worker.reporter.warn(f"moved to {DISCARDED}/ in {worker.snapshots_dir}: {', '.join(moved)}")
+
+    def _note_branch(self, world: World, change: Change) -> None:
+        """The state says on which branch it is, from its first world on."""
+        branch, state = self._membership.branch, self._worker.state
+        if branch is None or branch.id == id_of(state.branches):
+            return
+        state.branches = (*state.branches, (branch.id, state.step))
+        names = ", ".join(member.name for member in change.lost)
+        self._worker.reporter.warn(
+            f"{names} may train on, and so does this side from step {state.step} on, as branch {branch.id} "
+            "(--on-split go-on): where the two meet, the one with fewer committed steps stops",
+            branch=branch.id,
+        )
+
     # --- telling ------------------------------------------------------------------------------------------------------
 
     def _note_loss(self) -> None:
@@ -439,21 +603,22 @@ class Run:
             joined_members=joined,
             seconds=seconds,
             backend=backend,
+            branch=None if self._membership.branch is None else self._membership.branch.id,
         )
         if restored is not None:
             reporter.events.write("restore", source=restored.source, restored_step=restored.step)
             reporter.say(describe_start(self._worker, world, backend, restored))
         has_joined = interruption.cause == "start" and restored is not None and restored.source == "peer"
+        self._incident = None
         if interruption.cause != "start" or has_joined:
-            state.incidents.append(
-                {
-                    "cause": "join" if has_joined else cause,
-                    "time": time.time(),
-                    "lost_members": lost or left,
-                    "committed_steps_lost": 0,
-                    "seconds": seconds,
-                }
-            )
+            self._incident = {
+                "cause": "join" if has_joined else cause,
+                "time": time.time(),
+                "lost_members": lost or left,
+                "committed_steps_lost": 0,
+                "seconds": seconds,
+            }
+            state.incidents.append(self._incident)
         if restored is None:
             said = ((f"lost {', '.join(lost)}", lost), (f"{', '.join(left)} left", left))
             what = "; ".join(text for text, names in (*said, (f"took in {', '.join(joined)}", joined)) if names)

@@ -14,7 +14,7 @@ import os
 import sys
 import uuid
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous.api import (
@@ -44,6 +44,8 @@ TORCHRUNS_LAST_CALL = 30.0
 """seconds; what users of torchrun's own rendezvous know: in mode `agents` a late node restarts everybody"""
 MASTER_ADDR = "workers-meet-by-themselves.elastic-train.invalid"
 """resolves nowhere: a script that calls init_process_group() by itself would else train on every node for itself"""
+MASTER_PORT = "none: elastic_train makes the process group; call elastic_train.run() in place of init_process_group()"
+"""no number: torch would look for the name again and again, for half an hour; so it quotes this at once"""
 C10D_KEYS = ("last_call_timeout", "join_timeout", "is_host", "store_type")
 """keys of --rdzv-conf that have a meaning under c10d"""
 TRUE, FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
@@ -204,7 +206,8 @@ class WorkersHandler(RendezvousHandler):
         if self._has_started_workers:
             os.environ[NODE_VARIABLE] = _new_node_id()
         self._has_started_workers = True
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(MASTER_ADDR, 0))
+        no_port = cast(int, MASTER_PORT)  # the agent makes text of it, for the worker's environment
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(MASTER_ADDR, no_port))
 
     def is_closed(self) -> bool:
         return False

@@ -50,6 +50,16 @@ class Reporter:
         self._last_scalars = 0.0
         self._first_step = 1
         self._last_snapshot_step: int | None = None
+        self._last_written: dict[str, Any] | None = None
+        """the newest `step` event of this worker"""
+
+    def leave(self) -> None:
+        """This worker is in no world any more, and may come back."""
+        self._close_display()
+        self._world = None
+        self.events.leave()
+        if self.ledger is not None:
+            self.ledger.close()  # until its next line
 
     @property
     def is_spokesman(self) -> bool:
@@ -154,6 +164,15 @@ class Reporter:
         """
         if state.last_commit is not None:
             self.events.write("step", **state.last_commit)
+            self._last_written = state.last_commit
+
+    def void_commit(self, state: TrainState) -> dict[str, Any]:
+        """What a member that was left out says of its newest `step` event, where the state's last commit is in it: it
+        may be that nobody else has applied that step, and where another has written it, that one counts."""
+        commit = state.last_commit
+        if commit is None or commit is not self._last_written:
+            return {}
+        return {"void": {"generation": commit["generation"], "step": commit["step"]}}
 
     def evaluation(self, state: TrainState, metrics: dict[str, float]) -> None:
         named = {"accuracy" if name == "correct" else name: value for name, value in metrics.items()}

@@ -7,14 +7,22 @@ the owner too, loads the bytes that were broadcast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from elastic_train.errors import FormationFailed, SnapshotDamaged, SnapshotError, TaskMismatch
-from elastic_train.process_group import broadcast_bytes, gather_json
+from elastic_train.collectives import broadcast_bytes, gather_json
+from elastic_train.errors import (
+    BranchesMixed,
+    FormationFailed,
+    Refused,
+    SnapshotDamaged,
+    SnapshotError,
+    TaskMismatch,
+)
+from elastic_train.protocol.branches import Position, branches_of, describe, is_on
 from elastic_train.rules import freshest
 from elastic_train.snapshot import SnapshotInfo, deserialize_state, read_state_bytes, serialize_state
 from elastic_train.state import TrainState
@@ -59,10 +67,12 @@ def restore(
 
     Raises:
         FormationFailed: there is no snapshot, and it may not begin from scratch.
+        BranchesMixed: snapshots of two branches of the run can be seen.
         TaskMismatch: the newest snapshot is of another task, seed, batch size, ...; names both values.
         SnapshotError: it verifies and still cannot be read.
     """
     offers = [offer for offer in offers if is_new_run or offer.run_uid == run_uid]
+    require_one_line([one for own in gather_json(list(map(describe_offer, offers))) for one in own])
     while True:
         owner = newest_offer(gather_json(offers[0].age_key if offers else None))
         if owner is None:
@@ -121,6 +131,44 @@ def newest_offer(heads: list[list[int] | None]) -> int | None:
     """The rank whose offer (generation, step) is the newest, the lowest of them where several are; None if none is."""
     ranked = [(tuple(head), -rank) for rank, head in enumerate(heads) if head is not None]
     return -max(ranked)[1] if ranked else None
+
+
+def describe_offer(offer: SnapshotInfo) -> dict[str, Any]:
+    """What `require_one_line` takes of a snapshot."""
+    return {
+        "age": offer.age_key,
+        "run": offer.run_uid,
+        "step": offer.step,
+        "branches": offer.branches,
+        "host": offer.host,
+        "path": str(offer.path),
+    }
+
+
+def require_one_line(offers: Sequence[Mapping[str, Any]]) -> None:
+    """Raises BranchesMixed where one of all members' offers is not on the way to the newest of its run."""
+    newest = max(offers, key=lambda one: tuple(one["age"]), default=None)
+    for one in offers:
+        if newest is None or one["run"] != newest["run"]:
+            continue
+        mine, line = branches_of(one["branches"]), branches_of(newest["branches"])
+        if not is_on(mine, one["step"], line):
+            raise BranchesMixed(
+                f"host {newest['host']} has a snapshot of step {newest['step']} on {describe(line)}, and host "
+                f"{one['host']} one of step {one['step']} on {describe(mine)} of the same run: move those of one of "
+                f"the two out of sight, e.g. {one['path']}, and start again"
+            )
+
+
+def require_line(offers: Sequence[SnapshotInfo], theirs: Position) -> None:
+    """Raises: Refused where a newcomer sees a snapshot of another branch of the run that it is to join."""
+    for offer in offers:
+        if offer.run_uid == theirs.run and not is_on(offer.branches, offer.step, theirs.branches):
+            raise Refused(
+                f"host {offer.host} has a snapshot of step {offer.step} on {describe(offer.branches)}, and the others "
+                f"are at {theirs.name}: this worker is refused; move {offer.path} and the like out of sight, or give "
+                "another --run-dir"
+            )
 
 
 def require_same_task(offer: SnapshotInfo, task: Mapping[str, Any]) -> None:

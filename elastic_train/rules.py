@@ -10,6 +10,9 @@ from typing import Any, Protocol
 from elastic_train.errors import Refused
 from elastic_train.world import Member
 
+SOON, NOW = 1, 2
+"""what rank 0 votes in a step where newcomers are to join (protocol/plan.py); all others vote 0"""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -155,3 +158,13 @@ def judge_error(is_communication: bool, step: int, first_to_fail: tuple[str, int
     if first_to_fail is not None and first_to_fail[0] != me and first_to_fail[1] == step:
         return Failure.JOB
     return Failure.OWN
+
+
+def seconds_before_return(num_fruitless: int, peer_timeout: float) -> float:
+    """That a member waits before it comes back to those who have gone on without it. One that only some of them can
+    reach would else end each of their worlds.
+
+    Args:
+        num_fruitless: how often in a row it was left out before a world with it was settled.
+    """
+    return 0.0 if num_fruitless == 0 else min(60.0, peer_timeout * 2.0 ** min(num_fruitless - 1, 10))

@@ -33,15 +33,22 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryInUse
+from elastic_train.errors import NewerGeneration, OwnershipLost, RunDirectoryError, RunDirectoryInUse
 from elastic_train.events import newest_events
 
 _CLAIM_LOCK = ".claim.lock"
 _OWNER_RECORD = "owner.json"
 _IDENTITY = ".directory-id"
+_IDENTITY_LENGTH = 16
+"""characters"""
 _OWNER_LOCK = re.compile(r"\.owner-(?P<token>.+)\.lock")
 _LEFT_CHILD_PATIENCE = timedelta(seconds=6)  # a DataLoader child looks for its parent every 5 s
+_CLOCKS_DIFFER = 3600.0
+"""seconds, between two machines, or between one and a file server; where it is more, a start may miss the last step of
+the last generation, and never a generation"""
 _FLOCK_MISSING = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+_LINK_MISSING = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+"""link(2) fails so on FAT, SMB and object stores behind FUSE"""
 
 # Descriptors that carry an flock of this process; see the module docstring about fork.
 _locked_fds: set[int] = set()
@@ -150,35 +157,45 @@ class RunDirectory:
         draft.write_bytes(data)
         os.replace(draft, self.path / name)
 
-    def identity(self) -> str:
+    def identity(self, *, patience: timedelta = timedelta(seconds=5)) -> str:
         """A name that the directory keeps for life, made at the first call: workers that read the same one share it.
+        Blocks for milliseconds; for `patience` where another worker ended while it made the name.
 
         Raises:
-            RunDirectoryError: it cannot be written to.
+            RunDirectoryError: it cannot be written to, or holds something else in place of the name.
         """
         path = self.path / _IDENTITY
         try:
-            with contextlib.suppress(FileExistsError):
-                # link(2) publishes the name with its content: a concurrent reader never sees it empty
-                draft = self.path / f"{_IDENTITY}-{secrets.token_hex(8)}"
-                write_atomic(draft, secrets.token_hex(8).encode())
-                try:
-                    os.link(draft, path)
-                finally:
-                    draft.unlink()
-            identity = path.read_bytes().decode(errors="replace")
+            if not path.exists():
+                with contextlib.suppress(FileExistsError):
+                    _create_once(path, secrets.token_hex(_IDENTITY_LENGTH // 2).encode())
+            deadline = time.monotonic() + patience.total_seconds()
+            while len(data := path.read_bytes()) < _IDENTITY_LENGTH and time.monotonic() < deadline:
+                time.sleep(0.01)  # its maker is about to write it, see `_create_once`
         except OSError as error:
             raise self._unusable("cannot be written to", error) from error
-        if not re.fullmatch("[0-9a-f]{16}", identity):  # it becomes part of a path
+        identity = data.decode(errors="replace")
+        if not re.fullmatch(f"[0-9a-f]{{{_IDENTITY_LENGTH}}}", identity):  # it becomes part of a path
             raise RunDirectoryError(f"{path} is damaged ({identity!r}): remove it, or choose another --run-dir")
         return identity
 
     def claim(
-        self, job_token: str, generation: int, host: str, *, patience: timedelta = timedelta(seconds=30)
+        self,
+        job_token: str,
+        generation: int,
+        host: str,
+        *,
+        is_leader: bool = True,
+        patience: timedelta = timedelta(seconds=30),
     ) -> str | None:
         """Take the directory for a job, or join the workers of the job that has it. Called by every worker at every
-        generation; holds the lock of the job until `release` or the end of the process. Blocks for milliseconds;
-        `patience` is for a claim of another process that hangs half-way.
+        generation; holds the lock of the job until `release` or the end of the process. Blocks for milliseconds, one
+        worker after the other.
+
+        Args:
+            is_leader: whether this worker speaks for all in its world that share the directory. The others only look
+                whether their job still has it, once they have claimed it: the generation is the same for all.
+            patience: for a claim of another process that hangs half-way.
 
         Returns:
             A warning for the log where the file system has no flock, so that a second job cannot be noticed.
@@ -193,6 +210,9 @@ class RunDirectory:
         if self._token not in (None, job_token):
             raise ValueError(f"{self!r} is claimed for job {self._token} already, not for {job_token}")
         try:
+            if self._token is not None and not is_leader:
+                self._refuse_if_replaced(job_token, generation)
+                return None
             try:
                 with self._claim_lock(patience):
                     self._claim_locked(job_token, generation, host)
@@ -219,7 +239,7 @@ class RunDirectory:
         result.json). One small read.
 
         Raises:
-            OwnershipLost: another job, or a newer generation of this one, has the directory.
+            OwnershipLost: another job has the directory. NewerGeneration: this one has, in a newer generation.
             RunDirectoryError: the record of the owner cannot be read.
         """
         try:
@@ -228,7 +248,7 @@ class RunDirectory:
             raise self._unusable("does not let its owner record be read", error) from error
         owner = self._check_job(owner, job_token, generation)
         if owner.generation > generation:
-            raise OwnershipLost(
+            raise NewerGeneration(
                 f"run directory {self.path} now belongs to generation {owner.generation} ({owner}); "
                 f"{_stops(generation)}"
             )
@@ -277,9 +297,20 @@ class RunDirectory:
         return target
 
     def traces(self) -> Traces:
-        """By the tails of all event files, each read once."""
+        """By the tails of the event files, each read once, the last written first.
+
+        A run of many joins leaves thousands. Once a step of the owner's generation was found, those that were written
+        long before it are left out: generations and steps only grow.
+        """
+        owner = None
+        with contextlib.suppress(OSError):  # then all are read
+            owner = self._read_owner()
         generations, reached, logged = [], [], []
-        for path in self.events_dir.glob("*.jsonl"):
+        last_step = (-1, -1, 0.0)
+        for written_at, path in sorted(self._event_files(), reverse=True):
+            is_newest = owner is not None and last_step[0] >= owner.generation
+            if is_newest and written_at < last_step[2] - _CLOCKS_DIFFER:
+                break
             for line in newest_events(path):
                 generation, step = _whole(line.get("generation")), _whole(line.get("step"))
                 if generation is None:
@@ -289,7 +320,14 @@ class RunDirectory:
                     reached.append((generation, step))
                     if line.get("event") == "step":
                         logged.append((generation, step))
+                        last_step = max(last_step, (generation, step, _seconds(line.get("time"))))
         return Traces(max(generations, default=None), max(reached, default=None), max(logged, default=None))
+
+    def _event_files(self) -> Iterator[tuple[float, Path]]:
+        """When each was last written."""
+        for path in self.events_dir.glob("*.jsonl"):
+            with contextlib.suppress(FileNotFoundError):  # moved aside
+                yield path.stat().st_mtime, path
 
     def _check_job(self, owner: _Owner | None, job_token: str, generation: int) -> _Owner:
         if owner is None:
@@ -433,6 +471,11 @@ def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+def _seconds(value: Any) -> float:
+    """A time, of what a file may hold; 0 where it is none."""
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
 def _stops(generation: int) -> str:
     return f"this process (pid {os.getpid()}, generation {generation}) writes nothing more"
 
@@ -452,6 +495,25 @@ def write_atomic(path: Path, data: bytes) -> None:
             temporary.unlink()
         raise
     fsync_directory(path.parent)
+
+
+def _create_once(path: Path, data: bytes) -> None:
+    """Make a file that nobody has made before. Readers see it whole; without link(2) it is empty for a moment, and for
+    good where its maker ends in that moment. Raises FileExistsError and other OSErrors."""
+    draft = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
+    write_atomic(draft, data)
+    try:
+        os.link(draft, path)
+    except OSError as error:
+        if error.errno not in _LINK_MISSING:
+            raise
+        # rename(2) would replace the name that others may have read already
+        with open(path, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        draft.unlink()
 
 
 def fsync_directory(path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from elastic_train.errors import OwnershipLost, SnapshotError
 from elastic_train.goodput import Phase
 from elastic_train.reporting import Reporter
@@ -109,7 +111,7 @@ class Saver:
             total_seconds=result.total_seconds,
         )
 
-    def _position(self, state: TrainState) -> dict[str, int]:
+    def _position(self, state: TrainState) -> dict[str, Any]:
         assert self._world is not None
         return {
             "step": state.step,
@@ -117,4 +119,5 @@ class Saver:
             "samples_done": state.samples_done,
             "generation": self._world.generation,
             "world_size": self._world.world_size,
+            "branches": state.branches,
         }

@@ -21,6 +21,7 @@ import contextlib
 import errno
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -35,6 +36,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import elastic_train
 from elastic_train.errors import SnapshotDamaged, SnapshotError
+from elastic_train.protocol.branches import Branches, branches_of
 from elastic_train.run_directory import fsync_directory
 
 if TYPE_CHECKING:  # torch takes seconds to import, and listing snapshots does not need it
@@ -81,6 +83,8 @@ class SnapshotInfo:
     task: Mapping[str, Any]
     """What must agree with a run that continues from here."""
     files: Mapping[str, SnapshotFile]
+    branches: Branches = ()
+    """That its state has gone through, where the run was split."""
 
     @property
     def name(self) -> str:
@@ -328,6 +332,7 @@ def _read_manifest(path: Path) -> SnapshotInfo:
                 _plain_file_name(name): SnapshotFile(_whole_number(file["bytes"]), str(file["sha256"]))
                 for name, file in manifest["files"].items()
             },
+            branches=branches_of(manifest.get("branches", ())),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SnapshotDamaged(f"snapshot {path}: {MANIFEST_FILE} is wrong or incomplete: {error!r}") from error
@@ -374,6 +379,30 @@ def _snapshot_paths(directory: Path) -> list[Path]:
         raise SnapshotError(
             f"snapshots in {directory} cannot be listed: {_cause(error)}; choose another --snapshot-dir"
         ) from error
+
+
+def _free_name(folder: Path, name: str) -> Path:
+    """One of this name and a number, where there is one already."""
+    names = (folder / (f"{name}.{number}" if number else name) for number in itertools.count())
+    return next(path for path in names if not path.exists())
+
+
+def set_aside(directory: Path, folder: str, which: Callable[[SnapshotInfo], bool]) -> list[str]:
+    """Move snapshots into a folder below, where nobody looks for any. Returns their names.
+
+    Raises:
+        SnapshotError: one cannot be moved.
+    """
+    moved = []
+    try:
+        for info in find_snapshots(directory, warn=lambda _damaged: None):
+            if which(info):
+                (directory / folder).mkdir(exist_ok=True)
+                os.rename(info.path, _free_name(directory / folder, info.name))
+                moved.append(info.name)
+    except OSError as error:
+        raise SnapshotError(f"snapshots in {directory} cannot be moved to {folder}: {_cause(error)}") from error
+    return moved
 
 
 def read_state_bytes(info: SnapshotInfo) -> bytes:
@@ -464,6 +493,7 @@ class _Position:
     samples_done: int
     generation: int
     world_size: int
+    branches: Branches = ()
 
 
 class SnapshotWriter:
@@ -513,6 +543,7 @@ class SnapshotWriter:
         samples_done: int,
         generation: int,
         world_size: int,
+        branches: Branches = (),
         in_flight_timeout: float = 300.0,
     ) -> SnapshotResult:
         """Write a snapshot and return when it is durable. Waits first for the one in flight, whose outcome is left
@@ -529,7 +560,7 @@ class SnapshotWriter:
                 f"snapshot of step {step} not written: the one before it is still being written to "
                 f"{self.directory} after {in_flight_timeout:g} s"
             )
-        position = _Position(step, epoch, samples_done, generation, world_size)
+        position = _Position(step, epoch, samples_done, generation, world_size, branches)
         return self._write(self._buffers.copy(state), position, start, stall_seconds=None)
 
     def save_in_background(
@@ -541,6 +572,7 @@ class SnapshotWriter:
         samples_done: int,
         generation: int,
         world_size: int,
+        branches: Branches = (),
     ) -> bool:
         """Copy the state into the host buffers, start writing it and return; the caller may change the state at once.
         Blocks for the copy, the first time also for allocating the buffers.
@@ -555,7 +587,7 @@ class SnapshotWriter:
             return False
         start = time.perf_counter()
         copied = self._buffers.copy(state)
-        position = _Position(step, epoch, samples_done, generation, world_size)
+        position = _Position(step, epoch, samples_done, generation, world_size, branches)
         stall_seconds = time.perf_counter() - start
 
         def write() -> None:

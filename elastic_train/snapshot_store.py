@@ -80,5 +80,5 @@ class SnapshotStore:
         return info, deserialize_state(data, map_location, source=f"snapshot {info.path}")
 
 
-def _position(step: int) -> dict[str, int]:
+def _position(step: int) -> dict[str, Any]:
     return {"step": step, "epoch": 0, "samples_done": 0, "generation": 0, "world_size": 1}

@@ -8,12 +8,15 @@ import time
 from collections.abc import Sequence
 
 from elastic_train import determinism
+from elastic_train.collectives import gather_json
 from elastic_train.config import Config, as_json
+from elastic_train.connect import Return
 from elastic_train.errors import FormationFailed
-from elastic_train.goodput import process_start_ticks
+from elastic_train.goodput import process_start_ticks, seconds_since_process_start
 from elastic_train.membership import Membership, new_token, versions
-from elastic_train.process_group import choose_backend, gather_json, gpu_of, use_interface_of
-from elastic_train.restore import Restored, restore
+from elastic_train.process_group import choose_backend, gpu_of, use_interface_of
+from elastic_train.protocol.branches import BRANCH, Branch, id_of
+from elastic_train.restore import Restored, require_line, restore
 from elastic_train.snapshot import find_snapshots
 from elastic_train.state import TrainState
 from elastic_train.wording import count
@@ -24,7 +27,8 @@ from elastic_train.world import Member, World
 class Start:
     """One worker's view of the run that it starts or continues. Made before it meets the others."""
 
-    def __init__(self, worker: Worker, membership: Membership, job_token: str) -> None:
+    def __init__(self, worker: Worker, membership: Membership, job_token: str, back: Return | None = None) -> None:
+        self._back = back
         self._worker = worker
         self._membership = membership
         self._job_token = job_token
@@ -35,7 +39,7 @@ class Start:
         directory, config = worker.directory, worker.config
         use_interface_of(membership.address[0])
         self._is_first_round = membership.job.is_first
-        if config.fresh and self._is_first_round and launch.restart_count == 0:
+        if config.fresh and self._is_first_round and launch.restart_count == 0 and self._back is None:
             self._start_anew()
         self._look()
         worker.reporter.events.write(
@@ -45,6 +49,8 @@ class Start:
             device=str(worker.device),
             task=worker.task.describe(),
             started_ticks=process_start_ticks(),
+            **({} if self._back is None else {"was": self._back.uid}),
+            seconds=startup_seconds(worker),
         )
         seen = [self._traces.generation, *(offer.generation for offer in self._offers)]
         newest = max(((offer.generation, offer.step) for offer in self._offers), default=None)
@@ -63,7 +69,8 @@ class Start:
                 gpu=gpu_of(worker.device),
                 node_id=launch.node_id,
                 newest=newest,
-            )
+            ),
+            lambda theirs: require_line(self._offers if self._back is None else (), theirs),
         )
 
     def _look(self) -> None:
@@ -75,7 +82,8 @@ class Start:
             key=lambda offer: offer.age_key,
             reverse=True,
         )
-        self._run_uid = self._membership.published("run_uid") or new_token()
+        # A member that comes back knows its run, also where nobody else is left.
+        self._run_uid = self._membership.published("run_uid") or worker.state.run_uid or new_token()
 
     def _start_anew(self) -> None:
         """--fresh: move what is in the run directory aside, once per job; the first worker to come does it."""
@@ -100,7 +108,7 @@ class Start:
         rank calls it.
 
         Args:
-            has_stood_by: this worker was a spare of others who trained, and who are all gone.
+            has_stood_by: this worker was a spare of others who trained, and who are all gone; or it trained with them.
 
         Raises:
             FormationFailed: it was, or it waited to be taken in by such, and no snapshot of their run can be seen.
@@ -124,6 +132,8 @@ class Start:
             device=worker.device,
             warn=worker.reporter.warn,
         )
+        if state.branches:
+            self._membership.agreed_once(BRANCH, Branch(id_of(state.branches)).to_json())
         # An attempt that a death broke off may have named the run already; that name holds.
         state.run_uid = self._membership.agreed_once("run_uid", state.run_uid)
         self._membership.agreed_once("agreement", json.dumps(worker.agreement()))
@@ -146,6 +156,17 @@ class Start:
             if differences and world.rank == 0:
                 worker.reporter.warn(f"the bits may differ from here on: on {member.name}, {'; '.join(differences)}")
         state.fingerprint = found[0]
+
+
+def startup_seconds(worker: Worker) -> dict[str, float]:
+    """What this process has done so far: `imports` from its very start, `build`, and `find` of the job."""
+    now = time.monotonic()
+    began = now - seconds_since_process_start()
+    return {
+        "imports": worker.imported_at - began,
+        "build": worker.built_at - worker.imported_at,
+        "find": now - worker.built_at,
+    }
 
 
 def note_restart(state: TrainState, restored: Restored, reached: int | None) -> None:

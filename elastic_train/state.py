@@ -13,6 +13,7 @@ from torch import nn
 
 from elastic_train.averaging import AveragedWeights
 from elastic_train.goodput import PhaseClock
+from elastic_train.protocol.branches import Branches, branches_of
 from elastic_train.sampler import steps_per_epoch
 
 Buffers = dict[str, torch.Tensor | None]
@@ -93,6 +94,8 @@ class TrainState:
         """of the world that it is trained in now"""
         self.generations = 0
         """worlds that this run has had"""
+        self.branches: Branches = ()
+        """that this state has gone through, where the run was split"""
         self.fingerprint: dict[str, Any] = {}
         """what the bits of an ordered run depend on, as it was where its newest steps were trained"""
         self.clock = PhaseClock()
@@ -222,6 +225,7 @@ class TrainState:
                 "evaluated_step": self.evaluated_step,
                 "incidents": self.incidents,
                 "generations": self.generations,
+                "branches": [list(one) for one in self.branches],
                 "fingerprint": self.fingerprint,
                 "clock": self.clock.state_dict(),
             },
@@ -263,6 +267,7 @@ class TrainState:
         self.evaluated_step = int(run.get("evaluated_step", -1))
         self.incidents = list(run["incidents"])
         self.generations = int(run["generations"])
+        self.branches = branches_of(run.get("branches", ()))
         self.fingerprint = dict(run.get("fingerprint", {}))
         self._apply_schedule()
         self._is_updating = False

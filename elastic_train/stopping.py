@@ -10,8 +10,8 @@ from types import FrameType
 
 from elastic_train.errors import Stopped
 
-GRACE_SECONDS = 1.5
-"""people, and schedulers, stop nodes one after the other"""
+GRACE_SECONDS = 3.0
+"""people, and schedulers, stop nodes one after the other, and on a busy machine an agent passes the signal on late"""
 
 
 class StopSignal:
@@ -44,7 +44,7 @@ class StopSignal:
     def votes(self) -> tuple[int, int]:
         """(told to stop, leaving now): what this worker contributes to the step in hand.
 
-        The signals of one stop reach the nodes up to a second apart. So a worker that was told to
+        The signals of one stop reach the workers up to some seconds apart. So a worker that was told to
         stop trains on for GRACE_SECONDS; if not everybody has been told by then, it is a stop of this node alone.
         """
         if self.signum is None:

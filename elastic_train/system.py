@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -65,3 +66,24 @@ def close_in_forked_children(fd: int) -> None:
                 os.close(fd)
 
     os.register_at_fork(after_in_child=close_in_child)
+
+
+def open_sockets() -> dict[int, str]:
+    """The sockets of this process: number -> `socket:[inode]`; none on macOS, where a world of one has none to shut."""
+    found: dict[int, str] = {}
+    if sys.platform != "linux":
+        return found
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{entry}")
+            if name.startswith("socket:"):
+                found[int(entry)] = name
+    return found
+
+
+def close_sockets_at(port: int) -> None:
+    """This process's copies of the sockets that have this port here."""
+    for fd in open_sockets():
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == port:
+                os.close(fd)

@@ -282,7 +282,7 @@ class Launch:
     min_nodes: int = 1
     """fewest nodes that may train, by --nnodes"""
     master: tuple[str, int] | None = None
-    """MASTER_ADDR and MASTER_PORT; where the workers of a fixed world find each other"""
+    """MASTER_ADDR and MASTER_PORT, where the workers of a fixed world find each other; None in another one"""
     is_agent_store: bool = False
     """whether an agent serves the store at `master`; else rank 0 has to"""
     c10d: C10dSettings | None = None
@@ -291,6 +291,11 @@ class Launch:
     """the same in a cluster of etcd; a world with neither is fixed, and rank, world_size and num_nodes are its own"""
     node_id: str = ""
     """what the workers of this node have in common and no other node has; set with `c10d` and with `etcd`"""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nodes may join, and come back; else a launcher has fixed the world."""
+        return self.c10d is not None or self.etcd is not None
 
     @staticmethod
     def from_environment(environ: Mapping[str, str], store_endpoint: str | None) -> Launch:
@@ -307,6 +312,7 @@ class Launch:
         etcd = environ.get(SETTINGS_VARIABLE)
         c10d = c10d_settings(environ, agent_pid, store_endpoint) if etcd is None else None
         is_own_node = c10d is not None or etcd is not None
+        master = environ.get("MASTER_ADDR", "localhost"), environ.get("MASTER_PORT", "0")
         return Launch(
             rank=int(environ["RANK"]),
             world_size=int(environ["WORLD_SIZE"]),
@@ -318,7 +324,7 @@ class Launch:
             restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             agent_pid=agent_pid,
             min_nodes=c10d.min_nodes if c10d is not None else int(environ.get(MIN_NODES_VARIABLE, "1")),
-            master=(environ.get("MASTER_ADDR", "localhost"), int(environ.get("MASTER_PORT", "0"))),
+            master=None if is_own_node else (master[0], int(master[1])),
             is_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             c10d=c10d,
             etcd=EtcdSettings.from_json(etcd) if etcd is not None else None,

@@ -17,13 +17,17 @@ from torch import nn
 
 from elastic_train.errors import TrainingDiverged, UsageError
 from elastic_train.reduction import Loss, Reduction, Share, hush_statistics
+from elastic_train.rules import NOW
 from elastic_train.sampler import MicroBatch
 from elastic_train.state import TrainState
 from elastic_train.tasks import Task
 
 Votes = tuple[int, int, int]
-"""what a rank says in each step, 0 or 1 each: it was told to stop; it leaves now; members wait to be taken in"""
+"""what a rank says in each step: it was told to stop, 0 or 1; it leaves now, 0 or 1; what rank 0 knows of newcomers,
+0, SOON or NOW (protocol/plan.py)"""
 NO_VOTES: Votes = (0, 0, 0)
+JOINING = 2
+"""index of the last one"""
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,8 @@ def train(
         told_to_stop, leaving, joining = result.votes
         if told_to_stop == world_size or state.is_finished:
             break
-        if leaving or joining:
-            return Outcome.SOME_LEAVE if leaving else Outcome.SOME_JOIN
+        if joining == NOW or leaving:  # who leaves is in a world that is decided, and leaves that one
+            return Outcome.SOME_JOIN if joining == NOW else Outcome.SOME_LEAVE
     return Outcome.FINISHED if state.is_finished else Outcome.STOPPED
 
 

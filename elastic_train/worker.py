@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,9 @@ class Worker:
     directory: RunDirectory
     reporter: Reporter
     faults: FaultSeam
+    imported_at: float
+    """when building began, by the monotonic clock"""
+    built_at: float
 
     @property
     def snapshots_dir(self) -> Path:
@@ -110,6 +114,7 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
     Raises:
         UsageError, DatasetMissing, RunDirectoryError: one line each. Whatever the user's own task raises.
     """
+    imported_at = time.monotonic()
     if config.parallel == "dp" and launch.world_size > 1:
         raise UsageError(
             f"--parallel dp is one process for all GPUs, and this is one of {launch.world_size}: leave one out"
@@ -163,7 +168,9 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
     except BaseException as error:
         events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
         raise
-    return Worker(config, launch, stop, host, device, task, state, directory, reporter, faults)
+    return Worker(
+        config, launch, stop, host, device, task, state, directory, reporter, faults, imported_at, time.monotonic()
+    )
 
 
 def make_task(config: Config) -> Task:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -60,7 +60,11 @@ class Member:
         return self.host, self.agent_pid, self.node_id
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps(self.to_fields(), separators=(",", ":"))
+
+    def to_fields(self) -> dict[str, Any]:
+        """What JSON can say; `asdict` would copy it all."""
+        return dict(vars(self))
 
     @staticmethod
     def from_json(text: str) -> Member:
@@ -68,7 +72,7 @@ class Member:
 
     @staticmethod
     def from_fields(fields: dict[str, Any]) -> Member:
-        """A member of what `asdict` and JSON made of one."""
+        """A member of what `to_fields` and JSON made of one."""
         pairs = {name: tuple(fields[name]) for name in ("address", "store", "newest") if fields[name] is not None}
         return Member(**{**fields, **pairs, "unreachable": tuple(fields["unreachable"])})
 

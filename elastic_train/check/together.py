@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from elastic_train.check.facts import ALL_REDUCE_BYTES, Link, SharedFacts, WorkerFacts
 from elastic_train.check.here import TrialDirectory
+from elastic_train.collectives import exchange
 from elastic_train.errors import FormationFailed, first_line
-from elastic_train.liveness import Probe, probe
 from elastic_train.membership import Membership
-from elastic_train.ordered import default_transport
+from elastic_train.probes import Probe, probe
 from elastic_train.process_group import is_communication_error, process_group, use_interface_of
 from elastic_train.rules import common_backend
 from elastic_train.torchrun import Launch
@@ -179,16 +179,16 @@ def measure_clock(world: World) -> tuple[float, float]:
         if world.rank == 0:
             for _ in range(CLOCK_ROUNDS):
                 number = torch.zeros(1, dtype=torch.float64)
-                default_transport([], [(number, rank)])
+                exchange([], [(number, rank)])
                 number[0] = time.time()
-                default_transport([(number, rank)], [])
+                exchange([(number, rank)], [])
         elif world.rank == rank:
             answers = []
             for _ in range(CLOCK_ROUNDS):
                 number = torch.zeros(1, dtype=torch.float64)
                 asked, started = time.time(), time.perf_counter()
-                default_transport([(number, 0)], [])
-                default_transport([], [(number, 0)])
+                exchange([(number, 0)], [])
+                exchange([], [(number, 0)])
                 taken = time.perf_counter() - started
                 answers.append((taken / 2, float(number) - asked - taken / 2))
             error, offset = min(answers)
@@ -225,9 +225,9 @@ def measure_link(*, other: int, begins: bool) -> Link:
         started = time.perf_counter()
         for is_sending in (begins, not begins):
             if is_sending:
-                default_transport([(data, other)], [])
+                exchange([(data, other)], [])
             else:
-                default_transport([], [(data, other)])
+                exchange([], [(data, other)])
         return time.perf_counter() - started
 
     small, large = torch.zeros(1), torch.zeros(ALL_REDUCE_BYTES // 4)
