@@ -37,8 +37,8 @@ class Finder(Protocol):
 
         Raises: ElasticTrainError where it never will."""
 
-    def show(self, addresses: Sequence[Address], job_token: str) -> None:
-        """Make it known where members of the job are."""
+    def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
+        """Make it known where members of the job are; with `if_missing` only where nothing is known of it."""
 
     def keep(self, *, has_world: bool) -> None:
         """Serve what this machine should serve and nobody does. On the watcher's thread."""

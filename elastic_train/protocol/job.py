@@ -199,8 +199,12 @@ class Job(Protocol):
 
     # --- its thread and its end ---------------------------------------------------------------------------------------
 
-    def tend(self, world: World | None, *, is_spokesman: bool) -> None:
-        """Background tasks, about once a second, on the watcher's thread."""
+    def tend(self, world: World | None, *, is_spokesman: bool, is_headless: bool = False) -> None:
+        """Background tasks, about once a second, on the watcher's thread.
+
+        Args:
+            is_headless: whether its rank 0 is lost, and the others are yet to agree on another one.
+        """
 
     def finish(self, world: World) -> None:
         """The job has reached its end: tell those in the join queue. Rank 0 calls it."""

@@ -112,6 +112,8 @@ class PeerJob:
         """uid of the world, of whom nothing is heard, and since when it is these"""
         self._attempt = self._num_asked = 0
         self._lock = threading.Lock()
+        self._is_host_meanwhile = False
+        """whether newcomers wait here, as long as there is no rank 0"""
         """for what two threads change: ballots, and the worlds whose voters count"""
         self._worlds: tuple[Voters, ...] = ()
         """voters of the worlds since the last settled one, the present one last"""
@@ -301,7 +303,9 @@ class PeerJob:
             with self._lock:
                 kept = tuple(one.without(decision.dead) for one in self._worlds)
                 self._worlds = (*kept, Voters.of(world.uid, world.workers))
-        before, self._world = self._world, world
+        with self._lock:
+            before, self._world = self._world, world
+            was_host, self._is_host_meanwhile = self._is_host_meanwhile, False
         self._past[world.uid] = world
         told, self._invited = self._invited, ()
         if before is None:
@@ -310,7 +314,7 @@ class PeerJob:
             if self._facts.get(name) != text or before is None:
                 self._own.put(f"fact/{name}", text)
         self._facts.update(facts)
-        if before is None or before.members[0].uid != world.members[0].uid:
+        if before is None or was_host or before.members[0].uid != world.members[0].uid:
             self._own.put("host", json.dumps(world.members[0].store))
         if decision is not None and world.rank == 0 and decision.new != told:
             self._tell_newcomers(self._clients, decision.new, self._told)
@@ -649,12 +653,19 @@ class PeerJob:
 
     # --- its thread and its end ---------------------------------------------------------------------------------------
 
-    def tend(self, world: World | None, *, is_spokesman: bool) -> None:
+    def tend(self, world: World | None, *, is_spokesman: bool, is_headless: bool = False) -> None:
         self._finder.keep(has_world=self._world is not None)
         world = world or self._world  # between two worlds, too: no other job may begin meanwhile
-        if world is not None and world.rank == 0:
+        if is_headless and world is not None and world.rank > 0 and world.me.store is not None:
+            # Until there is another rank 0, which may take long, a host that comes back must not begin anew.
+            with self._lock:
+                if self._world is world and not self._is_host_meanwhile:
+                    self._is_host_meanwhile = True
+                    self._own.put("host", json.dumps(world.me.store))
+        if world is not None and (world.rank == 0 or is_headless):
             firsts = {member.node: member.store for member in reversed(world.members)}
-            self._finder.show([one for one in reversed(firsts.values()) if one], self._facts.get("job_token", ""))
+            stores = [one for one in reversed(firsts.values()) if one]
+            self._finder.show(stores, self._facts.get("job_token", ""), if_missing=world.rank > 0)
 
     def finish(self, world: World) -> None:
         self._own.put("over", world.uid)

@@ -173,7 +173,7 @@ class Signposts:
         self._strange_since: dict[int, float] = {}
         self._looked_at = -1e9
         self._seen: tuple[Address, ...] = ()
-        self._sign: tuple[str, str] | None = None
+        self._sign: tuple[str, str, bool] | None = None
         """what this process shows: a key and its text"""
         self._shown_at = -1e9
         self._has_world = False
@@ -250,9 +250,9 @@ class Signposts:
                 "choose another --rdzv-endpoint"
             )
 
-    def show(self, addresses: Sequence[Address], job_token: str) -> None:
+    def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
         key = self._key if job_token else self._key_of_beginning
-        sign = (key, json.dumps({"stores": list(addresses), "job": job_token}))
+        sign = (key, json.dumps({"stores": list(addresses), "job": job_token}), if_missing)
         self._shown_at = self._clock()
         if sign != self._sign:
             self._sign = sign
@@ -283,12 +283,13 @@ class Signposts:
                     if sign is not None:
                         self._write(number, sign)
 
-    def _write(self, number: int, sign: tuple[str, str]) -> None:
-        key, text = sign
+    def _write(self, number: int, sign: tuple[str, str, bool]) -> None:
+        key, text, if_missing = sign
         for _ in range(2):  # once more where another process serves it by now
             try:
                 store = self._client(number)
-                if store.get(key) != text:
+                there = store.get(key)
+                if there != text and not (if_missing and there is not None):
                     store.put(key, text)
                 return
             except StoreUnreachable:
@@ -361,7 +362,7 @@ class Launcher:
         text = self._store.get(self._key)
         return () if text is None else [(str(host), int(port)) for host, port in json.loads(text)]
 
-    def show(self, addresses: Sequence[Address], job_token: str) -> None:
+    def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
         if self._store is not None and self._rank == 0 and not job_token:  # once: nobody joins later
             self._store.put(self._key, json.dumps(list(addresses)))
 

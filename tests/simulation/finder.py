@@ -16,7 +16,8 @@ class Signposts:
     def __init__(self, machines: Machines, hosts: Sequence[str]) -> None:
         self.machines, self.hosts = machines, tuple(hosts)
         self.keepers: dict[str, Process] = {}
-        self.shown: dict[str, tuple[Address, ...]] = {}
+        self.shown: dict[str, dict[bool, tuple[Address, ...]]] = {}
+        """by host: where the members of the job are, and (False) those of one that begins"""
         self.directories: dict[str, tuple[Address, ...]] = {}
         """by host: the last members' addresses, in its run directory"""
 
@@ -37,7 +38,7 @@ class SimFinder:
         keeper = posts.keepers.get(process.host)
         if process.host in posts.hosts and (keeper is None or not keeper.is_alive):
             posts.keepers[process.host] = process
-            posts.shown[process.host] = ()
+            posts.shown[process.host] = {}
 
     def is_beginner(self) -> bool:
         if self._process.host == self._posts.hosts[0]:
@@ -58,20 +59,24 @@ class SimFinder:
             ):
                 process.sleep(LOOK_SECONDS)
             elif keeper is not None and keeper.is_alive:
-                found += posts.shown[host]
+                found += [*posts.shown[host].get(True, ()), *posts.shown[host].get(False, ())]
         self._seen = process.kernel.now, tuple(dict.fromkeys(found))
         return self._seen[1]
 
-    def show(self, addresses: Sequence[Address], job_token: str) -> None:
+    def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
         process, posts = self._process, self._posts
-        posts.directories[process.host] = tuple(addresses)
+        if not if_missing:
+            posts.directories[process.host] = tuple(addresses)
         for host in posts.hosts:
-            process.network.send(process.host, host, self._receive, host, tuple(addresses))
+            process.network.send(process.host, host, self._receive, host, tuple(addresses), bool(job_token), if_missing)
 
-    def _receive(self, host: str, addresses: tuple[Address, ...]) -> None:
+    def _receive(self, host: str, addresses: tuple[Address, ...], is_of_job: bool, if_missing: bool) -> None:
         keeper = self._posts.keepers.get(host)
-        if keeper is not None and keeper.is_running:
-            self._posts.shown[host] = addresses
+        if keeper is None or not keeper.is_running:
+            return
+        shown = self._posts.shown[host]
+        if not (if_missing and is_of_job in shown):
+            shown[is_of_job] = addresses
 
     def describe(self) -> str:
         return "the endpoints"

@@ -122,6 +122,23 @@ def test_what_is_shown_is_read(make: Make, clock: Clock, port: int) -> None:
     assert look(one, clock) == (A, B)
 
 
+def test_where_the_job_has_no_sign_any_member_shows_one(
+    make: Make, clock: Clock, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never takes the place of rank 0's: it may be of a world that is long over."""
+    monkeypatch.setattr(signposts, "KEEP_SECONDS", 0.02)
+    server, member, first = make(port), make(port, is_host=False), make(port, is_host=False)
+    assert server.is_beginner()
+    server.show([A], "")
+    member.show([B], "token", if_missing=True)
+    until(lambda: look(server, clock) == (B, A))
+    first.show([A], "token")
+    until(lambda: look(server, clock) == (A,))
+    end = time.monotonic() + 20 * signposts.KEEP_SECONDS
+    while time.monotonic() < end:
+        assert look(server, clock) == (A,)
+
+
 def test_between_two_looks_nobody_is_asked(make: Make, clock: Clock, port: int) -> None:
     one, other = make(port), make(port)
     assert one.is_beginner()
