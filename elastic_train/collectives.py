@@ -32,8 +32,8 @@ from elastic_train.errors import FormationFailed
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 """gloo moves a broadcast as one buffer; chunks bound the extra memory"""
-GROUP_TIMEOUT = timedelta(minutes=30)
-"""the last resort in training; the watcher is there to be faster"""
+GROUP_TIMEOUT = timedelta(hours=2)
+"""the last resort in training; the watcher is there to be faster, and knows how long a member may take (pace.py)"""
 LOOK_SECONDS = 0.25
 
 

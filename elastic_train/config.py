@@ -105,6 +105,9 @@ class Config:
     """newest snapshots kept"""
     peer_timeout: float = 10.0
     """seconds: a peer silent this long is taken for dead (hang, partition)"""
+    stall_timeout: float | None = None
+    """seconds: a member that is alive and outside the collective in which all others wait is expelled after this;
+    default: the larger of 300 s and 20 median steps, and 1,800 s before its first commit"""
     min_nodes: int | None = None
     """fewer nodes than this wait for others instead of training; default: from --nnodes"""
     wait_timeout: float = 600.0
@@ -228,7 +231,7 @@ def check(config: Config) -> None:
         value = getattr(config, name)
         if value is not None and not value >= least:
             raise UsageError(f"{flag(name)} {value}: must be at least {least}")
-    for name in ("lr", "clip_grad_norm", "formation_timeout", "peer_timeout", "wait_timeout"):
+    for name in ("lr", "clip_grad_norm", "formation_timeout", "peer_timeout", "stall_timeout", "wait_timeout"):
         value = getattr(config, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UsageError(f"{flag(name)} {value}: must be a positive number")

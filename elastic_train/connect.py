@@ -22,6 +22,7 @@ from elastic_train.formed_group import FORM_TIMEOUT as AHEAD_TIMEOUT
 from elastic_train.formed_group import FormedGroup, can_form, form
 from elastic_train.liveness import Watcher, ping_interval
 from elastic_train.membership import Membership, Surroundings
+from elastic_train.pace import Pace
 from elastic_train.probes import Probe, probe_all, refusing
 from elastic_train.process_group import (
     GroupSockets,
@@ -77,6 +78,7 @@ class Waits:
     formation_timeout: float
     peer_timeout: float
     wait_timeout: float
+    stall_timeout: float | None = None
 
 
 def connect_worker(
@@ -157,6 +159,7 @@ def connect_worker(
         store_grace=None if launch.etcd is None else launch.etcd.grace,
         warn=warn,
         give_up=lambda why: membership.give_up(why, warn),
+        pace=Pace(waits.peer_timeout, waits.stall_timeout, waits.formation_timeout),
     )
     membership = Membership(
         job,

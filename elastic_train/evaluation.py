@@ -15,6 +15,7 @@ from elastic_train.batches import start_loader_process
 from elastic_train.collectives import all_reduce, broadcast, broadcast_bytes
 from elastic_train.datasets import EpochDataset, as_fetched
 from elastic_train.process_group import GroupSockets, require_unbroken
+from elastic_train.rules import Activity
 from elastic_train.sampler import MicroBatch
 from elastic_train.state import modes_kept
 from elastic_train.tasks import Task
@@ -85,11 +86,11 @@ def evaluate(
     *,
     seed: int,
     num_workers: int,
-    before_exchange: Callable[[], None] = lambda: None,
+    do: Callable[[Activity], None] = lambda _activity: None,
 ) -> Evaluation:
     """Every rank calls it; each runs its blocks, and the sums of all blocks are added in block order.
 
-    `before_exchange` is called when this rank's blocks are through and it begins to wait for the others.
+    `do` is told of every block, each of which may take its time, and when this rank begins to wait for the others.
     """
     sampler = BlockSampler(len(dataset), world)
     loader = DataLoader(
@@ -102,11 +103,13 @@ def evaluate(
     sums: dict[str, torch.Tensor] = {}
     with modes_kept(model):
         model.eval()
+        do(Activity.COMPUTE)
         for micro_batch, batch in loader:
             for name, value in task.evaluate(model, task.to_device(batch, device)).items():
                 by_block = sums.setdefault(name, torch.zeros(sampler.num_blocks, dtype=torch.float64))
                 by_block[micro_batch.shard] = value.double().cpu()
-    before_exchange()
+            do(Activity.COMPUTE)
+    do(Activity.REDUCE)
     names = _agreed_names(sums, world)
     table = torch.stack([sums.get(name, torch.zeros(sampler.num_blocks, dtype=torch.float64)) for name in names])
     if world.world_size > 1:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from elastic_train.errors import StoreUnreachable
+from elastic_train.pace import Pace
 from elastic_train.protocol.agreement import Status
 from elastic_train.protocol.heartbeat import (
     Heartbeat,
@@ -39,9 +40,6 @@ TEND_SECONDS = 0.5
 """between two rounds of background tasks"""
 WARN_SECONDS = 5.0
 """of a store's silence before anybody is told"""
-STUCK_SECONDS = 1800.0
-"""what anything but a collective may take in a world that is over, such as reading from a disk that does not answer:
-its agent waits for as long, and so does who has started that"""
 
 
 class Pings(Protocol):
@@ -67,6 +65,7 @@ class Watcher:
     Args:
         links: the pings; for this thread alone from `start` on.
         peer_timeout: seconds after which a silent member is taken for dead.
+        pace: how long the training thread may take.
         cut: closes the sockets of the present process group, from this thread.
         tend: background tasks, about once a second, with the world and whether this is its rank 0; may raise
             StoreUnreachable.
@@ -75,7 +74,7 @@ class Watcher:
         warn: told once when the store is away, and once when it is back, while training goes on.
         give_up: ends the process, where the training thread still waits for a collective of a broken world after all
             the time that a step may take: gloo can lose the end of what was under way (collectives.py). Or where it
-            does anything else there for STUCK_SECONDS.
+            does anything else there for as long as nothing takes (`Pace.last_limit`).
         topology: who pings whom.
         interval: seconds between two pings of `links`; by default what `ping_interval` says.
     """
@@ -92,8 +91,10 @@ class Watcher:
         give_up: Callable[[str], None] = lambda _message: None,
         topology: Topology = STANDARD,
         interval: float | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.links, self.topology = links, topology
+        self.pace = Pace(peer_timeout) if pace is None else pace
         self._peer_timeout = peer_timeout
         self._interval = interval or ping_interval(peer_timeout)
         self._cut = cut
@@ -105,7 +106,8 @@ class Watcher:
         self._has_given_up = False
         self._has_warned = False
         self._monotonic = monotonic
-        self._activity: tuple[Activity, float] = (Activity.FORM, monotonic())
+        self._activity: tuple[Activity, float, float | None] = (Activity.FORM, monotonic(), None)
+        """with the moment since when, and with a limit of its own"""
         self._world: World | None = None
         self._adopted: World | None = None
         """whose members are pinged, by some neighbours each or all"""
@@ -126,12 +128,8 @@ class Watcher:
         self._next_tend = monotonic()
         self.verdicts: dict[int, str] = {}
         """ranks of the present world that are out, whatever their listener says, and why"""
-        self.slowest_step = 0.0
-        """seconds of the slowest of the last steps: what a training thread may take before it is called stuck"""
         self.is_store_lost = False
         """whether the store has been away for so long that the world is to end, which it does at a step boundary"""
-        self.least_patience = 0.0
-        """seconds that it may take at least, however fast the steps before were"""
         self.reason: str | None = None
         """why the present world was broken, as far as this member knows"""
         self._lock = threading.RLock()
@@ -154,8 +152,11 @@ class Watcher:
 
     # --- for the training thread --------------------------------------------------------------------------------------
 
-    def do(self, activity: Activity) -> None:
-        """The training thread turns to something else.
+    def do(self, activity: Activity, limit: float | None = None) -> None:
+        """The training thread turns to something else, or gets on with the same.
+
+        Args:
+            limit: seconds that it may take, where the pace of the steps before does not tell.
 
         Raises:
             Whatever ended the watcher's thread: a bug, without which this worker would silently look dead to others.
@@ -163,7 +164,10 @@ class Watcher:
         self.check()
         if self._has_given_up and threading.current_thread() is threading.main_thread():
             threading.Event().wait()  # it came back after all; what is being saved must not change any more
-        self._activity = (activity, self._monotonic())
+        now, (before, since, _) = self._monotonic(), self._activity
+        if before is Activity.REDUCE and activity is Activity.COMPUTE:
+            self.pace.note_collective(now - since)
+        self._activity = (activity, now, limit)
 
     def check(self) -> None:
         """Raises: as `do`."""
@@ -218,7 +222,7 @@ class Watcher:
         with self._lock:
             self._world, self._is_standing = world, False
             self._broken_at = None
-            self.verdicts, self.reason, self.least_patience = {}, None, 0.0
+            self.verdicts, self.reason = {}, None
         self._look_soon()
 
     def enter(self, world: World) -> None:
@@ -226,6 +230,14 @@ class Watcher:
         with self._lock:
             self._world, self._is_standing = world, True
         self._look_soon()
+
+    @property
+    def is_headless(self) -> bool:
+        """Whether the adopted world is over, and its rank 0 lost; the training thread may not have noticed."""
+        world = self._adopted
+        if world is None or self._broken is None:
+            return False
+        return 0 in self.verdicts or 0 in self._broken or self.is_refused(world.members[0])
 
     @property
     def is_spokesman(self) -> bool:
@@ -279,6 +291,16 @@ class Watcher:
         """Whether nobody of its uid listens at a watched member's address any more."""
         heard = self.links.heard(member.uid)
         return heard is not None and heard.refused_at is not None
+
+    def is_at_work(self, world: World, rank: int) -> bool:
+        """Whether a member of `world` that has not come to the agreement on the next one is still at something that it
+        may take this long for: it comes when it has done that."""
+        heard = self.links.heard(world.members[rank].uid)
+        if heard is None or not heard.status or heard.epoch != world.uid or heard.refused_at is not None:
+            return False
+        beat = Heartbeat.from_line(heard.status).beat
+        is_inside = beat.generation == world.generation and beat.activity is not Activity.REDUCE
+        return is_inside and not beat.is_late and self._monotonic() - heard.heard_at <= self._peer_timeout
 
     def age(self, member: Member) -> float:
         """Seconds since a watched member gave a sign of life."""
@@ -342,11 +364,10 @@ class Watcher:
             )
         with self._lock:  # the training thread may have an answer at this moment
             excess = self.store_silence - grace
-            ahead = min(
-                self.slowest_step, grace / 2
-            )  # the step in hand still goes on, others may be about to take over
+            # The step in hand still goes on, others may be about to take over.
+            ahead = min(self.pace.slowest_step, grace / 2)
             self.is_store_lost = world is not None and excess + ahead > 0
-        if world is not None and excess > self._patience and (world.world_size > 1 or world.is_spare):
+        if world is not None and excess > self.pace.step_limit and (world.world_size > 1 or world.is_spare):
             self.reason = str(error)  # no step has ended since: a peer may be gone as well
             self._break_off(world, {})
 
@@ -374,7 +395,7 @@ class Watcher:
 
     def _status(self) -> str:
         """One line for the others; its head changes when this member is out of the world."""
-        (activity, since), now = self._activity, self._monotonic()
+        (activity, seconds, limit), now = self._at(), self._monotonic()
         adopted, world = self._adopted, self._world
         rank = adopted.rank if adopted is not None else -1
         if activity is not Activity.REDUCE or world is None:
@@ -382,9 +403,14 @@ class Watcher:
             self._outside.hear((rank, self._count), now)
         generation = world.generation if world else -1
         heartbeat = Heartbeat(
-            generation, self.num_reductions, activity, now - since, now - self._outside.at, self._outside.witness
+            generation, self.num_reductions, activity, seconds, limit, now - self._outside.at, self._outside.witness
         )
         return heartbeat.to_line(head_of(adopted, self._broken, is_by_vote=self._is_by_vote))
+
+    def _at(self) -> tuple[Activity, float, float]:
+        """What the training thread does, for how many seconds, and how many it may."""
+        activity, since, limit = self._activity
+        return activity, self._monotonic() - since, self.pace.limit(activity) if limit is None else limit
 
     def _look(self) -> None:
         with self._lock:
@@ -396,8 +422,7 @@ class Watcher:
             return
         beats: dict[int, Beat] = {}
         if not world.is_spare:
-            activity, since = self._activity
-            beats[world.rank] = Beat(world.generation, activity, self._monotonic() - since)
+            beats[world.rank] = Beat(world.generation, *self._at())
         for rank in self._judged(world):
             heard = self.links.heard(world.members[rank].uid)
             if heard is None or not heard.status or heard.epoch != world.uid:
@@ -421,7 +446,9 @@ class Watcher:
         is_judged = is_standing and world.world_size > 1
         blamed = self._judge(world, beats) if is_judged else self._find_lost(world, " before its first step") or None
         if blamed is not None:
-            self._break_off(world, blamed)
+            waited = self._at()[1]
+            why = f"a collective has not ended in {waited:.0f} s though all take part: two cannot reach each other"
+            self._break_off(world, blamed, why)
 
     def _look_back(self) -> None:
         """At the world that this member has left, while it agrees on the next one: who else is out of it."""
@@ -461,10 +488,11 @@ class Watcher:
         blamed = {rank: why for rank, why in self._find_lost(world).items() if not self._has_left_by_vote(world, rank)}
         if world.is_spare:  # it knows nothing of how long a step takes
             return blamed or None
-        for rank in stalled(beats, world.generation, self._patience):
-            blamed.setdefault(rank, describe(world, rank, "kept the others waiting"))
+        for rank in stalled(beats, world.generation):
+            seconds = f"{beats[rank].seconds:.0f} s"
+            blamed.setdefault(rank, describe(world, rank, f"kept the others waiting, and was stuck for {seconds}"))
         is_complete = len(beats) == len(self._judged(world)) + 1
-        if blamed or (is_complete and is_cut_off(beats, world.generation, self._patience) and self._all_wait(world)):
+        if blamed or (is_complete and is_cut_off(beats, world.generation) and self._all_wait(world)):
             return blamed
         return None
 
@@ -473,28 +501,28 @@ class Watcher:
         if not self._is_sparse:
             return True
         hearsay = 2 * self._interval * self.topology.hops(world.world_size)
-        return self._monotonic() - self._outside.at > self._patience + hearsay
-
-    @property
-    def _patience(self) -> float:
-        """Seconds that a training thread may take before it is called stuck."""
-        patience = self._peer_timeout + 10 * self.slowest_step if self.slowest_step else 6 * self._peer_timeout
-        return max(patience, self.least_patience)
+        return self._monotonic() - self._outside.at > self.pace.limit(Activity.REDUCE) + hearsay
 
     def _end_if_stuck(self) -> None:
-        (activity, since), broken_at = self._activity, self._broken_at
+        (activity, seconds, limit), broken_at = self._at(), self._broken_at
         if broken_at is None:
             return
-        is_reducing = activity is Activity.REDUCE
-        waited = self._monotonic() - max(since, broken_at)
-        if waited > (self._patience if is_reducing else STUCK_SECONDS):
+        waited = min(seconds, self._monotonic() - broken_at)
+        if waited > max(limit, self.pace.last_limit(activity)):
             self._has_given_up = True
-            what = "a collective of theirs" if is_reducing else "what it was doing"
+            what = "a collective of theirs" if activity is Activity.REDUCE else "what it was doing"
             self._give_up(
                 f"this world is over ({self.reason}), and {what} has not ended here in {waited:.0f} s: this worker ends"
             )
 
-    def _break_off(self, world: World, verdicts: dict[int, str], *, is_by_vote: bool = False) -> None:
+    def _break_off(
+        self,
+        world: World,
+        verdicts: dict[int, str],
+        why: str = "a member has left the world",
+        *,
+        is_by_vote: bool = False,
+    ) -> None:
         with self._lock:
             if self._world is not world:
                 return  # the training thread has left it meanwhile
@@ -506,7 +534,7 @@ class Watcher:
             elif self._is_sparse:
                 self._merge(world, verdicts)
             if self.reason is None:
-                self.reason = "; ".join(verdicts.values()) or "a member has left the world"
+                self.reason = "; ".join(verdicts.values()) or why
             self._cut()
 
     def _merge(self, world: World, verdicts: Mapping[int, str]) -> None:

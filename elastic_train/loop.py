@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from elastic_train.collectives import GROUP_TIMEOUT, gather_json
+from elastic_train.collectives import gather_json
 from elastic_train.datasets import EpochDataset
 from elastic_train.evaluation import evaluate, share_buffers
 from elastic_train.goodput import Phase
@@ -26,9 +26,6 @@ from elastic_train.state import TrainState
 from elastic_train.train import JOINING, NO_VOTES, Outcome, StepResult, Votes, drop_gradients, task_loss, train
 from elastic_train.worker import Worker
 from elastic_train.world import World
-
-FIRST_STEP_SECONDS = GROUP_TIMEOUT.total_seconds()
-"""what a world's first step may take where it may compile, before a rank is called stuck: what a collective may"""
 
 
 def votes_of(worker: Worker, membership: Membership) -> Votes:
@@ -86,14 +83,13 @@ class Loop:
         self.has_room_for_handover = worker.config.reduction == "fast" and not any(
             isinstance(module, nn.SyncBatchNorm) for module in modules
         )
-        self._unwatched_loss = task_loss(
+        self._loss = task_loss(
             worker.task,
             seed=worker.config.seed,
             precision=worker.config.precision,
             device=worker.device,
             stand_in=stand_in_batch(worker),
         )
-        self._loss = self._watched(self._unwatched_loss)
 
     def run(self, world: World, steps: Iterable[Share], handover: Handover | None = None) -> Outcome:
         """As `WorldLoop.run`. Raises: what train.train() does."""
@@ -104,7 +100,7 @@ class Loop:
         worker, state = self._worker, self._worker.state
         state.set_modes()
         if worker.config.compile:  # for every world anew: the shapes of the shares are others
-            self._membership.watcher.least_patience = FIRST_STEP_SECONDS
+            self._membership.watcher.pace.expect_first_step()
         reduction = self._make_reduction(world, handover)
         evaluate_if_due = self.make_evaluate(world)
         observer = LoopObserver(self, worker, self._membership, world)
@@ -127,7 +123,7 @@ class Loop:
             return  # for the shapes of a step, not for this one
         state.set_modes()
         nothing = MicroBatch(0, 0, 0, np.zeros(0, dtype=np.int64), 1, is_last=True)
-        self._unwatched_loss(state.model, nothing, None).backward()  # type: ignore[no-untyped-call]
+        self._loss(state.model, nothing, None).backward()  # type: ignore[no-untyped-call]
         drop_gradients(state.optimizer)
 
     def abandon(self) -> None:
@@ -151,7 +147,7 @@ class Loop:
                 world,
                 worker.device,
                 config.virtual_ranks,
-                before_exchange=lambda: self._membership.watcher.do(Activity.REDUCE),
+                do=self._membership.watcher.do,
             )
         else:
             reduction = FastReduction(
@@ -161,22 +157,12 @@ class Loop:
                 find_unused_parameters=config.find_unused_parameters,
                 static_graph=config.static_graph,
                 num_votes=len(NO_VOTES),
+                do=self._membership.watcher.do,
             )
         reduction = UnbrokenReduction(reduction, self._membership, handover)
         if config.clip_grad_norm is not None:  # on the outside: gradients are unscaled once, if the step counts
             reduction = Clipping(reduction, state.optimizer, state.scaler, config.clip_grad_norm)
         return reduction
-
-    def _watched(self, loss: Loss) -> Loss:
-        """The same loss, telling the watcher where a collective may begin to wait for others."""
-
-        def watched(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> torch.Tensor:
-            # The step's data is there; from its first forward pass on, in which DDP may broadcast buffers,
-            # this rank may be waiting for others.
-            self._membership.watcher.do(Activity.REDUCE)
-            return loss(module, micro_batch, batch)
-
-        return watched
 
     def evaluate_if_missed(self, world: World) -> None:
         """The evaluation that the world before did not live to complete; every rank calls it."""
@@ -195,32 +181,21 @@ class Loop:
             # Over an empty one there are no means.
             if not test_set or not (state.is_finished or state.epoch % config.eval_every == 0):
                 return
-            watcher, started = self._membership.watcher, time.monotonic()
-
-            def begin_to_wait() -> None:
-                # The others' blocks may take as much longer than these as a step may.
-                watcher.slowest_step = max(watcher.slowest_step, time.monotonic() - started)
-                watcher.do(Activity.REDUCE)
-
+            watcher = self._membership.watcher
             model = state.averaged.model if state.averaged else state.model
-            slowest_step = watcher.slowest_step
-            try:
-                with state.clock.during(Phase.EVALUATE):
-                    watcher.do(Activity.REDUCE)
-                    share_buffers(model, world, self._membership.sockets)
-                    watcher.do(Activity.COMPUTE)
-                    found = evaluate(
-                        model,
-                        worker.task,
-                        test_set,
-                        world,
-                        worker.device,
-                        seed=config.seed,
-                        num_workers=config.num_workers,
-                        before_exchange=begin_to_wait,
-                    )
-            finally:  # an evaluation in which a peer is lost must not make the next world as patient as it was
-                watcher.slowest_step = slowest_step
+            with state.clock.during(Phase.EVALUATE):
+                watcher.do(Activity.REDUCE)
+                share_buffers(model, world, self._membership.sockets)
+                found = evaluate(
+                    model,
+                    worker.task,
+                    test_set,
+                    world,
+                    worker.device,
+                    seed=config.seed,
+                    num_workers=config.num_workers,
+                    do=watcher.do,
+                )
             watcher.do(Activity.COMPUTE)
             state.evaluated_step = state.step
             if found.accuracy is not None:
@@ -286,8 +261,7 @@ class LoopObserver:
         watcher = self._watcher
         watcher.do(Activity.COMPUTE)
         now = time.monotonic()
-        watcher.slowest_step = max(0.99 * watcher.slowest_step, now - self._loop.step_started)
-        watcher.least_patience = 0.0
+        watcher.pace.note_step(now - self._loop.step_started)
         self._loop.step_started = now
         self._membership.follow_join_vote(self._world, result.votes[JOINING])
 

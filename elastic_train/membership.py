@@ -349,7 +349,7 @@ class Membership:
         )
 
     def _agree(self, world: World, has_formed: bool, started: float) -> Decided | Fatal:
-        patience = 3 * self._limits.peer_timeout + 2 * self.watcher.slowest_step
+        patience = 3 * self._limits.peer_timeout + 2 * self.watcher.pace.slowest_step
         if world.is_spare:  # it knows nothing of how long a step takes, and leaves that to those who do
             patience *= 10
         patient_since = started
@@ -370,6 +370,9 @@ class Membership:
                 raise LeftOut(f"the others went on as generation {found.generation} without this worker")
             self.watcher.check()
             now = self._around.monotonic()
+            is_long = now - patient_since > patience / 2
+            if is_long and any(self.watcher.is_at_work(world, rank) for rank in found.ranks):
+                patient_since = now
             if found.votes or now - started > 2 * self._limits.peer_timeout:
                 self._check()  # not before: the others may decide a world with this member, which then leaves by vote
             if found.votes:  # they may come back: nothing but their silence counts against them from now on
@@ -734,7 +737,7 @@ class Membership:
 
     def tend(self, world: World | None, is_spokesman: bool) -> None:
         """Background tasks, on the watcher's thread."""
-        self.job.tend(world, is_spokesman=is_spokesman)
+        self.job.tend(world, is_spokesman=is_spokesman, is_headless=self.watcher.is_headless)
         present = self._world
         if self._encounters is not None and present is not None:
             self._encounters.tend(present, self._position, self.branch)

@@ -51,6 +51,7 @@ from elastic_train.collectives import exchange
 from elastic_train.determinism import name_nondeterministic_operator
 from elastic_train.errors import UsageError
 from elastic_train.reduction import Batch, Loss, Share, StepTotals
+from elastic_train.rules import Activity
 from elastic_train.sampler import MicroBatch, split
 from elastic_train.world import World
 
@@ -466,15 +467,15 @@ class OrderedReduction:
         world: World,
         device: torch.device,
         virtual_ranks: int,
-        before_exchange: Callable[[], None] | None = None,
+        do: Callable[[Activity], None] = lambda _activity: None,
     ) -> None:
-        """`before_exchange` is called in every step when this rank begins to wait for others.
+        """`do` is told in every step when this rank begins to wait for others.
 
         Raises:
             UsageError: as `check_model`.
         """
         check_model(model)
-        self._before_exchange = before_exchange
+        self._do = do
         self._model = model
         self._world = world
         self._device = device
@@ -540,8 +541,7 @@ class OrderedReduction:
         result = stack[0][1]
         flags = torch.tensor([*votes, *tally.is_used], dtype=torch.float64).to(self._device)
         message = torch.cat([tally.losses, flags, tally.counters])
-        if self._before_exchange is not None:
-            self._before_exchange()
+        self._do(Activity.REDUCE)
         started = time.perf_counter()
         message = self._reduce([row for _, row in stack], message)
         self.exchange_seconds += time.perf_counter() - started

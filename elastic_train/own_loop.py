@@ -29,13 +29,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
+from torch.utils.hooks import RemovableHandle
 
 from elastic_train.collectives import all_reduce, reduced
 from elastic_train.config import Config, check, flag, parse
 from elastic_train.datasets import length_of
 from elastic_train.errors import ElasticTrainError, FormationFailed, TrainingDiverged, UsageError, tell
 from elastic_train.handover import Handover
-from elastic_train.loop import FIRST_STEP_SECONDS, LoopObserver, stand_in_batch, votes_of
+from elastic_train.loop import LoopObserver, stand_in_batch, votes_of
 from elastic_train.membership import Membership
 from elastic_train.process_group import is_communication_error
 from elastic_train.recovery import run_worker
@@ -93,6 +94,7 @@ class Training:
         self._is_applied = False
         self._is_stand_in = False
         self._hushed: list[nn.Module] = []
+        self._hooks: list[RemovableHandle] = []
         self._lost: Exception | None = None
         self._outcome: Outcome | None = None
         self._saved_step = self.state.step
@@ -129,7 +131,9 @@ class Training:
         """
         ddp = DistributedDataParallel(self.model if module is None else module, **options)
         ddp.register_comm_hook(self, _average_by_samples)
-        ddp.register_forward_pre_hook(self._enter_reduction)
+        ddp.register_forward_pre_hook(self._enter_forward)
+        if not any(isinstance(layer, nn.SyncBatchNorm) for layer in ddp.modules()):
+            self._hooks.append(ddp.module.register_forward_pre_hook(self._leave_collective))
         self._loop.remember_parallel(ddp)
         return ddp
 
@@ -188,6 +192,7 @@ class Training:
         own_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
         own_part = 0.0 if self._is_stand_in else own_loss * self.weight  # a stand-in's may be NaN
         totals = torch.tensor([own_part, *self._loop.votes()], dtype=torch.float64)
+        self._watcher.do(Activity.REDUCE)
         try:
             all_reduce(totals)
         except (RuntimeError, FormationFailed) as error:
@@ -254,6 +259,8 @@ class Training:
         """Lets go of everything that belongs to the world."""
         self._steps = iter(())
         self._share = self._lost = None
+        while self._hooks:
+            self._hooks.pop().remove()
         self._unhush()
 
     # --- one step -----------------------------------------------------------------------------------------------------
@@ -290,14 +297,27 @@ class Training:
         self._unhush()
         self.state.commit(result.loss)
         self._observer.after_commit(self.state, result, share)
-        self._watcher.do(Activity.FORM)  # what is done between steps, by one rank perhaps, is nobody's to judge
+        self.turn_to_own_code()
 
-    def _enter_reduction(self, module: nn.Module, _arguments: Any) -> None:
+    def turn_to_own_code(self) -> None:
+        """What is done between steps, by one rank perhaps, may take its time."""
+        self._watcher.do(Activity.COMPUTE, self._watcher.pace.between_steps)
+
+    def note_gradients(self) -> None:
+        """The backward pass is over: this rank waits for its peers from now on."""
+        self._watcher.do(Activity.REDUCE)
+
+    def _enter_forward(self, module: DistributedDataParallel, _arguments: Any) -> None:
+        """DDP shares the buffers before the module's own forward pass; a SyncBatchNorm waits within it."""
         if self._share is not None:
-            self._watcher.do(Activity.REDUCE)  # from the first forward pass on it may be waiting for its peers
+            self._watcher.do(Activity.REDUCE)
             if self._is_stand_in:
                 # Until the commit, because activation checkpoints run forward passes again in the backward pass.
                 self._hushed += hush_statistics(module)
+
+    def _leave_collective(self, *_arguments: Any) -> None:
+        if self._share is not None:
+            self._watcher.do(Activity.COMPUTE)
 
     def _unhush(self) -> None:
         while self._hushed:
@@ -307,6 +327,8 @@ class Training:
 def _average_by_samples(training: Training, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook: the sum over ranks of each one's mean times its share of the step's samples."""
     weight, gradients = training.weight, bucket.buffer()
+    if bucket.is_last():
+        training.note_gradients()
     # Those of a stand-in may be NaN, which no weight makes zero.
     gradients = gradients.mul_(weight) if weight > 0 else gradients.zero_()
     work = dist.all_reduce(gradients, async_op=True)
@@ -354,8 +376,8 @@ class OwnLoop:
         self._parallel.clear()
         state.set_modes()  # the function may have been interrupted in an evaluation of its own
         self._training = training = Training(self, worker, self._membership, world, steps)
-        self._membership.watcher.do(Activity.FORM)
-        self._membership.watcher.least_patience = FIRST_STEP_SECONDS  # it may compile; nobody knows
+        self._membership.watcher.pace.expect_first_step()  # it may compile; nobody knows
+        training.turn_to_own_code()
         try:
             self._train(training)
             training.require_committed()
@@ -409,8 +431,11 @@ class OwnLoop:
 
     def _require_unbroken(self, *_arguments: Any) -> None:
         """NCCL's collectives, once aborted, end with garbage and no error: it must not reach the weights."""
-        if self._training is not None and self._membership.sockets.is_shut:
+        if self._training is None:
+            return
+        if self._membership.sockets.is_shut:
             raise FormationFailed("the process group was broken off within a step")
+        self._membership.watcher.do(Activity.COMPUTE)
 
     def _note_step(self, *_arguments: Any) -> None:
         if self._training is not None:

@@ -42,6 +42,7 @@ from elastic_train.handover import Giving, Handover, Taking
 from elastic_train.leaving import WaysOut
 from elastic_train.loop import Loop, WorldLoop
 from elastic_train.membership import Change, Membership, new_token
+from elastic_train.pace import FIRST_SECONDS
 from elastic_train.process_group import (
     is_communication_error,
     process_group,
@@ -127,7 +128,7 @@ def _as_member(worker: Worker, make_loop: MakeLoop, back: Return | None, ends: E
     membership = connect_worker(
         launch,
         worker.stop,
-        Waits(config.formation_timeout, config.peer_timeout, config.wait_timeout),
+        Waits(config.formation_timeout, config.peer_timeout, config.wait_timeout, config.stall_timeout),
         max_world_size=max_world_size(config),
         run_dir=worker.directory.path,
         say=reporter.speak if launch.local_rank == 0 else reporter.debug,
@@ -403,6 +404,7 @@ class Run:
         steps = [entry["step"] for entry in told]
         if max(steps) < 0:
             set_group_timeout(GROUP_TIMEOUT)  # a large snapshot takes its time to be read
+            self._membership.watcher.do(Activity.FORM, FIRST_SECONDS)
             restored = self._start.restore(world, has_stood_by=self._has_stood_by)
             self._has_state = True
             return restored
@@ -468,9 +470,7 @@ class Run:
             is_saved = restored is not None and restored.source == "snapshot"
             return self._ways_out.finish(world, outcome, is_saved=is_saved)
         state.clock.enter(Phase.TRAIN)
-        if first_ranks < world.world_size:  # those who trained have just evaluated what was due
-            self._membership.watcher.least_patience = config.formation_timeout  # until the newcomers have the state
-        else:
+        if first_ranks == world.world_size:  # else those who trained have just evaluated what was due
             self.loop.evaluate_if_missed(world)
         self._membership.watcher.do(Activity.COMPUTE)
         batches = steps(task.train_set, task.collate, state, world, config, worker.device, first_ranks)

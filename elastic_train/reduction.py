@@ -19,8 +19,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_train.collectives import all_reduce, wait
+from elastic_train.collectives import all_reduce, broadcast, wait
 from elastic_train.errors import UsageError
+from elastic_train.rules import Activity
 from elastic_train.sampler import MicroBatch
 from elastic_train.world import World
 
@@ -80,13 +81,14 @@ class FastReduction:
     options of DDP that make it look into the graph, where that parameter is not, they have a message of their own.
 
     BatchNorm's running statistics are each rank's own: in train mode nothing reads them, and whoever needs them takes
-    rank 0's (`evaluation.share_buffers`, a snapshot). A model with other buffers gets those of rank 0 before each
-    forward pass, as DDP does.
+    rank 0's (`evaluation.share_buffers`, a snapshot). A model with other buffers gets those of rank 0 before each step,
+    as with DDP, in a message for each type of numbers.
 
     Built alike on every rank of a world, whose models must be equal; nothing is broadcast here.
 
     Args:
         num_votes: as many as `run` is given.
+        do: told in every step when this rank may begin to wait for others, and when it computes again.
         options: DDP's own, such as `find_unused_parameters`.
 
     Raises:
@@ -94,7 +96,13 @@ class FastReduction:
     """
 
     def __init__(
-        self, model: nn.Module, world: World, device: torch.device, num_votes: int = 2, **options: Any
+        self,
+        model: nn.Module,
+        world: World,
+        device: torch.device,
+        num_votes: int = 2,
+        do: Callable[[Activity], None] = lambda _activity: None,
+        **options: Any,
     ) -> None:
         self._world_size = world.world_size
         self._device = device
@@ -104,6 +112,9 @@ class FastReduction:
         self._rides_along = not any(options.values())
         self._works: list[Any] = []
         self._divisor = 1
+        self._do = do
+        self._waits_in_forward = self._waits_in_backward = False
+        self._buffers: list[list[torch.Tensor]] = []
         if world.world_size > 1:
             require_one_kind_of_device(parameter.device for parameter in model.parameters())
             ddp = DistributedDataParallel(
@@ -111,15 +122,18 @@ class FastReduction:
                 device_ids=ddp_device_ids(parameter.device for parameter in model.parameters()),
                 gradient_as_bucket_view=True,  # spares a copy of every gradient
                 init_sync=False,  # the models are equal, but for a newcomer's in a step without samples
+                broadcast_buffers=False,
                 **options,
             )
-            if has_only_statistics(model):
-                ddp.broadcast_buffers = False  # spares a message in every forward pass
+            if not has_only_statistics(model):
+                self._buffers = _by_type(model.buffers())
+            self._waits_in_forward = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
             if device.type == "cpu":
                 # Without a reference to `self`, which holds the DDP, and without annotations, which DDP would check.
-                ddp.register_comm_hook(self._works, lambda works, bucket: _begin_sum(works, bucket))
+                ddp.register_comm_hook(self._works, lambda works, bucket: _begin_sum(works, bucket, do))
             else:
                 self._divisor = world.world_size
+                self._waits_in_backward = True
             # DDP has taken note of all parameters and buffers. From here on its module is the model itself, as a loss
             # that looks at `module.module` expects.
             ddp.module = model
@@ -130,13 +144,19 @@ class FastReduction:
     ) -> StepTotals:
         self._works.clear()  # of a step that an error has ended
         totals = self._make_totals(votes)
+        if self._buffers:
+            self._share_buffers()
         for micro_batch, batch in micro_batches:
             with self._synchronise_at(micro_batch):
+                if self._waits_in_forward:
+                    self._do(Activity.REDUCE)
                 mean = loss(self._module, micro_batch, batch)
                 weight = len(micro_batch.indices) * self._divisor / micro_batch.step_samples
                 if batch is not None:
                     totals[0].add_(mean.detach(), alpha=weight)
                 scaled = scale(mean if weight == 1.0 else mean * weight)
+                if self._waits_in_backward and micro_batch.is_last:
+                    self._do(Activity.REDUCE)
                 with zero_gradients(self._module) if batch is None else nullcontext():
                     if self._world_size > 1 and micro_batch.is_last and self._rides_along:
                         self._totals.grad = None
@@ -155,6 +175,17 @@ class FastReduction:
         mean_loss, *all_votes = totals.tolist()
         return StepTotals(mean_loss, tuple(round(vote) for vote in all_votes))
 
+    def _share_buffers(self) -> None:
+        self._do(Activity.REDUCE)
+        for buffers in self._buffers:
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            broadcast(flat, 0)
+            begin = 0
+            for buffer in buffers:
+                buffer.copy_(flat[begin : begin + buffer.numel()].view(buffer.shape))
+                begin += buffer.numel()
+        self._do(Activity.COMPUTE)
+
     def _make_totals(self, votes: Sequence[int]) -> torch.Tensor:
         """(loss, votes...) of this rank times what DDP divides by, on its device, before its first micro-batch."""
         if not any(votes):
@@ -170,9 +201,20 @@ class FastReduction:
         return nullcontext()
 
 
-def _begin_sum(works: list[Any], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _by_type(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for buffer in buffers:
+        found.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+    return list(found.values())
+
+
+def _begin_sum(
+    works: list[Any], bucket: dist.GradBucket, do: Callable[[Activity], None]
+) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook: the sum over the ranks has begun. It takes place in the bucket, of which the gradients
     are views; a sparse one DDP waits for."""
+    if bucket.is_last():  # what is left of the backward pass is of its input alone
+        do(Activity.REDUCE)
     gradients = bucket.buffer()
     work = dist.all_reduce(gradients, async_op=True)
     assert work is not None, "asynchronous"

@@ -102,41 +102,48 @@ class Activity(StrEnum):
     """What a member's training thread does, as its heartbeat tells."""
 
     FORM = "form"
-    """meeting, restoring: others must not judge it"""
+    """meeting, restoring, sending the state"""
     COMPUTE = "compute"
-    """something of its own: loading data, forward, an optimizer step, a snapshot"""
+    """something of its own: loading data, forward, backward, an optimizer step, a snapshot"""
     REDUCE = "reduce"
-    """it may be waiting for its peers"""
+    """it is inside a collective, and may be waiting for its peers"""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """One heartbeat. `seconds`: how long `activity` has lasted, by the member's own clock."""
+    """One heartbeat."""
 
     generation: int
     activity: Activity
     seconds: float
+    """that it has lasted, by the member's own clock"""
+    limit: float
+    """seconds that it may last, by the member's own account (pace.py)"""
+
+    @property
+    def is_late(self) -> bool:
+        return self.seconds > self.limit
 
 
-def stalled(beats: Mapping[int, Beat], generation: int, limit: float) -> frozenset[int]:
+def stalled(beats: Mapping[int, Beat], generation: int) -> frozenset[int]:
     """The ranks whose training thread keeps the others waiting though their heart beats.
 
-    Somebody of this generation has waited in a reduction for longer than `limit` seconds; whoever has been doing
-    something else for as long is the one that is waited for. Empty where nobody waits that long, or nobody is to blame.
+    A member of this generation is outside of the collective for longer than it may be, and another one has waited in
+    there for as long. Who is inside is never to blame.
     """
     present = {rank: beat for rank, beat in beats.items() if beat.generation == generation}
-    if not any(beat.activity is Activity.REDUCE and beat.seconds > limit for beat in present.values()):
-        return frozenset()
+    longest = max((beat.seconds for beat in present.values() if beat.activity is Activity.REDUCE), default=0.0)
     return frozenset(
-        rank for rank, beat in present.items() if beat.activity is Activity.COMPUTE and beat.seconds > limit
+        rank
+        for rank, beat in present.items()
+        if beat.activity is not Activity.REDUCE and beat.is_late and longest > beat.limit
     )
 
 
-def is_cut_off(beats: Mapping[int, Beat], generation: int, limit: float) -> bool:
-    """Whether a reduction cannot end though everybody takes part in it: two members cannot reach each other."""
+def is_cut_off(beats: Mapping[int, Beat], generation: int) -> bool:
+    """Whether a collective cannot end though everybody takes part in it: two members cannot reach each other."""
     return bool(beats) and all(
-        beat.generation == generation and beat.activity is Activity.REDUCE and beat.seconds > limit
-        for beat in beats.values()
+        beat.generation == generation and beat.activity is Activity.REDUCE and beat.is_late for beat in beats.values()
     )
 
 

@@ -1,9 +1,10 @@
 """What a member says of itself with every ping and answer: one line of a size that does not grow with the world.
 
-`-{} [3, 118, "reduce", 0.031, 0.044, 7, 512]`: whether its world is over (`!`, or `=` where all ended it at the step of
-a vote) and whose fault that is; generation, reductions begun in this world, activity and its seconds; and for how long,
-as far as it has heard, nobody has been outside of the reduction, by which heartbeat (rank, count). Each member passes
-on the least age of its neighbours', so that all know whether somebody is still to come though nobody sees everybody.
+`-{} [3, 118, "reduce", 0.031, 10.2, 0.044, 7, 512]`: whether its world is over (`!`, or `=` where all ended it at the
+step of a vote) and whose fault that is; generation, reductions begun in this world, activity, its seconds, and how many
+it may last by the member's own account; and for how long, as far as it has heard, nobody has been outside of the
+reduction, by which heartbeat (rank, count). Each member passes on the least age of its neighbours', so that all know
+whether somebody is still to come though nobody sees everybody.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class Heartbeat:
     activity: Activity
     seconds: float
     """that the activity has lasted, by the member's own clock"""
+    limit: float = 0.0
+    """seconds that it may last"""
     age: float = 0.0
     """seconds since anybody was outside of the reduction, as far as it has heard"""
     witness: tuple[int, int] = (-1, 0)
@@ -31,19 +34,18 @@ class Heartbeat:
 
     @property
     def beat(self) -> Beat:
-        return Beat(self.generation, self.activity, self.seconds)
+        return Beat(self.generation, self.activity, self.seconds, self.limit)
 
     def to_line(self, head: str) -> str:
-        numbers = [self.generation, self.num_reductions, self.activity, round(self.seconds, 3), round(self.age, 3)]
-        return f"{head} {json.dumps([*numbers, *self.witness])}"
+        times = [round(seconds, 3) for seconds in (self.seconds, self.limit, self.age)]
+        return f"{head} {json.dumps([self.generation, self.num_reductions, self.activity, *times, *self.witness])}"
 
     @staticmethod
     def from_line(line: str) -> Heartbeat:
         """Raises: ValueError."""
-        generation, number, activity, seconds, age, rank, count = json.loads(line.partition(" ")[2])
-        return Heartbeat(
-            int(generation), int(number), Activity(activity), float(seconds), float(age), (int(rank), int(count))
-        )
+        generation, number, activity, seconds, limit, age, rank, count = json.loads(line.partition(" ")[2])
+        times = (float(seconds), float(limit), float(age))
+        return Heartbeat(int(generation), int(number), Activity(activity), *times, (int(rank), int(count)))
 
 
 def head_of(world: World | None, verdicts: Mapping[int, str] | None, *, is_by_vote: bool = False) -> str:

@@ -165,7 +165,7 @@ def test_worlds_that_commit_nothing_come_to_an_end(cluster: Cluster) -> None:
 
 
 def test_a_stuck_training_thread_is_expelled(cluster: Cluster) -> None:
-    nodes = start_with_fault(cluster, "hang@step:rank=1,step=60,generation=0")
+    nodes = start_with_fault(cluster, "hang@step:rank=1,step=60,generation=0", flags=("--stall-timeout", "3"))
     wait_until(lambda: any(e["world_size"] == 2 for e in events(cluster.run_dir, "world")), "world of 2", 40)
     survivors = [node for node in nodes if "fault:" not in node.text()]
     cluster.finish(survivors)
@@ -208,7 +208,7 @@ class Waiting(ImageClassification):
 def test_the_last_one_waits_for_a_collective_that_does_not_end(cluster: Cluster) -> None:
     """As gloo's sometimes do not: it is ended by its watcher, and has saved what was committed."""
     (cluster.path / "waiting.py").write_text(WAITING_TASK)
-    flags = (*ENDLESS, "--snapshot-every", "0", "--task", "waiting:Waiting", "--max-steps")
+    flags = (*ENDLESS, "--stall-timeout", "3", "--snapshot-every", "0", "--task", "waiting:Waiting", "--max-steps")
     nodes = cluster.start(*flags, "1000", nodes=2)
     [waiting] = wait_until(lambda: [node for node in nodes if "waits\n" in node.text()], "the one that waits")
     [other] = [node for node in nodes if node is not waiting]
@@ -247,7 +247,8 @@ class Stuck(ImageClassification):
 def test_an_evaluation_that_is_stuck_on_one_rank(cluster: Cluster) -> None:
     """Its heart beats and no step is under way; it is expelled all the same."""
     (cluster.path / "stuck.py").write_text(STUCK_TASK)
-    flags = ("--peer-timeout", "2", "--ledger", "--eval-every", "1", "--max-steps", "230", "--task", "stuck:Stuck")
+    flags = ("--peer-timeout", "2", "--stall-timeout", "3", "--ledger", "--eval-every", "1", "--max-steps", "230",
+             "--task", "stuck:Stuck")  # fmt: skip
     nodes = cluster.start(*flags, nodes=3, nnodes="1:3")
     stuck = wait_until(lambda: [node for node in nodes if "stuck\n" in node.text()], "stuck evaluation")
     cluster.finish([node for node in nodes if node not in stuck])

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from tests.simulation.simulator import Simulation, Told
     from tests.simulation.worker import Worker
 
-COMMIT_SECONDS = 1.0
-"""within which a world that trains commits again"""
 QUEUE_SECONDS = 2.5
 """that one who was left out may stand in the queue: it has to find the job, and its join is prepared"""
 
@@ -81,14 +79,15 @@ def what_is_not_well(simulation: Simulation) -> str | None:
         return None
     worlds = {worker.world.uid for worker in trainers if worker.world is not None}
     now = simulation.kernel.now
-    is_training = any(worker.committed_at > now - COMMIT_SECONDS for worker in trainers)
+    committed_by = now - simulation.plan.work.commit_seconds
+    is_training = any(worker.committed_at > committed_by for worker in trainers)
     if len(worlds) == 1 and is_training:
         queue = [worker for worker in living if worker not in trainers and _can_join(simulation, worker, trainers)]
         return f"still in the queue after a heal: {_states(living)}" if queue else None
     if all(_may_not(worker, trainers) for worker in trainers):
         return None
     has_signpost = any(keeper.is_alive for keeper in simulation.posts.keepers.values())
-    waiting = [worker for worker in trainers if worker.committed_at <= now - COMMIT_SECONDS]
+    waiting = [worker for worker in trainers if worker.committed_at <= committed_by]
     if is_training and not has_signpost and all(_may_not(worker, trainers) for worker in waiting):
         return None  # those who train are strangers to them, and nobody is left who could show the way
     if all(worker.last_step == 0 for worker in trainers):
@@ -131,6 +130,18 @@ def _states(workers: list[Worker]) -> str:
     return ", ".join(f"{worker} {worker.activity} in {worker.world and worker.world.uid}" for worker in workers)
 
 
+def check_nobody_expelled(simulation: Simulation) -> None:
+    """Where workers only die, leave and come: nobody who works is left out, and no world ends without a reason."""
+    for worker in simulation.workers:
+        if worker.process.ending == "left_out":
+            simulation.fail(f"a worker that works was expelled: {worker} {worker.error}")
+    faults = [fault[1] for fault in simulation.plan.faults]
+    if set(faults) <= {"kill"} and simulation.plan.founders == len(simulation.plan.hosts):
+        generation = max(told.generation for told in simulation.worlds.values())
+        if generation > len(faults):  # a vote may need a second world: some are still reading it when others go
+            simulation.fail(f"{generation + 1} worlds, though only {len(faults)} were killed")
+
+
 def check_sides(simulation: Simulation) -> None:
     """A while after the last fault: a side that may go on does. Only where all cuts are whole."""
     network = simulation.network
@@ -161,10 +172,10 @@ def _check_side(simulation: Simulation, side: list[Worker]) -> None:
         return
     newest = max(trainers, key=lambda worker: worker.world.generation if worker.world else -1)
     now = simulation.kernel.now
-    if any(worker.committed_at > now - COMMIT_SECONDS for worker in trainers):
+    if any(worker.committed_at > now - simulation.plan.work.commit_seconds for worker in trainers):
         return
     entered_at = max(told.entered_at for told in simulation.worlds.values())
-    if now - entered_at < simulation.plan.silence_seconds + COMMIT_SECONDS:
+    if now - entered_at < simulation.plan.silence_seconds + simulation.plan.work.commit_seconds:
         return  # who fell silent after its last word is found out only now
     if not _may_not(newest, trainers):
         simulation.fail(f"a side that may go on does not: {_states(side)}")

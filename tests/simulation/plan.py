@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_train.protocol.entrance import Size
 from elastic_train.protocol.neighbours import STANDARD, Topology
+from tests.simulation.work import Work
 
 Fault = tuple[Any, ...]
 """(seconds, name of a method of faults.Faults, its arguments)"""
@@ -42,6 +43,10 @@ class Plan:
     """who pings whom"""
     goes_on: bool = False
     """`--on-split go-on`"""
+    stall_timeout: float | None = 3.0
+    """`--stall-timeout`"""
+    work: Work = field(default_factory=Work)
+    """what the steps take"""
 
     @property
     def silence_seconds(self) -> float:

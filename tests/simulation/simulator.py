@@ -20,6 +20,7 @@ from tests.simulation.faults import Faults
 from tests.simulation.finder import Signposts
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.process import Machines, Process
+from tests.simulation.work import Work
 from tests.simulation.worker import Commit, Worker, make_peer_job
 
 membership_module.POLL_SECONDS = 0.02  # fewer events; nothing depends on it
@@ -81,7 +82,7 @@ class Simulation:
         hosts = [f"h{index}" for index in range(len(self.plan.hosts))][: self.plan.founders]
         founders = [worker for worker in self.workers if worker.process.host in hosts]
         members = tuple(worker.member for worker in founders)
-        facts = {"job_token": "job"} if self.plan.directories else {}
+        facts = {"job_token": "job"} if self.plan.directories or self.plan.work != Work() else {}
         decision = Decision(0, self.machines.draw_uid(), (), members, facts=facts)
         worlds = [Voters.of(decision.uid, members[: self.plan.max_world_size]).to_json()]
         told = json.dumps({"decision": json.loads(decision.to_json()), "old": [], "worlds": worlds})
@@ -117,9 +118,6 @@ class Simulation:
         for other in self.workers:
             if other.process.is_alive:
                 other.watcher.links.note_closed(process)  # type: ignore[attr-defined]
-
-    def step_seconds(self) -> float:
-        return self.machines.random.uniform(0.1, 0.3)
 
     @property
     def living(self) -> list[Worker]:

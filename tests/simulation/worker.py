@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_train.errors import FormationFailed, JobFinished, LeftOut, Superseded
 from elastic_train.liveness import Watcher, ping_interval
 from elastic_train.membership import Membership, Surroundings
+from elastic_train.pace import Pace
 from elastic_train.protocol.branches import Branches, id_of
 from elastic_train.protocol.encounters import Encounters
 from elastic_train.protocol.peers import PeerJob
@@ -72,6 +73,7 @@ class Worker:
             node_id=host,
         )
         self.commit: Commit | None = None
+        self.num_commits = 0
         self.num_fruitless = 0 if was is None else was.num_fruitless_after
         self.kept = None if was is None else was.commit or was.kept
         """of the member that this process was before"""
@@ -96,7 +98,14 @@ class Worker:
         self._interval = 2 * ping_interval(peer_timeout)  # fewer events
         links = SimLinks(process, self._interval)
         self.watcher = Watcher(
-            links, peer_timeout, self._cut, self._tend, process.clock, give_up=self._give_up, topology=plan.topology
+            links,
+            peer_timeout,
+            self._cut,
+            self._tend,
+            process.clock,
+            give_up=self._give_up,
+            topology=plan.topology,
+            pace=Pace(peer_timeout, plan.stall_timeout),
         )
         self.job = simulation.make_job(self)
         self.membership = Membership(
@@ -296,7 +305,9 @@ class Worker:
         while self.commit is None or self.commit.step < simulation.plan.max_steps:
             started = process.clock()
             watcher.do(Activity.COMPUTE)
-            process.sleep(simulation.step_seconds())
+            step = 0 if state is None else state.step
+            is_first = not self.num_commits
+            process.sleep(simulation.plan.work.seconds(simulation.machines.random, world.rank, step, is_first=is_first))
             if self.wants_to_leave and self.activity != "leaves":
                 self.activity = "leaves"
             vote = (self.activity == "leaves", membership.join_vote())
@@ -305,7 +316,8 @@ class Worker:
             votes: list[tuple[bool, int]] = group.exchange(vote)
             watcher.do(Activity.COMPUTE)
             state = self.commit = simulation.note_commit(self, world, state)
-            watcher.slowest_step = max(0.99 * watcher.slowest_step, process.clock() - started)
+            self.num_commits += 1
+            watcher.pace.note_step(process.clock() - started)
             joining = sum(vote for _, vote in votes)
             membership.follow_join_vote(world, joining)
             if joining == NOW:

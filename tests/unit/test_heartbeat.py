@@ -38,7 +38,7 @@ def test_runs_are_short() -> None:
 
 
 def test_a_heartbeat_there_and_back() -> None:
-    heartbeat = Heartbeat(3, 118, Activity.REDUCE, 0.031, 0.044, (7, 512))
+    heartbeat = Heartbeat(3, 118, Activity.REDUCE, 0.031, 10.2, 0.044, (7, 512))
     line = heartbeat.to_line("-{}")
     assert Heartbeat.from_line(line) == heartbeat
     assert head(line) == "-{}"

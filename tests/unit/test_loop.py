@@ -13,8 +13,9 @@ from torch.utils.data import TensorDataset
 
 from elastic_train.config import Config
 from elastic_train.errors import UsageError
-from elastic_train.goodput import Phase
-from elastic_train.loop import FIRST_STEP_SECONDS, Loop, votes_of
+from elastic_train.loop import Loop, votes_of
+from elastic_train.pace import FIRST_SECONDS, LEAST_SECONDS, Pace
+from elastic_train.rules import Activity
 from elastic_train.sampler import MicroBatch
 from elastic_train.state import TrainState
 from elastic_train.tasks import Task
@@ -25,14 +26,12 @@ WORLD = World(rank=0, generation=0, members=(make_member(0),))
 
 
 class Watched(Task):
-    """Notes how patient the watcher is while it trains; its evaluation fails as one does in which a peer is lost."""
+    """Notes how long a step may take while it trains."""
 
     name = "watched"
 
     def __init__(self, test_samples: int | None = None) -> None:
-        self.watcher = SimpleNamespace(
-            do=lambda _activity: None, slowest_step=0.5, least_patience=0.0, is_store_lost=False
-        )
+        self.watcher = SimpleNamespace(do=lambda _activity: None, pace=Pace(10.0), is_store_lost=False)
         self.patience: list[float] = []
         self._test_samples = test_samples
 
@@ -47,12 +46,8 @@ class Watched(Task):
         return None if length is None else TensorDataset(torch.ones(length, 1), torch.zeros(length, dtype=torch.int64))
 
     def loss(self, module: nn.Module, batch: Any) -> torch.Tensor:
-        self.patience.append(self.watcher.least_patience)
+        self.patience.append(self.watcher.pace.limit(Activity.COMPUTE))
         return super().loss(module, batch)
-
-    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        self.watcher.slowest_step = 100.0
-        raise RuntimeError("gloo/ is gone")
 
 
 def make_loop(task: Watched, **flags: Any) -> tuple[Loop, TrainState, list[str]]:
@@ -118,23 +113,15 @@ def test_who_has_lost_the_store_votes_for_the_end_of_the_world(is_lost: bool) ->
     assert len(reductions) == 1, "a world is settled by them"
 
 
-@pytest.mark.parametrize(("compiles", "patience"), [(True, FIRST_STEP_SECONDS), (False, 0.0)])
+@pytest.mark.parametrize(("compiles", "patience"), [(True, FIRST_SECONDS), (False, LEAST_SECONDS)])
 def test_where_it_compiles_the_first_step_of_each_world_may_take_its_time(compiles: bool, patience: float) -> None:
     task = Watched()
+    task.watcher.pace.note_step(0.5)  # of a world before
     loop, state, told = make_loop(task, compile=compiles)
     loop.run(WORLD, steps(task))
     assert state.is_finished
     assert told == ["step", "step"]
-    assert task.patience == [patience, 0.0]
-
-
-def test_a_broken_evaluation_makes_nobody_more_patient() -> None:
-    task = Watched(test_samples=3)
-    loop, state, _ = make_loop(task)
-    state.clock.enter(Phase.TRAIN)
-    with pytest.raises(RuntimeError, match="gloo"):
-        loop.run(WORLD, steps(task))
-    assert task.watcher.slowest_step < 1.0
+    assert task.patience == [patience, LEAST_SECONDS]
 
 
 def test_an_empty_test_set_is_not_evaluated() -> None:

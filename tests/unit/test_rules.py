@@ -202,44 +202,47 @@ def test_a_misfit_is_refused_by_name() -> None:
 # --- who keeps the others waiting -------------------------------------------------------------------------------------
 
 BEATS = [
-    Beat(generation, activity, seconds)
+    Beat(generation, activity, seconds, limit)
     for generation in (GENERATION, GENERATION - 1)
     for activity in Activity
-    for seconds in (LIMIT / 2, LIMIT, LIMIT * 2)
+    for seconds in (LIMIT, LIMIT * 2)
+    for limit in (LIMIT, LIMIT * 2)
 ]
-waits_long = Beat(GENERATION, Activity.REDUCE, LIMIT * 2)
-computes_long = Beat(GENERATION, Activity.COMPUTE, LIMIT * 2)
-
-
-def is_long(beat: Beat, activity: Activity) -> bool:
-    return beat.generation == GENERATION and beat.activity is activity and beat.seconds > LIMIT
+waits_long = Beat(GENERATION, Activity.REDUCE, LIMIT * 2, LIMIT)
+computes_long = Beat(GENERATION, Activity.COMPUTE, LIMIT * 2, LIMIT)
 
 
 def test_stalled_for_every_triple_of_beats() -> None:
+    """Who is inside of the collective, or in another world, is not; and nobody whom none has waited for as long."""
     for triple in itertools.product(BEATS, repeat=3):
-        beats = dict(enumerate(triple))
-        named = stalled(beats, GENERATION, LIMIT)
-        if any(is_long(beat, Activity.REDUCE) for beat in triple):
-            assert named == {rank for rank, beat in beats.items() if is_long(beat, Activity.COMPUTE)}
-        else:
-            assert named == frozenset()
+        present = {rank: beat for rank, beat in enumerate(triple) if beat.generation == GENERATION}
+        waits = [beat.seconds for beat in present.values() if beat.activity is Activity.REDUCE]
+        late = {rank for rank, beat in present.items() if beat.activity is not Activity.REDUCE and beat.is_late}
+        named = stalled(dict(enumerate(triple)), GENERATION)
+        assert named == {rank for rank in late if waits and max(waits) > present[rank].limit}
 
 
 def test_cut_off_for_every_triple_of_beats() -> None:
     for triple in itertools.product(BEATS, repeat=3):
         beats = dict(enumerate(triple))
-        assert is_cut_off(beats, GENERATION, LIMIT) == all(is_long(beat, Activity.REDUCE) for beat in triple)
-        assert not (is_cut_off(beats, GENERATION, LIMIT) and stalled(beats, GENERATION, LIMIT))
+        all_wait = all(beat.generation == GENERATION and beat.activity is Activity.REDUCE for beat in triple)
+        assert is_cut_off(beats, GENERATION) == (all_wait and all(beat.is_late for beat in triple))
+        assert not (is_cut_off(beats, GENERATION) and stalled(beats, GENERATION))
 
 
 def test_nobody_is_cut_off_where_nobody_beats() -> None:
-    assert not is_cut_off({}, GENERATION, LIMIT)
-    assert stalled({}, GENERATION, LIMIT) == frozenset()
+    assert not is_cut_off({}, GENERATION)
+    assert stalled({}, GENERATION) == frozenset()
 
 
 def test_a_long_computation_alone_is_nobodys_fault() -> None:
-    assert stalled({0: computes_long, 1: computes_long}, GENERATION, LIMIT) == frozenset()
-    assert stalled({0: waits_long, 1: computes_long}, GENERATION, LIMIT) == {1}
+    assert stalled({0: computes_long, 1: computes_long}, GENERATION) == frozenset()
+    assert stalled({0: waits_long, 1: computes_long}, GENERATION) == {1}
+
+
+def test_each_is_held_to_what_it_said_itself() -> None:
+    patient = Beat(GENERATION, Activity.COMPUTE, LIMIT * 2, LIMIT * 10)
+    assert stalled({0: waits_long, 1: patient, 2: computes_long}, GENERATION) == {2}
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

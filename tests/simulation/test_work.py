@@ -1,0 +1,101 @@
+"""Members that are busy for longer than the peer timeout: nobody who works is expelled, whoever dies or comes."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+
+from elastic_train import liveness, pace
+from elastic_train.rules import Activity
+from tests.simulation import checks
+from tests.simulation.plan import Fault, Plan
+from tests.simulation.simulator import Simulation
+from tests.simulation.work import KINDS
+
+NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_WORKING_HISTORIES", "200"))
+FIRST_SEED = int(os.environ.get("ELASTIC_TRAIN_FIRST_SEED", "0"))
+CHUNK = 25
+
+
+def draw(kind: str, seed: int) -> Plan:
+    """Two to five members; up to three die, leave or come, at moments of any kind."""
+    work, chance = KINDS[kind], random.Random(f"{kind} {seed}")
+    hosts = tuple(1 for _ in range(chance.randint(2, 5)))
+    founders = chance.choice([len(hosts), len(hosts), max(1, len(hosts) - 1)])
+    faults: list[Fault] = []
+    at, left = 1.0, len(hosts)
+    for _ in range(chance.randint(0, 3)):
+        at += work.commit_seconds * chance.uniform(0.0, 2.0)
+        kind = chance.choice(["kill", "leave", "back"])
+        if kind == "back" and left < len(hosts):
+            faults.append((at, "back", chance.randrange(len(hosts)), False))
+        elif left > 1:
+            faults.append((at, "kill" if kind == "back" else kind, chance.randrange(len(hosts))))
+            left -= 1
+    recovers_at = at + 3 * work.commit_seconds + 10.0
+    return Plan(seed, hosts, tuple(faults), recovers_at, founders=founders, min_nodes=1, stall_timeout=None, work=work)
+
+
+def failures_of(plan: Plan) -> list[str]:
+    simulation = Simulation(plan)
+    simulation.run()
+    checks.check_nobody_expelled(simulation)
+    return simulation.failures
+
+
+def failing_seeds(kind: str, first: int) -> list[int]:
+    return [seed for seed in range(first, first + CHUNK) if failures_of(draw(kind, seed))]
+
+
+def describe(plan: Plan) -> str:
+    simulation = Simulation(plan)
+    simulation.run()
+    checks.check_nobody_expelled(simulation)
+    return f"{simulation.failures[:1]}\n{plan}\n{simulation.describe()}"
+
+
+@pytest.mark.timeout(0)  # the number of histories says how long it takes
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_who_works_is_expelled(kind: str) -> None:
+    chunks = [(kind, first) for first in range(FIRST_SEED, FIRST_SEED + NUM_HISTORIES, CHUNK)]
+    with multiprocessing.get_context("fork").Pool(2, initializer=gc.freeze) as pool:
+        for seeds in pool.starmap(failing_seeds, chunks, chunksize=1):
+            for seed in seeds:
+                pytest.fail(f"seed {seed}: {describe(draw(kind, seed))}")
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_the_host_of_the_endpoint_comes_back_while_the_others_compute(hosts: int) -> None:
+    """It joins them, though nobody has noticed yet that their rank 0 is gone."""
+    work = KINDS["long steps"]
+    faults: tuple[Fault, ...] = ((14.0, "kill", 0), (14.3, "back", 0, False))
+    plan = Plan(1, (1,) * hosts, faults, 60.0, min_nodes=1, stall_timeout=None, work=work)
+    assert failures_of(plan) == []
+
+
+def by_the_step_before(self: pace.Pace, activity: Activity) -> float:
+    """The rule that this one replaces: ten times the slowest step."""
+    return self._peer_timeout + 10 * self.slowest_step if self.slowest_step else 6 * self._peer_timeout
+
+
+def nobody_is_at_work(*_arguments: object) -> bool:
+    return False
+
+
+PLANTED: dict[str, tuple[object, str, Callable[..., object], str]] = {
+    "judged by the steps before": (pace.Pace, "limit", by_the_step_before, "long evaluations"),
+    "a first step like any other": (pace.Pace, "limit", by_the_step_before, "a first step that compiles"),
+    "no time to come to the agreement": (liveness.Watcher, "is_at_work", nobody_is_at_work, "long evaluations"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_error_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, planted, kind = PLANTED[name]
+    monkeypatch.setattr(owner, attribute, planted)
+    assert any(failures_of(draw(kind, seed)) for seed in range(60)), "the error was not found"
