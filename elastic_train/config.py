@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from elastic_train.errors import UsageError
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
 DOWNLOADABLE = ("mnist", "fashion-mnist", "cifar10")
+IS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""also where a path has made one slash of two"""
 PLAIN_TYPES = (str, int, float, bool, type(None), list)
 
 
@@ -160,12 +163,25 @@ def parse(arguments: Sequence[str], own_flags: type | None = None, *, left_out: 
     if own_flags is not None:
         check_own_flags(own_flags, flags)
         parser.add_arguments(own_flags, dest="own_flags")
+    _require_values(arguments)
     parsed = parser.parse_args(list(arguments))
     config = Config(**{**vars(parsed.config), "own_flags": getattr(parsed, "own_flags", None)})
     check(config)
     if "task" not in left_out:
         check_task_stands_alone(arguments)
     return config
+
+
+def _require_values(arguments: Sequence[str]) -> None:
+    """Raises: UsageError for `--task ""`, `--task=`: a variable of the shell was not set, no default is meant."""
+    before = ""
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if (equals and not value and name.startswith("--")) or (not argument and before.startswith("--")):
+            raise UsageError(
+                f"{name or before} has no value: is a variable not set? Leave the flag out for the default"
+            )
+        before = argument
 
 
 def _without(left_out: Collection[str]) -> type:
@@ -261,6 +277,11 @@ def check(config: Config) -> None:
         )
     if config.download and config.task is None and config.dataset not in DOWNLOADABLE:
         raise UsageError(f"--download: {config.dataset} is not downloaded; that is for {', '.join(DOWNLOADABLE)}")
+    for name in ("run_dir", "snapshot_dir"):
+        if (path := getattr(config, name)) is not None and IS_URL.match(str(path)):
+            raise UsageError(
+                f"{flag(name)} {path}: no URL works here, only a folder; mount what it names, and give that"
+            )
     if config.optimizer == "adamw" and config.momentum is not None:
         raise UsageError(f"--momentum {config.momentum}: adamw has none; it belongs to --optimizer sgd")
     if config.task is not None and ":" not in config.task:

@@ -26,6 +26,7 @@ import json
 import os
 import re
 import secrets
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -538,6 +539,22 @@ def _open_for_lock(path: Path) -> int:
 def _close(fd: int) -> None:
     _locked_fds.discard(fd)
     os.close(fd)
+
+
+def require_writable(folder: Path, what: str) -> None:
+    """Make a folder where it is missing, and check that files can be made in it.
+
+    Raises:
+        RunDirectoryError: it cannot be made, or not be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{what} {folder} cannot be written to: {error.strerror or error}; choose another one"
+        ) from error
 
 
 def _try_flock(fd: int, operation: int, patience: timedelta = timedelta(0)) -> bool:

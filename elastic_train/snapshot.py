@@ -50,6 +50,9 @@ _SNAPSHOT_NAME = re.compile(r"step-\d{12,}-gen-\d{4,}-(?P<host>.+)")
 _TEMPORARY_NAME = re.compile(r"\.tmp-(?:old-)?step-\d{12,}-gen-\d{4,}-(?P<host>.+)-(?P<pid>\d{1,9})")
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes)
 
+NUMBERS_AT_ONCE = 2**24
+"""of which a writer looks whether one is NaN: so many bytes of memory"""
+
 # Temporary directories that a writer of this process has in hand; one that bears our pid and is not among them was
 # left by an earlier process with the same pid, as is usual in containers.
 _in_hand: set[Path] = set()
@@ -669,6 +672,7 @@ class SnapshotWriter:
         return info.files[STATE_FILE].bytes
 
     def _write_new(self, state: dict[str, Any], position: _Position, path: Path) -> int:
+        _require_numbers(state.get("model"), position.step)
         temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
         displaced = path.with_name(f".tmp-old-{path.name}-{os.getpid()}")
         _in_hand.update((temporary, displaced))
@@ -788,6 +792,21 @@ class SnapshotWriter:
                 path, pid = self.directory / name, int(match["pid"])
                 if path not in _in_hand if pid == os.getpid() else not _is_alive(pid):
                     shutil.rmtree(path, ignore_errors=True)
+
+
+def _require_numbers(model: object, step: int) -> None:
+    """Raises: SnapshotError where a weight is NaN: such a snapshot would be the newest, and every start would take it.
+    Infinite ones are left alone: buffers have them, such as masks."""
+    import torch
+
+    for name, tensor in model.items() if isinstance(model, Mapping) else ():
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            continue
+        if any(bool(part.isnan().any()) for part in tensor.reshape(-1).split(NUMBERS_AT_ONCE)):
+            raise SnapshotError(
+                f"snapshot of step {step} not written: {name} holds NaN, though the loss was finite; older ones are "
+                "untouched. Lower the learning rate, or clip gradients, and start again from them"
+            )
 
 
 def _write_state(path: Path, state: dict[str, Any]) -> SnapshotFile:

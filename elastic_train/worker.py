@@ -24,7 +24,7 @@ from elastic_train.metrics import Metrics
 from elastic_train.ordered import check_model
 from elastic_train.process_group import choose_device
 from elastic_train.reporting import Reporter
-from elastic_train.run_directory import RunDirectory
+from elastic_train.run_directory import RunDirectory, require_writable
 from elastic_train.slurm import unused_tasks_warning
 from elastic_train.state import TrainState, build_optimizer
 from elastic_train.stopping import StopSignal
@@ -125,6 +125,8 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
         torch.cuda.set_device(device)
     directory = RunDirectory(config.run_dir or Path("runs") / default_run_name(launch.run_id))
     directory.create()
+    if config.snapshot_dir is not None:
+        require_writable(config.snapshot_dir, "--snapshot-dir")
     host = host_name()
     events = EventLog(
         directory.events_dir,

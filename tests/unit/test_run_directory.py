@@ -24,7 +24,7 @@ import pytest
 import elastic_train
 from elastic_train import run_directory
 from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryInUse
-from elastic_train.run_directory import RunDirectory, Traces, write_atomic
+from elastic_train.run_directory import RunDirectory, Traces, require_writable, write_atomic
 from elastic_train.starting import newest_step
 
 DEADLINE = 30.0
@@ -626,3 +626,11 @@ def test_a_damaged_name_is_told(tmp_path: Path, data: bytes) -> None:
     (tmp_path / ".directory-id").write_bytes(data)
     with pytest.raises(RunDirectoryError, match=r"\.directory-id is damaged .*: remove it"):
         RunDirectory(tmp_path).identity(patience=timedelta(0))
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_at_the_start(tmp_path: Path) -> None:
+    require_writable(tmp_path / "made" / "here", "--snapshot-dir")
+    assert list((tmp_path / "made" / "here").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirectoryError, match=r"--snapshot-dir .*file/below cannot be written to: Not a directory"):
+        require_writable(tmp_path / "file" / "below", "--snapshot-dir")

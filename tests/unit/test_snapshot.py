@@ -386,6 +386,18 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert keys(tmp_path) == [(1, 1), (0, 4)]
 
 
+def test_weights_that_are_nan_are_never_the_newest_snapshot(tmp_path: Path) -> None:
+    """A mask with infinite entries is no reason."""
+    writer = make_writer(tmp_path)
+    good = {"model": {"mask": torch.tensor([float("-inf"), 0.0]), "count": torch.tensor(1), "weight": torch.ones(3)}}
+    save(writer, 1, state=good)
+    bad = {"model": good["model"] | {"weight": torch.tensor([1.0, float("nan"), 1.0])}}
+    with pytest.raises(SnapshotError, match="snapshot of step 2 not written: weight holds NaN"):
+        save(writer, 2, state=bad)
+    assert keys(tmp_path) == [(0, 1)]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")) == []
+
+
 def test_keep_is_at_least_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep is 0"):
         make_writer(tmp_path, keep=0)
