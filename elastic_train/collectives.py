@@ -32,8 +32,10 @@ from elastic_train.errors import FormationFailed
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 """gloo moves a broadcast as one buffer; chunks bound the extra memory"""
-GROUP_TIMEOUT = timedelta(hours=2)
-"""the last resort in training; the watcher is there to be faster, and knows how long a member may take (pace.py)"""
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""the last resort while the state is handed over, and at the end of a world; the watcher is there to be faster"""
+STEP_TIMEOUT = timedelta(hours=2)
+"""the same in training, where the watcher knows how long a member may take (pace.py)"""
 LOOK_SECONDS = 0.25
 
 
@@ -116,7 +118,7 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
         return
     # A message of gloo waits for as long as its group was given at the start, whatever set_timeout() says later: a
     # second here (FORM_TIMEOUT), and a slower rank is no lost one. With a limit NCCL would block the processor.
-    limit = () if operations[0].tensor.is_cuda else (GROUP_TIMEOUT,)
+    limit = () if operations[0].tensor.is_cuda else (STEP_TIMEOUT,)
 
     def complete() -> None:
         for work in dist.batch_isend_irecv(operations):

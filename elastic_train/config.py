@@ -109,8 +109,8 @@ class Config:
     peer_timeout: float = 10.0
     """seconds: a peer silent this long is taken for dead (hang, partition)"""
     stall_timeout: float | None = None
-    """seconds: a member that is alive and outside the collective in which all others wait is expelled after this;
-    default: the larger of 300 s and 20 median steps, and 1,800 s before its first commit"""
+    """seconds: a member that is alive and outside the collective in which all others wait is expelled after this, but
+    1,800 s at least before its first commit; default: the larger of 300 s and 20 median steps"""
     min_nodes: int | None = None
     """fewer nodes than this wait for others instead of training; default: from --nnodes"""
     wait_timeout: float = 600.0

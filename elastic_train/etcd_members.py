@@ -126,7 +126,7 @@ class EtcdJob(CentralJob):
 
     # --- its thread and its end ---------------------------------------------------------------------------------------
 
-    def tend(self, world: World | None, *, is_spokesman: bool, is_headless: bool = False) -> None:
+    def tend(self, world: World | None, *, is_spokesman: bool, headless: World | None = None) -> None:
         now = time.monotonic()
         if now >= self._next_keep:
             self._job.keep(self._watching.etcd)

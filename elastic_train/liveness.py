@@ -232,12 +232,14 @@ class Watcher:
         self._look_soon()
 
     @property
-    def is_headless(self) -> bool:
-        """Whether the adopted world is over, and its rank 0 lost; the training thread may not have noticed."""
-        world = self._adopted
-        if world is None or self._broken is None:
-            return False
-        return 0 in self.verdicts or 0 in self._broken or self.is_refused(world.members[0])
+    def headless(self) -> World | None:
+        """The adopted world where it is over, and its rank 0 lost; the training thread may not have noticed."""
+        with self._lock:
+            world, broken = self._adopted, self._broken
+            if world is None or broken is None:
+                return None
+            is_lost = 0 in self.verdicts or 0 in broken or self.is_refused(world.members[0])
+            return world if is_lost else None
 
     @property
     def is_spokesman(self) -> bool:
@@ -292,15 +294,37 @@ class Watcher:
         heard = self.links.heard(member.uid)
         return heard is not None and heard.refused_at is not None
 
-    def is_at_work(self, world: World, rank: int) -> bool:
+    def is_anybody_at_work(self, world: World, proposer: int | None, seconds: float) -> bool:
         """Whether a member of `world` that has not come to the agreement on the next one is still at something that it
-        may take this long for: it comes when it has done that."""
+        may take this long for: it comes when it has done that. In a large world only the proposer sees everybody; it
+        says so to the others by beginning anew with what it does.
+
+        Args:
+            proposer: for whom this member waits.
+            seconds: less than these have passed since the proposer began anew.
+        """
+        if any(self.is_at_work(world, rank) for rank in range(len(world.members)) if rank != world.rank):
+            self.do(Activity.FORM)
+            return True
+        if not self._is_sparse or proposer is None:
+            return False
+        beat = self._beat(world, proposer)
+        return beat is not None and beat.generation < 0 and beat.seconds < seconds
+
+    def is_at_work(self, world: World, rank: int) -> bool:
+        """Whether one member is, as far as this one sees."""
+        beat = self._beat(world, rank)
+        if beat is None or beat.generation != world.generation:
+            return False
+        return beat.activity is not Activity.REDUCE and not beat.is_late
+
+    def _beat(self, world: World, rank: int) -> Beat | None:
+        """What a member of `world` that lives has said last."""
         heard = self.links.heard(world.members[rank].uid)
         if heard is None or not heard.status or heard.epoch != world.uid or heard.refused_at is not None:
-            return False
-        beat = Heartbeat.from_line(heard.status).beat
-        is_inside = beat.generation == world.generation and beat.activity is not Activity.REDUCE
-        return is_inside and not beat.is_late and self._monotonic() - heard.heard_at <= self._peer_timeout
+            return None
+        is_silent = self._monotonic() - heard.heard_at > self._peer_timeout
+        return None if is_silent else Heartbeat.from_line(heard.status).beat
 
     def age(self, member: Member) -> float:
         """Seconds since a watched member gave a sign of life."""

@@ -17,6 +17,7 @@ from elastic_train.goodput import Phase
 from elastic_train.handover import Handover
 from elastic_train.membership import Membership
 from elastic_train.ordered import OrderedReduction
+from elastic_train.pace import FIRST_SECONDS
 from elastic_train.process_group import require_unbroken
 from elastic_train.reduction import Clipping, FastReduction, Loss, Reduction, Share, StepTotals
 from elastic_train.rules import Activity
@@ -225,7 +226,7 @@ class UnbrokenReduction:
         totals = self._reduction.run(micro_batches, loss, scale, votes)
         handover, self._handover = self._handover, None
         if handover is not None:
-            self._watcher.do(Activity.FORM)  # however long that takes, nobody is stuck
+            self._watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
             handover.finish(lambda: require_unbroken(self._sockets))
         self._watcher.do(Activity.COMPUTE)  # the optimizer's step waits for nobody
         require_unbroken(self._sockets)
@@ -240,6 +241,7 @@ class LoopObserver:
         self._membership = membership
         self._watcher = membership.watcher
         self._reporter = worker.reporter
+        self._committed_at = time.monotonic()
 
     def before_reduction(self, micro_batches: Share) -> None:
         self._loop.step_started = time.monotonic()
@@ -261,7 +263,8 @@ class LoopObserver:
         watcher = self._watcher
         watcher.do(Activity.COMPUTE)
         now = time.monotonic()
-        watcher.pace.note_step(now - self._loop.step_started)
+        watcher.pace.note_step(now - self._loop.step_started, now - self._committed_at)
+        self._committed_at = now
         self._loop.step_started = now
         self._membership.follow_join_vote(self._world, result.votes[JOINING])
 

@@ -370,9 +370,10 @@ class Membership:
                 raise LeftOut(f"the others went on as generation {found.generation} without this worker")
             self.watcher.check()
             now = self._around.monotonic()
-            is_long = now - patient_since > patience / 2
-            if is_long and any(self.watcher.is_at_work(world, rank) for rank in found.ranks):
-                patient_since = now
+            if now - patient_since > patience / 2:
+                proposer = found.ranks[0] if found.ranks else None
+                if self.watcher.is_anybody_at_work(world, proposer, patience / 2):
+                    patient_since = now
             if found.votes or now - started > 2 * self._limits.peer_timeout:
                 self._check()  # not before: the others may decide a world with this member, which then leaves by vote
             if found.votes:  # they may come back: nothing but their silence counts against them from now on
@@ -408,9 +409,11 @@ class Membership:
             unreachable = watcher.unreachable(world)
 
         def status(rank: int) -> Status:
-            # Who has come and is to propose waits itself for those who have not: it is given up after them.
-            factor = 1.0 if rank not in agreement.present else 2.0 if rank < world.rank else math.inf
-            return watcher.status(world.members[rank], rank, has_run_out(factor))
+            is_over = has_run_out(1.0)
+            if is_over and agreement.has_come(rank):
+                # It may be to propose, and wait itself for those who have not come: it is given up after them.
+                is_over = rank < world.rank and has_run_out(2.0)
+            return watcher.status(world.members[rank], rank, is_over)
 
         proven_by = self._around.monotonic() + PROOF_SECONDS
         agreement = Agreement(
@@ -737,7 +740,7 @@ class Membership:
 
     def tend(self, world: World | None, is_spokesman: bool) -> None:
         """Background tasks, on the watcher's thread."""
-        self.job.tend(world, is_spokesman=is_spokesman, is_headless=self.watcher.is_headless)
+        self.job.tend(world, is_spokesman=is_spokesman, headless=self.watcher.headless)
         present = self._world
         if self._encounters is not None and present is not None:
             self._encounters.tend(present, self._position, self.branch)

@@ -38,6 +38,7 @@ from elastic_train.errors import ElasticTrainError, FormationFailed, TrainingDiv
 from elastic_train.handover import Handover
 from elastic_train.loop import LoopObserver, stand_in_batch, votes_of
 from elastic_train.membership import Membership
+from elastic_train.pace import FIRST_SECONDS
 from elastic_train.process_group import is_communication_error
 from elastic_train.recovery import run_worker
 from elastic_train.reduction import Share, hush_statistics
@@ -129,11 +130,13 @@ class Training:
         Raises:
             RuntimeError: from the communication library, when a peer is lost; `run` enters the function anew then.
         """
+        self._watcher.do(Activity.REDUCE, FIRST_SECONDS)  # it takes rank 0's weights
         ddp = DistributedDataParallel(self.model if module is None else module, **options)
+        self.turn_to_own_code()
         ddp.register_comm_hook(self, _average_by_samples)
         ddp.register_forward_pre_hook(self._enter_forward)
-        if not any(isinstance(layer, nn.SyncBatchNorm) for layer in ddp.modules()):
-            self._hooks.append(ddp.module.register_forward_pre_hook(self._leave_collective))
+        if self.device.type == "cpu":  # a GPU has the buffers later, and waits within a SyncBatchNorm
+            self._hooks.append(ddp.module.register_forward_pre_hook(_ForwardBegins(self)))
         self._loop.remember_parallel(ddp)
         return ddp
 
@@ -315,13 +318,29 @@ class Training:
                 # Until the commit, because activation checkpoints run forward passes again in the backward pass.
                 self._hushed += hush_statistics(module)
 
-    def _leave_collective(self, *_arguments: Any) -> None:
+    def leave_collective(self) -> None:
+        """The module's own forward pass begins."""
         if self._share is not None:
             self._watcher.do(Activity.COMPUTE)
 
     def _unhush(self) -> None:
         while self._hushed:
             self._hushed.pop().training = True
+
+
+class _ForwardBegins:
+    """A hook of the user's own module, which may be copied or pickled: a copy's does nothing."""
+
+    def __init__(self, training: "Training | None" = None) -> None:
+        self._training = None if training is None else weakref.ref(training)
+
+    def __call__(self, *_arguments: Any) -> None:
+        training = None if self._training is None else self._training()
+        if training is not None:
+            training.leave_collective()
+
+    def __reduce__(self) -> tuple[type["_ForwardBegins"], tuple[()]]:
+        return _ForwardBegins, ()
 
 
 def _average_by_samples(training: Training, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -435,7 +454,8 @@ class OwnLoop:
             return
         if self._membership.sockets.is_shut:
             raise FormationFailed("the process group was broken off within a step")
-        self._membership.watcher.do(Activity.COMPUTE)
+        if self._worker.device.type == "cpu":  # a GPU may still wait for the gradients
+            self._membership.watcher.do(Activity.COMPUTE)
 
     def _note_step(self, *_arguments: Any) -> None:
         if self._training is not None:

@@ -40,6 +40,8 @@ class Pace:
         self._formation_timeout = formation_timeout
         self._steps: deque[float] = deque(maxlen=NUM_REMEMBERED)
         self._collectives: deque[float] = deque(maxlen=NUM_REMEMBERED)
+        """the longest one of each step"""
+        self._longest = 0.0
         self._is_first = True
         self.slowest_step = 0.0
         """seconds of the slowest of the last steps"""
@@ -48,15 +50,22 @@ class Pace:
         """The next step may take as long as the first one did: it may compile for new shapes."""
         self._is_first = True
 
-    def note_step(self, seconds: float) -> None:
-        """A step was committed after so many seconds."""
+    def note_step(self, seconds: float, interval: float | None = None) -> None:
+        """A step was committed.
+
+        Args:
+            seconds: from its data on.
+            interval: from the commit before it, with the time for its data.
+        """
         self._is_first = False
-        self._steps.append(seconds)
+        self._steps.append(seconds if interval is None else interval)
+        self._collectives.append(self._longest)
+        self._longest = 0.0
         self.slowest_step = max(0.99 * self.slowest_step, seconds)
 
     def note_collective(self, seconds: float) -> None:
         """A collective has ended in so many seconds, waiting for others included."""
-        self._collectives.append(seconds)
+        self._longest = max(self._longest, seconds)
 
     def limit(self, activity: Activity) -> float:
         """Seconds that a member may be at it."""
@@ -64,7 +73,7 @@ class Pace:
             return self._formation_timeout
         if activity is Activity.COMPUTE:
             return max(FIRST_SECONDS, self.stall_limit) if self._is_first else self.stall_limit
-        if self._is_first or not self._collectives:
+        if self._is_first:
             return FIRST_SECONDS
         return self._peer_timeout + COLLECTIVES * _median(self._collectives)
 
@@ -85,7 +94,7 @@ class Pace:
         if activity is Activity.FORM:  # it reads from a disk that does not answer, say
             return max(FIRST_SECONDS, self._formation_timeout)
         # The others have expelled it by then, and it might have come back.
-        return 2 * self.between_steps if activity is Activity.COMPUTE else self.limit(activity)
+        return 2 * max(FIRST_SECONDS, self.stall_limit) if activity is Activity.COMPUTE else self.limit(activity)
 
     @property
     def step_limit(self) -> float:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from elastic_train.batches import steps
-from elastic_train.collectives import GROUP_TIMEOUT, gather_json
+from elastic_train.collectives import GROUP_TIMEOUT, STEP_TIMEOUT, gather_json
 from elastic_train.config import Config, max_world_size
 from elastic_train.connect import MEMBERS_FILE, Return, Waits, connect_worker, describe_members
 from elastic_train.errors import (
@@ -331,7 +331,7 @@ class Run:
             else:
                 restored, handover, first_ranks = self._hand_over(world, change)
             self._note_branch(world, change)
-            set_group_timeout(GROUP_TIMEOUT)
+            set_group_timeout(STEP_TIMEOUT)
             state.generation, state.generations = world.generation, state.generations + 1
             reporter.events.enter(world)
             reporter.events.step = state.step
@@ -476,6 +476,7 @@ class Run:
         batches = steps(task.train_set, task.collate, state, world, config, worker.device, first_ranks)
         ended = self.loop.run(world, batches, handover)
         self._membership.watcher.do(Activity.FORM)
+        set_group_timeout(GROUP_TIMEOUT)
         if ended is Outcome.FINISHED:
             return self._ways_out.finish(world, "finished", is_saved=False)
         if ended is Outcome.STOPPED:

@@ -114,7 +114,8 @@ class FastReduction:
         self._divisor = 1
         self._do = do
         self._waits_in_forward = self._waits_in_backward = False
-        self._buffers: list[list[torch.Tensor]] = []
+        self._shared: nn.Module | None = None
+        """whose buffers are rank 0's"""
         if world.world_size > 1:
             require_one_kind_of_device(parameter.device for parameter in model.parameters())
             ddp = DistributedDataParallel(
@@ -126,7 +127,7 @@ class FastReduction:
                 **options,
             )
             if not has_only_statistics(model):
-                self._buffers = _by_type(model.buffers())
+                self._shared = model
             self._waits_in_forward = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
             if device.type == "cpu":
                 # Without a reference to `self`, which holds the DDP, and without annotations, which DDP would check.
@@ -144,8 +145,8 @@ class FastReduction:
     ) -> StepTotals:
         self._works.clear()  # of a step that an error has ended
         totals = self._make_totals(votes)
-        if self._buffers:
-            self._share_buffers()
+        if self._shared is not None:
+            self._share_buffers(self._shared)
         for micro_batch, batch in micro_batches:
             with self._synchronise_at(micro_batch):
                 if self._waits_in_forward:
@@ -175,16 +176,18 @@ class FastReduction:
         mean_loss, *all_votes = totals.tolist()
         return StepTotals(mean_loss, tuple(round(vote) for vote in all_votes))
 
-    def _share_buffers(self) -> None:
+    @torch.no_grad()
+    def _share_buffers(self, model: nn.Module) -> None:
         self._do(Activity.REDUCE)
-        for buffers in self._buffers:
+        for buffers in _by_type(model.buffers()):  # anew: a forward pass may put another one in a buffer's place
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             broadcast(flat, 0)
             begin = 0
             for buffer in buffers:
                 buffer.copy_(flat[begin : begin + buffer.numel()].view(buffer.shape))
                 begin += buffer.numel()
-        self._do(Activity.COMPUTE)
+        if not self._waits_in_backward:  # else it waits where the device does
+            self._do(Activity.COMPUTE)
 
     def _make_totals(self, votes: Sequence[int]) -> torch.Tensor:
         """(loss, votes...) of this rank times what DDP divides by, on its device, before its first micro-batch."""

@@ -802,7 +802,8 @@ def _require_numbers(model: object, step: int) -> None:
     for name, tensor in model.items() if isinstance(model, Mapping) else ():
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             continue
-        if any(bool(part.isnan().any()) for part in tensor.reshape(-1).split(NUMBERS_AT_ONCE)):
+        parts: Iterable[torch.Tensor] = torch.split(tensor.reshape(-1), NUMBERS_AT_ONCE)
+        if any(bool(part.isnan().any()) for part in parts):
             raise SnapshotError(
                 f"snapshot of step {step} not written: {name} holds NaN, though the loss was finite; older ones are "
                 "untouched. Lower the learning rate, or clip gradients, and start again from them"

@@ -190,10 +190,12 @@ class Agreement:
         self.asks_others = False
         """whether the others are asked too, not only what this member was told"""
 
-    @property
-    def present(self) -> frozenset[int]:
-        """Old ranks that are known to have come."""
-        return frozenset(self._present)
+    def has_come(self, rank: int) -> bool:
+        """Whether an old rank takes part in this agreement, too; it is asked where that is not known. Two that both
+        wait for a third one would else give each other up together with that."""
+        if rank not in self._present and self._is_heard(rank):
+            self._note_present([rank])
+        return rank in self._present
 
     def look(self) -> Found:
         """Raises: StoreUnreachable."""

@@ -357,7 +357,7 @@ class CentralJob:
 
     # --- its thread and its end ---------------------------------------------------------------------------------------
 
-    def tend(self, world: World | None, *, is_spokesman: bool, is_headless: bool = False) -> None:
+    def tend(self, world: World | None, *, is_spokesman: bool, headless: World | None = None) -> None:
         store = self._background
         if self._uid and (world is None or is_spokesman):
             self._count += 1

@@ -199,11 +199,11 @@ class Job(Protocol):
 
     # --- its thread and its end ---------------------------------------------------------------------------------------
 
-    def tend(self, world: World | None, *, is_spokesman: bool, is_headless: bool = False) -> None:
+    def tend(self, world: World | None, *, is_spokesman: bool, headless: World | None = None) -> None:
         """Background tasks, about once a second, on the watcher's thread.
 
         Args:
-            is_headless: whether its rank 0 is lost, and the others are yet to agree on another one.
+            headless: the world that has lost its rank 0, where the others are yet to agree on another one.
         """
 
     def finish(self, world: World) -> None:

@@ -112,9 +112,9 @@ class PeerJob:
         """uid of the world, of whom nothing is heard, and since when it is these"""
         self._attempt = self._num_asked = 0
         self._lock = threading.Lock()
+        """for what two threads change: ballots, the worlds whose voters count, and where newcomers wait"""
         self._is_host_meanwhile = False
         """whether newcomers wait here, as long as there is no rank 0"""
-        """for what two threads change: ballots, and the worlds whose voters count"""
         self._worlds: tuple[Voters, ...] = ()
         """voters of the worlds since the last settled one, the present one last"""
         self._has_state = False
@@ -653,16 +653,16 @@ class PeerJob:
 
     # --- its thread and its end ---------------------------------------------------------------------------------------
 
-    def tend(self, world: World | None, *, is_spokesman: bool, is_headless: bool = False) -> None:
+    def tend(self, world: World | None, *, is_spokesman: bool, headless: World | None = None) -> None:
         self._finder.keep(has_world=self._world is not None)
         world = world or self._world  # between two worlds, too: no other job may begin meanwhile
-        if is_headless and world is not None and world.rank > 0 and world.me.store is not None:
+        if headless is not None and headless.rank > 0 and headless.me.store is not None:
             # Until there is another rank 0, which may take long, a host that comes back must not begin anew.
             with self._lock:
-                if self._world is world and not self._is_host_meanwhile:
+                if self._world is headless and not self._is_host_meanwhile:
                     self._is_host_meanwhile = True
-                    self._own.put("host", json.dumps(world.me.store))
-        if world is not None and (world.rank == 0 or is_headless):
+                    self._own.put("host", json.dumps(headless.me.store))
+        if world is not None and (world.rank == 0 or world is headless):
             firsts = {member.node: member.store for member in reversed(world.members)}
             stores = [one for one in reversed(firsts.values()) if one]
             self._finder.show(stores, self._facts.get("job_token", ""), if_missing=world.rank > 0)

@@ -11,11 +11,13 @@ from collections.abc import Callable
 import pytest
 
 from elastic_train import liveness, pace
+from elastic_train.protocol.neighbours import STANDARD, Topology
 from elastic_train.rules import Activity
 from tests.simulation import checks
+from tests.simulation.faults import RING
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.simulator import Simulation
-from tests.simulation.work import KINDS
+from tests.simulation.work import KINDS, Work
 
 NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_WORKING_HISTORIES", "200"))
 FIRST_SEED = int(os.environ.get("ELASTIC_TRAIN_FIRST_SEED", "0"))
@@ -38,7 +40,17 @@ def draw(kind: str, seed: int) -> Plan:
             faults.append((at, "kill" if kind == "back" else kind, chance.randrange(len(hosts))))
             left -= 1
     recovers_at = at + 3 * work.commit_seconds + 10.0
-    return Plan(seed, hosts, tuple(faults), recovers_at, founders=founders, min_nodes=1, stall_timeout=None, work=work)
+    return Plan(
+        seed,
+        hosts,
+        tuple(faults),
+        recovers_at,
+        founders=founders,
+        min_nodes=1,
+        stall_timeout=None,
+        work=work,
+        directories=(0,) * len(hosts) if seed % 3 == 0 else (),
+    )
 
 
 def failures_of(plan: Plan) -> list[str]:
@@ -75,6 +87,19 @@ def test_the_host_of_the_endpoint_comes_back_while_the_others_compute(hosts: int
     work = KINDS["long steps"]
     faults: tuple[Fault, ...] = ((14.0, "kill", 0), (14.3, "back", 0, False))
     plan = Plan(1, (1,) * hosts, faults, 60.0, min_nodes=1, stall_timeout=None, work=work)
+    assert failures_of(plan) == []
+
+
+@pytest.mark.parametrize("topology", [STANDARD, RING], ids=["dense", "sparse"])
+@pytest.mark.parametrize("busy", range(6))
+def test_whoever_is_busy_the_others_wait_for_it(busy: int, topology: Topology) -> None:
+    """For much longer than for one that does not come; by a claim of the run directory each could go on alone.
+    It is as busy with that step when it is done again."""
+    work = Work(busy=(busy, 10, 60.0))
+    faults: tuple[Fault, ...] = ((5.0, "kill", 6),)
+    plan = Plan(
+        1, (1,) * 7, faults, 135.0, min_nodes=1, stall_timeout=None, work=work, directories=(0,) * 7, topology=topology
+    )
     assert failures_of(plan) == []
 
 

@@ -21,6 +21,8 @@ class Work:
     """after each tenth step a member is busy for up to so long"""
     snapshot: float = 0.0
     """after each fifth step rank 0 is"""
+    busy: tuple[int, int, float] = (-1, -1, 0.0)
+    """a rank, after which step, and for how many seconds it is"""
 
     def seconds(self, chance: random.Random, rank: int, step: int, *, is_first: bool) -> float:
         """That a member computes, from a commit to the next collective."""
@@ -33,12 +35,14 @@ class Work:
             found += self.evaluation * chance.uniform(0.1, 1.0)
         if self.snapshot and step % 5 == 0 and step > 0 and rank == 0:
             found += self.snapshot
+        if self.busy[:2] == (rank, step):
+            found += self.busy[2]
         return found
 
     @property
     def commit_seconds(self) -> float:
         """Within which a world that trains commits again."""
-        return 1.5 * self.step + self.first + self.hiccup + self.evaluation + self.snapshot + 0.7
+        return 1.5 * self.step + self.first + self.hiccup + self.evaluation + self.snapshot + self.busy[2] + 0.7
 
 
 KINDS = {

@@ -227,8 +227,8 @@ class Group:
     def note_step(self, seconds: float) -> None:
         """All have committed a step that took so long, and so did its collective."""
         for watcher in self.watchers:
-            watcher.pace.note_step(seconds)
             watcher.pace.note_collective(seconds)
+            watcher.pace.note_step(seconds)
 
     def enter(self) -> None:
         for watcher, world in zip(self.watchers, self.worlds, strict=True):
@@ -537,14 +537,14 @@ def test_headless_is_a_world_that_has_lost_its_rank_0(group: Group) -> None:
     group.turn()
     group.kill(2)
     group.pass_time(2 * INTERVAL)
-    assert [watcher.is_headless for watcher in group.watchers[:2]] == [False, False]
+    assert [watcher.headless for watcher in group.watchers[:2]] == [None, None]
     group.kill(0)
     group.pass_time(2 * INTERVAL)
-    assert group.watchers[1].is_headless
+    assert group.watchers[1].headless is group.worlds[1]
     group.watchers[1].leave()
-    assert group.watchers[1].is_headless, "until there is another one"
+    assert group.watchers[1].headless is group.worlds[1], "until there is another one"
     group.watchers[1].adopt(World(0, 1, group.members[1:2], None, "w1"))
-    assert not group.watchers[1].is_headless
+    assert group.watchers[1].headless is None
 
 
 def test_a_reduction_that_cannot_end_is_broken_off_without_blame(group: Group) -> None:

@@ -11,8 +11,10 @@ PEER_TIMEOUT = 10.0
 def paced(step: float, collective: float, stall_timeout: float | None = None) -> Pace:
     pace = Pace(PEER_TIMEOUT, stall_timeout, formation_timeout=77.0)
     for _ in range(10):
-        pace.note_step(step)
+        pace.note_collective(collective / 1000)  # of the votes, say
         pace.note_collective(collective)
+        pace.note_collective(collective / 1000)
+        pace.note_step(step)
     return pace
 
 
@@ -45,6 +47,7 @@ def test_what_the_user_says_counts() -> None:
 def test_a_collective_may_take_ten_times_as_long_as_usual() -> None:
     pace = paced(30.0, 0.5)
     pace.note_collective(100.0)  # somebody was waited for
+    pace.note_step(130.0)
     assert pace.limit(Activity.REDUCE) == PEER_TIMEOUT + 10 * 0.5
 
 
