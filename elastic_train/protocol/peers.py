@@ -112,7 +112,7 @@ class PeerJob:
         """uid of the world, of whom nothing is heard, and since when it is these"""
         self._attempt = self._num_asked = 0
         self._lock = threading.Lock()
-        """for what two threads change: ballots, the worlds whose voters count, and where newcomers wait"""
+        """for what two threads change: ballots, and the worlds whose voters count"""
         self._is_host_meanwhile = False
         """whether newcomers wait here, as long as there is no rank 0"""
         self._worlds: tuple[Voters, ...] = ()
@@ -303,9 +303,8 @@ class PeerJob:
             with self._lock:
                 kept = tuple(one.without(decision.dead) for one in self._worlds)
                 self._worlds = (*kept, Voters.of(world.uid, world.workers))
-        with self._lock:
-            before, self._world = self._world, world
-            was_host, self._is_host_meanwhile = self._is_host_meanwhile, False
+        before, self._world = self._world, world
+        was_host, self._is_host_meanwhile = self._is_host_meanwhile, False
         self._past[world.uid] = world
         told, self._invited = self._invited, ()
         if before is None:
@@ -656,12 +655,14 @@ class PeerJob:
     def tend(self, world: World | None, *, is_spokesman: bool, headless: World | None = None) -> None:
         self._finder.keep(has_world=self._world is not None)
         world = world or self._world  # between two worlds, too: no other job may begin meanwhile
-        if headless is not None and headless.rank > 0 and headless.me.store is not None:
+        if headless is not None and headless.rank > 0 and headless is self._world and not self._is_host_meanwhile:
             # Until there is another rank 0, which may take long, a host that comes back must not begin anew.
-            with self._lock:
-                if self._world is headless and not self._is_host_meanwhile:
-                    self._is_host_meanwhile = True
-                    self._own.put("host", json.dumps(headless.me.store))
+            self._is_host_meanwhile = True
+            self._own.put("host", json.dumps(headless.me.store))
+            shown = headless
+            while self._world is not shown:  # the training thread has entered another one, and perhaps said so before
+                shown = self._world
+                self._own.put("host", json.dumps(shown.members[0].store))
         if world is not None and (world.rank == 0 or world is headless):
             firsts = {member.node: member.store for member in reversed(world.members)}
             stores = [one for one in reversed(firsts.values()) if one]
