@@ -552,9 +552,8 @@ def require_writable(folder: Path, what: str) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise RunDirectoryError(
-            f"{what} {folder} cannot be written to: {error.strerror or error}; choose another one"
-        ) from error
+        why = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or error
+        raise RunDirectoryError(f"{what} {folder} cannot be written to: {why}; choose another one") from error
 
 
 def _try_flock(fd: int, operation: int, patience: timedelta = timedelta(0)) -> bool:
