@@ -104,6 +104,13 @@ def broadcast(tensor: Tensor, source: int) -> None:
     wait(dist.broadcast(tensor, source, async_op=True))
 
 
+def all_gather(numbers: Tensor) -> list[list[int]]:
+    """Every rank's `numbers` (whole, on the CPU, as many on every rank), by rank. Raises as `wait`."""
+    found = [torch.zeros_like(numbers) for _ in range(dist.get_world_size())]
+    wait(dist.all_gather(found, numbers, async_op=True))
+    return [one.tolist() for one in found]
+
+
 def barrier() -> None:
     """Raises as `wait`."""
     wait(dist.barrier(async_op=True))
@@ -224,11 +231,8 @@ def broadcast_bytes(data: bytes | None, source: int, before_sending: Callable[[]
 def gather_json(value: Any) -> list[Any]:
     """Every rank's `value` (anything JSON can say), by rank. Every rank calls it; nothing is unpickled."""
     data = array.array("B", json.dumps(value).encode())
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    wait(dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64), async_op=True))
-    longest = max(int(size) for size in sizes)
+    sizes = [size for (size,) in all_gather(torch.tensor([len(data)]))]
+    longest = max(sizes)
     mine = torch.zeros(longest, dtype=torch.uint8)
     mine[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-    wait(dist.all_gather(parts, mine, async_op=True))
-    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+    return [json.loads(bytes(part[:size])) for part, size in zip(all_gather(mine), sizes, strict=True)]

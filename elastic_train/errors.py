@@ -6,6 +6,7 @@ ElasticTrainError            ends a worker with one line; `exit_code` says with 
 ├── DatasetMissing           the data is not where the flags say
 ├── TaskMismatch             a snapshot, or another member, belongs to another task, seed, batch size, ...
 ├── BranchesMixed            two branches of one run are there to be continued
+├── RunsMixed                snapshots of two runs are there to be continued
 ├── SnapshotError            a snapshot cannot be written or read
 │   └── SnapshotDamaged      its bytes are not the ones that its manifest promises
 ├── RunDirectoryError        the run directory cannot be used
@@ -15,6 +16,7 @@ ElasticTrainError            ends a worker with one line; `exit_code` says with 
 ├── StoreUnreachable         the rendezvous store does not answer
 ├── StoreRefused             the rendezvous store refuses this user, this key or this write
 ├── FormationFailed          no process group could be formed
+├── StatesDiffer             the members' weights are not equal where they must be; no worker ends by it
 ├── TrainingDiverged         the loss is NaN or infinite
 ├── LeftOut                  the others go on without this worker
 │   ├── Superseded           another branch has more committed steps
@@ -31,6 +33,7 @@ import signal
 import sys
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -66,6 +69,10 @@ class TaskMismatch(ElasticTrainError):
 
 class BranchesMixed(ElasticTrainError):
     """Two branches of one run (--on-split) are there to be continued; names host and step of both."""
+
+
+class RunsMixed(ElasticTrainError):
+    """Snapshots of two runs are there to be continued, and nothing says which is meant; names host and step of both."""
 
 
 class SnapshotError(ElasticTrainError):
@@ -111,6 +118,17 @@ class StoreRefused(ElasticTrainError):
 
 class FormationFailed(ElasticTrainError):
     """No process group could be formed."""
+
+
+class StatesDiffer(ElasticTrainError):
+    """The members' weights or optimizer states are not equal where they must be: the step in hand does not count."""
+
+    def __init__(self, wrong: Sequence[int], num_ranks: int, *, has_majority: bool) -> None:
+        super().__init__(f"the weights or optimizer states of {num_ranks} workers differ, without a majority")
+        self.wrong = tuple(wrong)
+        """ranks whose state is not to be used"""
+        self.has_majority = has_majority
+        """whether the others' is right; else `wrong` are all ranks"""
 
 
 class TrainingDiverged(ElasticTrainError):

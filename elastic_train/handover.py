@@ -10,7 +10,6 @@ What a forward pass changes (buffers, such as BatchNorm's statistics) goes by va
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from elastic_train.collectives import GROUP_TIMEOUT
 from elastic_train.errors import FormationFailed
+from elastic_train.side_thread import SideThread
 from elastic_train.snapshot import deserialize_state, serialize_state
 from elastic_train.state import TrainState
 from elastic_train.tasks import mapped
@@ -29,7 +29,6 @@ TAG = 7001
 """of its messages, so that they do not meet those of the step"""
 SMALL_BYTES = 4096
 POLL_SECONDS = 0.001
-CHECK_SECONDS = 0.05
 SLOT = "elastic_train tensor"
 
 
@@ -56,11 +55,11 @@ class Giving:
         numbers = [len(targets), state.epoch, state.step, state.samples_done, state.micro_batch_size or 0]
         self._head = torch.tensor(numbers, dtype=torch.int64)
         self._skeleton, self._tensors = take_apart(state)
-        self._thread: _Worker | None = None
+        self._thread: SideThread | None = None
 
     def begin(self) -> None:
         """As `Handover.begin`."""
-        self._thread = _Worker(self._send, "give")
+        self._thread = SideThread(self._send, "give")
 
     def _send(self) -> None:
         self._send_one(self._head)
@@ -92,7 +91,7 @@ class Taking:
         self._head: Tensor | None = None
         self._skeleton: dict[str, Any] = {}
         self._tensors: list[Tensor] = []
-        self._thread = _Worker(self._receive, "take")
+        self._thread = SideThread(self._receive, "take")
 
     def begin(self) -> None:
         """As `Handover.begin`: it listens already."""
@@ -135,33 +134,6 @@ class Taking:
         self._state.clock.take_over(self._skeleton["run"]["clock"])
         self._tensors = []
         self._loaded()
-
-
-class _Worker:
-    """A thread whose error is raised where it is waited for."""
-
-    def __init__(self, task: Callable[[], None], name: str) -> None:
-        self._task = task
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            self._task()
-        except Exception as error:  # raised by `finish`
-            self._error = error
-
-    def finish(self, check: Callable[[], None]) -> None:
-        while self.is_alive:
-            self._thread.join(CHECK_SECONDS)
-            check()
-        if self._error is not None:
-            raise self._error
 
 
 def _wait(work: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from elastic_train.datasets import EpochDataset
 from elastic_train.evaluation import evaluate, share_buffers
 from elastic_train.goodput import Phase
 from elastic_train.handover import Handover
+from elastic_train.liveness import Watcher
 from elastic_train.membership import Membership
 from elastic_train.ordered import OrderedReduction
 from elastic_train.pace import FIRST_SECONDS
@@ -24,6 +26,7 @@ from elastic_train.rules import Activity
 from elastic_train.sampler import MicroBatch
 from elastic_train.saving import Saver
 from elastic_train.state import TrainState
+from elastic_train.state_hash import StateComparison
 from elastic_train.train import JOINING, NO_VOTES, Outcome, StepResult, Votes, drop_gradients, task_loss, train
 from elastic_train.worker import Worker
 from elastic_train.world import World
@@ -37,6 +40,22 @@ def votes_of(worker: Worker, membership: Membership) -> Votes:
     return told_to_stop, leaving or int(membership.watcher.is_store_lost), membership.join_vote()
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """What is under way when a world begins."""
+
+    handover: Handover | None = None
+    """is to be finished before the first step's gradient is applied"""
+    comparison: StateComparison | None = None
+    """is to be made within the first step that all ranks begin with a state"""
+    is_handed_over: bool = False
+    """whether some rank, not this one perhaps, gets its state within the first step"""
+
+
+ALONE = Beginning()
+"""of a world in which there is nobody to hand the state to, or to compare it with"""
+
+
 class WorldLoop(Protocol):
     """What trains in one world after the other."""
 
@@ -48,9 +67,13 @@ class WorldLoop(Protocol):
     has_room_for_handover: bool
     """whether newcomers may take part in a step without samples, and get the state while it is computed"""
 
-    def run(self, world: World, steps: Iterable[Share], handover: Handover | None = None) -> Outcome:
-        """Train in `world` over the steps that it is given; every rank calls it. `handover` is to be finished before
-        the first step's gradient is applied."""
+    def run(self, world: World, steps: Iterable[Share], begin: Beginning = ALONE) -> Outcome:
+        """Train in `world` over the steps that it is given; every rank calls it. `begin` says what is to be finished
+        before a gradient is applied.
+
+        Raises:
+            StatesDiffer: not all ranks hold the same state; the step in hand does not count.
+        """
         ...
 
     def warm_up(self) -> None:
@@ -92,17 +115,17 @@ class Loop:
             stand_in=stand_in_batch(worker),
         )
 
-    def run(self, world: World, steps: Iterable[Share], handover: Handover | None = None) -> Outcome:
+    def run(self, world: World, steps: Iterable[Share], begin: Beginning = ALONE) -> Outcome:
         """As `WorldLoop.run`. Raises: what train.train() does."""
-        return self.over(world, handover)(steps)
+        return self.over(world, begin)(steps)
 
-    def over(self, world: World, handover: Handover | None = None) -> Callable[[Iterable[Share]], Outcome]:
+    def over(self, world: World, begin: Beginning = ALONE) -> Callable[[Iterable[Share]], Outcome]:
         """The same for several stretches of steps in one world: what is built for the world is built once."""
         worker, state = self._worker, self._worker.state
         state.set_modes()
         if worker.config.compile:  # for every world anew: the shapes of the shares are others
             self._membership.watcher.pace.expect_first_step()
-        reduction = self._make_reduction(world, handover)
+        reduction = self._make_reduction(world, begin)
         evaluate_if_due = self.make_evaluate(world)
         observer = LoopObserver(self, worker, self._membership, world)
         return lambda steps: train(
@@ -138,7 +161,7 @@ class Loop:
         self.last_votes = votes_of(self._worker, self._membership)
         return self.last_votes
 
-    def _make_reduction(self, world: World, handover: Handover | None) -> Reduction:
+    def _make_reduction(self, world: World, begin: Beginning) -> Reduction:
         worker, state = self._worker, self._worker.state
         config, model = worker.config, state.model
         reduction: Reduction
@@ -160,7 +183,7 @@ class Loop:
                 num_votes=len(NO_VOTES),
                 do=self._membership.watcher.do,
             )
-        reduction = UnbrokenReduction(reduction, self._membership, handover)
+        reduction = UnbrokenReduction(reduction, self._membership, begin)
         if config.clip_grad_norm is not None:  # on the outside: gradients are unscaled once, if the step counts
             reduction = Clipping(reduction, state.optimizer, state.scaler, config.clip_grad_norm)
         return reduction
@@ -212,25 +235,45 @@ class UnbrokenReduction:
     gloo raises of itself then; NCCL's collectives, once aborted, end with garbage and no error.
     """
 
-    def __init__(self, reduction: Reduction, membership: Membership, handover: Handover | None = None) -> None:
+    def __init__(self, reduction: Reduction, membership: Membership, begin: Beginning = ALONE) -> None:
         self._reduction = reduction
         self._sockets, self._watcher = membership.sockets, membership.watcher
-        self._handover = handover
-        if handover is not None:
-            handover.begin()
+        self._handover, self._comparison = begin.handover, begin.comparison
+        self._is_handed_over = begin.is_handed_over
+        if self._handover is not None:
+            self._handover.begin()
 
     def run(
         self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
     ) -> StepTotals:
-        """As `Reduction.run`. Raises: FormationFailed where the group was broken off."""
+        """As `Reduction.run`. Raises: FormationFailed where the group was broken off. StatesDiffer."""
+        comparison = None
+        if not self._is_handed_over:
+            comparison, self._comparison = self._comparison, None
+        self._is_handed_over = False
+        if comparison is not None:
+            comparison.begin()
         totals = self._reduction.run(micro_batches, loss, scale, votes)
         handover, self._handover = self._handover, None
         if handover is not None:
             self._watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
-            handover.finish(lambda: require_unbroken(self._sockets))
+            handover.finish(self._require_unbroken)
+        if comparison is not None:
+            compare(comparison, self._watcher, self._require_unbroken)
         self._watcher.do(Activity.COMPUTE)  # the optimizer's step waits for nobody
-        require_unbroken(self._sockets)
+        self._require_unbroken()
         return totals
+
+    def _require_unbroken(self) -> None:
+        require_unbroken(self._sockets)
+
+
+def compare(comparison: StateComparison, watcher: Watcher, check: Callable[[], None]) -> None:
+    """Wait for this rank's hash, then for the others'. Raises: as `StateComparison.compare`; what `check` raises."""
+    watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
+    comparison.finish_hash(check)
+    watcher.do(Activity.REDUCE)
+    comparison.compare()
 
 
 class LoopObserver:

@@ -35,16 +35,16 @@ from elastic_train.collectives import all_reduce, reduced
 from elastic_train.config import Config, check, flag, parse
 from elastic_train.datasets import length_of
 from elastic_train.errors import ElasticTrainError, FormationFailed, TrainingDiverged, UsageError, tell
-from elastic_train.handover import Handover
-from elastic_train.loop import LoopObserver, stand_in_batch, votes_of
+from elastic_train.loop import ALONE, Beginning, LoopObserver, compare, stand_in_batch, votes_of
 from elastic_train.membership import Membership
 from elastic_train.pace import FIRST_SECONDS
-from elastic_train.process_group import is_communication_error
+from elastic_train.process_group import is_communication_error, require_unbroken
 from elastic_train.recovery import run_worker
 from elastic_train.reduction import Share, hush_statistics
 from elastic_train.rules import NOW, Activity
 from elastic_train.saving import Saver
 from elastic_train.state import Stateful, TrainState
+from elastic_train.state_hash import StateComparison
 from elastic_train.stopping import StopSignal, die_with_parent
 from elastic_train.system import require_system_for_training
 from elastic_train.tasks import Task
@@ -384,7 +384,7 @@ class OwnLoop:
     has_room_for_handover = False
     """nobody knows what the function does with the weights before the optimizer's step"""
 
-    def run(self, world: World, steps: Iterable[Share], handover: Handover | None = None) -> Outcome:
+    def run(self, world: World, steps: Iterable[Share], begin: Beginning = ALONE) -> Outcome:
         """As `WorldLoop.run`. Raises: what the training function does."""
         worker, state = self._worker, self._worker.state
         if any(module() is not None for module in self._parallel):
@@ -394,6 +394,8 @@ class OwnLoop:
             )
         self._parallel.clear()
         state.set_modes()  # the function may have been interrupted in an evaluation of its own
+        if begin.comparison is not None:
+            self._compare_states(begin.comparison)
         self._training = training = Training(self, worker, self._membership, world, steps)
         self._membership.watcher.pace.expect_first_step()  # it may compile; nobody knows
         training.turn_to_own_code()
@@ -418,6 +420,12 @@ class OwnLoop:
             )
             state.last_step = state.step
         return Outcome.FINISHED
+
+    def _compare_states(self, comparison: StateComparison) -> None:
+        """At once: what the function does with the weights before its first step is not known. Raises: StatesDiffer."""
+        membership = self._membership
+        comparison.begin()
+        compare(comparison, membership.watcher, lambda: require_unbroken(membership.sockets))
 
     def warm_up(self) -> None:
         """Nobody knows how."""

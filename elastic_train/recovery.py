@@ -30,6 +30,7 @@ from elastic_train.errors import (
     RunDirectoryError,
     RunDirectoryInUse,
     SnapshotError,
+    StatesDiffer,
     Stopped,
     StoreRefused,
     StoreUnreachable,
@@ -40,7 +41,7 @@ from elastic_train.errors import (
 from elastic_train.goodput import Phase
 from elastic_train.handover import Giving, Handover, Taking
 from elastic_train.leaving import WaysOut
-from elastic_train.loop import Loop, WorldLoop
+from elastic_train.loop import Beginning, Loop, WorldLoop
 from elastic_train.membership import Change, Membership, new_token
 from elastic_train.pace import FIRST_SECONDS
 from elastic_train.process_group import (
@@ -52,9 +53,11 @@ from elastic_train.process_group import (
 from elastic_train.protocol.branches import id_of, is_on
 from elastic_train.restore import Restored, sync_from_freshest
 from elastic_train.rules import Activity, Failure, common_backend, seconds_before_return
+from elastic_train.run_record import RUN_FILE, RunRecord
 from elastic_train.saving import Saver
 from elastic_train.snapshot import SnapshotInfo, set_aside
-from elastic_train.starting import Start, describe_start
+from elastic_train.starting import ALL_GONE, Start, describe_start
+from elastic_train.state_hash import StateComparison
 from elastic_train.stopping import StopSignal
 from elastic_train.torchrun import Launch
 from elastic_train.train import Outcome
@@ -170,14 +173,15 @@ class Run:
         self._ways_out = WaysOut(worker, membership, self._saver, self.loop, self._job_token)
         self._has_state = False
         self._back = back
-        self._has_stood_by = back is not None and back.has_trained
-        """whether the run has a state that this worker does not have, or gave up"""
+        self._lost = ALL_GONE if back is not None and back.has_trained else None
+        """how the run's state will be lost if this worker, which does not have it or gave it up, has to go on alone"""
         self._ended_at = time.monotonic()
         self._world: World | None = None
         self._has_formed = False
         self._incident: dict[str, Any] | None = None
         """what interrupted the run before the present world"""
         self._last_claim_warning: str | None = None
+        self._noted_run: RunRecord | None = None
         membership.at_last = self._save_at_last
         membership.progress = lambda: (worker.state.branches, worker.state.step) if self._has_state else None
         membership.may_not_go_on = self._save_while_waiting
@@ -325,12 +329,14 @@ class Run:
             self._has_formed = True
             membership.watcher.enter(world)
             worker.reach("sync", world)
-            restored, handover, first_ranks = None, None, world.world_size
+            handover, first_ranks = None, world.world_size
             if formed is None:
-                restored = self._synchronise(world)
+                restored, voters = self._synchronise(world)
             else:
                 restored, handover, first_ranks = self._hand_over(world, change)
+                voters = list(range(world.world_size - len(change.joined)))
             self._note_branch(world, change)
+            self._note_run(world)
             set_group_timeout(STEP_TIMEOUT)
             state.generation, state.generations = world.generation, state.generations + 1
             reporter.events.enter(world)
@@ -345,14 +351,18 @@ class Run:
             }
             self._tell_world(world, backend, change, interruption, restored, seconds)
             try:
-                return self._train_and_leave(world, restored, handover, first_ranks)
+                comparison = self._make_comparison(world, voters)
+                begin = Beginning(handover, comparison, is_handed_over=first_ranks < world.world_size)
+                return self._train_and_leave(world, restored, begin, first_ranks)
+            except StatesDiffer as differ:
+                return self._drop_wrong_states(world, differ)
             finally:
                 self._ended_at = time.monotonic()
 
     def _stand_by(self, world: World) -> int | Interruption:
         """As a spare: wait for the next world, or for the end of the run (the exit code)."""
         worker, membership = self._worker, self._membership
-        self._has_formed = self._has_stood_by = True
+        self._has_formed, self._lost = True, ALL_GONE
         membership.watcher.expect(world)  # what was believed of the world before is over
         membership.watcher.enter(world)
         worker.reporter.events.enter(world)
@@ -389,8 +399,8 @@ class Run:
         with suppress(OSError):  # it only spares newcomers a look at the endpoints
             self._worker.directory.replace_file(MEMBERS_FILE, describe_members(world, self._worker.launch.run_id))
 
-    def _synchronise(self, world: World) -> Restored | None:
-        """Bring all members to one state; None if this one had it already.
+    def _synchronise(self, world: World) -> tuple[Restored | None, list[int]]:
+        """Bring all members to one state; None if this one had it already. Returns also the ranks whose state it was.
 
         A member may be without a state: a death can have interrupted the restoring of the first world.
         """
@@ -405,19 +415,52 @@ class Run:
         if max(steps) < 0:
             set_group_timeout(GROUP_TIMEOUT)  # a large snapshot takes its time to be read
             self._membership.watcher.do(Activity.FORM, FIRST_SECONDS)
-            restored = self._start.restore(world, has_stood_by=self._has_stood_by)
+            restored = self._start.restore(world, lost=self._lost)
             self._has_state = True
-            return restored
+            return restored, list(range(world.world_size))
         source = sync_from_freshest(state, world, steps, worker.device, lambda: worker.reach("send", world))
         self._has_state = True
         if world.rank == source:
             logged = [entry["logged"] for entry in told if entry["logged"] is not None]
             if max(logged, default=state.step - 1) == state.step - 1:
                 worker.reporter.write_commit(state)
+        voters = [rank for rank, step in enumerate(steps) if step == steps[source]]
         if had_state:
-            return None
+            return None, voters
         self._set_aside()
-        return Restored("peer", state.step, source)
+        return Restored("peer", state.step, source), voters
+
+    def _make_comparison(self, world: World, voters: list[int]) -> StateComparison | None:
+        """Of what all members of a world begin with; None where there is nobody to compare it with."""
+        worker = self._worker
+        if world.world_size == 1:
+            return None
+        is_ordered = worker.config.reduction == "ordered"  # else BatchNorm's statistics are each rank's own
+        return StateComparison(worker.state, worker.device, voters, with_buffers=is_ordered)
+
+    def _drop_wrong_states(self, world: World, differ: StatesDiffer) -> Interruption:
+        """The others' state is taken over in the next world, or a snapshot restored there, as by a newcomer."""
+        state, reporter = self._worker.state, self._worker.reporter
+        self._note_loss()
+        wrong = [world.members[rank].name for rank in differ.wrong]
+        is_wrong = world.rank in differ.wrong
+        if is_wrong:
+            self._has_state, self._lost = False, ALL_GONE if differ.has_majority else f"{differ}"
+        if differ.has_majority:
+            names, verb = ", ".join(wrong), "has" if len(wrong) == 1 else "have"
+            message = f"{names} {verb} other weights or optimizer states than most workers, and takes over theirs"
+            is_teller = world.rank == next(rank for rank in range(world.world_size) if rank not in differ.wrong)
+        else:
+            message = (
+                f"the weights or optimizer states of {world.world_size} workers are not equal at step {state.step}, "
+                "and there is no majority: the newest snapshot is restored"
+            )
+            is_teller = world.rank == 0
+        if is_wrong or is_teller:
+            reporter.events.write("states_differ", wrong=wrong, has_majority=differ.has_majority)
+        if is_teller:
+            reporter.warn(message)
+        return Interruption("states_differ")
 
     def _hand_over(self, world: World, change: Change) -> tuple[Restored | None, Handover | None, int]:
         """Newcomers come into a world that was formed ahead, and get the state of those who trained, all of whom have
@@ -453,6 +496,8 @@ class Run:
     def _note_state(self) -> None:
         self._has_state = True
         self._set_aside()
+        if self._world is not None:
+            self._note_run(self._world)
         state = self._worker.state
         if self.loop.has_room_for_handover:  # it has come within a step, after what this world has noted already
             state.remember()
@@ -461,7 +506,7 @@ class Run:
                 state.incidents.append(self._incident)
 
     def _train_and_leave(
-        self, world: World, restored: Restored | None, handover: Handover | None, first_ranks: int
+        self, world: World, restored: Restored | None, begin: Beginning, first_ranks: int
     ) -> int | Interruption:
         worker, state = self._worker, self._worker.state
         config, task = worker.config, worker.task
@@ -474,7 +519,7 @@ class Run:
             self.loop.evaluate_if_missed(world)
         self._membership.watcher.do(Activity.COMPUTE)
         batches = steps(task.train_set, task.collate, state, world, config, worker.device, first_ranks)
-        ended = self.loop.run(world, batches, handover)
+        ended = self.loop.run(world, batches, begin)
         self._membership.watcher.do(Activity.FORM)
         set_group_timeout(GROUP_TIMEOUT)
         if ended is Outcome.FINISHED:
@@ -558,6 +603,18 @@ class Run:
             return
         if moved:
             worker.reporter.warn(f"moved to {DISCARDED}/ in {worker.snapshots_dir}: {', '.join(moved)}")
+
+    def _note_run(self, world: World) -> None:
+        """The run directory says whose it is."""
+        state, directory = self._worker.state, self._worker.directory
+        record = RunRecord(state.run_uid, state.superseded)
+        if not world.is_directory_leader or not self._has_state or record == self._noted_run:
+            return
+        try:
+            directory.replace_file(RUN_FILE, record.to_json())
+        except OSError as error:
+            self._worker.reporter.warn(f"{directory.path / RUN_FILE} cannot be written: {first_line(error)}")
+        self._noted_run = record
 
     def _note_branch(self, world: World, change: Change) -> None:
         """The state says on which branch it is, from its first world on."""

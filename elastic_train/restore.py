@@ -16,7 +16,6 @@ import torch
 from elastic_train.collectives import broadcast_bytes, gather_json
 from elastic_train.errors import (
     BranchesMixed,
-    FormationFailed,
     Refused,
     SnapshotDamaged,
     SnapshotError,
@@ -24,6 +23,7 @@ from elastic_train.errors import (
 )
 from elastic_train.protocol.branches import Position, branches_of, describe, is_on
 from elastic_train.rules import freshest
+from elastic_train.run_record import RunRecord, run_to_continue
 from elastic_train.snapshot import SnapshotInfo, deserialize_state, read_state_bytes, serialize_state
 from elastic_train.state import TrainState
 from elastic_train.world import World
@@ -51,7 +51,9 @@ def restore(
     task: Mapping[str, Any],
     run_uid: str,
     is_new_run: bool,
-    may_begin: bool,
+    lost: str | None,
+    record: RunRecord,
+    written: Callable[[], Mapping[str, Any] | None],
     device: torch.device,
     warn: Warn,
 ) -> Restored:
@@ -62,17 +64,28 @@ def restore(
         offers: the snapshots that this rank can see, newest first; empty on ranks that lead no run directory.
         task: what a snapshot must agree with.
         run_uid: the name of the run, where this job has one already; else that of a new run.
-        is_new_run: whether a snapshot of any run will do (the job's first world), or only one of `run_uid`.
-        may_begin: whether to begin from scratch where there is none.
+        is_new_run: whether the run directories say which run is meant (the job's first world), or `run_uid` does.
+        lost: why it may not begin from scratch where there is none: how a state of this run was lost.
+        record: which run this rank's run directory belongs to.
+        written: asked where there is no snapshot: the event of the newest that was written here, as far as is known.
 
     Raises:
-        FormationFailed: there is no snapshot, and it may not begin from scratch.
-        BranchesMixed: snapshots of two branches of the run can be seen.
+        RunsMixed: snapshots of two runs can be seen. BranchesMixed: snapshots of two branches of the run can be seen.
         TaskMismatch: the newest snapshot is of another task, seed, batch size, ...; names both values.
-        SnapshotError: it verifies and still cannot be read.
+        SnapshotError: it verifies and still cannot be read; or none can be seen, and a state was lost, or a snapshot
+            was written that nobody has.
     """
-    offers = [offer for offer in offers if is_new_run or offer.run_uid == run_uid]
-    require_one_line([one for own in gather_json(list(map(describe_offer, offers))) for one in own])
+    told = gather_json({"offers": list(map(describe_offer, offers)), "record": record.to_fields()})
+    seen = [offer for entry in told for offer in entry["offers"]]
+    superseded: tuple[str, ...] = ()
+    if is_new_run:
+        choice = run_to_continue([RunRecord.from_fields(entry["record"]) for entry in told], seen)
+        run_uid, superseded = choice.uid or run_uid, choice.superseded
+    require_one_line([offer for offer in seen if offer["run"] == run_uid])
+    others = [offer for offer in offers if offer.run_uid != run_uid]
+    offers = [offer for offer in offers if offer.run_uid == run_uid]
+    if others:
+        warn(f"snapshots of another run are not used: {others[0].path} and the like")
     while True:
         owner = newest_offer(gather_json(offers[0].age_key if offers else None))
         if owner is None:
@@ -95,16 +108,28 @@ def restore(
         if verdict["problem"]:
             continue
         _load(state, broadcast_bytes(data, owner), device, source=verdict["source"])
+        state.superseded = tuple(sorted({*state.superseded, *superseded}))
         return Restored("snapshot", state.step, owner)
-    if not may_begin:
-        raise FormationFailed("all workers that had the state are gone, and no snapshot of their run can be seen here")
-    state.run_uid = run_uid
+    if lost is not None:
+        raise SnapshotError(f"{lost}, and no snapshot of their run can be seen here")
+    _require_none_written(gather_json(written()))
+    state.run_uid, state.superseded = run_uid, superseded
     if state.micro_batch_size is None:
         state.micro_batch_size = -(-state.global_batch_size // world.world_size)
     # Equal by their seed already, if the machines are; rank 0's are everybody's in any case.
     data = serialize_state(state.state_dict()) if world.rank == 0 else b""
     _load(state, broadcast_bytes(data, 0), device, source="the state of rank 0", with_clock=False)
     return Restored("scratch", 0, 0)
+
+
+def _require_none_written(found: Sequence[Mapping[str, Any] | None]) -> None:
+    """Raises: SnapshotError where a run would begin from scratch though it had come further."""
+    event = max((one for one in found if one is not None), key=lambda one: int(one["snapshot_step"]), default=None)
+    if event is not None:
+        raise SnapshotError(
+            f"host {event['host']} wrote a snapshot of step {event['snapshot_step']} of this run, {event['path']}, and "
+            "no whole one can be seen from here: start where it is, or give --fresh to begin anew"
+        )
 
 
 def sync_from_freshest(

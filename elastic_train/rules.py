@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -76,6 +77,21 @@ def common_backend(members: Sequence[Member]) -> str:
 def freshest(steps: Sequence[int]) -> int:
     """The rank whose state everybody takes over: the most committed steps, the lowest rank of several."""
     return max(range(len(steps)), key=lambda rank: (steps[rank], -rank))
+
+
+def right_hashes(found: Sequence[tuple[int, int]]) -> frozenset[int] | None:
+    """Of what members' states hash to, as (kind of machine, hash): which are right. None where nobody can tell.
+
+    The strict majority's. Machines of several kinds may round differently, so each kind is asked for itself.
+    """
+    right = set()
+    for kind in {kind for kind, _ in found}:
+        hashes = [value for other, value in found if other == kind]
+        most, number = Counter(hashes).most_common(1)[0]
+        if 2 * number <= len(hashes):
+            return None
+        right.add(most)
+    return frozenset(right)
 
 
 def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

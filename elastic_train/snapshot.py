@@ -401,8 +401,9 @@ def set_aside(directory: Path, folder: str, which: Callable[[SnapshotInfo], bool
         for info in find_snapshots(directory, warn=lambda _damaged: None):
             if which(info):
                 (directory / folder).mkdir(exist_ok=True)
-                os.rename(info.path, _free_name(directory / folder, info.name))
-                moved.append(info.name)
+                with contextlib.suppress(FileNotFoundError):  # another worker that sees this directory has moved it
+                    os.rename(info.path, _free_name(directory / folder, info.name))
+                    moved.append(info.name)
     except OSError as error:
         raise SnapshotError(f"snapshots in {directory} cannot be moved to {folder}: {_cause(error)}") from error
     return moved

@@ -17,11 +17,14 @@ from elastic_train.membership import Membership, new_token, versions
 from elastic_train.process_group import choose_backend, gpu_of, use_interface_of
 from elastic_train.protocol.branches import BRANCH, Branch, id_of
 from elastic_train.restore import Restored, require_line, restore
-from elastic_train.snapshot import find_snapshots
+from elastic_train.run_record import RunRecord, newest_written, read_record
+from elastic_train.snapshot import find_snapshots, set_aside
 from elastic_train.state import TrainState
 from elastic_train.wording import count
 from elastic_train.worker import Worker
 from elastic_train.world import Member, World
+
+ALL_GONE = "all workers that had the state are gone"
 
 
 class Start:
@@ -32,6 +35,8 @@ class Start:
         self._worker = worker
         self._membership = membership
         self._job_token = job_token
+        self._fresh_record: RunRecord | None = None
+        """what --fresh has left of the run directory"""
 
     def first_world(self) -> World:
         """Find the others and agree with them; what this worker sees of an earlier run is read before."""
@@ -40,7 +45,7 @@ class Start:
         use_interface_of(membership.address[0])
         self._is_first_round = membership.job.is_first
         if config.fresh and self._is_first_round and launch.restart_count == 0 and self._back is None:
-            self._start_anew()
+            self._fresh_record = self._start_anew()
         self._look()
         worker.reporter.events.write(
             "start",
@@ -82,53 +87,74 @@ class Start:
             key=lambda offer: offer.age_key,
             reverse=True,
         )
+        self._record = self._fresh_record or read_record(worker.directory.path)
         # A member that comes back knows its run, also where nobody else is left.
         self._run_uid = self._membership.published("run_uid") or worker.state.run_uid or new_token()
 
-    def _start_anew(self) -> None:
-        """--fresh: move what is in the run directory aside, once per job; the first worker to come does it."""
+    def _start_anew(self) -> RunRecord:
+        """--fresh: move what is in the run directory aside, and snapshots that lie elsewhere, once per job; the first
+        worker to come does it. Returns what it leaves behind."""
         directory, membership = self._worker.directory, self._membership
         key = f"fresh/{directory.identity()}"
         me = f"{self._worker.host}/{os.getpid()}"
         if membership.agreed_once(key, me) == me:
             directory.claim(self._job_token, 0, self._worker.host)
-            moved = directory.move_aside()
-            membership.agreed_once(f"{key}/done", "done")
-            if moved is not None:
-                self._worker.reporter.speak(f"--fresh: the run in {directory.path} was moved to {moved}")
+            record = self._move_aside()
+            membership.agreed_once(f"{key}/done", json.dumps(record.to_fields()))
+            return record
         deadline = time.monotonic() + 60.0
-        while membership.published(f"{key}/done") is None:
+        while (done := membership.published(f"{key}/done")) is None:
             self._worker.stop.check()
             if time.monotonic() > deadline:
                 raise FormationFailed(f"--fresh: nobody moved the run in {directory.path} aside within 60 s")
             time.sleep(0.01)
+        return RunRecord.from_fields(json.loads(done))
 
-    def restore(self, world: World, *, has_stood_by: bool) -> Restored:
+    def _move_aside(self) -> RunRecord:
+        worker, directory = self._worker, self._worker.directory
+        before = read_record(directory.path)
+        offers = find_snapshots(worker.snapshots_dir, warn=lambda _damaged: None)
+        uids = {before.uid, *before.superseded, *(offer.run_uid for offer in offers)} - {""}
+        record = RunRecord("", tuple(sorted(uids)), is_fresh=True)
+        moved = directory.move_aside()
+        if moved is not None:
+            worker.reporter.speak(f"--fresh: the run in {directory.path} was moved to {moved}")
+        if worker.config.snapshot_dir is not None:
+            folder = time.strftime("before-%Y%m%dT%H%M%SZ", time.gmtime())
+            names = set_aside(worker.snapshots_dir, folder, lambda _offer: True)
+            if names:
+                worker.reporter.speak(
+                    f"--fresh: {count(len(names), 'snapshot')} in {worker.snapshots_dir} moved to {folder}/ there"
+                )
+        return record
+
+    def restore(self, world: World, *, lost: str | None) -> Restored:
         """Bring all members of a world in which nobody has a state to one: the newest that any of them can see. Every
         rank calls it.
 
         Args:
-            has_stood_by: this worker was a spare of others who trained, and who are all gone; or it trained with them.
+            lost: how the run's state was lost, where this worker has trained or stood by in this job.
 
         Raises:
-            FormationFailed: it was, or it waited to be taken in by such, and no snapshot of their run can be seen.
-            TaskMismatch, SnapshotError: as restore.restore().
+            SnapshotError: it was, or this worker waited to be taken in, and no snapshot of the run can be seen. As
+                restore.restore(), as TaskMismatch is.
         """
         worker, state = self._worker, self._worker.state
-        if has_stood_by or self._membership.came_later:
+        if lost is not None or self._membership.came_later:
             self._look()  # what was there before has been pruned since
-        is_successor = has_stood_by or (
-            self._membership.came_later and self._membership.published("run_uid") is not None
-        )
-        are_successors = any(gather_json(is_successor))
+        if lost is None and self._membership.came_later and self._membership.published("run_uid") is not None:
+            lost = ALL_GONE
+        lost = next((reason for reason in gather_json(lost) if reason is not None), None)
         restored = restore(
             state,
             world,
             self._offers,
             task=worker.must_agree_with_snapshot(),
             run_uid=self._run_uid,
-            is_new_run=self._is_first_round and not are_successors,
-            may_begin=not are_successors,
+            is_new_run=self._is_first_round and lost is None,
+            lost=lost,
+            record=self._record,
+            written=lambda: newest_written(worker.directory.events_dir) if world.is_directory_leader else None,
             device=worker.device,
             warn=worker.reporter.warn,
         )

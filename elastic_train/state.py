@@ -78,6 +78,8 @@ class TrainState:
         self.samples_done = 0
         self.run_uid = ""
         """names this run from its first step on; a snapshot of another run is never continued by mistake"""
+        self.superseded: tuple[str, ...] = ()
+        """uids of the runs that --fresh has put this one in the place of"""
         self.micro_batch_size = micro_batch_size
         """most samples per forward pass on a rank"""
         self.last_loss: float | None = None
@@ -218,6 +220,7 @@ class TrainState:
             "position": {"epoch": self.epoch, "step": self.step, "samples_done": self.samples_done},
             "run": {
                 "uid": self.run_uid,
+                "superseded": list(self.superseded),
                 "micro_batch_size": self.micro_batch_size,
                 "last_loss": self.last_loss,
                 "last_commit": self.last_commit,
@@ -257,6 +260,7 @@ class TrainState:
         self.epoch, self.step = int(position["epoch"]), int(position["step"])
         self.samples_done = int(position["samples_done"])
         self.run_uid = str(run["uid"])
+        self.superseded = tuple(run.get("superseded", ()))
         if self.micro_batch_size is None:
             self.micro_batch_size = run["micro_batch_size"]
         self.last_loss = run["last_loss"]

@@ -1,0 +1,85 @@
+"""Old runs that turn up again, and runs whose snapshots are gone: nothing is outranked without a word."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from elastic_train.snapshot import find_snapshots
+from tests.integration.cluster import Cluster, error_line, events, snapshot_names
+
+FLAGS = ("--model", "mlp", "--snapshot-every", "10", "--eval-every", "1000")
+
+
+def train(cluster: Cluster, run_dir: Path, steps: int, *flags: str) -> str:
+    node = cluster.start_alone(*FLAGS, "--max-steps", str(steps), *flags, run_dir=run_dir)
+    cluster.finish([node])
+    return node.text()
+
+
+def refusal(cluster: Cluster, run_dir: Path, *flags: str) -> str:
+    node = cluster.start_alone(*FLAGS, "--max-steps", "90", *flags, run_dir=run_dir)
+    cluster.finish([node], code=1)
+    return error_line(node)
+
+
+def starts(run_dir: Path) -> list[tuple[str, int]]:
+    return [(event["source"], event["restored_step"]) for event in events(run_dir, "restore")]
+
+
+def test_fresh_is_fresh_where_snapshots_lie_elsewhere(cluster: Cluster) -> None:
+    elsewhere = cluster.path / "elsewhere"
+    train(cluster, cluster.run_dir, 40, "--snapshot-dir", str(elsewhere))
+    before = sorted(path.name for path in elsewhere.iterdir())
+    told = train(cluster, cluster.run_dir, 20, "--snapshot-dir", str(elsewhere), "--fresh")
+    assert starts(cluster.run_dir) == [("scratch", 0)]
+    [aside] = [path for path in elsewhere.iterdir() if path.name.startswith("before-")]
+    assert sorted(path.name for path in aside.iterdir()) == before
+    assert f"{len(before)} snapshots in {elsewhere} moved to {aside.name}/" in told
+    assert {info.step for info in find_snapshots(elsewhere, warn=pytest.fail)} == {10, 20}
+
+
+def test_an_absent_node_does_not_bring_back_the_run_that_fresh_has_replaced(cluster: Cluster) -> None:
+    here, there = cluster.path / "here", cluster.path / "there"
+    train(cluster, here, 50)
+    shutil.copytree(here, there)
+    (there / ".directory-id").unlink()
+    train(cluster, here, 20, "--fresh")
+    nodes = [
+        *cluster.start(*FLAGS, "--max-steps", "40", run_dir=here, nnodes="2:2"),
+        *cluster.start(*FLAGS, "--max-steps", "40", run_dir=there, nnodes="2:2"),
+    ]
+    cluster.finish(nodes)
+    assert ("snapshot", 20) in starts(here)
+    assert "snapshots of another run are not used" in nodes[1].text()
+
+
+def test_two_runs_that_know_nothing_of_each_other_are_refused(cluster: Cluster) -> None:
+    here, there = cluster.path / "here", cluster.path / "there"
+    train(cluster, here, 20)
+    train(cluster, there, 50)
+    for path in (there / "snapshots").iterdir():
+        path.rename(here / "snapshots" / path.name)
+    (here / "run.json").unlink()
+    line = refusal(cluster, here)
+    assert "snapshots of two runs" in line
+    assert "of step 20" in line
+    assert "of step 50" in line
+
+
+def test_a_run_whose_snapshots_are_gone_does_not_begin_anew_without_a_word(cluster: Cluster) -> None:
+    train(cluster, cluster.run_dir, 20)
+    names = snapshot_names(cluster.run_dir)
+    shutil.move(cluster.run_dir / "snapshots", cluster.path / "away")
+    line = refusal(cluster, cluster.run_dir)
+    assert "wrote a snapshot of step 20" in line
+    assert names[-1] in line
+    assert "--fresh" in line
+    shutil.rmtree(cluster.run_dir / "snapshots", ignore_errors=True)
+    shutil.move(cluster.path / "away", cluster.run_dir / "snapshots")
+    train(cluster, cluster.run_dir, 30)
+    assert starts(cluster.run_dir)[-1] == ("snapshot", 20)
+    train(cluster, cluster.run_dir, 10, "--fresh")
+    assert starts(cluster.run_dir) == [("scratch", 0)]

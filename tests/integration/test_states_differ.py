@@ -1,0 +1,136 @@
+"""A survivor whose memory is not what the others have: found out in the next world, before it can do harm."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.integration.cluster import (
+    Cluster,
+    Node,
+    check_ledger,
+    error_lines,
+    events,
+    result,
+    running,
+    wait_until,
+    worlds,
+)
+from tests.integration.test_in_place import BATCH, LENGTH, check_run
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.parametrize("cluster", ["c10d", pytest.param("etcd3", marks=pytest.mark.slow)], indirect=True),
+]
+# In the step in which one of four dies, in which nobody's gradient counts, some of the others' memory is changed.
+BAD_MEMORY = """
+import json, os, signal
+import torch, torch.distributed as dist
+from elastic_train.tasks import ImageClassification
+
+PLAN = json.loads(os.environ.get("BAD_MEMORY", "{}"))
+
+class BadMemory(ImageClassification):
+    num_losses = 0
+    first_rank = None  # ranks change
+
+    def build_optimizer(self, model):
+        BadMemory.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return BadMemory.optimizer
+
+    def loss(self, module, batch):
+        BadMemory.num_losses += 1
+        if BadMemory.first_rank is None:
+            BadMemory.first_rank = dist.get_rank() if dist.is_initialized() else 0
+        if PLAN and BadMemory.num_losses == PLAN["at"]:
+            self.harm()
+        return super().loss(module, batch)
+
+    @torch.no_grad()
+    def harm(self):
+        parameters = self.optimizer.param_groups[0]["params"]
+        change = PLAN["changes"].get(str(BadMemory.first_rank), 0.0)
+        if change == "momentum":
+            self.optimizer.state[parameters[-1]]["momentum_buffer"].view(-1)[0] *= -1
+        else:
+            parameters[0].view(-1)[5] += change
+        if BadMemory.first_rank == 3:
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+STEPS = 130
+LAST = 60
+"""committed step before the harm"""
+FLAGS = (
+    *("--task", "bad:BadMemory", "--ledger", "--epochs", "1000", "--eval-every", "1000", "--max-steps", str(STEPS)),
+    *("--reduction", "ordered", "--virtual-ranks", "4"),
+)
+
+
+@pytest.fixture
+def start(cluster: Cluster) -> None:
+    (cluster.path / "bad.py").write_text(BAD_MEMORY)
+
+
+def run(cluster: Cluster, changes: dict[str, Any], *flags: str, code: int = 0) -> list[Node]:
+    """A run in which rank 3 dies in the step after `LAST`, while the memory of others changes; those others."""
+    env = {"BAD_MEMORY": json.dumps({"changes": changes, "at": LAST + 1})}
+    nodes = cluster.start(*FLAGS, *flags, nodes=4, env=env)
+    [dead] = wait_until(lambda: [node for node in nodes if node.process.poll() is not None], "death", 120)
+    others = [node for node in nodes if node is not dead]
+    cluster.finish(others, code)
+    return others
+
+
+def undisturbed_hash(cluster: Cluster) -> str:
+    path = cluster.path / "undisturbed"
+    path.mkdir()
+    with running(path) as alone:
+        (path / "bad.py").write_text(BAD_MEMORY)
+        alone.finish([alone.start_alone(*FLAGS)])
+        return str(result(alone.run_dir)["state_sha256"])
+
+
+def members_at_first(cluster: Cluster) -> list[str]:
+    return list(events(cluster.run_dir, "world")[0]["members"])
+
+
+@pytest.mark.usefixtures("start")
+@pytest.mark.parametrize("changes", [{"1": 1e-3}, {"0": "momentum"}], ids=["weight", "momentum-of-rank-0"])
+def test_the_majority_is_right_and_the_bits_are_those_of_an_undisturbed_run(
+    cluster: Cluster, changes: dict[str, Any]
+) -> None:
+    run(cluster, changes, "--snapshot-every", "0")
+    end = check_run(cluster, STEPS)
+    wrong = members_at_first(cluster)[int(*changes)]
+    told = events(cluster.run_dir, "states_differ")
+    assert {tuple(event["wrong"]) for event in told} == {(wrong,)}
+    assert all(event["has_majority"] and event["step"] == LAST for event in told)
+    assert [size for _, size in worlds(cluster.run_dir)] == [4, 3, 3]
+    [restored] = [event for event in events(cluster.run_dir, "restore") if event["step"] > 0]
+    assert (restored["source"], restored["restored_step"]) == ("peer", LAST)
+    assert [entry["cause"] for entry in end["incidents"]] == ["peer_lost", "states_differ"]
+    assert end["state_sha256"] == undisturbed_hash(cluster)
+
+
+@pytest.mark.usefixtures("start")
+def test_without_a_majority_the_newest_snapshot_counts(cluster: Cluster) -> None:
+    run(cluster, {"1": 1e-3, "2": 2e-3}, "--snapshot-every", "25")
+    told = events(cluster.run_dir, "states_differ")
+    assert not any(event["has_majority"] for event in told)
+    restored = [event for event in events(cluster.run_dir, "restore") if event["restored_step"] > 0]
+    assert {(event["source"], event["restored_step"]) for event in restored} == {("snapshot", 50)}
+    end = result(cluster.run_dir)
+    assert sum(entry["committed_steps_lost"] for entry in end["incidents"]) == LAST - 50
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=STEPS)
+    assert end["state_sha256"] == undisturbed_hash(cluster)
+
+
+@pytest.mark.usefixtures("start")
+def test_without_a_snapshot_too_it_ends_in_one_line(cluster: Cluster) -> None:
+    nodes = run(cluster, {"1": 1e-3, "2": 2e-3}, "--snapshot-every", "0", code=1)
+    for node in nodes:
+        [line] = error_lines(node)
+        assert "states of 3 workers differ, without a majority, and no snapshot" in line

@@ -1,0 +1,69 @@
+"""Which of several runs is continued: never an old one by accident, and never a start from scratch above it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_train.errors import RunsMixed
+from elastic_train.run_record import NO_RUN, RUN_FILE, RunRecord, newest_written, read_record, run_to_continue
+
+
+def offer(run: str, generation: int, step: int, host: str = "a") -> dict[str, Any]:
+    return {"run": run, "age": [generation, step], "step": step, "host": host, "path": f"/{host}/{run}/{step}"}
+
+
+OLD, NEW = RunRecord("old"), RunRecord("new", superseded=("old",))
+
+
+def test_the_only_run_is_continued_wherever_its_snapshots_lie() -> None:
+    assert run_to_continue([NO_RUN, NO_RUN], [offer("x", 0, 5), offer("x", 1, 7)]).uid == "x"
+    assert run_to_continue([NO_RUN], []).uid is None
+
+
+def test_an_old_run_that_comes_back_with_an_absent_node_does_not_outrank_the_one_in_its_place() -> None:
+    seen = [offer("old", 4, 500, "b"), offer("new", 1, 800)]
+    choice = run_to_continue([NEW, OLD], seen)
+    assert (choice.uid, choice.superseded) == ("new", ("old",))
+    assert run_to_continue([NEW, OLD], seen[:1]).uid is None, "nor where the new one has no snapshot yet"
+
+
+def test_fresh_counts_for_all_who_start_together() -> None:
+    choice = run_to_continue([RunRecord("", ("old",), is_fresh=True), RunRecord("other")], [offer("other", 3, 9, "b")])
+    assert (choice.uid, choice.superseded) == (None, ("old", "other"))
+
+
+def test_the_run_directories_say_which_of_two_is_meant() -> None:
+    assert run_to_continue([RunRecord("new"), NO_RUN], [offer("old", 4, 500), offer("new", 1, 80)]).uid == "new"
+
+
+@pytest.mark.parametrize("records", [[NO_RUN, NO_RUN], [RunRecord("old"), RunRecord("new")], [RunRecord("third")]])
+def test_two_runs_are_refused_by_host_and_step(records: list[RunRecord]) -> None:
+    with pytest.raises(RunsMixed) as raised:
+        run_to_continue(records, [offer("old", 4, 500, "b"), offer("new", 1, 80), offer("new", 1, 90)])
+    for part in ("host a", "step 90", "host b", "step 500", "/b/old/500", "--fresh"):
+        assert part in str(raised.value)
+
+
+def test_a_record_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+    assert read_record(tmp_path) == NO_RUN
+    (tmp_path / RUN_FILE).write_bytes(NEW.to_json())
+    assert read_record(tmp_path) == NEW
+    for damaged in (b"", b"[]", b'{"uid": "x"}', NEW.to_json()[:-3]):
+        (tmp_path / RUN_FILE).write_bytes(damaged)
+        assert read_record(tmp_path) == NO_RUN
+
+
+def test_the_newest_snapshot_that_was_written(tmp_path: Path) -> None:
+    assert newest_written(tmp_path) is None
+    lines = [
+        {"event": "snapshot", "generation": 1, "snapshot_step": 20},
+        {"event": "step", "generation": 3, "step": 99},
+        {"event": "snapshot", "generation": 2, "snapshot_step": 10},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps(lines[0]) + "\n{torn")
+    assert newest_written(tmp_path) == lines[2]
