@@ -14,6 +14,7 @@ import torch
 from elastic_train import determinism
 from elastic_train.averaging import AveragedWeights
 from elastic_train.config import Config, as_json, flag, own_values
+from elastic_train.data_identity import identify
 from elastic_train.datasets import download, length_of
 from elastic_train.errors import UsageError
 from elastic_train.events import EventLog, Ledger
@@ -59,6 +60,8 @@ class Worker:
     imported_at: float
     """when building began, by the monotonic clock"""
     built_at: float
+    data: dict[str, str]
+    """by what members see that they have the same training set"""
 
     @property
     def snapshots_dir(self) -> Path:
@@ -82,6 +85,7 @@ class Worker:
         return {
             **flags,
             **self.task.describe(),
+            **{f"the training set's {name}": value for name, value in self.data.items()},
             **{f"version of {name}": version for name, version in versions().items()},
             "device": self.device.type,
         }
@@ -167,11 +171,24 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
                 "torchrun --standalone --nproc-per-node GPUS, or --spawn GPUS, is faster"
             )
         task.describe()  # reads the test set too: a fault in it should show now
+        data = identify(task.train_set, seed=config.seed, collate=task.collate, may_read=config.num_workers == 0)
     except BaseException as error:
         events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
         raise
     return Worker(
-        config, launch, stop, host, device, task, state, directory, reporter, faults, imported_at, time.monotonic()
+        config,
+        launch,
+        stop,
+        host,
+        device,
+        task,
+        state,
+        directory,
+        reporter,
+        faults,
+        imported_at,
+        time.monotonic(),
+        data,
     )
 
 

@@ -28,6 +28,31 @@ from tests.integration.cluster import (
     wait_until,
 )
 
+LISTED_TASK = """
+import os
+import torch
+from torch.utils.data import Dataset
+from elastic_train.tasks import Task
+
+class Folder(Dataset):
+    def __init__(self):
+        kinds = os.environ["KINDS"].split()  # as a file system may list them
+        self.files = [f"{kind}/{number}.png" for kind in kinds for number in range(40)]
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, index):
+        kind, number = self.files[index].split("/")
+        return torch.full((3,), float(number[:-4])), int(kind == "dog")
+
+class Listed(Task):
+    def build_model(self):
+        return torch.nn.Linear(3, 2)
+
+    def train_dataset(self):
+        return Folder()
+"""
 BROKEN_TASK = """
 from torch import nn
 from elastic_train.tasks import Task
@@ -238,3 +263,22 @@ def test_members_that_do_not_agree(cluster: Cluster) -> None:
     assert "Traceback" not in refused.text().split("elastic_train: error")[0]
     assert "elastic_train: error" not in trained.text()
     assert result(cluster.run_dir)["step"] == 10
+
+
+@pytest.mark.parametrize("loaders", ["0", "1"])
+def test_a_folder_that_a_node_lists_in_another_order(cluster: Cluster, loaders: str) -> None:
+    """Of equal length: without a word each sample would be trained twice or never."""
+    (cluster.path / "listed.py").write_text(LISTED_TASK)
+    flags = ("--task", "listed:Listed", "--num-workers", loaders, "--max-steps", "10")
+    options = {"nnodes": "1:2", "conf": cluster.last_call(30)}
+    first = cluster.start(*flags, **options, env={"KINDS": "cat dog"})
+    wait_until(lambda: is_listening(cluster.port), "the first node")
+    [second] = cluster.start(*flags, **options, env={"KINDS": "dog cat"})
+    codes = [node.wait(150) for node in (*first, second)]
+    assert sorted(codes) == [0, 1]
+    [line] = error_lines([*first, second][codes.index(1)])
+    assert "the training set's" in line
+    assert "this worker is refused" in line
+    if loaders == "1":  # nothing but the names may be read
+        assert "'cat/0.png' is the first" in line
+        assert "'dog/0.png' is the first" in line

@@ -73,11 +73,12 @@ class OwnFlags:
 
 def test_members_agree_on_a_tasks_flags_but_for_paths() -> None:
     config = Config(task="mine:Spread", own_flags=OwnFlags())
-    worker: Any = SimpleNamespace(config=config, task=Spread("cpu"), device=CPU)
+    worker: Any = SimpleNamespace(config=config, task=Spread("cpu"), device=CPU, data={"items": "1f"})
     agreement = Worker.agreement(worker)
     assert agreement["--gain"] == 0.5
     assert agreement["--task"] == "mine:Spread"
     assert "--scratch" not in agreement
+    assert agreement["the training set's items"] == "1f"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,124 @@
+"""By what members see that they train on the same data, in the same order: a few of its names and items.
+
+A folder that one node lists in another order, or in which a file was replaced, has the same length and breaks
+exactly-once unseen. Cheap for any number of items.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from elastic_train.datasets import EpochDataset
+from elastic_train.sampler import MicroBatch
+
+NUM_ENTRIES = 64
+"""of each list that the data set holds about its items"""
+MAX_DEPTH = 4
+"""of data sets within data sets"""
+MAX_INNER = 16
+"""data sets side by side in one"""
+SHOWN = 40
+"""characters of a name in a message"""
+
+
+def identify(
+    dataset: Dataset[Any], *, seed: int, collate: Callable[[list[Any]], Any], may_read: bool
+) -> dict[str, str]:
+    """What must agree between members, by name; empty where nothing can be found out.
+
+    `names`: of lists with an entry for each item (files, labels) some entries, with paths below what these have in
+    common. `items`: the first item, the one in the middle and the last one, where they can be read twice with the same
+    outcome.
+
+    Args:
+        may_read: whether to read items. Not where loader processes do: files that a data set opens when it is first
+            read must not be inherited by them.
+    """
+    found = {}
+    names = list(_lists(dataset, MAX_DEPTH))
+    if names:
+        shown = next((entry for entry in names[0] if isinstance(entry, str)), "")
+        found["names"] = _digest(names) + (f" ({shown[:SHOWN]!r} is the first)" if shown else "")
+    if may_read:
+        length = len(dataset)  # type: ignore[arg-type]  # Dataset declares no __len__
+        read = _read_items(EpochDataset(dataset, seed, collate), sorted({0, length // 2, length - 1}))
+        if read is not None:
+            found["items"] = read
+    return found
+
+
+def _lists(dataset: Any, depth: int) -> Iterator[list[Any]]:
+    length = len(dataset)
+    for _, value in sorted(getattr(dataset, "__dict__", {}).items()):
+        if isinstance(value, list | tuple) and len(value) == length:
+            places = np.unique(np.linspace(0, length - 1, NUM_ENTRIES).astype(int)).tolist()
+            entries = [value[place] for place in places]
+            if all(map(_is_plain, entries)):
+                yield _below_common(entries)
+        for inner in value[:MAX_INNER] if isinstance(value, list | tuple) else [value]:
+            if isinstance(inner, Dataset) and hasattr(inner, "__len__") and depth:
+                yield from _lists(inner, depth - 1)
+
+
+def _is_plain(entry: Any) -> bool:
+    if isinstance(entry, list | tuple):
+        return len(entry) < 10 and all(map(_is_plain, entry))
+    return isinstance(entry, str | int | os.PathLike)
+
+
+def _below_common(entries: Sequence[Any]) -> list[Any]:
+    """Flat, and paths without the folder in which a node keeps its data."""
+    flat = [part for entry in entries for part in (entry if isinstance(entry, list | tuple) else (entry,))]
+    texts = [os.fspath(part) if isinstance(part, os.PathLike) else part for part in flat]
+    folders = {os.path.dirname(text) for text in texts if isinstance(text, str) and os.sep in text}
+    if not folders or len({os.path.isabs(folder) for folder in folders}) > 1:
+        return texts
+    root = os.path.commonpath(folders)
+    return [os.path.relpath(text, root) if isinstance(text, str) and os.sep in text else text for text in texts]
+
+
+def _read_items(dataset: EpochDataset, places: list[int]) -> str | None:
+    def read() -> str:
+        indices = np.array(places, dtype=np.int64)
+        batch = MicroBatch(epoch=0, step=0, shard=0, indices=indices, step_samples=len(places), is_last=True)
+        return _digest(dataset.__getitems__(batch)[1])
+
+    try:
+        found = read()
+        return found if read() == found else None  # what draws from elsewhere says nothing
+    except Exception:  # of the user's code: the first step raises it where it can be told
+        return None
+
+
+def _digest(value: Any) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    _add(digest, value)
+    return digest.hexdigest()
+
+
+def _add(digest: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        digest.update(f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, Mapping):
+        for key in value:
+            digest.update(repr(key).encode())
+            _add(digest, value[key])
+    elif isinstance(value, list | tuple):
+        digest.update(f"[{len(value)}".encode())
+        for entry in value:
+            _add(digest, entry)
+    elif isinstance(value, str | int | float | bytes | None):
+        digest.update(repr(value).encode())
+    else:  # an object of its own kind: whether two are equal is not known
+        digest.update(type(value).__name__.encode())

@@ -1,0 +1,106 @@
+"""By what members see that they have the same data in the same order, wherever a node keeps it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
+
+from elastic_train.data_identity import identify
+
+
+class Files(Dataset[Any]):
+    def __init__(self, names: list[Any], root: str = "") -> None:
+        self.files = [f"{root}{name}" for name in names]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> int:
+        return len(Path(self.files[index]).name)
+
+
+def found(dataset: Dataset[Any], *, may_read: bool = True) -> dict[str, str]:
+    return identify(dataset, seed=0, collate=default_collate, may_read=may_read)
+
+
+NAMES = [f"{kind}/{number:03}.png" for kind in ("cat", "dog") for number in range(50)]
+
+
+@pytest.mark.parametrize("root", ["/mnt/data/train/", "data/train/"])
+def test_a_folder_is_known_wherever_it_lies_and_not_in_another_order(root: str) -> None:
+    here = found(Files(NAMES, "/home/me/data/train/"))
+    assert "'cat/000.png' is the first" in here["names"]
+    assert found(Files(NAMES, root)) == here
+    assert found(Files(NAMES[::-1], root))["names"] != here["names"]
+    assert found(Files([*NAMES[:-1], "dog/new.png"], root))["names"] != here["names"]
+
+
+def test_millions_of_names_are_not_walked_through() -> None:
+    class Counted(list[str]):
+        num_reads = 0
+
+        def __getitem__(self, place: Any) -> Any:
+            Counted.num_reads += 1
+            return super().__getitem__(place)
+
+    dataset = Files(["a"])
+    dataset.files = Counted(["x/y"] * 100_000)
+    found(dataset, may_read=False)
+    assert Counted.num_reads <= 65
+
+
+def test_subsets_and_concatenations_are_looked_into() -> None:
+    whole = Files(NAMES, "/d/")
+    some, others = Subset(whole, [5, 7, 9]), Subset(whole, [5, 9, 7])
+    assert found(some, may_read=False) != found(others, may_read=False), "a random split that is not seeded"
+    assert found(ConcatDataset([whole, whole]), may_read=True) != found(ConcatDataset([some, whole]), may_read=True)
+
+
+def test_items_are_compared_where_the_main_process_may_read_them() -> None:
+    data = torch.arange(30.0).reshape(10, 3)
+    here = found(TensorDataset(data))
+    assert here == found(TensorDataset(data.clone()))
+    for place in (0, 5, 9):
+        other = data.clone()
+        other[place, 1] += 1e-6 + other[place, 1] * 1e-6
+        assert found(TensorDataset(other)) != here
+    assert found(TensorDataset(data), may_read=False) == {}
+
+
+@pytest.mark.parametrize("item", [random.random, lambda: torch.rand(2), lambda: {"a": (1, "b", None), "c": 2.0}])
+def test_what_an_item_draws_from_seeded_generators_is_no_difference(item: Any) -> None:
+    class Drawn(Dataset[Any]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> Any:
+            return item()
+
+    random.seed()
+    torch.seed()
+    here = identify(Drawn(), seed=0, collate=list, may_read=True)
+    random.seed()
+    torch.seed()
+    assert identify(Drawn(), seed=0, collate=list, may_read=True) == here
+    assert "items" in here
+
+
+def test_what_draws_from_elsewhere_or_fails_says_nothing() -> None:
+    class Clock(Files):
+        def __getitem__(self, index: int) -> Any:
+            Clock.calls += 1
+            return Clock.calls
+
+        calls = 0
+
+    class Broken(Files):
+        def __getitem__(self, index: int) -> Any:
+            raise OSError("not now")
+
+    for kind in (Clock, Broken):
+        assert found(kind(NAMES, "/a/")).keys() == {"names"}
