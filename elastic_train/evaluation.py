@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from elastic_train.tasks import Task
 from elastic_train.world import World
 
 BLOCK_SAMPLES = 256
-"""samples per forward pass; fixed, so that sums do not depend on the world size"""
+"""most samples per forward pass"""
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,21 @@ class Evaluation:
 
 
 class BlockSampler:
-    """A `batch_sampler` over this rank's blocks of the test set; rank 0 always has the first one."""
+    """A `batch_sampler` over this rank's blocks of the test set; rank 0 always has the first one.
 
-    def __init__(self, length: int, world: World) -> None:
+    Args:
+        size: samples of a block; the same for every world size, so that sums do not depend on that.
+    """
+
+    def __init__(self, length: int, world: World, size: int) -> None:
         self.length = length
-        self.num_blocks = -(-length // BLOCK_SAMPLES)
+        self._size = size
+        self.num_blocks = -(-length // size)
         self.blocks = range(world.rank, self.num_blocks, world.world_size)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for block in self.blocks:
-            start, stop = block * BLOCK_SAMPLES, min((block + 1) * BLOCK_SAMPLES, self.length)
+            start, stop = block * self._size, min((block + 1) * self._size, self.length)
             yield MicroBatch(
                 epoch=0, step=0, shard=block, indices=np.arange(start, stop), step_samples=self.length, is_last=False
             )
@@ -86,13 +92,18 @@ def evaluate(
     *,
     seed: int,
     num_workers: int,
+    block_samples: int = BLOCK_SAMPLES,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     do: Callable[[Activity], None] = lambda _activity: None,
 ) -> Evaluation:
     """Every rank calls it; each runs its blocks, and the sums of all blocks are added in block order.
 
-    `do` is told of every block, each of which may take its time, and when this rank begins to wait for the others.
+    Args:
+        block_samples: most samples of a forward pass.
+        autocast: makes a context for each forward pass.
+        do: is told of every block, each of which may take its time, and when this rank begins to wait for the others.
     """
-    sampler = BlockSampler(len(dataset), world)
+    sampler = BlockSampler(len(dataset), world, block_samples)
     loader = DataLoader(
         EpochDataset(dataset, seed=seed, collate=task.collate),
         batch_sampler=sampler,  # type: ignore[arg-type]  # yields MicroBatch, not lists
@@ -105,7 +116,9 @@ def evaluate(
         model.eval()
         do(Activity.COMPUTE)
         for micro_batch, batch in loader:
-            for name, value in task.evaluate(model, task.to_device(batch, device)).items():
+            with autocast():
+                values = task.evaluate(model, task.to_device(batch, device))
+            for name, value in values.items():
                 by_block = sums.setdefault(name, torch.zeros(sampler.num_blocks, dtype=torch.float64))
                 by_block[micro_batch.shard] = value.double().cpu()
             do(Activity.COMPUTE)

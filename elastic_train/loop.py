@@ -13,21 +13,32 @@ from torch import nn
 
 from elastic_train.collectives import gather_json
 from elastic_train.datasets import EpochDataset
-from elastic_train.evaluation import evaluate, share_buffers
+from elastic_train.errors import FormationFailed, first_line
+from elastic_train.evaluation import BLOCK_SAMPLES, evaluate, share_buffers
 from elastic_train.goodput import Phase
 from elastic_train.handover import Handover
 from elastic_train.liveness import Watcher
 from elastic_train.membership import Membership
 from elastic_train.ordered import OrderedReduction
 from elastic_train.pace import FIRST_SECONDS
-from elastic_train.process_group import require_unbroken
+from elastic_train.process_group import is_communication_error, require_unbroken
 from elastic_train.reduction import Clipping, FastReduction, Loss, Reduction, Share, StepTotals
 from elastic_train.rules import Activity
 from elastic_train.sampler import MicroBatch
 from elastic_train.saving import Saver
 from elastic_train.state import TrainState
 from elastic_train.state_hash import StateComparison
-from elastic_train.train import JOINING, NO_VOTES, Outcome, StepResult, Votes, drop_gradients, task_loss, train
+from elastic_train.train import (
+    JOINING,
+    NO_VOTES,
+    Outcome,
+    StepResult,
+    Votes,
+    autocast_of,
+    drop_gradients,
+    task_loss,
+    train,
+)
 from elastic_train.worker import Worker
 from elastic_train.world import World
 
@@ -200,6 +211,8 @@ class Loop:
         """The evaluation that the loop calls at the end of every epoch, and of training."""
         worker, config = self._worker, self._worker.config
         test_set = worker.task.test_set
+        # Not that of the first world, which the state has: the sums must not depend on it.
+        block_samples = min(BLOCK_SAMPLES, config.micro_batch_size or config.global_batch_size)
 
         def evaluate_if_due(state: TrainState) -> None:
             # Over an empty one there are no means.
@@ -218,6 +231,8 @@ class Loop:
                     worker.device,
                     seed=config.seed,
                     num_workers=config.num_workers,
+                    block_samples=block_samples,
+                    autocast=autocast_of(config.precision, worker.device),
                     do=watcher.do,
                 )
             watcher.do(Activity.COMPUTE)
@@ -253,7 +268,12 @@ class UnbrokenReduction:
         self._is_handed_over = False
         if comparison is not None:
             comparison.begin()
-        totals = self._reduction.run(micro_batches, loss, scale, votes)
+        try:
+            totals = self._reduction.run(micro_batches, loss, scale, votes)
+        except Exception as error:
+            if self._sockets.is_shut and not is_communication_error(error):  # what it was computed from is garbage
+                raise FormationFailed(f"the process group was broken off: {first_line(error)}") from error
+            raise
         handover, self._handover = self._handover, None
         if handover is not None:
             self._watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time

@@ -460,8 +460,7 @@ class OwnLoop:
         """NCCL's collectives, once aborted, end with garbage and no error: it must not reach the weights."""
         if self._training is None:
             return
-        if self._membership.sockets.is_shut:
-            raise FormationFailed("the process group was broken off within a step")
+        require_unbroken(self._membership.sockets, self._worker.device)  # the backward pass may still be under way
         if self._worker.device.type == "cpu":  # a GPU may still wait for the gradients
             self._membership.watcher.do(Activity.COMPUTE)
 

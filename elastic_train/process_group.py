@@ -32,6 +32,8 @@ FORM_TIMEOUT = timedelta(seconds=1)
 """A member that dies within the milliseconds in which the group is made costs this much, five times as much where it
 had published its address: gloo waits for the connection that it would have made for five timeouts, with no socket yet
 that could be shut."""
+ABORT_SECONDS = 60.0
+"""that NCCL's abort is waited for; it may wait until every rank aborts (NVIDIA/nccl#1013)"""
 KEEP_SECONDS = 1.0
 """that the connections of a group that is broken off stay, and that gloo has to end; most often it takes a few ms"""
 
@@ -70,6 +72,7 @@ class GroupSockets:
         self._shut_at: float | None = None
         """when the present group was broken off, on the monotonic clock"""
         self._hangs = False
+        self._abort: threading.Thread | None = None
         # A forked DataLoader process holds copies, and would hide this process's death from its peers.
         os.register_at_fork(after_in_child=self._close_all)
 
@@ -137,7 +140,8 @@ class GroupSockets:
                 self._shut_at = time.monotonic()
             if self._nccl is not None:
                 # On a thread of its own: it may wait until every rank aborts (NVIDIA/nccl#1013).
-                threading.Thread(target=self._nccl.abort, name="abort", daemon=True).start()
+                self._abort = threading.Thread(target=self._nccl.abort, name="abort", daemon=True)
+                self._abort.start()
                 self._nccl = None
             for fd, name in self._present().items():
                 with suppress(OSError):
@@ -153,6 +157,13 @@ class GroupSockets:
                         continue
                     self._kept[name] = connection
                     connection.shutdown(socket.SHUT_RD)
+
+    def wait_for_abort(self, seconds: float = ABORT_SECONDS) -> None:
+        """Until NCCL's abort, if there was one, has ended: torch would destroy what it still works on. In torch 2.15
+        neither takes a lock. Blocks for `seconds` at most."""
+        abort, self._abort = self._abort, None
+        if abort is not None:
+            abort.join(seconds)
 
     def _is_spared(self, connection: socket.socket) -> bool:
         is_ip = connection.family in (socket.AF_INET, socket.AF_INET6)
@@ -206,11 +217,16 @@ class GroupStoreServer:
         return TCPStore(*first.store, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def require_unbroken(sockets: GroupSockets) -> None:
+def require_unbroken(sockets: GroupSockets, device: torch.device | None = None) -> None:
     """For after a collective whose result is about to be used: NCCL's, once aborted, end with garbage and no error.
+
+    Args:
+        device: blocks until it has done what it was given, where the result was not read yet; None where it was.
 
     Raises: FormationFailed where the process group was broken off.
     """
+    if device is not None and device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
     if sockets.is_shut:
         raise FormationFailed("the process group was broken off")
 
@@ -223,12 +239,14 @@ def process_group(
     sockets: GroupSockets,
     timeout: timedelta = GROUP_TIMEOUT,
     formed: FormedGroup | None = None,
+    device: torch.device | None = None,
 ) -> Iterator[None]:
     """The default process group of `world` inside the block; destroyed on the way out, whatever happened.
 
     Every member calls it; `make_store` gives a connection of its own, with a prefix of this generation alone. Blocks
     until all have, FORM_TIMEOUT at most; not at all where the group is `formed` already, by all of them. Inside the
-    block collectives wait `timeout`, until `set_group_timeout`.
+    block collectives wait `timeout`, until `set_group_timeout`. `device` is this worker's: NCCL would else take the one
+    of LOCAL_RANK, or of a rank that changes from world to world.
 
     Raises:
         FormationFailed: not all members connected in time.
@@ -238,14 +256,14 @@ def process_group(
     import torch._dynamo  # noqa: F401
 
     has_nccl = "nccl" in backend
-    if has_nccl and os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":
-        # 1 is what torchrun's agent sets: NCCL's watchdog would kill this process when a peer is lost. 0 leaves the
-        # abort to us, as torch's `_abort_process_group` asks for.
+    if has_nccl:
+        # 1 is what torchrun's agent sets: NCCL's watchdog would kill this process when a peer is lost, as with 3; with
+        # 2 it would abort, and nobody knew. 0 leaves the abort to us, as torch's `_abort_process_group` asks for.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     excepthook = sys.excepthook  # init_process_group wraps it each time and never puts it back
     try:
         if formed is None:
-            _make_group(world, make_store, backend, sockets)
+            _make_group(world, make_store, backend, sockets, device if has_nccl else None)
         else:
             sockets.take(formed.sockets)
             install(formed)
@@ -259,17 +277,29 @@ def process_group(
         group = dist.group.WORLD
         if group is None:
             _count_groups_anew()
+        sockets.wait_for_abort()
         dist.destroy_process_group()
         sockets.forget(group)
         sys.excepthook = excepthook
 
 
-def _make_group(world: World, make_store: Callable[[], Store], backend: str, sockets: GroupSockets) -> None:
+def _make_group(
+    world: World,
+    make_store: Callable[[], Store],
+    backend: str,
+    sockets: GroupSockets,
+    device: torch.device | None,
+) -> None:
     """Raises: FormationFailed, as `process_group`."""
     sockets.begin()
     try:
         dist.init_process_group(
-            backend, store=make_store(), rank=world.rank, world_size=world.world_size, timeout=FORM_TIMEOUT
+            backend,
+            store=make_store(),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=FORM_TIMEOUT,
+            device_id=device,
         )
         sockets.complete(dist.group.WORLD if "nccl" in backend else None)
         dist.barrier()  # until here a member that died after the list was made costs FORM_TIMEOUT only

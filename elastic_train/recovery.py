@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from elastic_train.batches import steps
@@ -324,7 +325,8 @@ class Run:
                 self._warm_up()
         # Until all have the state nobody is judged: for one that is stuck the others wait this long.
         patience = timedelta(seconds=worker.config.formation_timeout)
-        with process_group(world, lambda: membership.group_store(world), backend, membership.sockets, patience, formed):
+        make_store = partial(membership.group_store, world)
+        with process_group(world, make_store, backend, membership.sockets, patience, formed, worker.device):
             sync_started = time.monotonic()
             self._has_formed = True
             membership.watcher.enter(world)

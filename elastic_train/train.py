@@ -6,7 +6,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -156,8 +156,7 @@ def task_loss(task: Task, *, seed: int, precision: str, device: torch.device, st
     `stand_in` makes a batch of one sample, for a rank that has none in a step: it must take part in the reduction,
     which takes neither its loss nor its gradients.
     """
-    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    autocast = nullcontext if dtype is None else partial(torch.autocast, device.type, dtype=dtype)
+    autocast = autocast_of(precision, device)
 
     def loss(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> torch.Tensor:
         seed_model_draws(seed, micro_batch.step, micro_batch.shard, device)
@@ -172,6 +171,12 @@ def task_loss(task: Task, *, seed: int, precision: str, device: torch.device, st
                     layer.training = True
 
     return loss
+
+
+def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the context in which a forward pass has `--precision`."""
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return nullcontext if dtype is None else partial(torch.autocast, device.type, dtype=dtype)
 
 
 def scalar(task: Task, loss: torch.Tensor) -> torch.Tensor:

@@ -69,12 +69,13 @@ def node_with_rank(cluster: Cluster, nodes: list[Node], rank: int) -> Node:
     return next(node for node in nodes if rank_of(cluster, node) == rank)
 
 
-def check_run(cluster: Cluster, steps: int, batch: int = BATCH) -> dict[str, Any]:
-    """What must hold of every run: the ledger's law, every committed step once, generations a chain, phases sum up."""
+def check_run(cluster: Cluster, steps: int, batch: int = BATCH, in_hand: int | None = None) -> dict[str, Any]:
+    """What must hold of every run: the ledger's law, every committed step once, generations a chain, phases sum up.
+    Step `in_hand` may have been applied, and written down, by those who died alone."""
     end = result(cluster.run_dir)
     assert end["step"] == steps
     check_ledger([cluster.run_dir], length=LENGTH, batch=batch, steps=steps)
-    check_steps(cluster.run_dir, steps)
+    check_steps(cluster.run_dir, steps, in_hand)
     worlds: dict[int, set[tuple[str, ...]]] = {}
     for event in events(cluster.run_dir, "world"):
         worlds.setdefault(event["generation"], set()).add(tuple(event["members"]))

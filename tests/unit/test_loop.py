@@ -130,3 +130,23 @@ def test_an_empty_test_set_is_not_evaluated() -> None:
     loop.run(WORLD, steps(task))
     assert state.is_finished
     assert told == ["step", "step"]
+
+
+@pytest.mark.parametrize(("flags", "most"), [({}, 7), ({"micro_batch_size": 3}, 3), ({"global_batch_size": 4}, 4)])
+def test_an_evaluation_takes_no_more_memory_than_the_flags_allow_and_has_their_precision(
+    flags: dict[str, Any], most: int
+) -> None:
+    class Evaluated(Watched):
+        def evaluate(self, model: nn.Module, batch: Any) -> Any:
+            sizes.append(len(batch[0]))
+            kinds.add(model(batch[0]).dtype)
+            return super().evaluate(model, batch)
+
+    sizes: list[int] = []
+    kinds: set[torch.dtype] = set()
+    task = Evaluated(test_samples=7)
+    loop, _, told = make_loop(task, precision="bf16", **flags)
+    loop.run(WORLD, steps(task))
+    assert told.count("evaluation") == 1
+    assert sizes == [most] * (7 // most) + ([7 % most] if 7 % most else [])
+    assert kinds == {torch.bfloat16}

@@ -20,15 +20,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
+from elastic_train.config import Config
 from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged
 from elastic_train.loop import UnbrokenReduction
-from elastic_train.process_group import GroupSockets, address_towards, is_communication_error
+from elastic_train.own_loop import OwnLoop
+from elastic_train.process_group import GroupSockets, address_towards, is_communication_error, process_group
 from elastic_train.protocol import names
 from elastic_train.reduction import StepTotals
 from elastic_train.rules import Activity
 from elastic_train.system import open_sockets
+from elastic_train.world import World
+from tests.unit.test_liveness import make_member
 
 # --- which sockets are shut -------------------------------------------------------------------------------------------
 
@@ -352,10 +356,13 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 import elastic_train.process_group
+from elastic_train.config import Config
 from elastic_train.errors import FormationFailed
 from elastic_train.process_group import FORM_TIMEOUT, GroupSockets, is_communication_error, process_group
 from elastic_train.protocol.store import TorchStore
 from elastic_train.system import open_sockets
+from elastic_train.world import World
+from tests.unit.test_liveness import make_member
 from elastic_train.world import Member, World
 
 rank, port, num_cycles = map(int, sys.argv[1:])
@@ -595,10 +602,12 @@ def test_the_death_of_a_member_is_a_communication_error(told: list[list[dict[str
 class AbortableGroup:
     """What is needed of an NCCL group; a real one needs a GPU for every rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.0) -> None:
         self.aborted = threading.Event()
+        self._seconds = seconds
 
     def abort(self) -> None:
+        time.sleep(self._seconds)
         self.aborted.set()
 
 
@@ -614,6 +623,77 @@ def test_breaking_off_aborts_nccl_and_is_remembered_until_the_next_group() -> No
     assert sockets.is_shut, "whoever was in a collective may look only now"
     sockets.begin()
     assert not sockets.is_shut
+
+
+@pytest.mark.parametrize("value", [None, "1", "2", "3"])
+def test_nccl_gets_this_workers_device_and_is_destroyed_when_its_abort_has_ended(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    """By fakes: torch's group, which needs GPUs."""
+    made: dict[str, Any] = {}
+    group, order = AbortableGroup(seconds=0.3), []
+    variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(variable, raising=False)
+    if value is not None:
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(dist, "init_process_group", lambda _backend, **options: made.update(options))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=group))
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: order.append(group.aborted.is_set()))
+    monkeypatch.setattr("elastic_train.process_group.set_group_timeout", lambda _timeout: None)
+    sockets, device = GroupSockets(), torch.device("cuda", 2)
+    world = World(0, 0, tuple(make_member(rank) for rank in range(2)))
+
+    def lose_a_peer() -> None:
+        with process_group(world, HashStore, "cpu:gloo,cuda:nccl", sockets, device=device):
+            assert os.environ[variable] == "0"
+            assert made["device_id"] == device
+            raise RuntimeError("NCCL communicator was aborted")
+
+    with pytest.raises(RuntimeError, match="was aborted"):
+        lose_a_peer()
+    assert order == [True]
+
+
+def test_an_own_loop_applies_nothing_before_the_device_has_finished_the_reduction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where it ends by an abort its sums are garbage, and nothing but the end of the wait shows that."""
+    sockets = GroupSockets()
+    stream = SimpleNamespace(synchronize=sockets.shut)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    task = SimpleNamespace(train_set=torch.utils.data.TensorDataset(torch.ones(1)), collate=list)
+    worker: Any = SimpleNamespace(
+        state=SimpleNamespace(optimizer=optimizer), device=torch.device("cuda"), task=task, config=Config()
+    )
+    membership: Any = SimpleNamespace(sockets=sockets)
+    saver: Any = None
+    loop = OwnLoop(lambda _training: None, worker, membership, saver)
+    loop._training = SimpleNamespace(note_applied=lambda: None)  # type: ignore[assignment]
+    weight.grad = torch.full((2,), 7.0)
+    with pytest.raises(FormationFailed):
+        optimizer.step()
+    assert weight.tolist() == [1.0, 1.0]
+
+
+def test_what_was_computed_from_garbage_is_nobodys_error() -> None:
+    sockets = GroupSockets()
+
+    class Inner:
+        def run(self, *_arguments: Any, **_more: Any) -> StepTotals:
+            if sockets.is_shut:
+                raise ValueError("cannot convert float NaN to integer")
+            raise KeyError("my own mistake")
+
+    membership: Any = SimpleNamespace(sockets=sockets, watcher=SimpleNamespace(do=lambda _activity: None))
+    reduction = UnbrokenReduction(Inner(), membership)
+    with pytest.raises(KeyError):
+        reduction.run([], lambda *_: torch.zeros(()), lambda loss: loss, ())
+    sockets.shut()
+    with pytest.raises(FormationFailed, match="broken off: cannot convert"):
+        reduction.run([], lambda *_: torch.zeros(()), lambda loss: loss, ())
 
 
 def test_a_step_whose_group_was_broken_off_does_not_count() -> None:
