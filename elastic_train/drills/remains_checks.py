@@ -35,10 +35,16 @@ def check_snapshots(history: History) -> Found:
     findings += _restored_although_damaged(history)
     if _keeps_snapshots_here(history) and history.is_finished and history.last_step not in {i.step for i in infos}:
         findings.append(f"finished, but there is no snapshot of step {history.last_step}")
+    elif history.is_finished and history.last_step not in _written_steps(history) | {info.step for info in infos}:
+        findings.append(f"finished, but nobody has written a snapshot of step {history.last_step}")
     if not infos and not findings:
         raise Skip("no snapshot in the run directory")
     on_purpose = f", {len(planted)} damaged on purpose" if planted else ""
     return count(len(infos), "snapshot") + on_purpose, findings
+
+
+def _written_steps(history: History) -> set[int]:
+    return {int(line["snapshot_step"]) for line in history.of("snapshot")}
 
 
 def _restored_although_damaged(history: History) -> Iterator[str]:

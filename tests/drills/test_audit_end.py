@@ -232,6 +232,13 @@ def test_a_temporary_file_in_a_folder_of_snapshots_elsewhere(run_dir: Path, tmp_
     (tmp_path / "elsewhere" / ".tmp-step-000000000008-gen-0001-a-11").mkdir()
     assert "is a temporary file" in only_failure(run_dir, "leftovers")
     shutil.rmtree(tmp_path / "elsewhere")
+    assert "nobody has written a snapshot of step 7" in only_failure(run_dir, "snapshots")
+
+    def save(lines: list[Line]) -> list[Line]:
+        last = [line for line in lines if line["event"] == "step"][-1]
+        return [*lines, {**last, "event": "snapshot", "snapshot_step": LAST_STEP, "path": "/s/7"}]
+
+    edit_lines(events_of(run_dir), save)
     assert verdicts(audit(run_dir))["snapshots"] is Verdict.SKIPPED, "it may be on another machine"
 
 
