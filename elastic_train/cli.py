@@ -7,6 +7,7 @@ that read files answer at once.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from elastic_train.errors import ElasticTrainError, SnapshotDamaged, SnapshotError, UsageError
 from elastic_train.system import num_cores, require_linux
+from elastic_train.wording import did_you_mean
 
 if TYPE_CHECKING:
     from elastic_train.snapshot import SnapshotInfo
@@ -63,8 +65,29 @@ def _discard_output() -> None:
 
 
 class _Parser(argparse.ArgumentParser):
+    takes_worker_flags = False
+    """behind `--`"""
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} ({self.prog} --help tells more)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's. Raises: UsageError of the command that was given what it does not know, and not of all."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            given = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+            known = [name for action in self._actions for name in action.option_strings]
+            hint = did_you_mean(given, known)
+            if self.takes_worker_flags and any(_is_of_worker(name) for name in given):
+                hint = f"flags of the worker stand behind --: {self.prog} -- {given[0]} ...; "
+            raise UsageError(f"unrecognized arguments: {' '.join(unknown)} ({hint}{self.prog} --help tells more)")
+        return found, unknown
+
+
+def _is_of_worker(name: str) -> bool:
+    from elastic_train.config import Config, flag
+
+    return name in {flag(entry.name) for entry in dataclasses.fields(Config)}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -89,6 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     drill = _add(
         commands, "drill", run_drill, "a real job on this machine, harm done to it by a seeded schedule, and an audit"
     )
+    drill.takes_worker_flags = True
     drill.add_argument("--seed", type=int, help="decides what is done to whom and when (default: a new one, printed)")
     drill.add_argument("--nodes", type=int, default=4, help="how many the job has at most (default: 4)")
     drill.add_argument("--workers", type=int, default=1, help="of a node (default: 1)")
@@ -143,6 +167,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--local-snapshots", action="store_true", help="of the check: each node keeps its own snapshots, on purpose"
     )
     slurm.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
+    slurm.takes_worker_flags = True
     slurm.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of the worker")
 
     snapshot = commands.add_parser("snapshot", help="list, verify, hash and export snapshots", allow_abbrev=False)
@@ -190,9 +215,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add(
-    commands: argparse._SubParsersAction[_Parser], name: str, command: Command, what: str
-) -> argparse.ArgumentParser:
+def _add(commands: argparse._SubParsersAction[_Parser], name: str, command: Command, what: str) -> _Parser:
     parser = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
     parser.set_defaults(command=command)
     return parser

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from elastic_train.augment import Augmentation, augment, generators_kept, random_bits, seed_for_item
 from elastic_train.errors import DatasetMissing, UsageError
@@ -226,7 +226,17 @@ class EpochDataset(Dataset[Any]):
 
 def length_of(dataset: Dataset[Any]) -> int:
     """Samples of a map-style data set. Raises: UsageError for one of another kind."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    if isinstance(dataset, DataLoader):
+        raise UsageError(
+            "a DataLoader was given: give its data set (loader.dataset); the batch size is --global-batch-size, and "
+            "--num-workers its processes"
+        )
+    if isinstance(dataset, IterableDataset):
+        raise UsageError(
+            f"{type(dataset).__name__} is an IterableDataset, whose samples have no index to share out by; give a "
+            "map-style data set with __len__ and __getitem__"
+        )
+    if not hasattr(dataset, "__len__"):
         raise UsageError(
             f"{type(dataset).__name__} has no length, and its samples no index to share out by; give a map-style data "
             "set with __len__ and __getitem__"

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from elastic_train.batches import start_loader_process
 from elastic_train.collectives import all_reduce, broadcast, broadcast_bytes
 from elastic_train.datasets import EpochDataset, as_fetched
+from elastic_train.errors import UsageError
 from elastic_train.process_group import GroupSockets, require_unbroken
 from elastic_train.rules import Activity
 from elastic_train.sampler import MicroBatch
@@ -118,7 +119,7 @@ def evaluate(
         for micro_batch, batch in loader:
             with autocast():
                 values = task.evaluate(model, task.to_device(batch, device))
-            for name, value in values.items():
+            for name, value in require_sums(task, values).items():
                 by_block = sums.setdefault(name, torch.zeros(sampler.num_blocks, dtype=torch.float64))
                 by_block[micro_batch.shard] = value.double().cpu()
             do(Activity.COMPUTE)
@@ -132,6 +133,23 @@ def evaluate(
         num_samples=sampler.length,
         metrics={name: total / sampler.length for name, total in zip(names, totals, strict=True)},
     )
+
+
+def require_sums(task: Task, values: Any) -> dict[str, torch.Tensor]:
+    """Raises: UsageError where a task's evaluation gave something else than scalars by name."""
+    if not isinstance(values, dict):
+        raise UsageError(
+            f"{type(task).__name__}.evaluate gave a {type(values).__name__}: it must give a dict of scalars by name, "
+            "sums over the samples of the batch"
+        )
+    found = {name: value if isinstance(value, torch.Tensor) else torch.tensor(value) for name, value in values.items()}
+    for name, value in found.items():
+        if value.dim() != 0:
+            raise UsageError(
+                f"{type(task).__name__}.evaluate gave {name!r} of shape {tuple(value.shape)}: it must be a scalar, the "
+                "sum over the samples of the batch"
+            )
+    return found
 
 
 def _agreed_names(sums: dict[str, torch.Tensor], world: World) -> list[str]:

@@ -14,13 +14,15 @@ Everything around the loop is what `-m elastic_train` has: membership, recovery,
 
 # Without postponed annotations: DDP compares those of a communication hook with its own types.
 
+import hashlib
+import json
 import math
 import os
 import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar, overload
 
@@ -31,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
 from torch.utils.hooks import RemovableHandle
 
-from elastic_train.collectives import all_reduce, reduced
+from elastic_train.collectives import all_reduce, gather_json, reduced
 from elastic_train.config import Config, check, flag, parse
 from elastic_train.datasets import length_of
 from elastic_train.errors import ElasticTrainError, FormationFailed, TrainingDiverged, UsageError, tell
@@ -60,6 +62,10 @@ NOT_FOR_OWN_LOOPS = (
     "static_graph", "compile",
 )  # fmt: skip
 """flags that say what the bundled loop trains and how; a training function of one's own decides that itself"""
+
+
+EXTRAS_EVERY = 100
+"""steps between two comparisons of the extras, where no snapshots are taken"""
 
 
 class _WorldEnds(BaseException):
@@ -194,26 +200,28 @@ class Training:
         has_stepped, self._is_applied = self._is_applied, True
         own_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
         own_part = 0.0 if self._is_stand_in else own_loss * self.weight  # a stand-in's may be NaN
-        totals = torch.tensor([own_part, *self._loop.votes()], dtype=torch.float64)
+        totals = torch.tensor([own_part, *self._extras_hashes(), *self._loop.votes()], dtype=torch.float64)
         self._watcher.do(Activity.REDUCE)
         try:
             all_reduce(totals)
         except (RuntimeError, FormationFailed) as error:
-            if not is_communication_error(error):
-                raise
-            # Raised when the next batch is asked for, so that what the function does after a commit is done.
-            self._lost = error
-            self._watcher.announce_broken()
+            self._note_lost(error)
             # The best that is known of the mean.
             self._commit(StepResult((self.state.last_loss or 0.0) if self._is_stand_in else own_loss, NO_VOTES))
             return
-        mean_loss, told_to_stop, leaving, joining = totals.tolist()
+        mean_loss, sum_of_hashes, sum_of_squares, told_to_stop, leaving, joining = totals.tolist()
         if has_stepped and not math.isfinite(mean_loss):  # else a GradScaler has skipped the step
             raise TrainingDiverged(
                 f"the loss of step {self.state.step + 1} (epoch {self.state.epoch + 1}) is {mean_loss}; the last good "
                 "snapshot is kept"
             )
         self._commit(StepResult(mean_loss, (int(told_to_stop), int(leaving), int(joining))))
+        if self.world.world_size * int(sum_of_squares) != int(sum_of_hashes) ** 2:  # all are equal, or this is larger
+            try:
+                self._warn_of_extras()
+            except (RuntimeError, FormationFailed) as error:
+                self._note_lost(error)
+                return
         if self.state.is_finished:
             return  # whatever else was asked for has come too late
         if told_to_stop == self.world.world_size:
@@ -323,9 +331,54 @@ class Training:
         if self._share is not None:
             self._watcher.do(Activity.COMPUTE)
 
+    def _note_lost(self, error: Exception) -> None:
+        """It is raised when the next batch is asked for, so that what the function does after a commit is done.
+
+        Raises: `error`, where it is none of the communication library.
+        """
+        if not is_communication_error(error):
+            raise error
+        self._lost = error
+        self._watcher.announce_broken()
+
+    def _extras_hashes(self) -> tuple[int, int]:
+        """A small hash of the extras' plain values, and its square, now and then; else zeros."""
+        every = self._worker.config.snapshot_every or EXTRAS_EVERY
+        if not self.state.extras or self._loop.has_warned_of_extras or (self.state.step + 1) % every:
+            return 0, 0
+        value = plain_hash([plain_values(extra.state_dict()) for _, extra in sorted(self.state.extras.items())])
+        return value, value * value
+
+    def _warn_of_extras(self) -> None:
+        """Every rank calls it. Raises: RuntimeError, FormationFailed where a peer is lost."""
+        self._loop.has_warned_of_extras = True
+        mine = {name: plain_hash(plain_values(extra.state_dict())) for name, extra in self.state.extras.items()}
+        found = gather_json(mine)
+        names = [name for name in sorted(mine) if any(other[name] != mine[name] for other in found)]
+        if self.world.rank == 0 and names:
+            self._worker.reporter.warn(
+                f"extras differ between the ranks: {', '.join(names)}. Snapshots hold those of rank 0; when that is "
+                "lost, another rank's count: have every rank do the same with them"
+            )
+
     def _unhush(self) -> None:
         while self._hushed:
             self._hushed.pop().training = True
+
+
+def plain_values(state: Any) -> Any:
+    """Of a state dict what is neither a tensor nor an object of its own kind, such as counters and best values."""
+    if isinstance(state, Mapping):
+        return {str(key): plain_values(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [plain_values(value) for value in state]
+    return state if isinstance(state, str | int | float | None) else None
+
+
+def plain_hash(values: Any) -> int:
+    """Of 20 bits, so that the sum of the squares of thousands is exact in float64."""
+    digest = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 12
 
 
 class _ForwardBegins:
@@ -372,6 +425,7 @@ class OwnLoop:
         self.stand_in = stand_in_batch(worker)
         """makes a batch of the first sample, for a rank that has none in a step; its weight is 0"""
         self.step_started = 0.0
+        self.has_warned_of_extras = False
         self.last_votes: Votes = NO_VOTES
         self._training: Training | None = None
         self._parallel: list[weakref.ref[DistributedDataParallel]] = []
@@ -486,6 +540,10 @@ class OwnTask(Task):
         self._dataset = dataset
         self.collate = collate
 
+    @property
+    def title(self) -> str:
+        return f"by {self.name}()"
+
     def build_model(self) -> nn.Module:
         return self._model
 
@@ -508,6 +566,11 @@ def parse_flags(own_flags: type[F] | None = None) -> Config | tuple[Config, F]:
         SystemExit: a bad flag, which was told in one line (2), or `--help`, which lists all (0).
     """
     try:
+        if own_flags is not None and not (isinstance(own_flags, type) and is_dataclass(own_flags)):
+            raise UsageError(
+                f"parse_flags takes a dataclass, whose fields become flags, and got a {type(own_flags).__name__}; the "
+                "command line it reads itself"
+            )
         _check_arguments(sys.argv[1:], own_flags)
         config = parse(sys.argv[1:], own_flags, left_out=NOT_FOR_OWN_LOOPS)
     except UsageError as error:
@@ -557,6 +620,7 @@ def run(
     try:
         _check_config(config)
         check(config)
+        _check_parts(model, extras or {})
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         task = OwnTask(getattr(train, "__name__", type(train).__name__), model, dataset, collate)
         state = TrainState(
@@ -601,6 +665,21 @@ def _check_config(config: Config) -> None:
     for entry in fields(Config):
         if entry.name in NOT_FOR_OWN_LOOPS and getattr(config, entry.name) != entry.default:
             _refuse(entry.name)
+
+
+def _check_parts(model: nn.Module, extras: Mapping[str, Any]) -> None:
+    """Raises: UsageError for what would fail, or be saved under other names, only later."""
+    if isinstance(model, nn.DataParallel | DistributedDataParallel):
+        raise UsageError(
+            f"the model is wrapped in {type(model).__name__}: give model.module, and train what training.parallel() "
+            "makes of it"
+        )
+    for name, extra in extras.items():
+        if not callable(getattr(extra, "state_dict", None)) or not callable(getattr(extra, "load_state_dict", None)):
+            raise UsageError(
+                f"extras[{name!r}] is a {type(extra).__name__}: it must have state_dict() and load_state_dict(), as a "
+                "scheduler has"
+            )
 
 
 def _refuse(name: str) -> NoReturn:

@@ -182,7 +182,8 @@ class Reporter:
         )
         if self.is_spokesman:
             self.events.write("evaluation", epoch=state.epoch, accuracy=named.get("accuracy"), metrics=named)
-        self.say(f"step={state.step} epoch={state.epoch}/{state.num_epochs} {text}")
+        epoch = state.epoch + (state.samples_done > 0)  # as in the lines of steps: the one that the last step was of
+        self.say(f"step={state.step} epoch={epoch}/{state.num_epochs} {text}")
         if self._world is not None and self._world.rank == 0:
             self._add_scalars(state.step, {f"test/{name}": value for name, value in named.items()})
 

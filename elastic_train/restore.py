@@ -7,7 +7,7 @@ the owner too, loads the bytes that were broadcast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,7 +26,10 @@ from elastic_train.rules import freshest
 from elastic_train.run_record import RunRecord, run_to_continue
 from elastic_train.snapshot import SnapshotInfo, deserialize_state, read_state_bytes, serialize_state
 from elastic_train.state import TrainState
+from elastic_train.wording import count
 from elastic_train.world import World
+
+SHOWN_NAMES = 3
 
 
 class Warn(Protocol):
@@ -107,7 +110,9 @@ def restore(
             raise TaskMismatch(verdict["mismatch"])
         if verdict["problem"]:
             continue
-        _load(state, broadcast_bytes(data, owner), device, source=verdict["source"])
+        loaded = _load(state, broadcast_bytes(data, owner), device, source=verdict["source"])
+        if world.rank == 0:
+            _compare_extras(state, loaded, verdict["source"], warn)
         state.superseded = tuple(sorted({*state.superseded, *superseded}))
         return Restored("snapshot", state.step, owner)
     if lost is not None:
@@ -206,6 +211,35 @@ def require_same_task(offer: SnapshotInfo, task: Mapping[str, Any]) -> None:
             )
 
 
+def misfit(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """How two models' state dicts differ, in one line with some of the names; "" where their shapes are equal."""
+
+    def some(names: Collection[str]) -> str:
+        return ", ".join(sorted(names)[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+
+    shapes = {
+        name: (tuple(theirs[name].shape), tuple(ours[name].shape))
+        for name in ours.keys() & theirs.keys()
+        if isinstance(ours[name], torch.Tensor) and isinstance(theirs[name], torch.Tensor)
+    }
+    changed = {f"{name} {old} instead of {new}" for name, (old, new) in shapes.items() if old != new}
+    missing, unexpected = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
+    parts = [
+        f"it lacks {count(len(missing), 'tensor')} ({some(missing)})" if missing else "",
+        f"it has {count(len(unexpected), 'tensor')} too many ({some(unexpected)})" if unexpected else "",
+        f"{count(len(changed), 'tensor')} of another shape ({some(changed)})" if changed else "",
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def _compare_extras(state: TrainState, loaded: Mapping[str, Any], source: str, warn: Warn) -> None:
+    held, ours = loaded.get("extras", {}).keys(), state.extras.keys()
+    if ours - held:
+        warn(f"{source} has no {', '.join(sorted(ours - held))}: what is new among the extras begins anew")
+    if held - ours:
+        warn(f"{', '.join(sorted(held - ours))} of {source} is not among the extras any more, and is dropped")
+
+
 def _load(
     state: TrainState, data: bytes, device: torch.device, *, source: str, with_clock: bool = True
 ) -> dict[str, Any]:
@@ -214,8 +248,11 @@ def _load(
     try:
         state.load_state_dict(loaded)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        what = " ".join(str(error).split())  # torch lists the keys on lines of their own
-        raise SnapshotError(f"{source} does not fit this version of the model: {what}") from error
+        what = misfit(state.model.state_dict(), loaded["model"]) or " ".join(str(error).split())
+        raise SnapshotError(
+            f"{source} does not fit this model and its optimizer: {what}; go on with those that it was made with, or "
+            "give --fresh to begin anew"
+        ) from error
     if with_clock:
         state.clock.load_state_dict(loaded["run"]["clock"])
     return loaded

@@ -230,6 +230,12 @@ def describe_share(config: Config, world_size: int) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
 
 
+def describe_optimizer(state: TrainState) -> str:
+    """`SGD, lr 0.1`: what was chosen, where nothing was said."""
+    rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(state.learning_rates))
+    return f"{type(state.optimizer).__name__}, lr {rates}"
+
+
 def describe_start(worker: Worker, world: World, backend: str, restored: Restored) -> str:
     config, state = worker.config, worker.state
     share = describe_share(config, world.world_size)
@@ -246,5 +252,6 @@ def describe_start(worker: Worker, world: World, backend: str, restored: Restore
     nodes = count(world.num_nodes, "node")
     return (
         f"world generation={world.generation}: {workers} on {nodes} ({worker.device.type}, {backend}), "
-        f"global batch {config.global_batch_size} = {share} samples a worker; training {worker.task.name} {where}"
+        f"global batch {config.global_batch_size} = {share} samples a worker; training {worker.task.title} {where}; "
+        f"{describe_optimizer(state)}"
     )

@@ -123,6 +123,11 @@ class TrainState:
         return self.step >= self.last_step
 
     @property
+    def learning_rates(self) -> list[float]:
+        """The optimizer's, by group, before the schedule."""
+        return list(self._base_lrs)
+
+    @property
     def is_whole(self) -> bool:
         """Whether the weights are those of a commit: not from the optimizer's step to the commit that follows, nor
         after a loading that failed half way."""
@@ -238,22 +243,20 @@ class TrainState:
         """Take over what `state_dict` gave, but for the clock, which the caller decides about.
 
         Hyper-parameters (learning rate, momentum, ...) stay those of this process's flags, where there is a schedule;
-        of an optimizer of the task's own the learning rate alone.
+        of an optimizer of the task's own the learning rate alone. An extra of which it holds nothing stays as it is.
 
         Raises:
-            KeyError, TypeError, ValueError, RuntimeError: it is of another model, optimizer or extras.
+            KeyError, TypeError, ValueError, RuntimeError: it is of another model, optimizer or kind of extras.
         """
-        extras = state.get("extras", {})
-        if extras.keys() != self.extras.keys():
-            raise KeyError(f"it holds extras {sorted(extras)}, this process has {sorted(self.extras)}")
         self._is_step_open, self._is_updating = False, True
         self.model.load_state_dict(state["model"])
         loaded = state["optimizer"]
         if self._schedule is not None and not self._has_own_optimizer:
             loaded = {"state": loaded["state"], "param_groups": self.optimizer.state_dict()["param_groups"]}
         self.optimizer.load_state_dict(loaded)
-        for name, extra in self.extras.items():
-            extra.load_state_dict(extras[name])
+        extras = state.get("extras", {})
+        for name in self.extras.keys() & extras.keys():
+            self.extras[name].load_state_dict(extras[name])
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         position, run = state["position"], state["run"]

@@ -69,6 +69,11 @@ class Task:
         if "name" not in cls.__dict__:
             cls.name = cls.__name__
 
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return self.name
+
     def build_model(self) -> nn.Module:
         """A freshly initialised model on the CPU. Called once, with torch seeded."""
         raise NotImplementedError(f"{type(self).__name__} must define build_model()")

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+
 
 def count(number: int | None, noun: str) -> str:
     """`1 step`, `2 steps`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def did_you_mean(given: Iterable[str], known: Collection[str]) -> str:
+    """`did you mean --epochs? `, for flags that are not known; "" where nothing is like one of them."""
+    found: list[str] = []
+    for flag in given:
+        longer = sorted(name for name in known if name.endswith(flag[1:]) and flag.startswith("--"))
+        found += longer or get_close_matches(flag, known, n=1)
+    return f"did you mean {' or '.join(found)}? " if found else ""
 
 
 def duration(seconds: float) -> str:

@@ -187,9 +187,11 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
 
 
 def _compare(settings: Settings) -> None:
-    print(f"the same job undisturbed, to compare with (kept in {cache_directory()} for the next drill) ...", flush=True)
+    is_own_task = settings.last_step is None
+    kept = "" if is_own_task else f" (kept in {cache_directory()} for the next drill)"
+    print(f"the same job undisturbed, to compare with{kept} ...", flush=True)
     try:
-        found = undisturbed(settings.flags, is_own_task=settings.last_step is None, cwd=Path.cwd())
+        found = undisturbed(settings.flags, is_own_task=is_own_task, cwd=Path.cwd())
     except ReferenceFailed as error:
         print(f"elastic-train: warning: nothing to compare with: {error}", flush=True)
     else:

@@ -363,3 +363,59 @@ def test_a_function_that_returns_early_ends_the_training(cluster: Cluster) -> No
     cluster.finish([node])
     assert result(cluster.path / "run-1")["step"] == 9
     assert "returned at step 9 of 35" in node.text()
+
+
+@pytest.mark.parametrize("snapshot_every", ["7", "0"])
+def test_what_one_rank_alone_keeps_is_told_by_name(cluster: Cluster, snapshot_every: str) -> None:
+    """`if rank == 0: best = ...`: with rank 0 the best would be gone, and a worse one take its place."""
+    text = SCRIPT.replace(
+        'extras={"scheduler": scheduler}', 'extras={"scheduler": scheduler, "best": best, "same": same}'
+    ).replace(
+        "def train(training):",
+        """class Kept:
+    def __init__(self):
+        self.values = {"loss": 9.0, "steps": []}
+
+    def state_dict(self):
+        return dict(self.values)
+
+    def load_state_dict(self, values):
+        self.values = dict(values)
+
+
+best, same = Kept(), Kept()
+
+
+def train(training):""",
+    )
+    keep = (
+        "same.values['steps'] = [training.state.step]\n"
+        "            if training.world.rank == 0: best.values['loss'] = loss.item()"
+    )
+    flags = ("--snapshot-every", snapshot_every, "--epochs", "20")
+    nodes = start_workers(cluster, 2, text.replace("BEFORE_COMMIT", keep), *flags)
+    cluster.finish(nodes)
+    said = [line for node in nodes for line in node.text().splitlines() if "extras differ" in line]
+    assert len(said) == 1, "once"
+    assert "extras differ between the ranks: best. " in said[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("train, model,", "train, torch.nn.DataParallel(model),", "wrapped in DataParallel: give model.module"),
+        ('{"scheduler": scheduler}', '{"best": 0.5}', "extras['best'] is a float: it must have state_dict()"),
+        (
+            "TensorDataset(numbers, numbers.square())",
+            "torch.utils.data.DataLoader(TensorDataset(numbers))",
+            "a DataLoader was given: give its data set (loader.dataset)",
+        ),
+        ("parse_flags()", "parse_flags(['--epochs', '3'])", "parse_flags takes a dataclass"),
+    ],
+    ids=["wrapped", "extra", "loader", "flags"],
+)
+def test_wrong_parts_are_refused_in_one_line(cluster: Cluster, old: str, new: str, message: str) -> None:
+    assert old in SCRIPT
+    [node] = start_workers(cluster, 1, SCRIPT.replace(old, new).replace("BEFORE_COMMIT", "pass"))
+    cluster.finish([node], code=2)
+    assert message in error_line(node)

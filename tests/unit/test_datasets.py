@@ -245,8 +245,13 @@ class TestEpochDataset:
             def __iter__(self) -> Iterator[int]:
                 return iter(())
 
-        with pytest.raises(UsageError, match="Stream has no length"):
+        with pytest.raises(UsageError, match="Stream is an IterableDataset"):
             EpochDataset(Stream(), seed=0)
+
+    def test_refuses_a_loader_and_says_what_to_give(self) -> None:
+        loader: Any = DataLoader(TensorDataset(torch.ones(3)))
+        with pytest.raises(UsageError, match=r"give its data set \(loader.dataset\)"):
+            EpochDataset(loader, seed=0)
 
 
 class TestMissing:

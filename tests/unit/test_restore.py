@@ -1,0 +1,62 @@
+"""What a snapshot may lack or have too much of, and how that is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_train.restore import misfit
+from elastic_train.state import TrainState
+
+
+def layers(*sizes: int) -> dict[str, Any]:
+    return nn.Sequential(*(nn.Linear(size, 2) for size in sizes)).state_dict()
+
+
+def test_equal_models_fit() -> None:
+    assert misfit(layers(3, 4), layers(3, 4)) == ""
+
+
+def test_what_does_not_fit_is_told_in_one_line_however_large_the_model() -> None:
+    assert misfit(layers(3, 5), layers(3, 4)) == "1 tensor of another shape (1.weight (2, 4) instead of (2, 5))"
+    assert misfit(layers(3, 4), layers(3)) == "it lacks 2 tensors (1.bias, 1.weight)"
+    assert misfit(layers(3), layers(3, 4)) == "it has 2 tensors too many (1.bias, 1.weight)"
+    many = misfit({}, layers(*[2] * 500))
+    assert many.startswith("it has 1000 tensors too many (")
+    assert len(many) < 100
+
+
+class Best:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("held", [{}, {"best": 1.0}, {"best": 1.0, "gone": 2.0}])
+def test_extras_may_come_and_go(held: dict[str, float]) -> None:
+    def state(extras: dict[str, float]) -> TrainState:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return TrainState(
+            model,
+            optimizer,
+            length=8,
+            global_batch_size=8,
+            epochs=9,
+            extras={name: Best(value) for name, value in extras.items()},
+        )
+
+    now = state({"best": 0.0, "new": 7.0})
+    now.load_state_dict(state(held).state_dict())
+    assert {name: extra.state_dict()["value"] for name, extra in now.extras.items()} == {
+        "best": held.get("best", 0.0),
+        "new": 7.0,
+    }
