@@ -140,6 +140,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     report = _add(commands, "report", write_report, "RUN_DIR/report.html, one page about a run that needs no network")
     report.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    report.add_argument("--output", metavar="FILE", type=Path, help="where else, for a run that one may only read")
     report.add_argument("--open", action="store_true", help="show it in a browser")
 
     submit = commands.add_parser("submit", help="hand a training to a cluster's scheduler", allow_abbrev=False)
@@ -278,7 +279,7 @@ def write_report(arguments: argparse.Namespace) -> int:
     from elastic_train.drills.report import write_report
 
     history = read_history(arguments.run_dir)
-    path = write_report(history, audit_history(history)).absolute()
+    path = write_report(history, audit_history(history), arguments.output).absolute()
     print(path)
     if arguments.open:
         import webbrowser

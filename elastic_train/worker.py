@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 import warnings
@@ -16,7 +17,7 @@ from elastic_train.averaging import AveragedWeights
 from elastic_train.config import Config, as_json, flag, own_values
 from elastic_train.data_identity import identify
 from elastic_train.datasets import download, length_of
-from elastic_train.errors import UsageError
+from elastic_train.errors import SnapshotError, UsageError
 from elastic_train.events import EventLog, Ledger
 from elastic_train.faults import VARIABLE as FAULT_VARIABLE
 from elastic_train.faults import FaultSeam
@@ -123,6 +124,8 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
         raise UsageError(
             f"--parallel dp is one process for all GPUs, and this is one of {launch.world_size}: leave one out"
         )
+    if config.init_from is not None and not config.init_from.exists():  # before a directory is made for the run
+        raise SnapshotError(f"{config.init_from} cannot be read: {os.strerror(errno.ENOENT)} (--init-from)")
     faults = FaultSeam(os.environ.get(FAULT_VARIABLE, ""), launch.agent_pid)
     device = choose_device(config.device, launch.local_rank) if parts is None else parts.device
     if device.type == "cuda":

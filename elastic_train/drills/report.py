@@ -23,17 +23,17 @@ FILE = "report.html"
 RATE_BINS = 100
 
 
-def write_report(history: History, found: Audit) -> Path:
-    """Write report.html into the directory of a run; its path.
+def write_report(history: History, found: Audit, path: Path | None = None) -> Path:
+    """Write the page to `path`, by default report.html in the directory of the run. Returns the path.
 
     Raises:
         RunDirectoryError: the file cannot be written.
     """
-    path = history.run_dir / FILE
+    path = path or history.run_dir / FILE
     try:
         write_atomic(path, page(history, found).encode())
     except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be written: {error.strerror}") from error
+        raise RunDirectoryError(f"{path} cannot be written: {error.strerror}; --output says where else") from error
     return path
 
 

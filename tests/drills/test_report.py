@@ -159,11 +159,14 @@ def test_an_outage_after_the_drill_let_go_counts(run_dir: Path) -> None:
     )
 
 
-def test_the_page_is_of_the_audit_that_was_printed(run_dir: Path) -> None:
+def test_the_page_is_of_the_audit_that_was_printed(run_dir: Path, tmp_path: Path) -> None:
     history = read_history(run_dir)
     found = audit_history(history)
     (run_dir / "result.json").unlink()
-    assert 'data-name="verdict">PASS<' in write_report(history, found).read_text()
+    elsewhere = write_report(history, found, tmp_path / "elsewhere.html")
+    assert 'data-name="verdict">PASS<' in elsewhere.read_text()
+    assert not (run_dir / "report.html").exists()
+    assert write_report(history, found) == run_dir / "report.html"
 
 
 def test_lanes_are_named_by_what_tells_them_apart() -> None:

@@ -223,8 +223,9 @@ def test_weights_that_do_not_fit_are_named_one_by_one(cluster: Cluster) -> None:
     (line,) = error_lines(node)
     assert "extra is not in the model" in line
     assert "is missing" in line
-    absent = cluster.start_alone("--init-from", "nowhere.pt")
+    absent = cluster.start_alone("--init-from", "nowhere.pt", run_dir=cluster.path / "none")
     cluster.finish([absent], code=1)
+    assert not (cluster.path / "none").exists()
     assert "nowhere.pt cannot be read: No such file or directory" in absent.text()
 
 
