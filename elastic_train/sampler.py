@@ -184,7 +184,9 @@ def _cut_step(
         ]
     start, stop = split(step_samples, rank, world_size)
     num_samples = stop - start
-    num_cuts = 1 if micro_batch_size is None else max(1, -(-num_samples // micro_batch_size))
+    # By the largest share: the collectives of a SyncBatchNorm are as many on every rank.
+    largest = -(-step_samples // world_size)
+    num_cuts = 1 if micro_batch_size is None else -(-largest // micro_batch_size)
     # Not split(): the larger ones go first, so that what does not fit in memory fails at the first one.
     size, num_larger = divmod(num_samples, num_cuts)
     offsets = [start + cut * size + min(cut, num_larger) for cut in range(num_cuts + 1)]
@@ -200,7 +202,7 @@ class StepSampler:
     sample.
 
     Fast (`virtual_ranks` is None): a step is split over the ranks, and a rank's share is cut into consecutive
-    micro-batches of at most `micro_batch_size`. A rank without samples yields one empty micro-batch.
+    micro-batches of at most `micro_batch_size`, as many on every rank; so a rank may yield empty ones.
 
     Ordered: virtual rank v of V has the offsets [n*v//V, n*(v+1)//V) of a step of n samples, one micro-batch,
     empty or not; the virtual ranks are split over the ranks. So the micro-batches of a step over all ranks

@@ -523,6 +523,30 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("most", [1, 3, 33, 100])
+@pytest.mark.parametrize("samples", [1, 2, 7, 100, 101])
+def test_ranks_have_equally_many_micro_batches_of_at_most_the_size_asked_for(
+    world_size: int, most: int, samples: int
+) -> None:
+    """A SyncBatchNorm's collectives are one for each; shares may differ by a sample, on either side of a limit."""
+    steps = [
+        list(
+            make_sampler(
+                length=samples,
+                global_batch_size=samples,
+                rank=rank,
+                world_size=world_size,
+                micro_batch_size=min(most, samples),
+            )
+        )
+        for rank in range(world_size)
+    ]
+    assert len({len(step) for step in steps}) == 1
+    assert sorted(index for step in steps for one in step for index in one.indices) == list(range(samples))
+    assert all(len(one.indices) <= most and one.is_last == (one is step[-1]) for step in steps for one in step)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(("virtual_ranks", "micro_batch_size"), [(None, None), (None, 2), (6, None)])
 def test_data_loader(num_workers: int, virtual_ranks: int | None, micro_batch_size: int | None) -> None:
