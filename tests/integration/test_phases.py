@@ -120,7 +120,8 @@ def test_an_error_on_every_rank_ends_the_job(cluster: Cluster) -> None:
     assert sum("RuntimeError: fault error@step" in text for text in texts) >= 2, "a second witness ends the job"
     for text in texts:  # the third may find the step before broken off by their end
         assert "RuntimeError: fault error@step" in text or "fails on every member that tries it" in text
-    assert last_step(cluster.run_dir) == 60
+    # Rank 0, which writes the steps, may be broken off in the one that the others have just committed.
+    assert last_step(cluster.run_dir) in (59, 60)
     assert newest_snapshot(cluster.run_dir)[0].step == 60, "no committed step is lost"
     assert any("elastic_train: the state of step 60 is saved, start all nodes again" in text for text in texts)
     assert max(e["generation"] for e in events(cluster.run_dir, "world")) <= 2, "no endless re-forming"
