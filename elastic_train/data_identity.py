@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from elastic_train.datasets import EpochDataset
 from elastic_train.sampler import MicroBatch
@@ -34,28 +34,40 @@ def identify(
     """What must agree between members, by name; empty where nothing can be found out.
 
     `names`: of lists with an entry for each item (files, labels) some entries, with paths below what these have in
-    common. `items`: the first item, the one in the middle and the last one, where they can be read twice with the same
-    outcome.
+    common. `items`: whole numbers, types and shapes of the first item, the one in the middle and the last one, where
+    they can be read twice with the same outcome; other numbers as well of a TensorDataset. No texts: an item may hold
+    its path.
 
     Args:
         may_read: whether to read items. Not where loader processes do: files that a data set opens when it is first
             read must not be inherited by them.
     """
     found = {}
-    names = list(_lists(dataset, MAX_DEPTH))
+    names = _names_of(dataset)
     if names:
         shown = next((entry for entry in names[0] if isinstance(entry, str)), "")
         found["names"] = _digest(names) + (f" ({shown[:SHOWN]!r} is the first)" if shown else "")
     if may_read:
         length = len(dataset)  # type: ignore[arg-type]  # Dataset declares no __len__
-        read = _read_items(EpochDataset(dataset, seed, collate), sorted({0, length // 2, length - 1}))
+        places = sorted({0, length // 2, length - 1})
+        # As they lie in memory, or after transforms, which another processor may round differently.
+        read = _read_items(EpochDataset(dataset, seed, collate), places, is_exact=type(dataset) is TensorDataset)
         if read is not None:
             found["items"] = read
     return found
 
 
+def _names_of(dataset: Any) -> list[Any]:
+    try:
+        return list(_lists(dataset, MAX_DEPTH))
+    except Exception:  # of the user's code: what it is good for shows in training
+        return []
+
+
 def _lists(dataset: Any, depth: int) -> Iterator[list[Any]]:
     length = len(dataset)
+    if length == 0:
+        return
     for _, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if isinstance(value, list | tuple) and len(value) == length:
             places = np.unique(np.linspace(0, length - 1, NUM_ENTRIES).astype(int)).tolist()
@@ -84,11 +96,11 @@ def _below_common(entries: Sequence[Any]) -> list[Any]:
     return [os.path.relpath(text, root) if isinstance(text, str) and os.sep in text else text for text in texts]
 
 
-def _read_items(dataset: EpochDataset, places: list[int]) -> str | None:
+def _read_items(dataset: EpochDataset, places: list[int], *, is_exact: bool) -> str | None:
     def read() -> str:
         indices = np.array(places, dtype=np.int64)
         batch = MicroBatch(epoch=0, step=0, shard=0, indices=indices, step_samples=len(places), is_last=True)
-        return _digest(dataset.__getitems__(batch)[1])
+        return _digest(dataset.__getitems__(batch)[1], has_floats=is_exact, has_texts=False)
 
     try:
         found = read()
@@ -97,28 +109,30 @@ def _read_items(dataset: EpochDataset, places: list[int]) -> str | None:
         return None
 
 
-def _digest(value: Any) -> str:
+def _digest(value: Any, *, has_floats: bool = True, has_texts: bool = True) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    _add(digest, value)
+
+    def add(value: Any) -> None:
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            value = torch.from_numpy(np.ascontiguousarray(value))
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            if has_floats or not (value.is_floating_point() or value.is_complex()):
+                digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, Mapping):
+            for key in value:
+                digest.update(repr(key).encode())
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            digest.update(f"[{len(value)}".encode())
+            for entry in value:
+                add(entry)
+        elif value is None or isinstance(value, int):
+            digest.update(repr(value).encode())
+        else:
+            digest.update(type(value).__name__.encode())
+            if (has_floats and isinstance(value, float)) or (has_texts and isinstance(value, str)):
+                digest.update(repr(value).encode())
+
+    add(value)
     return digest.hexdigest()
-
-
-def _add(digest: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        digest.update(f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
-    elif isinstance(value, Mapping):
-        for key in value:
-            digest.update(repr(key).encode())
-            _add(digest, value[key])
-    elif isinstance(value, list | tuple):
-        digest.update(f"[{len(value)}".encode())
-        for entry in value:
-            _add(digest, entry)
-    elif isinstance(value, str | int | float | bytes | None):
-        digest.update(repr(value).encode())
-    else:  # an object of its own kind: whether two are equal is not known
-        digest.update(type(value).__name__.encode())

@@ -17,7 +17,6 @@ from elastic_train.errors import FormationFailed, first_line
 from elastic_train.evaluation import BLOCK_SAMPLES, evaluate, share_buffers
 from elastic_train.goodput import Phase
 from elastic_train.handover import Handover
-from elastic_train.liveness import Watcher
 from elastic_train.membership import Membership
 from elastic_train.ordered import OrderedReduction
 from elastic_train.pace import FIRST_SECONDS
@@ -75,6 +74,9 @@ class WorldLoop(Protocol):
     last_votes: Votes
     """what this rank said in the last step"""
 
+    compares_states: bool
+    """whether this worker's state hashes to what the others' does"""
+
     has_room_for_handover: bool
     """whether newcomers may take part in a step without samples, and get the state while it is computed"""
 
@@ -113,6 +115,7 @@ class Loop:
         self._saver = saver
         self.step_started = time.monotonic()
         self.last_votes: Votes = NO_VOTES
+        self.compares_states = True
         # A SyncBatchNorm would take a sample of the newcomer's into everybody's statistics.
         modules = worker.state.model.modules()
         self.has_room_for_handover = worker.config.reduction == "fast" and not any(
@@ -168,6 +171,9 @@ class Loop:
     def close(self) -> None:
         """As `WorldLoop.close`: nothing is."""
 
+    def _compare_states(self, comparison: StateComparison) -> None:
+        compare(comparison, self, self._worker, self._membership)
+
     def _votes(self) -> Votes:
         self.last_votes = votes_of(self._worker, self._membership)
         return self.last_votes
@@ -194,7 +200,7 @@ class Loop:
                 num_votes=len(NO_VOTES),
                 do=self._membership.watcher.do,
             )
-        reduction = UnbrokenReduction(reduction, self._membership, begin)
+        reduction = UnbrokenReduction(reduction, self._membership, begin, self._compare_states)
         if config.clip_grad_norm is not None:  # on the outside: gradients are unscaled once, if the step counts
             reduction = Clipping(reduction, state.optimizer, state.scaler, config.clip_grad_norm)
         return reduction
@@ -250,8 +256,15 @@ class UnbrokenReduction:
     gloo raises of itself then; NCCL's collectives, once aborted, end with garbage and no error.
     """
 
-    def __init__(self, reduction: Reduction, membership: Membership, begin: Beginning = ALONE) -> None:
+    def __init__(
+        self,
+        reduction: Reduction,
+        membership: Membership,
+        begin: Beginning = ALONE,
+        compare: Callable[[StateComparison], None] = lambda _comparison: None,
+    ) -> None:
         self._reduction = reduction
+        self._compare = compare
         self._sockets, self._watcher = membership.sockets, membership.watcher
         self._handover, self._comparison = begin.handover, begin.comparison
         self._is_handed_over = begin.is_handed_over
@@ -279,7 +292,7 @@ class UnbrokenReduction:
             self._watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
             handover.finish(self._require_unbroken)
         if comparison is not None:
-            compare(comparison, self._watcher, self._require_unbroken)
+            self._compare(comparison)
         self._watcher.do(Activity.COMPUTE)  # the optimizer's step waits for nobody
         self._require_unbroken()
         return totals
@@ -288,12 +301,21 @@ class UnbrokenReduction:
         require_unbroken(self._sockets)
 
 
-def compare(comparison: StateComparison, watcher: Watcher, check: Callable[[], None]) -> None:
-    """Wait for this rank's hash, then for the others'. Raises: as `StateComparison.compare`; what `check` raises."""
-    watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
-    comparison.finish_hash(check)
-    watcher.do(Activity.REDUCE)
+def compare(comparison: StateComparison, loop: WorldLoop, worker: Worker, membership: Membership) -> None:
+    """Wait for this rank's hash, then for the others'. Raises: as `StateComparison.compare`; FormationFailed."""
+    membership.watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
+    comparison.finish_hash(lambda: require_unbroken(membership.sockets))
+    membership.watcher.do(Activity.REDUCE)
     comparison.compare()
+    optimizer = type(worker.state.optimizer).__name__
+    if comparison.why_not is not None:
+        worker.reporter.warn(
+            f"states are not compared: {optimizer} or the model cannot be hashed: {comparison.why_not}"
+        )
+        loop.compares_states = False
+    if comparison.is_lost_in_loading:  # on every rank alike
+        worker.reporter.debug(f"states are not compared from here on: {optimizer} changes its state when it is loaded")
+        loop.compares_states = False
 
 
 class LoopObserver:

@@ -425,6 +425,7 @@ class OwnLoop:
         self.stand_in = stand_in_batch(worker)
         """makes a batch of the first sample, for a rank that has none in a step; its weight is 0"""
         self.step_started = 0.0
+        self.compares_states = True
         self.has_warned_of_extras = False
         self.last_votes: Votes = NO_VOTES
         self._training: Training | None = None
@@ -477,9 +478,8 @@ class OwnLoop:
 
     def _compare_states(self, comparison: StateComparison) -> None:
         """At once: what the function does with the weights before its first step is not known. Raises: StatesDiffer."""
-        membership = self._membership
         comparison.begin()
-        compare(comparison, membership.watcher, lambda: require_unbroken(membership.sockets))
+        compare(comparison, self, self._worker, self._membership)
 
     def warm_up(self) -> None:
         """Nobody knows how."""

@@ -72,6 +72,8 @@ class GroupSockets:
         self._shut_at: float | None = None
         """when the present group was broken off, on the monotonic clock"""
         self._hangs = False
+        self.has_nccl = False
+        """whether the present group, or the last one, has NCCL in it"""
         self._abort: threading.Thread | None = None
         # A forked DataLoader process holds copies, and would hide this process's death from its peers.
         os.register_at_fork(after_in_child=self._close_all)
@@ -97,12 +99,14 @@ class GroupSockets:
         """The group stands; what is opened from now on does not belong to it. `nccl` is it, if NCCL is in it."""
         with self._lock:
             self._sockets, self._before, self._nccl = self._present(), None, nccl
+            self.has_nccl = nccl is not None
 
     def take(self, sockets: dict[int, str]) -> None:
         """A group is to be installed that was formed with these."""
         self.release()
         with self._lock:
             self._sockets, self._before, self._shut_at, self._hangs = sockets, None, None, False
+            self.has_nccl = False
 
     def forget(self, group: dist.ProcessGroup | None = None) -> None:
         """The group is over; torch does not know it any more. NCCL's ends at once."""
@@ -161,7 +165,8 @@ class GroupSockets:
     def wait_for_abort(self, seconds: float = ABORT_SECONDS) -> None:
         """Until NCCL's abort, if there was one, has ended: torch would destroy what it still works on. In torch 2.15
         neither takes a lock. Blocks for `seconds` at most."""
-        abort, self._abort = self._abort, None
+        with self._lock:
+            abort, self._abort, self._nccl = self._abort, None, None  # from here on there is nothing to abort
         if abort is not None:
             abort.join(seconds)
 
@@ -225,7 +230,7 @@ def require_unbroken(sockets: GroupSockets, device: torch.device | None = None) 
 
     Raises: FormationFailed where the process group was broken off.
     """
-    if device is not None and device.type == "cuda":
+    if device is not None and sockets.has_nccl and not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(device).synchronize()
     if sockets.is_shut:
         raise FormationFailed("the process group was broken off")
@@ -302,7 +307,9 @@ def _make_group(
             device_id=device,
         )
         sockets.complete(dist.group.WORLD if "nccl" in backend else None)
-        dist.barrier()  # until here a member that died after the list was made costs FORM_TIMEOUT only
+        # Until here a member that died after the list was made costs FORM_TIMEOUT only. No barrier(), which would be
+        # NCCL's where a device is given, and have no timeout.
+        dist.all_reduce(torch.zeros(1))
     except RuntimeError as error:
         raise FormationFailed(
             f"no process group of {world.world_size} workers within {FORM_TIMEOUT.total_seconds():.0f} s: "

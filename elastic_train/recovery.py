@@ -335,8 +335,8 @@ class Run:
             if formed is None:
                 restored, voters = self._synchronise(world)
             else:
-                restored, handover, first_ranks = self._hand_over(world, change)
-                voters = list(range(world.world_size - len(change.joined)))
+                restored, handover, first_ranks, num_givers = self._hand_over(world, change)
+                voters = list(range(num_givers))
             self._note_branch(world, change)
             self._note_run(world)
             set_group_timeout(STEP_TIMEOUT)
@@ -358,6 +358,9 @@ class Run:
                 return self._train_and_leave(world, restored, begin, first_ranks)
             except StatesDiffer as differ:
                 return self._drop_wrong_states(world, differ)
+            except Exception:
+                membership.watcher.announce_broken()  # NCCL's abort, below, may wait for the others'
+                raise
             finally:
                 self._ended_at = time.monotonic()
 
@@ -438,7 +441,9 @@ class Run:
         if world.world_size == 1:
             return None
         is_ordered = worker.config.reduction == "ordered"  # else BatchNorm's statistics are each rank's own
-        return StateComparison(worker.state, worker.device, voters, with_buffers=is_ordered)
+        return StateComparison(
+            worker.state, worker.device, voters, with_buffers=is_ordered, is_able=self.loop.compares_states
+        )
 
     def _drop_wrong_states(self, world: World, differ: StatesDiffer) -> Interruption:
         """The others' state is taken over in the next world, or a snapshot restored there, as by a newcomer."""
@@ -464,10 +469,10 @@ class Run:
             reporter.warn(message)
         return Interruption("states_differ")
 
-    def _hand_over(self, world: World, change: Change) -> tuple[Restored | None, Handover | None, int]:
+    def _hand_over(self, world: World, change: Change) -> tuple[Restored | None, Handover | None, int, int]:
         """Newcomers come into a world that was formed ahead, and get the state of those who trained, all of whom have
-        it. Returns what this member started from, what is to be finished in the first step, and how many ranks have
-        samples in that."""
+        it. Returns what this member started from, what is to be finished in the first step, how many ranks have
+        samples in that, and how many had the state before."""
         state, membership = self._worker.state, self._membership
         handover: Giving | Taking | None = None
         restored, num_givers = None, world.world_size - len(change.joined)
@@ -480,11 +485,11 @@ class Run:
         elif world.rank == 0 and change.joined:
             handover = Giving(state, range(num_givers, world.world_size))
         if self.loop.has_room_for_handover:
-            return restored, handover, num_givers
+            return restored, handover, num_givers, num_givers
         if handover is not None:
             handover.begin()
             handover.finish(lambda: require_unbroken(membership.sockets))
-        return restored, None, world.world_size
+        return restored, None, world.world_size, num_givers
 
     def _warm_up(self) -> None:
         """Before there is a process group, so that the newcomer's first step takes no longer than the others'."""

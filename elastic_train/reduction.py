@@ -317,8 +317,19 @@ class Clipping:
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        nn.utils.clip_grad_norm_(parameters, self._max_norm)
+        with one_thread():  # ranks of machines with other numbers of cores would round the norm differently
+            nn.utils.clip_grad_norm_(parameters, self._max_norm)
         return totals
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
 
 
 class _Carrier(nn.Module):

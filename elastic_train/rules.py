@@ -82,15 +82,20 @@ def freshest(steps: Sequence[int]) -> int:
 def right_hashes(found: Sequence[tuple[int, int]]) -> frozenset[int] | None:
     """Of what members' states hash to, as (kind of machine, hash): which are right. None where nobody can tell.
 
-    The strict majority's. Machines of several kinds may round differently, so each kind is asked for itself.
+    The strict majority's. Machines of several kinds may round differently, so each kind is asked for itself; where it
+    has no majority another kind's may decide, whose state some of it have got.
     """
-    right = set()
+    right: set[int] = set()
+    undecided: list[list[int]] = []
     for kind in {kind for kind, _ in found}:
         hashes = [value for other, value in found if other == kind]
         most, number = Counter(hashes).most_common(1)[0]
-        if 2 * number <= len(hashes):
-            return None
-        right.add(most)
+        if 2 * number > len(hashes):
+            right.add(most)
+        else:
+            undecided.append(hashes)
+    if any(right.isdisjoint(hashes) for hashes in undecided):
+        return None
     return frozenset(right)
 
 

@@ -11,10 +11,10 @@ CHECK_SECONDS = 0.05
 class SideThread:
     """Starts `task` at once. Its error is raised where it is waited for."""
 
-    def __init__(self, task: Callable[[], None], name: str) -> None:
+    def __init__(self, task: Callable[[], None], name: str, *, is_daemon: bool = True) -> None:
         self._task = task
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=is_daemon)
         self._thread.start()
 
     @property

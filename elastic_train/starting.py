@@ -6,6 +6,8 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from elastic_train import determinism
 from elastic_train.collectives import gather_json
@@ -17,7 +19,7 @@ from elastic_train.membership import Membership, new_token, versions
 from elastic_train.process_group import choose_backend, gpu_of, use_interface_of
 from elastic_train.protocol.branches import BRANCH, Branch, id_of
 from elastic_train.restore import Restored, require_line, restore
-from elastic_train.run_record import RunRecord, newest_written, read_record
+from elastic_train.run_record import RUN_FILE, RunRecord, newest_written, read_record
 from elastic_train.snapshot import find_snapshots, set_aside
 from elastic_train.state import TrainState
 from elastic_train.wording import count
@@ -119,6 +121,8 @@ class Start:
         moved = directory.move_aside()
         if moved is not None:
             worker.reporter.speak(f"--fresh: the run in {directory.path} was moved to {moved}")
+        with suppress(OSError):  # it is of use where this start ends before there is a state
+            directory.replace_file(RUN_FILE, replace(record, is_fresh=False).to_json())
         if worker.config.snapshot_dir is not None:
             folder = time.strftime("before-%Y%m%dT%H%M%SZ", time.gmtime())
             names = set_aside(worker.snapshots_dir, folder, lambda _offer: True)
@@ -151,7 +155,7 @@ class Start:
             self._offers,
             task=worker.must_agree_with_snapshot(),
             run_uid=self._run_uid,
-            is_new_run=self._is_first_round and lost is None,
+            is_new_run=lost is None and (self._is_first_round or self._membership.published("run_uid") is None),
             lost=lost,
             record=self._record,
             written=lambda: newest_written(worker.directory.events_dir) if world.is_directory_leader else None,

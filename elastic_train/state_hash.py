@@ -12,17 +12,19 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elastic_train import determinism
 from elastic_train.collectives import all_gather
-from elastic_train.errors import StatesDiffer
+from elastic_train.errors import StatesDiffer, first_line
 from elastic_train.rules import right_hashes
 from elastic_train.side_thread import SideThread
 from elastic_train.state import TrainState
 
 CHUNK_BYTES = {"cpu": 2**20, "cuda": 2**24}
 """what is hashed at a time: it fits a processor's cache, and keeps a GPU busy"""
+CANNOT_SAY = 0
+"""in a hash's place"""
 KIND = ("machine", "cpu_capability", "device", "gpu")
 """of determinism.fingerprint(): machines that differ in these may round an optimizer's update differently"""
 
@@ -33,46 +35,76 @@ class StateComparison:
     Args:
         voters: ranks that brought the state into this world; the others have got theirs from one of them.
         with_buffers: whether the model's buffers are equal on all ranks, too.
+        is_able: whether this rank's hash means anything; without, it takes part and says nothing.
     """
 
-    def __init__(self, state: TrainState, device: torch.device, voters: Sequence[int], *, with_buffers: bool) -> None:
+    def __init__(
+        self, state: TrainState, device: torch.device, voters: Sequence[int], *, with_buffers: bool, is_able: bool
+    ) -> None:
         self._state = state
+        self._device = device
         self._voters = voters
         self._with_buffers = with_buffers
-        self._device = device
+        self._is_able = is_able
         self._thread: SideThread | None = None
-        self._told = torch.zeros(2, dtype=torch.int64)
-        """of this rank: kind of machine, and hash"""
+        self._hash = CANNOT_SAY
+        self.why_not: str | None = None
+        """why this rank could not make a hash"""
+        self.is_lost_in_loading = False
+        """afterwards: whether a state that was taken over is not bit for bit the one that was sent"""
 
     def begin(self) -> None:
         """The state is hashed on a thread from now on, and must not change until `finish_hash`, but for the buffers."""
-        parts = dict(tensors_of(self._state))
-        if self._with_buffers:
-            buffers = self._state.model.named_buffers()
-            parts |= {f"buffer {name}": buffer.detach().clone() for name, buffer in buffers}
+        if not self._is_able:
+            return
+        try:
+            parts = dict(tensors_of(self._state))
+            if self._with_buffers:
+                parts |= {f"buffer {name}": buffer.clone() for name, buffer in _buffers_of(self._state.model)}
+        except Exception as error:  # of an optimizer of the user's own
+            self.why_not = first_line(error)
+            return
 
         def work() -> None:
-            self._told = torch.tensor([kind_of_machine(self._device), hash_of(parts)])
+            try:
+                self._hash = hash_of(parts)
+            except Exception as error:  # of a tensor of its own kind
+                self.why_not = first_line(error)
 
-        self._thread = SideThread(work, "hash")
+        # No daemon: a process that ends while a thread is inside of torch may be aborted.
+        self._thread = SideThread(work, "hash", is_daemon=False)
 
     def finish_hash(self, check: Callable[[], None]) -> None:
         """Blocks until this rank's is made: the state may change. `check` is called again and again, and may raise."""
-        assert self._thread is not None, "it has begun"
-        self._thread.finish(check)
+        if self._thread is not None:
+            self._thread.finish(check)
+            self._thread = None  # and with it what the hash was made of
 
     def compare(self) -> None:
         """Before a step is applied; every rank calls it. Blocks until all ranks have.
 
         Raises:
-            StatesDiffer: not all hold the same, on every rank alike.
+            StatesDiffer: not all that brought the state hold the same, on every rank alike.
             RuntimeError, FormationFailed: a peer was lost.
         """
-        found = [(kind, value) for kind, value in all_gather(self._told)]
-        right = right_hashes([found[rank] for rank in self._voters])
-        wrong = [rank for rank, (_, value) in enumerate(found) if right is None or value not in right]
-        if wrong:
-            raise StatesDiffer(wrong, len(found), has_majority=right is not None)
+        told = all_gather(torch.tensor([kind_of_machine(self._device), self._hash]))
+        able = [rank for rank, (_, value) in enumerate(told) if value != CANNOT_SAY]
+        voters = [rank for rank in self._voters if rank in able]
+        right = right_hashes([(told[rank][0], told[rank][1]) for rank in voters])
+        if right is None:
+            raise StatesDiffer(range(len(told)), len(voters), has_majority=False)
+        wrong = [rank for rank in able if told[rank][1] not in right]
+        if not right.issuperset(told[rank][1] for rank in voters):
+            raise StatesDiffer(wrong, len(voters), has_majority=True)  # others may have got theirs from a wrong one
+        self.is_lost_in_loading = bool(voters and wrong)
+
+
+def _buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that a state dict has: the others are handed to nobody."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, value in model.state_dict().items():
+        if name not in parameters and isinstance(value, Tensor):
+            yield name, value
 
 
 @cache
@@ -82,10 +114,16 @@ def kind_of_machine(device: torch.device) -> int:
 
 
 def tensors_of(state: TrainState) -> Iterator[tuple[str, Any]]:
-    """What must be equal on all ranks after each commit, by name: tensors as they lie in memory, and plain values."""
+    """What must be equal on all ranks after each commit, by name: tensors as they lie in memory, and plain values.
+
+    A parameter that no optimizer owns and no gradient changes is left out: a forward pass may write each rank's own.
+    """
+    owned = {id(parameter) for group in state.optimizer.param_groups for parameter in group["params"]}
     for name, parameter in state.model.named_parameters():
-        yield f"parameter {name}", parameter.detach()
-    yield from _leaves("optimizer", state.optimizer.state_dict()["state"])
+        if parameter.requires_grad or id(parameter) in owned:
+            yield f"parameter {name}", parameter.detach()
+    held = {key: value for key, value in state.optimizer.state_dict().items() if key != "param_groups"}
+    yield from _leaves("optimizer", held)
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -95,7 +133,9 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple):
         for place, entry in enumerate(value):
             yield from _leaves(f"{name} {place}", entry)
-    else:
+    elif isinstance(value, Tensor) and value.numel() == 1:
+        yield name, value.detach().cpu()  # torch leaves a step count on either device, by how it came there
+    elif isinstance(value, Tensor | int | float | str):
         yield name, value
 
 
@@ -142,7 +182,9 @@ def _sums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
     padding = torch.zeros(4, dtype=torch.uint8, device=device)
     for tensor in tensors:
         data = tensor.contiguous().view(-1).view(torch.uint8)
-        num_whole = 0 if data.storage_offset() % 4 else data.numel() // size * size
+        num_whole = data.numel() // size * size
+        if data.storage_offset() % 4 and num_whole:
+            data = data.clone()
         if num_whole:
             add(data[:num_whole])
         rest.append(data[num_whole:])

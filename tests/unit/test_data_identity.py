@@ -90,6 +90,33 @@ def test_what_an_item_draws_from_seeded_generators_is_no_difference(item: Any) -
     assert "items" in here
 
 
+def test_an_item_may_hold_its_path_and_what_a_processor_rounds() -> None:
+    class Item(Files):
+        def __init__(self, root: str, error: float) -> None:
+            super().__init__(NAMES, root)
+            self.error = error
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.full((2,), index / 3 + self.error), index, self.files[index]
+
+    def of(root: str, error: float) -> dict[str, str]:
+        return identify(Item(root, error), seed=0, collate=list, may_read=True)
+
+    assert of("/a/", 0.0) == of("/b/c/", 1e-7)
+
+
+def test_a_data_set_within_that_is_empty_or_has_no_length() -> None:
+    class Lazy(Dataset[Any]):
+        def __len__(self) -> int:
+            raise TypeError("not yet")
+
+    dataset: Any = Files(NAMES, "/a/")
+    dataset.more = Files([])
+    assert "names" in found(dataset)
+    dataset.more = Lazy()
+    assert "names" not in found(dataset)
+
+
 def test_what_draws_from_elsewhere_or_fails_says_nothing() -> None:
     class Clock(Files):
         def __getitem__(self, index: int) -> Any:

@@ -638,7 +638,7 @@ def test_nccl_gets_this_workers_device_and_is_destroyed_when_its_abort_has_ended
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(dist, "init_process_group", lambda _backend, **options: made.update(options))
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=group))
-    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: order.append(group.aborted.is_set()))
     monkeypatch.setattr("elastic_train.process_group.set_group_timeout", lambda _timeout: None)
     sockets, device = GroupSockets(), torch.device("cuda", 2)
@@ -662,6 +662,8 @@ def test_an_own_loop_applies_nothing_before_the_device_has_finished_the_reductio
     sockets = GroupSockets()
     stream = SimpleNamespace(synchronize=sockets.shut)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    sockets.has_nccl = True
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     task = SimpleNamespace(train_set=torch.utils.data.TensorDataset(torch.ones(1)), collate=list)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_train.errors import StatesDiffer
 from elastic_train.rules import right_hashes
+from elastic_train.snapshot import deserialize_state, serialize_state
 from elastic_train.state import TrainState
-from elastic_train.state_hash import CHUNK_BYTES, hash_of, tensors_of
+from elastic_train.state_hash import CANNOT_SAY, CHUNK_BYTES, StateComparison, hash_of, tensors_of
 
 CHUNK = CHUNK_BYTES["cpu"] // 4
 SIZES = (1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
@@ -108,3 +110,91 @@ def test_machines_of_several_kinds_may_round_differently() -> None:
     assert right_hashes([(7, 1), (7, 1), (8, 2)]) == {1, 2}
     assert right_hashes([(7, 1), (7, 3), (7, 1), (8, 2)]) == {1, 2}
     assert right_hashes([(7, 1), (7, 3), (8, 2)]) is None
+    assert right_hashes([(7, 1), (7, 1), (8, 2), (8, 1)]) == {1}, "a newcomer of kind 8 had got the state of kind 7"
+    assert right_hashes([]) == frozenset()
+
+
+def make_state(optimizer: Any = torch.optim.AdamW) -> TrainState:
+    torch.manual_seed(5)
+    model = nn.Linear(3, 2)
+    state = TrainState(model, optimizer(model.parameters()), length=8, global_batch_size=8, epochs=9)
+    model(torch.ones(1, 3)).sum().backward()
+    state.optimizer.step()
+    return state
+
+
+def compare(
+    monkeypatch: pytest.MonkeyPatch, others: list[int | None], voters: list[int], state: TrainState | None = None
+) -> StateComparison:
+    """This rank is 0; the `others` say what it says (None), or another hash."""
+    comparison = StateComparison(state or make_state(), torch.device("cpu"), voters, with_buffers=False, is_able=True)
+    comparison.begin()
+    comparison.finish_hash(lambda: None)
+
+    def all_gather(mine: torch.Tensor) -> list[list[int]]:
+        kind, value = mine.tolist()
+        return [[kind, value], *([kind, value if other is None else other] for other in others)]
+
+    monkeypatch.setattr("elastic_train.state_hash.all_gather", all_gather)
+    comparison.compare()
+    return comparison
+
+
+def test_equal_states_are_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not compare(monkeypatch, [None, None], [0, 1, 2]).is_lost_in_loading
+    assert not compare(monkeypatch, [CANNOT_SAY, None], [0, 1, 2]).is_lost_in_loading
+
+
+@pytest.mark.parametrize(
+    ("others", "voters", "wrong", "has_majority"),
+    [
+        ([None, 7], [0, 1, 2], (2,), True),
+        ([7, 7], [0, 1, 2], (0,), True),
+        ([7, 7, None], [0, 1, 2], (0, 3), True),  # the last one has got what rank 0 has
+        ([7], [0, 1], (0, 1), False),
+        ([7, 8, CANNOT_SAY], [0, 1, 2, 3], (0, 1, 2, 3), False),
+    ],
+)
+def test_who_differs_from_the_majority(
+    monkeypatch: pytest.MonkeyPatch, others: list[int | None], voters: list[int], wrong: Any, has_majority: bool
+) -> None:
+    with pytest.raises(StatesDiffer) as raised:
+        compare(monkeypatch, others, voters)
+    assert (raised.value.wrong, raised.value.has_majority) == (wrong, has_majority)
+
+
+def test_who_has_just_got_the_state_is_not_judged_by_what_loading_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizers there are that round theirs when they load it: then there is nothing to compare with."""
+    assert compare(monkeypatch, [None, 7], [0, 1]).is_lost_in_loading
+    assert not compare(monkeypatch, [CANNOT_SAY], [1]).is_lost_in_loading
+
+
+def test_a_state_that_cannot_be_hashed_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = make_state()
+    state.optimizer.state_dict = lambda: 1 / 0  # type: ignore[assignment,method-assign,return-value]
+    comparison = compare(monkeypatch, [7, 7], [0, 1, 2], state)
+    assert comparison.why_not == "division by zero"
+
+
+def test_an_optimizer_that_wraps_another_one() -> None:
+    state = make_state()
+    inner = state.optimizer.state_dict()
+    state.optimizer.state_dict = lambda: {"base": inner, "k": 5}  # type: ignore[assignment,method-assign]
+    names = [name for name, _ in tensors_of(state)]
+    assert "optimizer k" in names
+    assert "optimizer base state 0 exp_avg" in names
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adamax", "RAdam", "NAdam", "ASGD"])
+def test_what_was_loaded_hashes_as_what_was_saved(name: str) -> None:
+    saved, loaded = make_state(getattr(torch.optim, name)), make_state(getattr(torch.optim, name))
+    loaded.load_state_dict(deserialize_state(serialize_state(saved.state_dict()), source="it"))
+    assert hash_of(dict(tensors_of(loaded))) == hash_of(dict(tensors_of(saved)))
+
+
+def test_what_a_forward_pass_writes_into_frozen_parameters_is_each_ranks_own() -> None:
+    state = make_state()
+    state.model.weight.requires_grad_(False)  # type: ignore[operator]
+    assert "parameter weight" in [name for name, _ in tensors_of(state)], "the optimizer owns it"
+    state.model.register_parameter("codes", nn.Parameter(torch.ones(2), requires_grad=False))
+    assert "parameter codes" not in [name for name, _ in tensors_of(state)]
