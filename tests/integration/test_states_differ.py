@@ -26,7 +26,8 @@ pytestmark = [
 ]
 # In the step in which one of four dies, in which nobody's gradient counts, some of the others' memory is changed.
 BAD_MEMORY = """
-import json, os, signal
+import json, os, signal, time
+from pathlib import Path
 import torch, torch.distributed as dist
 from elastic_train.tasks import ImageClassification
 
@@ -56,7 +57,11 @@ class BadMemory(ImageClassification):
             self.optimizer.state[parameters[-1]]["momentum_buffer"].view(-1)[0] *= -1
         else:
             parameters[0].view(-1)[5] += change
+        Path(f"harmed-{BadMemory.first_rank}").touch()
         if BadMemory.first_rank == 3:
+            deadline = time.monotonic() + 60  # all have committed the step before
+            while len(list(Path().glob("harmed-*"))) < 4 and time.monotonic() < deadline:
+                time.sleep(0.01)
             os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 """
