@@ -350,7 +350,7 @@ class Training:
         return value, value * value
 
     def _warn_of_extras(self) -> None:
-        """Every rank calls it. Raises: RuntimeError, FormationFailed where a peer is lost."""
+        """Every rank calls it; a lost peer shows as in any collective."""
         self._loop.has_warned_of_extras = True
         mine = {name: plain_hash(plain_values(extra.state_dict())) for name, extra in self.state.extras.items()}
         found = gather_json(mine)

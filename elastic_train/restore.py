@@ -110,7 +110,9 @@ def restore(
             raise TaskMismatch(verdict["mismatch"])
         if verdict["problem"]:
             continue
-        loaded = _load(state, broadcast_bytes(data, owner), device, source=verdict["source"])
+        is_new = state.generation is None  # else this process has counted its own time all along
+        data = broadcast_bytes(data, owner)
+        loaded = _load(state, data, device, source=verdict["source"], with_clock=is_new)
         if world.rank == 0:
             _compare_extras(state, loaded, verdict["source"], warn)
         state.superseded = tuple(sorted({*state.superseded, *superseded}))

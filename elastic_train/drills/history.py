@@ -45,7 +45,7 @@ class World:
     memberships: tuple[tuple[str, ...], ...]
     """the different lists of members that were written down for it, by rank; more than one is a broken promise"""
     cause: str
-    """`start`, `peer_lost`, `join` or `leave`; `start` for every world of new processes"""
+    """`start`, `peer_lost`, `join`, `leave` or `states_differ`; `start` for every world of new processes"""
     time: float
     """when the last member said that it stands"""
     step: int
@@ -65,8 +65,10 @@ class World:
 
     @property
     def restored_from(self) -> str | None:
-        """Where a world of new processes has its state from; None for one that re-formed in place."""
-        return next(iter(self.restores.values()))[0] if self.cause == "start" and self.restores else None
+        """Where a world has its state from that nobody in it had: new processes, or members whose states differed; None
+        for one that re-formed in place."""
+        is_without = self.cause in ("start", "states_differ")
+        return next(iter(self.restores.values()))[0] if is_without and self.restores else None
 
 
 @dataclass(frozen=True)

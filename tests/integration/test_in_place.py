@@ -15,6 +15,7 @@ from tests.integration.cluster import (
     Node,
     check_ledger,
     check_steps,
+    error_lines,
     events,
     last_step,
     result,
@@ -209,7 +210,7 @@ def test_a_node_told_to_stop_leaves_without_an_error(cluster: Cluster, signum: i
     assert [incident["cause"] for incident in end["incidents"]] == ["leave"]
     for node in nodes[:2]:
         assert "Traceback" not in node.text()
-        assert "error" not in node.text().lower()
+        assert not error_lines(node)  # torch logs the frames of a store's client whose server has just left
     assert any(re.search(rf"/0/{worker.pid} left\b", node.text()) for node in nodes[:2]), "a line says who left"
 
 

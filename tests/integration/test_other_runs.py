@@ -56,6 +56,7 @@ def test_an_absent_node_does_not_bring_back_the_run_that_fresh_has_replaced(clus
     assert "snapshots of another run are not used" in nodes[1].text()
 
 
+@pytest.mark.slow
 def test_two_runs_that_know_nothing_of_each_other_are_refused(cluster: Cluster) -> None:
     here, there = cluster.path / "here", cluster.path / "there"
     train(cluster, here, 20)

@@ -365,7 +365,7 @@ def test_a_function_that_returns_early_ends_the_training(cluster: Cluster) -> No
     assert "returned at step 9 of 35" in node.text()
 
 
-@pytest.mark.parametrize("snapshot_every", ["7", "0"])
+@pytest.mark.parametrize("snapshot_every", ["7", pytest.param("0", marks=pytest.mark.slow)])
 def test_what_one_rank_alone_keeps_is_told_by_name(cluster: Cluster, snapshot_every: str) -> None:
     """`if rank == 0: best = ...`: with rank 0 the best would be gone, and a worse one take its place."""
     text = SCRIPT.replace(
@@ -400,6 +400,7 @@ def train(training):""",
     assert "extras differ between the ranks: best. " in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
