@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from elastic_train.errors import ElasticTrainError, SnapshotDamaged, SnapshotError, UsageError
 from elastic_train.system import num_cores, require_linux
-from elastic_train.wording import did_you_mean
+from elastic_train.wording import flags_in, unrecognized
 
 if TYPE_CHECKING:
     from elastic_train.snapshot import SnapshotInfo
@@ -75,12 +75,12 @@ class _Parser(argparse.ArgumentParser):
         """As argparse's. Raises: UsageError of the command that was given what it does not know, and not of all."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            given = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+            given = flags_in(unknown)
             known = [name for action in self._actions for name in action.option_strings]
-            hint = did_you_mean(given, known)
+            where = f"{self.prog} --help tells more"
             if self.takes_worker_flags and any(_is_of_worker(name) for name in given):
-                hint = f"flags of the worker stand behind --: {self.prog} -- {given[0]} ...; "
-            raise UsageError(f"unrecognized arguments: {' '.join(unknown)} ({hint}{self.prog} --help tells more)")
+                known, where = [], f"flags of the worker stand behind --: {self.prog} -- {given[0]} ...; {where}"
+            raise UsageError(unrecognized(unknown, known, where))
         return found, unknown
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_type_hints
 
 from elastic_train.errors import UsageError
-from elastic_train.wording import did_you_mean
+from elastic_train.wording import unrecognized
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
 DOWNLOADABLE = ("mnist", "fashion-mnist", "cifar10")
@@ -168,8 +168,7 @@ def parse(arguments: Sequence[str], own_flags: type | None = None, *, left_out: 
     parsed, unknown = parser.parse_known_args(list(arguments))
     if unknown:
         known = [name for action in parser._actions for name in action.option_strings]
-        hint = did_you_mean((word.partition("=")[0] for word in unknown if word.startswith("--")), known)
-        raise UsageError(f"unrecognized arguments: {' '.join(unknown)} ({hint}--help lists all flags)")
+        raise UsageError(unrecognized(unknown, known, "--help lists all flags"))
     config = Config(**{**vars(parsed.config), "own_flags": getattr(parsed, "own_flags", None)})
     check(config)
     if "task" not in left_out:

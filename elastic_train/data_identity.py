@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from elastic_train.datasets import EpochDataset
-from elastic_train.sampler import MicroBatch
 
 NUM_ENTRIES = 64
 """of each list that the data set holds about its items"""
@@ -98,9 +97,7 @@ def _below_common(entries: Sequence[Any]) -> list[Any]:
 
 def _read_items(dataset: EpochDataset, places: list[int], *, is_exact: bool) -> str | None:
     def read() -> str:
-        indices = np.array(places, dtype=np.int64)
-        batch = MicroBatch(epoch=0, step=0, shard=0, indices=indices, step_samples=len(places), is_last=True)
-        return _digest(dataset.__getitems__(batch)[1], has_floats=is_exact, has_texts=False)
+        return _digest(dataset.read(np.array(places, dtype=np.int64)), has_floats=is_exact, has_texts=False)
 
     try:
         found = read()

@@ -208,15 +208,18 @@ class EpochDataset(Dataset[Any]):
     def __getitems__(self, micro_batch: M) -> tuple[M, Any]:
         if len(micro_batch.indices) == 0:
             return micro_batch, None
+        return micro_batch, self.read(micro_batch.indices, micro_batch.epoch)
+
+    def read(self, indices: npt.NDArray[np.int64], epoch: int = 0) -> Any:
+        """The batch of these samples, one at least."""
         if self._gather is not None:
-            indices = torch.from_numpy(micro_batch.indices.copy())  # torch.tensor() takes ten times as long
-            return micro_batch, self._gather(indices, micro_batch.epoch)
+            return self._gather(torch.from_numpy(indices.copy()), epoch)  # torch.tensor() takes ten times as long
         samples = []
         with generators_kept():
-            for index in micro_batch.indices.tolist():
-                seed_for_item(self._seed, micro_batch.epoch, index)
+            for index in indices.tolist():
+                seed_for_item(self._seed, epoch, index)
                 samples.append(self.dataset[index])
-        return micro_batch, self._collate(samples)
+        return self._collate(samples)
 
     def _select(self, indices: Tensor, _epoch: int) -> list[Tensor]:
         """What default_collate makes of a TensorDataset's items."""

@@ -123,8 +123,9 @@ class FormationFailed(ElasticTrainError):
 class StatesDiffer(ElasticTrainError):
     """The members' weights or optimizer states are not equal where they must be: the step in hand does not count."""
 
-    def __init__(self, wrong: Sequence[int], num_ranks: int, *, has_majority: bool) -> None:
-        super().__init__(f"the weights or optimizer states of {num_ranks} workers differ, without a majority")
+    def __init__(self, wrong: Sequence[int], num_voters: int, *, has_majority: bool) -> None:
+        majority = "where most agree" if has_majority else "without a majority"
+        super().__init__(f"the weights or optimizer states of {num_voters} workers differ, {majority}")
         self.wrong = tuple(wrong)
         """ranks whose state is not to be used"""
         self.has_majority = has_majority

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -171,9 +172,6 @@ class Loop:
     def close(self) -> None:
         """As `WorldLoop.close`: nothing is."""
 
-    def _compare_states(self, comparison: StateComparison) -> None:
-        compare(comparison, self, self._worker, self._membership)
-
     def _votes(self) -> Votes:
         self.last_votes = votes_of(self._worker, self._membership)
         return self.last_votes
@@ -200,7 +198,8 @@ class Loop:
                 num_votes=len(NO_VOTES),
                 do=self._membership.watcher.do,
             )
-        reduction = UnbrokenReduction(reduction, self._membership, begin, self._compare_states)
+        compare_states = partial(compare, loop=self, worker=worker, membership=self._membership)
+        reduction = UnbrokenReduction(reduction, self._membership, begin, compare_states)
         if config.clip_grad_norm is not None:  # on the outside: gradients are unscaled once, if the step counts
             reduction = Clipping(reduction, state.optimizer, state.scaler, config.clip_grad_norm)
         return reduction
@@ -358,8 +357,4 @@ def stand_in_batch(worker: Worker) -> Callable[[], Any]:
     """Makes a batch of the first sample, for a rank that has none in a step."""
     dataset = EpochDataset(worker.task.train_set, seed=worker.config.seed, collate=worker.task.collate)
 
-    def make() -> Any:
-        first = MicroBatch(epoch=0, step=0, shard=0, indices=np.zeros(1, dtype=np.int64), step_samples=1, is_last=True)
-        return dataset.__getitems__(first)[1]
-
-    return make
+    return partial(dataset.read, np.zeros(1, dtype=np.int64))

@@ -14,8 +14,6 @@ Everything around the loop is what `-m elastic_train` has: membership, recovery,
 
 # Without postponed annotations: DDP compares those of a communication hook with its own types.
 
-import hashlib
-import json
 import math
 import os
 import signal
@@ -46,7 +44,7 @@ from elastic_train.reduction import Share, hush_statistics
 from elastic_train.rules import NOW, Activity
 from elastic_train.saving import Saver
 from elastic_train.state import Stateful, TrainState
-from elastic_train.state_hash import StateComparison
+from elastic_train.state_hash import hash_of_plain
 from elastic_train.stopping import StopSignal, die_with_parent
 from elastic_train.system import require_system_for_training
 from elastic_train.tasks import Task
@@ -66,6 +64,8 @@ NOT_FOR_OWN_LOOPS = (
 
 EXTRAS_EVERY = 100
 """steps between two comparisons of the extras, where no snapshots are taken"""
+MAX_HASH = 2**20
+"""of the extras: the sum of the squares of thousands is exact in float64"""
 
 
 class _WorldEnds(BaseException):
@@ -346,13 +346,16 @@ class Training:
         every = self._worker.config.snapshot_every or EXTRAS_EVERY
         if not self.state.extras or self._loop.has_warned_of_extras or (self.state.step + 1) % every:
             return 0, 0
-        value = plain_hash([plain_values(extra.state_dict()) for _, extra in sorted(self.state.extras.items())])
+        value = hash_of_plain(self._hash_by_extra()) % MAX_HASH
         return value, value * value
+
+    def _hash_by_extra(self) -> dict[str, int]:
+        return {name: hash_of_plain(extra.state_dict()) % MAX_HASH for name, extra in self.state.extras.items()}
 
     def _warn_of_extras(self) -> None:
         """Every rank calls it; a lost peer shows as in any collective."""
         self._loop.has_warned_of_extras = True
-        mine = {name: plain_hash(plain_values(extra.state_dict())) for name, extra in self.state.extras.items()}
+        mine = self._hash_by_extra()
         found = gather_json(mine)
         names = [name for name in sorted(mine) if any(other[name] != mine[name] for other in found)]
         if self.world.rank == 0 and names:
@@ -364,21 +367,6 @@ class Training:
     def _unhush(self) -> None:
         while self._hushed:
             self._hushed.pop().training = True
-
-
-def plain_values(state: Any) -> Any:
-    """Of a state dict what is neither a tensor nor an object of its own kind, such as counters and best values."""
-    if isinstance(state, Mapping):
-        return {str(key): plain_values(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [plain_values(value) for value in state]
-    return state if isinstance(state, str | int | float | None) else None
-
-
-def plain_hash(values: Any) -> int:
-    """Of 20 bits, so that the sum of the squares of thousands is exact in float64."""
-    digest = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 12
 
 
 class _ForwardBegins:
@@ -449,8 +437,9 @@ class OwnLoop:
             )
         self._parallel.clear()
         state.set_modes()  # the function may have been interrupted in an evaluation of its own
-        if begin.comparison is not None:
-            self._compare_states(begin.comparison)
+        if begin.comparison is not None:  # at once: what the function does with the weights is not known
+            begin.comparison.begin()
+            compare(begin.comparison, self, worker, self._membership)
         self._training = training = Training(self, worker, self._membership, world, steps)
         self._membership.watcher.pace.expect_first_step()  # it may compile; nobody knows
         training.turn_to_own_code()
@@ -475,11 +464,6 @@ class OwnLoop:
             )
             state.last_step = state.step
         return Outcome.FINISHED
-
-    def _compare_states(self, comparison: StateComparison) -> None:
-        """At once: what the function does with the weights before its first step is not known. Raises: StatesDiffer."""
-        comparison.begin()
-        compare(comparison, self, self._worker, self._membership)
 
     def warm_up(self) -> None:
         """Nobody knows how."""

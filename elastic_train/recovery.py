@@ -335,8 +335,10 @@ class Run:
             if formed is None:
                 restored, voters = self._synchronise(world)
             else:
-                restored, handover, first_ranks, num_givers = self._hand_over(world, change)
+                restored, handover, num_givers = self._hand_over(world, change)
                 voters = list(range(num_givers))
+                if self.loop.has_room_for_handover:
+                    first_ranks = num_givers
             self._note_branch(world, change)
             self._note_run(world)
             set_group_timeout(STEP_TIMEOUT)
@@ -469,10 +471,10 @@ class Run:
             reporter.warn(message)
         return Interruption("states_differ")
 
-    def _hand_over(self, world: World, change: Change) -> tuple[Restored | None, Handover | None, int, int]:
+    def _hand_over(self, world: World, change: Change) -> tuple[Restored | None, Handover | None, int]:
         """Newcomers come into a world that was formed ahead, and get the state of those who trained, all of whom have
-        it. Returns what this member started from, what is to be finished in the first step, how many ranks have
-        samples in that, and how many had the state before."""
+        it. Returns what this member started from, what is to be finished in the first step, and how many ranks had the
+        state before: the lowest ones."""
         state, membership = self._worker.state, self._membership
         handover: Giving | Taking | None = None
         restored, num_givers = None, world.world_size - len(change.joined)
@@ -485,11 +487,11 @@ class Run:
         elif world.rank == 0 and change.joined:
             handover = Giving(state, range(num_givers, world.world_size))
         if self.loop.has_room_for_handover:
-            return restored, handover, num_givers, num_givers
+            return restored, handover, num_givers
         if handover is not None:
             handover.begin()
             handover.finish(lambda: require_unbroken(membership.sockets))
-        return restored, None, world.world_size, num_givers
+        return restored, None, num_givers
 
     def _warm_up(self) -> None:
         """Before there is a process group, so that the newcomer's first step takes no longer than the others'."""

@@ -7,6 +7,7 @@ aborted collective, a bit that fell over, the user's own code), all would train 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -158,6 +159,20 @@ def hash_of(parts: Mapping[str, Any]) -> int:
     for device, found in tensors.items():
         text += map(str, _sums(found, device))
     return _digest(";".join(text).encode())
+
+
+def hash_of_plain(state: Any) -> int:
+    """A hash of 64 bits over what is neither a tensor nor an object of its own kind in a state dict, such as counters
+    and best values."""
+    return _digest(json.dumps(_plain(state), sort_keys=True).encode())
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {str(key): _plain(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [_plain(value) for value in state]
+    return state if isinstance(state, str | int | float | None) else None
 
 
 def _digest(data: bytes) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -11,13 +11,19 @@ def count(number: int | None, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def did_you_mean(given: Iterable[str], known: Collection[str]) -> str:
-    """`did you mean --epochs? `, for flags that are not known; "" where nothing is like one of them."""
+def flags_in(words: Iterable[str]) -> list[str]:
+    """Of a command line, without their values."""
+    return [word.partition("=")[0] for word in words if word.startswith("--")]
+
+
+def unrecognized(words: Sequence[str], known: Collection[str], where: str) -> str:
+    """`unrecognized arguments: --epoch (did you mean --epochs? ...)`; `where` says where all can be read."""
     found: list[str] = []
-    for flag in given:
-        longer = sorted(name for name in known if name.endswith(flag[1:]) and flag.startswith("--"))
+    for flag in flags_in(words):
+        longer = sorted(name for name in known if name.endswith(flag[1:]))
         found += longer or get_close_matches(flag, known, n=1)
-    return f"did you mean {' or '.join(found)}? " if found else ""
+    hint = f"did you mean {' or '.join(found)}? " if found else ""
+    return f"unrecognized arguments: {' '.join(words)} ({hint}{where})"
 
 
 def duration(seconds: float) -> str:
