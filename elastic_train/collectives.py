@@ -208,19 +208,14 @@ def _do(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
 _helper = _Helper()
 
 
-def broadcast_bytes(data: bytes | None, source: int, before_sending: Callable[[], None] | None = None) -> bytes:
-    """`data` of rank `source` on every rank; the others pass None. Whole, or an exception.
-
-    `before_sending` is called on the source when the others know how much is to come, and wait for it.
-    """
+def broadcast_bytes(data: bytes | None, source: int) -> bytes:
+    """`data` of rank `source` on every rank; the others pass None. Whole, or an exception."""
     is_source = dist.get_rank() == source
     size = torch.tensor([len(data) if is_source and data is not None else 0], dtype=torch.int64)
     broadcast(size, source)
     total = int(size)
     if total == 0:
         return b""
-    if is_source and before_sending is not None:
-        before_sending()
     buffer = bytearray(data) if is_source and data is not None else bytearray(total)
     whole = torch.frombuffer(buffer, dtype=torch.uint8)
     for start in range(0, total, BROADCAST_CHUNK_BYTES):

@@ -1,11 +1,13 @@
-"""A newcomer gets the state of those who train, beside the first step of the world that it enters.
+"""A state goes from one rank to those that need it, in chunks as it lies in memory, and is taken over when it is whole.
 
-From a commit to the optimizer's next step neither weights nor optimizer state change: that is the time in which rank 0
-sends them, as they lie in memory, while all compute. A newcomer without samples in that step needs them only when it
-applies the step's gradient, which it has from the reduction like everybody. So nothing is copied and nothing is stored
-in between, and nobody waits where the step takes longer than the sending.
+Each rank passes what it gets on to two others, so that a link carries the state twice at most, however many need it. A
+sender copies nothing but what is small; a receiver has the state once beside its own.
 
-What a forward pass changes (buffers, such as BatchNorm's statistics) goes by value, and so does what is small.
+Newcomers get it beside the first step of the world that they enter. From a commit to the optimizer's next step neither
+weights nor optimizer state change: that is the time in which rank 0 sends them, while all compute. A newcomer without
+samples in that step needs them only when it applies the step's gradient, which it has from the reduction like
+everybody. So nobody waits where the step takes longer than the sending. What a forward pass changes (buffers, such as
+BatchNorm's statistics) goes by value.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic_train.collectives import GROUP_TIMEOUT
+from elastic_train.collectives import GROUP_TIMEOUT, barrier
 from elastic_train.errors import FormationFailed
+from elastic_train.loading import load
 from elastic_train.side_thread import SideThread
 from elastic_train.snapshot import deserialize_state, serialize_state
 from elastic_train.state import TrainState
@@ -28,8 +31,13 @@ from elastic_train.tasks import mapped
 TAG = 7001
 """of its messages, so that they do not meet those of the step"""
 SMALL_BYTES = 4096
+CHUNK_BYTES = 16 * 2**20
+"""what a rank has got before it passes it on; and what a GPU's state takes of host memory while it is sent"""
 POLL_SECONDS = 0.001
 SLOT = "elastic_train tensor"
+
+Check = Callable[[], None]
+"""called again and again while a rank waits for a state; raises where the process group was broken off"""
 
 
 class Handover(Protocol):
@@ -38,22 +46,46 @@ class Handover(Protocol):
     def begin(self) -> None:
         """When the step's reduction is made, for which nobody should have to wait: from now on the state is sent."""
 
-    def finish(self, check: Callable[[], None]) -> None:
-        """Before the optimizer's step. Blocks until the state may change: it is sent, or it is here. `check` is called
-        again and again, and raises where the group was broken off: gloo may never end a send to one that died.
+    def finish(self, check: Check) -> None:
+        """Before the optimizer's step. Blocks until the state may change: it is sent, or it is here. gloo may never end
+        a send to one that died, so `check` is asked.
 
         Raises:
             RuntimeError: from the communication library, when a peer is lost. What `check` raises.
         """
 
 
-class Giving:
-    """As rank 0: sends `state` to the ranks `targets`, on a thread of its own, from `begin` on."""
+def hand_out(
+    state: TrainState, ranks: Sequence[int], check: Check, before_sending: Callable[[], None] | None = None
+) -> dict[str, Any] | None:
+    """Bring the state of `ranks[0]` to the others of `ranks`. Every rank of the group calls it, and it returns when all
+    have theirs. `before_sending` is called on the first one.
 
-    def __init__(self, state: TrainState, targets: Sequence[int]) -> None:
-        self._targets = targets
-        numbers = [len(targets), state.epoch, state.step, state.samples_done, state.micro_batch_size or 0]
-        self._head = torch.tensor(numbers, dtype=torch.int64)
+    Returns: the first one's clock, where this rank has got its state.
+
+    Raises: as `Handover.finish`. SnapshotError: as `loading.load`.
+    """
+    clocks: list[dict[str, Any]] = []
+    if dist.get_rank() == ranks[0] and len(ranks) > 1:
+        giving = Giving(state, ranks)
+        if before_sending is not None:
+            before_sending()
+        giving.begin()
+        giving.finish(check)
+    elif dist.get_rank() in ranks[1:]:
+        state.optimizer.zero_grad()  # of a step that does not count; there may be no room for them on a GPU
+        Taking(state, ranks[0], clocks.append).finish(check)
+    barrier()
+    return clocks[0] if clocks else None
+
+
+class Giving:
+    """Sends `state` on a thread of its own, from `begin` on, to all of `ranks` but the first, which is this one."""
+
+    def __init__(self, state: TrainState, ranks: Sequence[int]) -> None:
+        self._ranks = torch.tensor(list(ranks))
+        numbers = [len(ranks), state.epoch, state.step, state.samples_done, state.micro_batch_size or 0]
+        self._head = torch.tensor(numbers)
         self._skeleton, self._tensors = take_apart(state)
         self._thread: SideThread | None = None
 
@@ -62,32 +94,29 @@ class Giving:
         self._thread = SideThread(self._send, "give")
 
     def _send(self) -> None:
-        self._send_one(self._head)
+        targets = self._ranks.tolist()[1:]
+        for tensor in (self._head, self._ranks):
+            _send(tensor, targets)
         message = torch.frombuffer(bytearray(serialize_state(self._skeleton)), dtype=torch.uint8)
-        self._send_one(torch.tensor([message.numel()]))
-        for tensor in (message, *map(flat, self._tensors)):
-            self._send_one(tensor)
+        for tensor in (torch.tensor([message.numel()]), message, *self._tensors):
+            _pass_on(tensor, None, children_of(0, self._ranks.tolist()))
 
-    def _send_one(self, tensor: Tensor) -> None:
-        for work in [dist.isend(tensor.cpu(), target, tag=TAG) for target in self._targets]:
-            _wait(work)
-
-    def finish(self, check: Callable[[], None]) -> None:
+    def finish(self, check: Check) -> None:
         """As `Handover.finish`."""
         assert self._thread is not None, "it has begun"
         self._thread.finish(check)
 
 
 class Taking:
-    """As a newcomer: receives into `state`, on a thread of its own.
+    """Receives into `state`, on a thread of its own, what rank `source` gives.
 
     Args:
-        device: where the state belongs.
-        loaded: called when `state` is that of the others.
+        loaded: called with its clock when `state` is that of the source.
     """
 
-    def __init__(self, state: TrainState, device: torch.device, loaded: Callable[[], None]) -> None:
-        self._state, self._device, self._loaded = state, device, loaded
+    def __init__(self, state: TrainState, source: int, loaded: Callable[[dict[str, Any]], None]) -> None:
+        self._state, self._source, self._loaded = state, source, loaded
+        self._rank = dist.get_rank()
         self._head: Tensor | None = None
         self._skeleton: dict[str, Any] = {}
         self._tensors: list[Tensor] = []
@@ -96,9 +125,9 @@ class Taking:
     def begin(self) -> None:
         """As `Handover.begin`: it listens already."""
 
-    def wait_for_position(self, check: Callable[[], None]) -> int:
-        """Until the others are here, and `state` has their position: how many newcomers there are. Blocks for as long
-        as the others train on; `check` is called again and again, and may raise.
+    def wait_for_position(self, check: Check) -> int:
+        """Until the others are here, and `state` has their position: how many get it. Blocks for as long as the others
+        train on.
 
         Raises: as `Handover.finish`.
         """
@@ -108,32 +137,66 @@ class Taking:
         if self._head is None:
             check()
             self._thread.finish(check)
-            raise FormationFailed("rank 0 sent no state")
-        num_newcomers, *position, micro_batch_size = self._head.tolist()
+            raise FormationFailed(f"rank {self._source} sent no state")
+        num_ranks, *position, micro_batch_size = self._head.tolist()
         self._state.epoch, self._state.step, self._state.samples_done = position
         self._state.micro_batch_size = micro_batch_size or None
-        return int(num_newcomers)
+        return int(num_ranks) - 1
 
     def _receive(self) -> None:
-        head, size = torch.zeros(5, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-        _wait(dist.irecv(head, 0, tag=TAG))
+        head = torch.zeros(5, dtype=torch.int64)
+        _wait(dist.irecv(head, self._source, tag=TAG))
         self._head = head
-        _wait(dist.irecv(size, 0, tag=TAG))
-        message = torch.empty(int(size), dtype=torch.uint8)
-        _wait(dist.irecv(message, 0, tag=TAG))
-        self._skeleton = deserialize_state(message.numpy().tobytes(), source="the state of rank 0")
-        self._tensors = [empty(*looks) for looks in self._skeleton.pop("tensors")]
-        for tensor in self._tensors:
-            _wait(dist.irecv(flat(tensor), 0, tag=TAG))
+        ranks = torch.zeros(int(head[0]), dtype=torch.int64)
+        _wait(dist.irecv(ranks, self._source, tag=TAG))
+        place = ranks.tolist().index(self._rank)
+        parent, children = ranks.tolist()[parent_place(place)], children_of(place, ranks.tolist())
 
-    def finish(self, check: Callable[[], None]) -> None:
-        """As `Handover.finish`."""
+        def receive(tensor: Tensor) -> Tensor:
+            _pass_on(tensor, parent, children)
+            return tensor
+
+        size = receive(torch.zeros(1, dtype=torch.int64))
+        message = receive(torch.empty(int(size), dtype=torch.uint8))
+        self._skeleton = deserialize_state(message.numpy().tobytes(), source=self._source_name)
+        for looks in self._skeleton.pop("tensors"):
+            self._tensors.append(receive(empty(*looks)))
+
+    @property
+    def _source_name(self) -> str:
+        return f"the state of rank {self._source}"
+
+    def finish(self, check: Check) -> None:
+        """As `Handover.finish`. Raises: SnapshotError: as `loading.load`."""
         self._thread.finish(check)
-        tensors = [tensor.to(self._device) for tensor in self._tensors]
-        self._state.load_state_dict(put_together(self._skeleton, tensors))
-        self._state.clock.take_over(self._skeleton["run"]["clock"])
-        self._tensors = []
-        self._loaded()
+        skeleton, tensors = self._skeleton, self._tensors
+        self._skeleton, self._tensors = {}, []
+        load(self._state, put_together(skeleton, tensors), self._source_name)
+        self._loaded(skeleton["run"]["clock"])
+
+
+def children_of(place: int, ranks: Sequence[int]) -> Sequence[int]:
+    """Those that get the state from `ranks[place]`: ranks[0] is the root of a binary tree, filled row by row."""
+    return ranks[2 * place + 1 : 2 * place + 3]
+
+
+def parent_place(place: int) -> int:
+    """Of the one from which it comes."""
+    return (place - 1) // 2
+
+
+def _pass_on(tensor: Tensor, parent: int | None, children: Sequence[int]) -> None:
+    whole = flat(tensor)
+    for chunk in torch.split(whole, max(1, CHUNK_BYTES // whole.element_size())):
+        if parent is not None:
+            _wait(dist.irecv(chunk, parent, tag=TAG))
+        _send(chunk, children)
+
+
+def _send(tensor: Tensor, targets: Sequence[int]) -> None:
+    on_host = tensor.cpu()
+    for work in [dist.isend(on_host, target, tag=TAG) for target in targets]:
+        _wait(work)
 
 
 def _wait(work: Any) -> None:

@@ -419,13 +419,14 @@ class Run:
         )
         self._membership.job.note_place(world, is_shared=all(entry["sees"] for entry in told))
         steps = [entry["step"] for entry in told]
-        if max(steps) < 0:
-            set_group_timeout(GROUP_TIMEOUT)  # a large snapshot takes its time to be read
+        if min(steps) < max(steps) or max(steps) < 0:
+            set_group_timeout(GROUP_TIMEOUT)  # a large state takes its time to be read or sent
             self._membership.watcher.do(Activity.FORM, FIRST_SECONDS)
-            restored = self._start.restore(world, lost=self._lost)
+        if max(steps) < 0:
+            restored = self._start.restore(world, lost=self._lost, check=self._require_unbroken)
             self._has_state = True
             return restored, list(range(world.world_size))
-        source = sync_from_freshest(state, world, steps, worker.device, lambda: worker.reach("send", world))
+        source = sync_from_freshest(state, world, steps, self._require_unbroken, lambda: worker.reach("send", world))
         self._has_state = True
         if world.rank == source:
             logged = [entry["logged"] for entry in told if entry["logged"] is not None]
@@ -479,18 +480,18 @@ class Run:
         handover: Giving | Taking | None = None
         restored, num_givers = None, world.world_size - len(change.joined)
         if not self._has_state:
-            handover = taking = Taking(state, self._worker.device, self._note_state)
+            handover = taking = Taking(state, 0, self._note_state)
             membership.is_ready_for(world)
             num_givers = world.world_size - taking.wait_for_position(membership.check_arrival)
             restored = Restored("peer", state.step, 0)
             self._claim(world)  # not before: until they come, the others write as the generation before
         elif world.rank == 0 and change.joined:
-            handover = Giving(state, range(num_givers, world.world_size))
+            handover = Giving(state, [0, *range(num_givers, world.world_size)])
         if self.loop.has_room_for_handover:
             return restored, handover, num_givers
         if handover is not None:
             handover.begin()
-            handover.finish(lambda: require_unbroken(membership.sockets))
+            handover.finish(self._require_unbroken)
         return restored, None, num_givers
 
     def _warm_up(self) -> None:
@@ -502,7 +503,11 @@ class Run:
         except Exception as error:  # of the user's code; the step will raise it too, and is judged
             self._worker.reporter.debug(f"no warm-up: {first_line(error)}")
 
-    def _note_state(self) -> None:
+    def _require_unbroken(self) -> None:
+        require_unbroken(self._membership.sockets)
+
+    def _note_state(self, clock: dict[str, Any]) -> None:
+        self._worker.state.clock.take_over(clock)
         self._has_state = True
         self._set_aside()
         if self._world is not None:

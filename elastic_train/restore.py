@@ -1,19 +1,17 @@
 """Where a world starts from: the newest snapshot that any of its members can see, or scratch.
 
 Nothing needs a shared file system or a particular rank 0. Each run directory has one worker that looks into it (its
-leader); the leaders' newest offers are compared over the process group, the best one's owner reads it, and everybody,
-the owner too, loads the bytes that were broadcast.
+leader); the leaders' newest offers are compared over the process group, those who have the best one's very file read
+it, and the others get the state from one of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
-from elastic_train.collectives import broadcast_bytes, gather_json
+from elastic_train.collectives import gather_json
 from elastic_train.errors import (
     BranchesMixed,
     Refused,
@@ -21,15 +19,14 @@ from elastic_train.errors import (
     SnapshotError,
     TaskMismatch,
 )
+from elastic_train.handover import Check, hand_out
+from elastic_train.loading import load
 from elastic_train.protocol.branches import Position, branches_of, describe, is_on
 from elastic_train.rules import freshest
 from elastic_train.run_record import RunRecord, run_to_continue
-from elastic_train.snapshot import SnapshotInfo, deserialize_state, read_state_bytes, serialize_state
+from elastic_train.snapshot import STATE_FILE, SnapshotInfo, load_state
 from elastic_train.state import TrainState
-from elastic_train.wording import count
 from elastic_train.world import World
-
-SHOWN_NAMES = 3
 
 
 class Warn(Protocol):
@@ -57,8 +54,8 @@ def restore(
     lost: str | None,
     record: RunRecord,
     written: Callable[[], Mapping[str, Any] | None],
-    device: torch.device,
     warn: Warn,
+    check: Check,
 ) -> Restored:
     """Bring every rank to the same state; every rank calls it.
 
@@ -71,6 +68,7 @@ def restore(
         lost: why it may not begin from scratch where there is none: how a state of this run was lost.
         record: which run this rank's run directory belongs to.
         written: asked where there is no snapshot: the event of the newest that was written here, as far as is known.
+        check: is called while this rank waits for a state, and raises where the group was broken off.
 
     Raises:
         RunsMixed: snapshots of two runs can be seen. BranchesMixed: snapshots of two branches of the run can be seen.
@@ -90,33 +88,28 @@ def restore(
     if others:
         warn(f"snapshots of another run are not used: {others[0].path} and the like")
     while True:
-        owner = newest_offer(gather_json(offers[0].age_key if offers else None))
+        heads = gather_json(_head(offers[0]) if offers else None)
+        owner = newest_offer([head and head["age"] for head in heads])
         if owner is None:
             break
-        data, problem, mismatch, source = b"", "", "", ""
-        if world.rank == owner:
-            offer = offers.pop(0)
-            source = f"snapshot {offer.path}"
-            try:
-                require_same_task(offer, task)
-                data = read_state_bytes(offer)
-            except TaskMismatch as error:
-                mismatch = str(error)
-            except SnapshotDamaged as error:
-                problem = str(error)
-                warn(f"skipped: {problem}")
-        verdict = gather_json({"problem": problem, "mismatch": mismatch, "source": source})[owner]
-        if verdict["mismatch"]:
-            raise TaskMismatch(verdict["mismatch"])
-        if verdict["problem"]:
+        found: dict[str, Any] = {}
+        if heads[world.rank] == heads[owner]:  # who has the same file on a disk of its own reads that
+            found = _read(state, offers.pop(0), task, warn)
+        told = gather_json(found)
+        for entry in told:
+            if "mismatch" in entry:
+                raise TaskMismatch(entry["mismatch"])
+            if "misfit" in entry:
+                raise SnapshotError(entry["misfit"])
+        whole = [rank for rank, entry in enumerate(told) if "read" in entry]
+        if not whole:
             continue
-        is_new = state.generation is None  # else this process has counted its own time all along
-        data = broadcast_bytes(data, owner)
-        loaded = _load(state, data, device, source=verdict["source"], with_clock=is_new)
-        if world.rank == 0:
-            _compare_extras(state, loaded, verdict["source"], warn)
         state.superseded = tuple(sorted({*state.superseded, *superseded}))
-        return Restored("snapshot", state.step, owner)
+        without = [rank for rank in range(world.world_size) if rank not in whole]
+        hand_out(state, [whole[0], *without], check)
+        if state.generation is None:  # else this process has counted its own time all along
+            state.clock.load_state_dict(told[whole[0]]["read"])
+        return Restored("snapshot", state.step, whole[0])
     if lost is not None:
         raise SnapshotError(f"{lost}, and no snapshot of their run can be seen here")
     _require_none_written(gather_json(written()))
@@ -124,9 +117,31 @@ def restore(
     if state.micro_batch_size is None:
         state.micro_batch_size = -(-state.global_batch_size // world.world_size)
     # Equal by their seed already, if the machines are; rank 0's are everybody's in any case.
-    data = serialize_state(state.state_dict()) if world.rank == 0 else b""
-    _load(state, broadcast_bytes(data, 0), device, source="the state of rank 0", with_clock=False)
+    hand_out(state, range(world.world_size), check)
     return Restored("scratch", 0, 0)
+
+
+def _head(offer: SnapshotInfo) -> dict[str, Any]:
+    return {"age": offer.age_key, "file": vars(offer.files[STATE_FILE])}
+
+
+def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn: Warn) -> dict[str, Any]:
+    """Load a snapshot into `state`. Returns `read`, the clock in it, or what is wrong: `problem`, `mismatch`, `misfit`.
+    Only after a misfit `state` is of no use."""
+    source = f"snapshot {offer.path}"
+    try:
+        require_same_task(offer, task)
+        loaded = load_state(offer)
+        load(state, loaded, source)
+    except TaskMismatch as error:
+        return {"mismatch": str(error)}
+    except SnapshotDamaged as error:
+        warn(f"skipped: {error}")
+        return {"problem": str(error)}
+    except SnapshotError as error:
+        return {"misfit": str(error)}
+    _compare_extras(state, loaded, source, warn)
+    return {"read": loaded["run"]["clock"]}
 
 
 def _require_none_written(found: Sequence[Mapping[str, Any] | None]) -> None:
@@ -140,22 +155,20 @@ def _require_none_written(found: Sequence[Mapping[str, Any] | None]) -> None:
 
 
 def sync_from_freshest(
-    state: TrainState, world: World, steps: list[int], device: torch.device, before_sending: Callable[[], None]
+    state: TrainState, world: World, steps: Sequence[int], check: Check, before_sending: Callable[[], None]
 ) -> int:
-    """After a loss survivors can differ by a step: everybody takes over the freshest state. Returns its rank.
+    """After a loss survivors can differ by a step: those behind take over the freshest state. Returns its rank.
 
     Every rank calls it; `steps` are all ranks' committed steps, -1 for one that has no state yet. What is received is
-    loaded only when it is whole: the source may die while it is sending. `before_sending` is called on the source when
-    the others wait for the bytes.
+    loaded only when it is whole: the source may die while it is sending. `check` as in `restore`; `before_sending` is
+    called on the source when the others wait for it.
     """
     source = freshest(steps)
-    if len(set(steps)) > 1:
-        data = serialize_state(state.state_dict()) if world.rank == source else None
-        data = broadcast_bytes(data, source, before_sending)
-        if steps[world.rank] != steps[source]:
-            loaded = _load(state, data, device, source=f"the state of rank {source}", with_clock=False)
-            if steps[world.rank] < 0:
-                state.clock.take_over(loaded["run"]["clock"])
+    behind = [rank for rank, step in enumerate(steps) if step != steps[source]]
+    if behind:
+        clock = hand_out(state, [source, *behind], check, before_sending)
+        if clock is not None and steps[world.rank] < 0:
+            state.clock.take_over(clock)
     return source
 
 
@@ -213,48 +226,9 @@ def require_same_task(offer: SnapshotInfo, task: Mapping[str, Any]) -> None:
             )
 
 
-def misfit(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """How two models' state dicts differ, in one line with some of the names; "" where their shapes are equal."""
-
-    def some(names: Collection[str]) -> str:
-        return ", ".join(sorted(names)[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
-
-    shapes = {
-        name: (tuple(theirs[name].shape), tuple(ours[name].shape))
-        for name in ours.keys() & theirs.keys()
-        if isinstance(ours[name], torch.Tensor) and isinstance(theirs[name], torch.Tensor)
-    }
-    changed = {f"{name} {old} instead of {new}" for name, (old, new) in shapes.items() if old != new}
-    missing, unexpected = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
-    parts = [
-        f"it lacks {count(len(missing), 'tensor')} ({some(missing)})" if missing else "",
-        f"it has {count(len(unexpected), 'tensor')} too many ({some(unexpected)})" if unexpected else "",
-        f"{count(len(changed), 'tensor')} of another shape ({some(changed)})" if changed else "",
-    ]
-    return "; ".join(filter(None, parts))
-
-
 def _compare_extras(state: TrainState, loaded: Mapping[str, Any], source: str, warn: Warn) -> None:
     held, ours = loaded.get("extras", {}).keys(), state.extras.keys()
     if ours - held:
         warn(f"{source} has no {', '.join(sorted(ours - held))}: what is new among the extras begins anew")
     if held - ours:
         warn(f"{', '.join(sorted(held - ours))} of {source} is not among the extras any more, and is dropped")
-
-
-def _load(
-    state: TrainState, data: bytes, device: torch.device, *, source: str, with_clock: bool = True
-) -> dict[str, Any]:
-    """Load what was broadcast, and return it."""
-    loaded = deserialize_state(data, map_location=device, source=source)
-    try:
-        state.load_state_dict(loaded)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        what = misfit(state.model.state_dict(), loaded["model"]) or " ".join(str(error).split())
-        raise SnapshotError(
-            f"{source} does not fit this model and its optimizer: {what}; go on with those that it was made with, or "
-            "give --fresh to begin anew"
-        ) from error
-    if with_clock:
-        state.clock.load_state_dict(loaded["run"]["clock"])
-    return loaded

@@ -18,6 +18,7 @@ bandwidth, but no more than milliseconds at a time to the lock.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import io
@@ -29,7 +30,7 @@ import shutil
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -139,16 +140,21 @@ def deserialize_state(
     Raises:
         SnapshotError: they hold something else than tensors and plain values, or cannot be read.
     """
+    return _load(io.BytesIO(data), map_location, source)
+
+
+def _load(file: IO[bytes], map_location: str | torch.device | None, source: str) -> dict[str, Any]:
     import pickle
 
     import torch
 
-    if data[:4] != b"PK\x03\x04":  # torch.load has readers for older formats, which nothing of ours needs
+    if file.read(4) != b"PK\x03\x04":  # torch.load has readers for older formats, which nothing of ours needs
         raise SnapshotError(
             f"{source} was refused: it is no zip archive, as torch.save writes them; nothing of it was run"
         )
+    file.seek(0)
     try:
-        state = torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
+        state = torch.load(file, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"(?:GLOBAL|function|class) (\w+(?:\.\w+)+)|Unsupported operand \d+", str(error))
         what = f" ({found[1] or found[0]})" if found else ""
@@ -180,6 +186,29 @@ class _HostBuffers:
         self._sources: list[tuple[object, ...]] = []
         self._used = 0
         self._cuda_devices: set[torch.device] = set()
+        self._allocation: threading.Thread | None = None
+
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Make the buffers for a state of this shape, where there are none yet, on a thread: what the kernel takes to
+        provide the memory is several times what a copy takes. Returns at once.
+
+        Raises:
+            SnapshotError: as `copy`.
+        """
+        if self._buffers or self._allocation is not None:
+            return
+        wanted: list[torch.Tensor] = []
+        self._rebuilt(state, "state", wanted.append)
+
+        def allocate() -> None:
+            for tensor in wanted:
+                if not _is_odd(tensor):
+                    self._add(tensor)
+                    memory = self._buffers[-1].untyped_storage()
+                    ctypes.memset(memory.data_ptr(), 0, memory.nbytes())  # on this core alone; the others train
+
+        self._allocation = threading.Thread(target=allocate, name="snapshot-buffers")
+        self._allocation.start()
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state with every tensor copied and every container built anew. Valid until the next call.
@@ -189,55 +218,62 @@ class _HostBuffers:
         """
         import torch
 
+        if self._allocation is not None:
+            self._allocation.join()
+            self._allocation = None
         self._used = 0
         self._cuda_devices.clear()
         with torch.no_grad():
-            copied = self._copy(state, "state")
+            copied = self._rebuilt(state, "state", self._copy_tensor)
         for device in self._cuda_devices:
             torch.cuda.current_stream(device).synchronize()
         del self._buffers[self._used :], self._sources[self._used :]
         return cast("dict[str, Any]", copied)
 
-    def _copy(self, value: Any, where: str) -> Any:
+    def _rebuilt(self, value: Any, where: str, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
         import torch
 
         if isinstance(value, torch.Tensor):
-            return self._copy_tensor(value)
+            return of_tensor(value)
         kind = type(value)
         if kind in _PLAIN_TYPES or kind in (torch.Size, torch.dtype):
             return value
         if kind is list or kind is tuple:
-            return kind(self._copy(item, f"{where}[{i}]") for i, item in enumerate(value))
+            return kind(self._rebuilt(item, f"{where}[{i}]", of_tensor) for i, item in enumerate(value))
         if kind in (dict, OrderedDict, Counter):  # torch's MultiStepLR counts its milestones
             copied: dict[Any, Any] = kind()
             for key, item in value.items():
                 if type(key) not in _PLAIN_TYPES:
                     raise self._refused(key, f"a key of {where}")
-                copied[key] = self._copy(item, f"{where}[{key!r}]")
+                copied[key] = self._rebuilt(item, f"{where}[{key!r}]", of_tensor)
             if kind is OrderedDict:
                 vars(copied).update(vars(value))  # Module.state_dict() keeps module versions there, in _metadata
             return copied
         raise self._refused(value, where)
 
     def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        if tensor.layout != torch.strided or tensor.is_quantized:
+        if _is_odd(tensor):
             return tensor.detach().to("cpu", copy=True)
-        source = (tensor.shape, tensor.dtype, tensor.stride(), tensor.is_cuda)
         index = self._used
         self._used += 1
         if index == len(self._buffers):
-            self._buffers.append(self._allocate(tensor))
-            self._sources.append(source)
-        elif self._sources[index] != source:
+            self._add(tensor)
+        elif self._sources[index] != self._shape(tensor):
             self._buffers[index] = self._allocate(tensor)
-            self._sources[index] = source
+            self._sources[index] = self._shape(tensor)
         buffer = self._buffers[index]
         buffer.copy_(tensor, non_blocking=tensor.is_cuda)
         if tensor.is_cuda:
             self._cuda_devices.add(tensor.device)
         return buffer
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        self._sources.append(self._shape(tensor))
+        self._buffers.append(self._allocate(tensor))
+
+    @staticmethod
+    def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
+        return tensor.shape, tensor.dtype, tensor.stride(), tensor.is_cuda
 
     @staticmethod
     def _allocate(tensor: torch.Tensor) -> torch.Tensor:
@@ -253,6 +289,13 @@ class _HostBuffers:
             f"{where} is a {kind.__module__}.{kind.__qualname__}: a snapshot takes tensors and plain Python values "
             "only; convert it in the state_dict() that it comes from"
         )
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """Whether it has no buffer that could be used again."""
+    import torch
+
+    return tensor.layout != torch.strided or tensor.is_quantized
 
 
 class _HashingFile:
@@ -409,33 +452,40 @@ def set_aside(directory: Path, folder: str, which: Callable[[SnapshotInfo], bool
     return moved
 
 
-def read_state_bytes(info: SnapshotInfo) -> bytes:
-    """The bytes of the state, for `deserialize_state`, once they are verified.
+def load_state(info: SnapshotInfo, map_location: str | torch.device | None = "cpu") -> dict[str, Any]:
+    """The state of a snapshot, its tensors on `map_location`, once its file is verified. It is in memory once.
 
     Raises:
-        SnapshotDamaged: they are not those that the manifest promises, or cannot be read.
+        SnapshotDamaged: the file is not the one that the manifest promises, or cannot be read.
+        SnapshotError: as `deserialize_state`.
     """
-    try:
-        data = (info.path / STATE_FILE).read_bytes()
-    except OSError as error:
-        raise SnapshotDamaged(f"snapshot {info.path}: {STATE_FILE} cannot be read: {_cause(error)}") from error
-    _compare(info, SnapshotFile(len(data), hashlib.sha256(data).hexdigest()))
-    return data
+    with _verified(info) as file:
+        return _load(file, map_location, source=f"snapshot {info.path}")
 
 
 def verify(info: SnapshotInfo) -> None:
-    """`read_state_bytes` for those who do not want the bytes: takes no memory to speak of.
+    """`load_state` for those who do not want the state: takes no memory to speak of.
 
     Raises:
         SnapshotDamaged: as there.
     """
-    try:
-        with open(info.path / STATE_FILE, "rb") as file:
+    with _verified(info):
+        pass
+
+
+@contextlib.contextmanager
+def _verified(info: SnapshotInfo) -> Iterator[IO[bytes]]:
+    """The file of the state, at its beginning: whatever is done to its name now, it is the one that was verified."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(info.path / STATE_FILE, "rb"))
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             size = file.tell()
-    except OSError as error:
-        raise SnapshotDamaged(f"snapshot {info.path}: {STATE_FILE} cannot be read: {_cause(error)}") from error
-    _compare(info, SnapshotFile(size, digest))
+            file.seek(0)
+        except OSError as error:
+            raise SnapshotDamaged(f"snapshot {info.path}: {STATE_FILE} cannot be read: {_cause(error)}") from error
+        _compare(info, SnapshotFile(size, digest))
+        yield file
 
 
 def _compare(info: SnapshotInfo, found: SnapshotFile) -> None:
@@ -451,19 +501,20 @@ def newest_whole(
     directory: Path,
     *,
     accept: Callable[[SnapshotInfo], bool] = lambda info: True,
+    map_location: str | torch.device | None = "cpu",
     warn: Callable[[str], None],
-) -> tuple[SnapshotInfo, bytes] | None:
-    """The newest snapshot that `accept` says yes to and whose bytes verify, with those bytes. A damaged one costs a
+) -> tuple[SnapshotInfo, dict[str, Any]] | None:
+    """The newest snapshot that `accept` says yes to and whose file verifies, with its state. A damaged one costs a
     warning and the next older one is tried.
 
     Raises:
-        SnapshotError: the directory cannot be listed. Whatever `accept` raises.
+        SnapshotError: the directory cannot be listed; as `load_state`. Whatever `accept` raises.
     """
     for info in find_snapshots(directory, warn=warn):
         if not accept(info):
             continue
         try:
-            return info, read_state_bytes(info)
+            return info, load_state(info, map_location)
         except SnapshotDamaged as error:
             warn(f"skipped: {error}")
     return None
@@ -538,6 +589,14 @@ class SnapshotWriter:
         self._outcomes: list[SnapshotResult | BaseException] = []  # append and pop are atomic
         self._remove_leftovers()
 
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Allocate what the first snapshot of a state of this shape is copied into, beside the caller's work.
+
+        Raises:
+            SnapshotError: the state holds something that cannot be saved; names it.
+        """
+        self._buffers.prepare(state)
+
     def save(
         self,
         state: dict[str, Any],
@@ -579,7 +638,7 @@ class SnapshotWriter:
         branches: Branches = (),
     ) -> bool:
         """Copy the state into the host buffers, start writing it and return; the caller may change the state at once.
-        Blocks for the copy, the first time also for allocating the buffers.
+        Blocks for the copy, the first time also for allocating the buffers, where `prepare` has not.
 
         Returns:
             False where the one before is still being written: nothing was done. Else the outcome comes from `collect`.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_train.errors import SnapshotError
-from elastic_train.snapshot import SnapshotInfo, SnapshotWriter, deserialize_state, newest_whole
+from elastic_train.snapshot import SnapshotInfo, SnapshotWriter, newest_whole
 from elastic_train.world import host_name
 
 if TYPE_CHECKING:
@@ -73,11 +73,9 @@ class SnapshotStore:
         Raises:
             SnapshotError: the folder cannot be listed, or a whole snapshot was not written by this package.
         """
-        found = newest_whole(self.directory, warn=lambda message: warnings.warn(message, stacklevel=3))
-        if found is None:
-            return None
-        info, data = found
-        return info, deserialize_state(data, map_location, source=f"snapshot {info.path}")
+        return newest_whole(
+            self.directory, map_location=map_location, warn=lambda message: warnings.warn(message, stacklevel=3)
+        )
 
 
 def _position(step: int) -> dict[str, Any]:

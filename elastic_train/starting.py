@@ -15,6 +15,7 @@ from elastic_train.config import Config, as_json
 from elastic_train.connect import Return
 from elastic_train.errors import FormationFailed
 from elastic_train.goodput import process_start_ticks, seconds_since_process_start
+from elastic_train.handover import Check
 from elastic_train.membership import Membership, new_token, versions
 from elastic_train.process_group import choose_backend, gpu_of, use_interface_of
 from elastic_train.protocol.branches import BRANCH, Branch, id_of
@@ -132,12 +133,13 @@ class Start:
                 )
         return record
 
-    def restore(self, world: World, *, lost: str | None) -> Restored:
+    def restore(self, world: World, *, lost: str | None, check: Check) -> Restored:
         """Bring all members of a world in which nobody has a state to one: the newest that any of them can see. Every
         rank calls it.
 
         Args:
             lost: how the run's state was lost, where this worker has trained or stood by in this job.
+            check: as in restore.restore().
 
         Raises:
             SnapshotError: it was, or this worker waited to be taken in, and no snapshot of the run can be seen. As
@@ -159,8 +161,8 @@ class Start:
             lost=lost,
             record=self._record,
             written=lambda: newest_written(worker.directory.events_dir) if world.is_directory_leader else None,
-            device=worker.device,
             warn=worker.reporter.warn,
+            check=check,
         )
         if state.branches:
             self._membership.agreed_once(BRANCH, Branch(id_of(state.branches)).to_json())

@@ -19,9 +19,9 @@ from elastic_train.snapshot import (
     SnapshotInfo,
     deserialize_state,
     is_snapshot,
+    load_state,
     newest_whole,
     read_info,
-    read_state_bytes,
     snapshots_in,
 )
 
@@ -144,14 +144,13 @@ def read_state(path: Path, *, warn: Callable[[str], None]) -> tuple[SnapshotInfo
     """
     if is_snapshot(path):
         info = read_info(path)
-        data = read_state_bytes(info)
+        state = load_state(info)
     else:
         directory = snapshots_in(path)
         found = newest_whole(directory, warn=warn)
         if found is None:
             raise SnapshotError(f"no whole snapshot in {directory}")
-        info, data = found
-    state = deserialize_state(data, source=f"snapshot {info.path}")
+        info, state = found
     if not isinstance(state.get("model"), dict):
         raise SnapshotError(f"snapshot {info.path} holds no model")
     return info, state

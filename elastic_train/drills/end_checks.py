@@ -133,12 +133,12 @@ def _are_apart(one: float | None, other: float | None, relative: float, absolute
 
 
 def _hash_of_final_snapshot(history: History, step: int) -> str | None:
-    from elastic_train.snapshot import deserialize_state, read_state_bytes
+    from elastic_train.snapshot import load_state
 
     for info in find_snapshots_of(history)[0]:
         if info.step == step:
             try:
-                state = deserialize_state(read_state_bytes(info), source=str(info.path))
+                state = load_state(info)
             except (SnapshotDamaged, SnapshotError):
                 continue  # check_snapshots says so
             from elastic_train.state import state_sha256

@@ -157,7 +157,7 @@ def snapshot_names(run_dir: Path) -> list[str]:
 
 def newest_snapshot(run_dir: Path) -> tuple[SnapshotInfo, dict[str, Any]]:
     """The newest snapshot and its state; AssertionError unless it is whole and all others are too."""
-    from elastic_train.snapshot import deserialize_state, find_snapshots, newest_whole, verify
+    from elastic_train.snapshot import find_snapshots, newest_whole, verify
 
     def refuse(message: str) -> None:
         raise AssertionError(message)
@@ -166,7 +166,7 @@ def newest_snapshot(run_dir: Path) -> tuple[SnapshotInfo, dict[str, Any]]:
         verify(info)
     found = newest_whole(run_dir / "snapshots", warn=refuse)
     assert found is not None, f"no snapshot in {run_dir}"
-    return found[0], deserialize_state(found[1])
+    return found
 
 
 def error_line(node: Node) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from elastic_train.handover import flat, flat_or_none, put_together, take_apart
+from elastic_train.handover import children_of, flat, flat_or_none, parent_place, put_together, take_apart
 from elastic_train.snapshot import deserialize_state, serialize_state
 from elastic_train.state import TrainState, state_sha256
 
@@ -89,3 +89,12 @@ def test_a_tensor_with_holes_goes_by_value() -> None:
     assert flat_or_none(torch.zeros(8, 8)[:, ::2]) is None
     turned = torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)
     assert flat(turned).tolist() == list(range(24))
+
+
+def test_everybody_gets_it_from_one_and_passes_it_on_to_two_at_most() -> None:
+    ranks = [3, 0, 1, 4, 5, 7, 8]
+    senders = {child: ranks[place] for place in range(len(ranks)) for child in children_of(place, ranks)}
+    assert set(senders) == set(ranks[1:])
+    assert all(list(senders.values()).count(rank) <= 2 for rank in ranks)
+    for place in range(1, len(ranks)):
+        assert senders[ranks[place]] == ranks[parent_place(place)], "as the receiver reckons it"

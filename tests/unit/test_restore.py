@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.restore import misfit
+from elastic_train.loading import misfit
 from elastic_train.state import TrainState
 
 

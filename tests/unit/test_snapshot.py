@@ -32,9 +32,9 @@ from elastic_train.snapshot import (
     SnapshotWriter,
     deserialize_state,
     find_snapshots,
+    load_state,
     newest_whole,
     read_info,
-    read_state_bytes,
     serialize_state,
     verify,
 )
@@ -69,7 +69,7 @@ def no_warning(message: str) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    return deserialize_state(read_state_bytes(read_info(path)))
+    return load_state(read_info(path))
 
 
 def keys(directory: Path) -> list[tuple[int, int]]:
@@ -198,10 +198,10 @@ def test_bytes_that_are_no_state() -> None:
 
 def test_map_location(tmp_path: Path) -> None:
     result = save(make_writer(tmp_path), 1)
-    data = read_state_bytes(read_info(result.path))
-    assert deserialize_state(data, "cpu")["w"].device.type == "cpu"
-    assert deserialize_state(data, "meta")["w"].device.type == "meta"
-    assert deserialize_state(data, torch.device("cpu"))["step"] == 1
+    info = read_info(result.path)
+    assert load_state(info)["w"].device.type == "cpu"
+    assert load_state(info, "meta")["w"].device.type == "meta"
+    assert load_state(info, torch.device("cpu"))["step"] == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -283,7 +283,7 @@ def test_accept(tmp_path: Path) -> None:
     found = newest_whole(tmp_path, accept=lambda info: info.step < 3, warn=no_warning)
     assert found is not None
     assert found[0].step == 2
-    assert deserialize_state(found[1])["step"] == 2
+    assert found[1]["step"] == 2
     assert newest_whole(tmp_path, accept=lambda info: False, warn=no_warning) is None
 
 
@@ -356,7 +356,7 @@ def test_the_one_before_a_damaged_one_is_taken(tmp_path: Path, damage: Callable[
     with pytest.raises(SnapshotDamaged, match=what):
         verify(read_info(newest))
     with pytest.raises(SnapshotDamaged, match=what):
-        read_state_bytes(read_info(newest))
+        load_state(read_info(newest))
 
 
 def test_a_snapshot_that_is_pruned_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,7 +540,7 @@ def test_mutation_right_after_the_call_in_a_loop(tmp_path: Path) -> None:
     results = writer.collect()
     assert len(results) == 15
     for info in find_snapshots(tmp_path, warn=no_warning):
-        state = deserialize_state(read_state_bytes(info))
+        state = load_state(info)
         assert state["step"] == info.step
         assert bool((state["w"] == info.step).all())
 
@@ -564,6 +564,27 @@ def test_host_buffers_are_used_again() -> None:
     addresses({"a": torch.randn(1000).double()})
     strided = {"a": torch.randn(8, 3, 4, 4).to(memory_format=torch.channels_last)}
     assert buffers.copy(strided)["a"].stride() == strided["a"].stride()
+
+
+def test_buffers_are_there_before_the_first_snapshot() -> None:
+    buffers = snapshot._HostBuffers()
+    state = {"a": torch.randn(1000), "sparse": torch.eye(3).to_sparse(), "b": [torch.randn(10, 20).t(), 3]}
+    buffers.prepare(state)
+    assert buffers._allocation is not None
+    buffers._allocation.join(DEADLINE)
+    made = [buffer.data_ptr() for buffer in buffers._buffers]
+    copied = buffers.copy(state)
+    assert [copied["a"].data_ptr(), copied["b"][0].data_ptr()] == made
+    assert torch.equal(copied["a"], state["a"])
+    assert torch.equal(copied["b"][0], state["b"][0])  # type: ignore[index]
+    assert copied["sparse"].is_sparse
+    buffers.prepare(state)
+    assert [buffer.data_ptr() for buffer in buffers._buffers] == made, "they are there already"
+
+
+def test_what_cannot_be_saved_is_told_before_a_snapshot_is_due(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError, match="builtin_function"):
+        make_writer(tmp_path).prepare({"a": [len]})
 
 
 def test_a_failure_in_the_background_is_collected(tmp_path: Path) -> None:
@@ -751,7 +772,7 @@ import os, random, signal, sys, time
 from pathlib import Path
 import torch
 from elastic_train.snapshot import *
-from elastic_train.snapshot import SnapshotWriter, find_snapshots, read_state_bytes, deserialize_state
+from elastic_train.snapshot import SnapshotWriter, find_snapshots, load_state
 
 directory, seed = Path(sys.argv[1]), int(sys.argv[2])
 order = random.Random(seed)
@@ -788,7 +809,7 @@ for kill in range(15):
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
     infos = find_snapshots(directory, warn=no_warning)
     for info in infos:
-        state = deserialize_state(read_state_bytes(info))
+        state = load_state(info)
         assert bool((state["w"] == info.step).all())
     step = infos[0].step if infos else 0
     assert step >= newest, (step, newest)
