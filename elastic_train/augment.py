@@ -3,7 +3,7 @@
 Nothing here reads or advances a generator that outlives the call. A sample therefore looks the same whichever
 process loads it, in whatever batch, before and after a change of the World. Data held in memory takes its random
 numbers from a counter-based hash, for a whole batch at once. Data loaded item by item gets the global generators
-seeded around each item (`seed_for_item`), so that any transform works unchanged.
+seeded around each item (`seeded_items`), so that any transform works unchanged.
 """
 
 from __future__ import annotations
@@ -129,9 +129,18 @@ def generators_kept() -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def seed_for_item(seed: int, epoch: int, index: int) -> None:
-    """Seeds the global CPU generators (torch, random, numpy) for loading one item; use in `generators_kept`."""
-    bits = int(random_bits(seed, epoch, np.array([index], dtype=np.int64), _STREAM_ITEM)[0, 0])
+def seeded_items(seed: int, epoch: int, indices: npt.NDArray[np.int64]) -> Iterator[int]:
+    """The indices one by one; whenever one is given, the global CPU generators (torch, random, numpy) are seeded for
+    loading that item. Use in `generators_kept`."""
+    all_bits = random_bits(seed, epoch, indices, _STREAM_ITEM)[
+        :, 0
+    ].tolist()  # at once: one by one costs ten times that
+    for index, bits in zip(indices.tolist(), all_bits, strict=True):
+        _seed(bits)
+        yield index
+
+
+def _seed(bits: int) -> None:
     # Not torch.manual_seed: it seeds the accelerators as well, from which dropout draws.
     torch.default_generator.manual_seed(bits >> 1)
     random.seed(bits)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from elastic_train.augment import Augmentation, augment, generators_kept, random_bits, seed_for_item
+from elastic_train.augment import Augmentation, augment, generators_kept, random_bits, seeded_items
 from elastic_train.errors import DatasetMissing, UsageError
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
@@ -214,11 +214,8 @@ class EpochDataset(Dataset[Any]):
         """The batch of these samples, one at least."""
         if self._gather is not None:
             return self._gather(torch.from_numpy(indices.copy()), epoch)  # torch.tensor() takes ten times as long
-        samples = []
         with generators_kept():
-            for index in indices.tolist():
-                seed_for_item(self._seed, epoch, index)
-                samples.append(self.dataset[index])
+            samples = [self.dataset[index] for index in seeded_items(self._seed, epoch, indices)]
         return self._collate(samples)
 
     def _select(self, indices: Tensor, _epoch: int) -> list[Tensor]:
