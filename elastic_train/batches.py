@@ -91,10 +91,9 @@ def steps(
         fetched = DataLoader(
             reader,
             batch_sampler=sampler,  # type: ignore[arg-type]  # yields MicroBatch, not lists
-            num_workers=config.num_workers,
             collate_fn=as_fetched,
             pin_memory=device.type == "cuda",
-            worker_init_fn=start_loader_process if config.num_workers else None,
+            **loader_options(config),
         )
     step: list[tuple[MicroBatch, Any]] = []
     for micro_batch, batch in fetched:
@@ -113,6 +112,19 @@ def pinned(batch: Any) -> Any:
         return value if is_elsewhere or not hasattr(value, "pin_memory") else value.pin_memory()
 
     return mapped(batch, pin)
+
+
+def loader_options(config: Config, at_most: int | None = None) -> dict[str, Any]:
+    """What a DataLoader takes for its processes, `at_most` as many."""
+    num_workers = config.num_workers if at_most is None else min(config.num_workers, at_most)
+    if num_workers == 0:
+        return {}
+    return {
+        "num_workers": num_workers,
+        "prefetch_factor": config.prefetch_factor,
+        "multiprocessing_context": config.multiprocessing_context,
+        "worker_init_fn": start_loader_process,
+    }
 
 
 def start_loader_process(_worker: int) -> None:

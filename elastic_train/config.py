@@ -38,7 +38,12 @@ class Config:
     download: bool = switch()
     """let torchvision download the data set into --data-dir, once per node"""
     num_workers: int = 0
-    """DataLoader processes per rank; 0 loads in the training process, right for data in memory"""
+    """DataLoader processes per rank; 0 loads in the training process, right for data in memory. They live as long as a
+    world, not an epoch"""
+    prefetch_factor: int | None = None
+    """batches that each of these reads ahead; default: torch's, 2"""
+    multiprocessing_context: Literal["fork", "spawn"] | None = None
+    """how these are started; default: Python's; spawn for data sets that hold what must not be forked"""
     model: str = "cnn"
     """cnn, mlp, or any torchvision classification model, e.g. resnet18"""
     task: str | None = None
@@ -245,7 +250,7 @@ def check(config: Config) -> None:
     at_least = {
         "epochs": 1, "max_steps": 1, "global_batch_size": 1, "virtual_ranks": 1, "micro_batch_size": 1,
         "eval_every": 1, "min_nodes": 1, "spawn": 1, "keep_snapshots": 1, "snapshot_every": 0, "num_workers": 0,
-        "seed": 0, "momentum": 0.0, "weight_decay": 0.0,
+        "prefetch_factor": 1, "seed": 0, "momentum": 0.0, "weight_decay": 0.0,
     }  # fmt: skip
     for name, least in at_least.items():
         value = getattr(config, name)
@@ -265,6 +270,9 @@ def check(config: Config) -> None:
             f"--virtual-ranks {config.virtual_ranks} does not divide --global-batch-size "
             f"{config.global_batch_size}: take a batch of {' or '.join(map(str, near))}"
         )
+    for name in ("prefetch_factor", "multiprocessing_context"):
+        if config.num_workers == 0 and (value := getattr(config, name)) is not None:
+            raise UsageError(f"{flag(name)} {value} is for DataLoader processes: give --num-workers, 1 at least")
     if config.ema_decay is not None and not 0 < config.ema_decay < 1:
         raise UsageError(f"--ema-decay {config.ema_decay}: must be between 0 and 1, such as 0.999")
     for name in ("find_unused_parameters", "static_graph"):

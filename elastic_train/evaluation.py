@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from elastic_train.batches import start_loader_process
+from elastic_train.batches import loader_options
 from elastic_train.collectives import all_reduce, broadcast, broadcast_bytes
+from elastic_train.config import Config
 from elastic_train.datasets import EpochDataset, as_fetched
 from elastic_train.errors import UsageError
 from elastic_train.process_group import GroupSockets, require_unbroken
@@ -90,9 +91,8 @@ def evaluate(
     dataset: Any,
     world: World,
     device: torch.device,
+    config: Config,
     *,
-    seed: int,
-    num_workers: int,
     block_samples: int = BLOCK_SAMPLES,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     do: Callable[[Activity], None] = lambda _activity: None,
@@ -106,11 +106,10 @@ def evaluate(
     """
     sampler = BlockSampler(len(dataset), world, block_samples)
     loader = DataLoader(
-        EpochDataset(dataset, seed=seed, collate=task.collate),
+        EpochDataset(dataset, seed=config.seed, collate=task.collate),
         batch_sampler=sampler,  # type: ignore[arg-type]  # yields MicroBatch, not lists
-        num_workers=min(num_workers, len(sampler)),
         collate_fn=as_fetched,
-        worker_init_fn=start_loader_process if num_workers else None,
+        **loader_options(config, at_most=len(sampler)),
     )
     sums: dict[str, torch.Tensor] = {}
     with modes_kept(model):

@@ -37,7 +37,8 @@ from elastic_train.weights import initialise
 from elastic_train.world import World, host_name
 
 LOCAL_FLAGS = frozenset(
-    {"data_dir", "download", "num_workers", "run_dir", "snapshot_dir", "fresh", "device", "store_endpoint",
+    {"data_dir", "download", "num_workers", "prefetch_factor", "multiprocessing_context",
+     "run_dir", "snapshot_dir", "fresh", "device", "store_endpoint",
      "formation_timeout", "peer_timeout", "min_nodes", "wait_timeout", "ledger", "no_progress", "debug", "init_from",
      "local_rank", "spawn", "metrics_port", "metrics_host"}
 )  # fmt: skip

@@ -61,7 +61,8 @@ def test_stop_and_resume_with_another_world_size(
     _, alive = psutil.wait_procs(loaders, timeout=10)
     assert not [loader for loader in alive if is_running(loader)], "no loader process outlives its worker"
 
-    cluster.finish([cluster.start_alone(*flags)])
+    others = ("--num-workers", "1", "--prefetch-factor", "1", "--multiprocessing-context", "spawn")
+    cluster.finish([cluster.start_alone(*flags, *others)])
     assert worlds(cluster.run_dir) == [(0, 2), (1, 1)]
     assert events(cluster.run_dir, "restore")[-1]["restored_step"] == stopped_at
     summary = result(cluster.run_dir)

@@ -24,6 +24,12 @@ BAD = [
     ("--micro-batch-size 0", "--micro-batch-size 0: must be at least 1"),
     ("--eval-every 0", "--eval-every 0: must be at least 1"),
     ("--keep-snapshots 0", "--keep-snapshots 0: must be at least 1"),
+    ("--num-workers 1 --prefetch-factor 0", "--prefetch-factor 0: must be at least 1"),
+    ("--prefetch-factor 4", "--prefetch-factor 4 is for DataLoader processes: give --num-workers, 1 at least"),
+    (
+        "--multiprocessing-context spawn",
+        "--multiprocessing-context spawn is for DataLoader processes: give --num-workers",
+    ),
     ("--snapshot-every -1", "--snapshot-every -1: must be at least 0"),
     ("--num-workers -1", "--num-workers -1: must be at least 0"),
     ("--seed -1", "--seed -1: must be at least 0"),
