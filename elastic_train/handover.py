@@ -87,6 +87,7 @@ class Giving:
         numbers = [len(ranks), state.epoch, state.step, state.samples_done, state.micro_batch_size or 0]
         self._head = torch.tensor(numbers)
         self._skeleton, self._tensors = take_apart(state)
+        self._link = Link()
         self._thread: SideThread | None = None
 
     def begin(self) -> None:
@@ -96,10 +97,10 @@ class Giving:
     def _send(self) -> None:
         targets = self._ranks.tolist()[1:]
         for tensor in (self._head, self._ranks):
-            _send(tensor, targets)
+            self._link.send(tensor, targets)
         message = torch.frombuffer(bytearray(serialize_state(self._skeleton)), dtype=torch.uint8)
         for tensor in (torch.tensor([message.numel()]), message, *self._tensors):
-            _pass_on(tensor, None, children_of(0, self._ranks.tolist()))
+            self._link.pass_on(tensor, None, children_of(0, self._ranks.tolist()))
 
     def finish(self, check: Check) -> None:
         """As `Handover.finish`."""
@@ -116,6 +117,7 @@ class Taking:
 
     def __init__(self, state: TrainState, source: int, loaded: Callable[[dict[str, Any]], None]) -> None:
         self._state, self._source, self._loaded = state, source, loaded
+        self._link = Link()
         self._rank = dist.get_rank()
         self._head: Tensor | None = None
         self._skeleton: dict[str, Any] = {}
@@ -145,15 +147,15 @@ class Taking:
 
     def _receive(self) -> None:
         head = torch.zeros(5, dtype=torch.int64)
-        _wait(dist.irecv(head, self._source, tag=TAG))
+        self._link.receive(head, self._source)
         self._head = head
         ranks = torch.zeros(int(head[0]), dtype=torch.int64)
-        _wait(dist.irecv(ranks, self._source, tag=TAG))
+        self._link.receive(ranks, self._source)
         place = ranks.tolist().index(self._rank)
         parent, children = ranks.tolist()[parent_place(place)], children_of(place, ranks.tolist())
 
         def receive(tensor: Tensor) -> Tensor:
-            _pass_on(tensor, parent, children)
+            self._link.pass_on(tensor, parent, children)
             return tensor
 
         size = receive(torch.zeros(1, dtype=torch.int64))
@@ -185,18 +187,28 @@ def parent_place(place: int) -> int:
     return (place - 1) // 2
 
 
-def _pass_on(tensor: Tensor, parent: int | None, children: Sequence[int]) -> None:
-    whole = flat(tensor)
-    for chunk in torch.split(whole, max(1, CHUNK_BYTES // whole.element_size())):
-        if parent is not None:
-            _wait(dist.irecv(chunk, parent, tag=TAG))
-        _send(chunk, children)
+class Link:
+    """Messages in the group that is the default one now: a thread that outlives its world must not write into the next
+    one. Blocking; raises RuntimeError or ValueError where the group has gone."""
 
+    def __init__(self) -> None:
+        self._group = dist.group.WORLD
 
-def _send(tensor: Tensor, targets: Sequence[int]) -> None:
-    on_host = tensor.cpu()
-    for work in [dist.isend(on_host, target, tag=TAG) for target in targets]:
-        _wait(work)
+    def pass_on(self, tensor: Tensor, parent: int | None, children: Sequence[int]) -> None:
+        """Receive `tensor` from `parent`, if it has one, and send it to `children`, chunk by chunk."""
+        whole = flat(tensor)
+        for chunk in torch.split(whole, max(1, CHUNK_BYTES // whole.element_size())):
+            if parent is not None:
+                self.receive(chunk, parent)
+            self.send(chunk, children)
+
+    def send(self, tensor: Tensor, targets: Sequence[int]) -> None:
+        on_host = tensor.cpu()
+        for work in [dist.isend(on_host, target, group=self._group, tag=TAG) for target in targets]:
+            _wait(work)
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        _wait(dist.irecv(tensor, source, group=self._group, tag=TAG))
 
 
 def _wait(work: Any) -> None:
