@@ -1,7 +1,7 @@
 """A state goes from one rank to those that need it, in chunks as it lies in memory, and is taken over when it is whole.
 
 Each rank passes what it gets on to two others, so that a link carries the state twice at most, however many need it. A
-sender copies nothing but what is small; a receiver has the state once beside its own.
+sender copies nothing but what is small or not in one piece, and buffers; a receiver has the state once beside its own.
 
 Newcomers get it beside the first step of the world that they enter. From a commit to the optimizer's next step neither
 weights nor optimizer state change: that is the time in which rank 0 sends them, while all compute. A newcomer without
@@ -13,6 +13,7 @@ BatchNorm's statistics) goes by value.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -24,9 +25,8 @@ from elastic_train.collectives import GROUP_TIMEOUT, barrier
 from elastic_train.errors import FormationFailed
 from elastic_train.loading import load
 from elastic_train.side_thread import SideThread
-from elastic_train.snapshot import deserialize_state, serialize_state
+from elastic_train.snapshot import deserialize_state, is_odd, rebuilt, serialize_state
 from elastic_train.state import TrainState
-from elastic_train.tasks import mapped
 
 TAG = 7001
 """of its messages, so that they do not meet those of the step"""
@@ -51,7 +51,8 @@ class Handover(Protocol):
         a send to one that died, so `check` is asked.
 
         Raises:
-            RuntimeError: from the communication library, when a peer is lost. What `check` raises.
+            RuntimeError: from the communication library, when a peer is lost. What `check` raises. SnapshotError: as
+                `loading.load`.
         """
 
 
@@ -169,7 +170,7 @@ class Taking:
         return f"the state of rank {self._source}"
 
     def finish(self, check: Check) -> None:
-        """As `Handover.finish`. Raises: SnapshotError: as `loading.load`."""
+        """As `Handover.finish`."""
         self._thread.finish(check)
         skeleton, tensors = self._skeleton, self._tensors
         self._skeleton, self._tensors = {}, []
@@ -218,14 +219,17 @@ def _wait(work: Any) -> None:
 def take_apart(state: TrainState) -> tuple[dict[str, Any], list[Tensor]]:
     """The state dict with slots in the place of large tensors that no forward pass changes, and these tensors. The
     entry `tensors` says what they look like."""
-    changing = {buffer.data_ptr() for buffer in state.model.buffers()}
+    changing = {buffer.data_ptr() for buffer in state.model.buffers() if not is_odd(buffer)}
     tensors: list[Tensor] = []
     slots: dict[tuple[Any, ...], int] = {}
 
-    def replace(tensor: Any) -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        if tensor.nbytes < SMALL_BYTES or tensor.data_ptr() in changing or flat_or_none(tensor) is None:
+    def replace(tensor: Tensor) -> Any:
+        if (
+            is_odd(tensor)
+            or tensor.nbytes < SMALL_BYTES
+            or tensor.data_ptr() in changing
+            or flat_or_none(tensor) is None
+        ):
             return tensor.clone()
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in slots:
@@ -233,7 +237,7 @@ def take_apart(state: TrainState) -> tuple[dict[str, Any], list[Tensor]]:
             tensors.append(tensor.detach())
         return {SLOT: slots[key]}
 
-    skeleton: dict[str, Any] = mapped(state.state_dict(), replace)  # lists are copied: they may change before they go
+    skeleton: dict[str, Any] = rebuilt(state.state_dict(), replace)  # lists are copied: they may change before they go
     skeleton["tensors"] = [
         [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())] for tensor in tensors
     ]
@@ -245,7 +249,12 @@ def put_together(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
     if isinstance(skeleton, dict):
         if skeleton.keys() == {SLOT}:
             return tensors[skeleton[SLOT]]
-        return {key: put_together(value, tensors) for key, value in skeleton.items()}
+        found = type(skeleton)()
+        for key, value in skeleton.items():
+            found[key] = put_together(value, tensors)
+        if isinstance(skeleton, OrderedDict):
+            vars(found).update(vars(skeleton))
+        return found
     if isinstance(skeleton, list | tuple):
         return type(skeleton)(put_together(value, tensors) for value in skeleton)
     return skeleton

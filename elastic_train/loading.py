@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from elastic_train.errors import SnapshotError
+from elastic_train.errors import SnapshotError, first_line
+from elastic_train.snapshot import rebuilt
 from elastic_train.state import TrainState
-from elastic_train.tasks import mapped
 from elastic_train.wording import count
 
 SHOWN_NAMES = 3
@@ -19,19 +19,26 @@ def load(state: TrainState, loaded: Mapping[str, Any], source: str) -> None:
     """As `TrainState.load_state_dict`, of tensors on the CPU. `source` names it in an error.
 
     Raises:
-        SnapshotError: it is of another model or optimizer.
+        SnapshotError: it is of another model or optimizer; or whatever keeps it from being loaded.
     """
     device = next((parameter.device for parameter in state.model.parameters()), torch.device("cpu"))
 
-    def to_device(value: Any) -> Any:
-        return value.to(device) if isinstance(value, torch.Tensor) else value
+    def to_device(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device)
 
-    extras = mapped(loaded.get("extras", {}), to_device)  # they may keep what they are given; the others copy it
-    # Before the new one is made: on a GPU there may be no room for both.
-    state.optimizer.state.clear()
     try:
-        state.load_state_dict({**loaded, "extras": extras})
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        # They may keep what they are given; the model copies it, and the optimizer moves what is each parameter's.
+        extras = rebuilt(loaded.get("extras", {}), to_device, "extras")
+        groups = rebuilt(loaded["optimizer"]["param_groups"], to_device, "param_groups")
+        optimizer = {**loaded["optimizer"], "param_groups": groups}
+        state.load_state_dict({**loaded, "extras": extras, "optimizer": optimizer})
+    except Exception as error:  # of user code too: who reads a snapshot for others must say that it cannot
+        if isinstance(error, torch.OutOfMemoryError) or not isinstance(
+            error, KeyError | TypeError | ValueError | RuntimeError
+        ):
+            raise SnapshotError(
+                f"{source} cannot be taken over: {type(error).__name__}: {first_line(error)}"
+            ) from error
         what = misfit(state.model.state_dict(), loaded["model"]) or " ".join(str(error).split())
         raise SnapshotError(
             f"{source} does not fit this model and its optimizer: {what}; go on with those that it was made with, or "

@@ -35,7 +35,7 @@ class Saver:
             return False
         if self._snapshots is not None:
             self.report()
-        elif not state.is_finished:  # the optimizer has its state since the step that was just committed
+        elif not state.is_finished:  # the optimizer has its state by now; what cannot be saved is told now
             self._writer().prepare(state.state_dict())
         self._is_overdue = self._is_overdue or state.step % self._every == 0
         return self._is_overdue and not state.is_finished and not self._writer().is_busy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 
 CHECK_SECONDS = 0.05
@@ -12,7 +13,7 @@ class SideThread:
     """Starts `task` at once. Its error is raised where it is waited for."""
 
     def __init__(self, task: Callable[[], None], name: str, *, is_daemon: bool = True) -> None:
-        self._task = task
+        self._task: Callable[[], None] | None = task
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=is_daemon)
         self._thread.start()
@@ -22,10 +23,16 @@ class SideThread:
         return self._thread.is_alive()
 
     def _run(self) -> None:
+        # What the task holds, a process group perhaps, must go with the last reference, and not with a collection.
+        task, self._task = self._task, None
+        assert task is not None, "it runs once"
         try:
-            self._task()
+            task()
         except Exception as error:  # raised by `finish`
+            traceback.clear_frames(error.__traceback__)
             self._error = error
+        finally:
+            del task
 
     def finish(self, check: Callable[[], None]) -> None:
         """Block until the task has ended. `check` is called again and again, and may raise.
@@ -35,5 +42,9 @@ class SideThread:
         while self.is_alive:
             self._thread.join(CHECK_SECONDS)
             check()
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error

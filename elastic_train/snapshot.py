@@ -162,6 +162,8 @@ def _load(file: IO[bytes], map_location: str | torch.device | None, source: str)
             f"{source} was refused: it holds something else than tensors and plain values{what}; "
             "nothing of it was run; use a snapshot that elastic_train wrote"
         ) from error
+    except OSError as error:
+        raise SnapshotDamaged(f"{source} cannot be read: {_cause(error)}") from error
     except Exception as error:  # crafted or torn bytes make the reader fail in any way; none of them is our bug
         raise SnapshotError(f"{source} cannot be read: {_first_line(error)}") from error
     if not isinstance(state, dict):
@@ -198,12 +200,17 @@ class _HostBuffers:
         if self._buffers or self._allocation is not None:
             return
         wanted: list[torch.Tensor] = []
-        self._rebuilt(state, "state", wanted.append)
+        rebuilt(state, wanted.append)
+        if any(tensor.is_cuda for tensor in wanted):
+            return  # not beside a CUDA graph that is being captured, which pinned memory may break
 
         def allocate() -> None:
             for tensor in wanted:
-                if not _is_odd(tensor):
-                    self._add(tensor)
+                if not is_odd(tensor):
+                    try:
+                        self._add(tensor)
+                    except RuntimeError:  # no memory: `copy` meets it where it can be told
+                        return
                     memory = self._buffers[-1].untyped_storage()
                     ctypes.memset(memory.data_ptr(), 0, memory.nbytes())  # on this core alone; the others train
 
@@ -224,35 +231,14 @@ class _HostBuffers:
         self._used = 0
         self._cuda_devices.clear()
         with torch.no_grad():
-            copied = self._rebuilt(state, "state", self._copy_tensor)
+            copied = rebuilt(state, self._copy_tensor)
         for device in self._cuda_devices:
             torch.cuda.current_stream(device).synchronize()
         del self._buffers[self._used :], self._sources[self._used :]
         return cast("dict[str, Any]", copied)
 
-    def _rebuilt(self, value: Any, where: str, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
-        import torch
-
-        if isinstance(value, torch.Tensor):
-            return of_tensor(value)
-        kind = type(value)
-        if kind in _PLAIN_TYPES or kind in (torch.Size, torch.dtype):
-            return value
-        if kind is list or kind is tuple:
-            return kind(self._rebuilt(item, f"{where}[{i}]", of_tensor) for i, item in enumerate(value))
-        if kind in (dict, OrderedDict, Counter):  # torch's MultiStepLR counts its milestones
-            copied: dict[Any, Any] = kind()
-            for key, item in value.items():
-                if type(key) not in _PLAIN_TYPES:
-                    raise self._refused(key, f"a key of {where}")
-                copied[key] = self._rebuilt(item, f"{where}[{key!r}]", of_tensor)
-            if kind is OrderedDict:
-                vars(copied).update(vars(value))  # Module.state_dict() keeps module versions there, in _metadata
-            return copied
-        raise self._refused(value, where)
-
     def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if _is_odd(tensor):
+        if is_odd(tensor):
             return tensor.detach().to("cpu", copy=True)
         index = self._used
         self._used += 1
@@ -268,8 +254,8 @@ class _HostBuffers:
         return buffer
 
     def _add(self, tensor: torch.Tensor) -> None:
-        self._sources.append(self._shape(tensor))
         self._buffers.append(self._allocate(tensor))
+        self._sources.append(self._shape(tensor))
 
     @staticmethod
     def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -282,20 +268,47 @@ class _HostBuffers:
         # pinned for a GPU: all its copies then run behind one another without a wait after each
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
 
-    @staticmethod
-    def _refused(value: object, where: str) -> SnapshotError:
-        kind = type(value)
-        return SnapshotError(
-            f"{where} is a {kind.__module__}.{kind.__qualname__}: a snapshot takes tensors and plain Python values "
-            "only; convert it in the state_dict() that it comes from"
-        )
 
-
-def _is_odd(tensor: torch.Tensor) -> bool:
-    """Whether it has no buffer that could be used again."""
+def is_odd(tensor: torch.Tensor) -> bool:
+    """Whether it is more than numbers in one piece of memory, as sparse ones are: it is copied as a whole."""
     import torch
 
     return tensor.layout != torch.strided or tensor.is_quantized
+
+
+def rebuilt(value: Any, of_tensor: Callable[[torch.Tensor], Any], where: str = "state") -> Any:
+    """A state with every container built anew, of its own kind, and `of_tensor` of every tensor.
+
+    Raises:
+        SnapshotError: a leaf is neither a tensor nor a plain value; names it.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return of_tensor(value)
+    kind = type(value)
+    if kind in _PLAIN_TYPES or kind in (torch.Size, torch.dtype):
+        return value
+    if kind is list or kind is tuple:
+        return kind(rebuilt(item, of_tensor, f"{where}[{i}]") for i, item in enumerate(value))
+    if kind in (dict, OrderedDict, Counter):  # torch's MultiStepLR counts its milestones
+        copied: dict[Any, Any] = kind()
+        for key, item in value.items():
+            if type(key) not in _PLAIN_TYPES:
+                raise _refused(key, f"a key of {where}")
+            copied[key] = rebuilt(item, of_tensor, f"{where}[{key!r}]")
+        if kind is OrderedDict:
+            vars(copied).update(vars(value))  # Module.state_dict() keeps module versions there, in _metadata
+        return copied
+    raise _refused(value, where)
+
+
+def _refused(value: object, where: str) -> SnapshotError:
+    kind = type(value)
+    return SnapshotError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}: a snapshot takes tensors and plain Python values "
+        "only; convert it in the state_dict() that it comes from"
+    )
 
 
 class _HashingFile:

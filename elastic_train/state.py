@@ -253,6 +253,7 @@ class TrainState:
         loaded = state["optimizer"]
         if self._schedule is not None and not self._has_own_optimizer:
             loaded = {"state": loaded["state"], "param_groups": self.optimizer.state_dict()["param_groups"]}
+        self.optimizer.state.clear()  # before the new one is made: on a GPU there may be no room for both
         self.optimizer.load_state_dict(loaded)
         extras = state.get("extras", {})
         for name in self.extras.keys() & extras.keys():

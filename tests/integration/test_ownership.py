@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -103,6 +104,9 @@ def test_run_directories_that_are_local_to_each_node(cluster: Cluster) -> None:
         found = [(generation, host) for host, run_dir in run_dirs.items() for generation, world_size in worlds(run_dir)]
         return max(found, default=(-1, ""))
 
+    def restored_in_second_world(host: str) -> list[dict[str, Any]]:
+        return [e for e in events(run_dirs[host], "restore") if e["generation"] == 1]
+
     # 1. The disk of rank 0 alone has snapshots.
     start("ab")
     wait_until(lambda: newest_world()[0] == 0, "first world")
@@ -118,7 +122,9 @@ def test_run_directories_that_are_local_to_each_node(cluster: Cluster) -> None:
     wait_until(lambda: newest_world()[0] == 1, "second world")
     assert newest_world()[1] == had_rank_0
     for host in "ab":
-        [restored] = [e for e in events(run_dirs[host], "restore") if e["generation"] == 1]
+        # The other one may write this a moment later.
+        wait_until(lambda host=host: restored_in_second_world(host), "the second world's state")
+        [restored] = restored_in_second_world(host)
         assert (restored["source"], restored["restored_step"]) == ("snapshot", newest.step)
 
     def newest_step() -> int:

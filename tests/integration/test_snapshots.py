@@ -337,3 +337,42 @@ def test_leftover_of_a_dead_writer_is_removed(prepared: Path, cluster: Cluster) 
     wait_until(lambda: not torn.exists(), "removal with the first snapshot")
     node.signal(signal.SIGINT)
     cluster.finish([node], code=130)
+
+
+def test_several_hosts_have_the_newest_snapshot_and_one_of_them_a_damaged_one(cluster: Cluster) -> None:
+    """Who has it whole reads it; the one whose copy is damaged says so, and gets the state from another."""
+    flags = (
+        "--reduction", "ordered", "--virtual-ranks", "3", "--global-batch-size", "63", "--max-steps", "120",
+        "--snapshot-every", "20",
+    )  # fmt: skip
+    first = cluster.start_alone(*flags, run_dir=cluster.path / "a")
+    wait_for_step(cluster.path / "a", 45)
+    first.signal(signal.SIGTERM)
+    assert first.wait() == 128 + signal.SIGTERM
+    newest = newest_snapshot(cluster.path / "a")[0]
+    for host in ("b", "c"):
+        shutil.copytree(cluster.path / "a" / "snapshots", cluster.path / host / "snapshots")
+    damaged = cluster.path / "c" / "snapshots" / newest.name / "state.pt"
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+
+    hosts = "cab"  # the damaged one is rank 0
+    nodes = []
+    for host in hosts:
+        nodes += cluster.start(*flags, run_dir=cluster.path / host, nnodes="3:3")
+    cluster.finish(nodes)
+    for host in hosts:
+        [restored] = events(cluster.path / host, "restore")[-1:]
+        assert (restored["source"], restored["restored_step"]) == ("snapshot", newest.step)
+    [warning] = [e["message"] for e in events(cluster.path / "c", "warning") if "skipped" in e["message"]]
+    assert newest.name in warning
+    ends = [result(cluster.path / host) for host in hosts if (cluster.path / host / "result.json").exists()]
+
+    path = cluster.path / "undisturbed"
+    path.mkdir()
+    with running(path) as alone:
+        alone.finish([alone.start_alone(*flags)])
+        expected = result(alone.run_dir)
+    assert [end["state_sha256"] for end in ends] == [expected["state_sha256"]] * len(ends)
+    assert ends

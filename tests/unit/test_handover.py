@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
 from elastic_train.handover import children_of, flat, flat_or_none, parent_place, put_together, take_apart
+from elastic_train.loading import load
+from elastic_train.side_thread import SideThread
 from elastic_train.snapshot import deserialize_state, serialize_state
 from elastic_train.state import TrainState, state_sha256
 
@@ -98,3 +107,62 @@ def test_everybody_gets_it_from_one_and_passes_it_on_to_two_at_most() -> None:
     assert all(list(senders.values()).count(rank) <= 2 for rank in ranks)
     for place in range(1, len(ranks)):
         assert senders[ranks[place]] == ranks[parent_place(place)], "as the receiver reckons it"
+
+
+class Grown(nn.Module):
+    """A module of a later version, which changes the weights of an earlier one when it loads them."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(40, 40))
+        self.register_buffer("mask", torch.eye(3).to_sparse())
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version") is None:
+            state_dict[prefix + "weight"] = -state_dict[prefix + "weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def test_versions_kinds_and_sparse_tensors_arrive() -> None:
+    def make() -> TrainState:
+        model = Grown()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
+        return TrainState(
+            model, optimizer, length=8, global_batch_size=8, epochs=9, extras={"schedule": schedule, "twin": Grown()}
+        )
+
+    giver, taker = make(), make()
+    load(taker, put_together(*received(giver)), "it")
+    for module in (taker.model, taker.extras["twin"]):
+        assert isinstance(module, Grown)
+        assert bool((module.weight == 1).all()), "loaded as what it is"
+    assert taker.extras["schedule"].state_dict()["milestones"] == Counter({2: 2, 5: 1})
+    assert isinstance(taker.extras["schedule"].state_dict()["milestones"], Counter)
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_what_a_side_thread_held_goes_with_it(is_failing: bool) -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.thread = SideThread(self.work, "test")
+
+        def work(self) -> None:
+            received = torch.zeros(3)
+            dropped.append(weakref.ref(received))
+            if is_failing:
+                raise RuntimeError("lost")
+
+    dropped: list[weakref.ref[Any]] = []
+    gc.disable()
+    try:
+        holder = Holder()
+        dropped.append(weakref.ref(holder))
+        with suppress(RuntimeError):
+            holder.thread.finish(lambda: None)
+        del holder
+        assert [reference() for reference in dropped] == [None, None]
+    finally:
+        gc.enable()
