@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import sys
@@ -12,6 +13,8 @@ from elastic_train.errors import UnsupportedSystem
 
 NAMES = {"darwin": "macOS", "win32": "Windows"}
 INSTEAD = "use a container (deploy/docker)"
+MALLOC_LIMITS = {-3: 32 * 2**20, -1: 64 * 2**20}
+"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h -> bytes, the most that glibc's own adjustment comes to"""
 
 
 def require_linux(what: str) -> None:
@@ -49,6 +52,22 @@ def num_cores() -> int:
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def keep_freed_memory(environ: Mapping[str, str]) -> bool:
+    """Have glibc keep up to 64 MiB of freed memory, and take blocks of up to 32 MiB from it, where `environ` does not
+    set that: whether it does.
+
+    It would get there by itself once a block of 32 MiB was freed (mallopt(3), M_MMAP_THRESHOLD). Until then a step on
+    the CPU, which frees its activations, may give them back to the kernel and get them anew, page by page, for a tenth
+    of its time; whether it does depends on what happens to lie above them.
+    """
+    if any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # musl's, and macOS's
+        return False
+    return all(mallopt(option, limit) == 1 for option, limit in MALLOC_LIMITS.items())
 
 
 def close_in_forked_children(fd: int) -> None:

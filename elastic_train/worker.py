@@ -30,7 +30,7 @@ from elastic_train.run_directory import RunDirectory, require_writable
 from elastic_train.slurm import unused_tasks_warning
 from elastic_train.state import TrainState, build_optimizer
 from elastic_train.stopping import StopSignal
-from elastic_train.system import num_cores
+from elastic_train.system import keep_freed_memory, num_cores
 from elastic_train.tasks import Task, build_task, load_task, make_own_task
 from elastic_train.torchrun import Launch, max_nodes_of
 from elastic_train.weights import initialise
@@ -121,6 +121,7 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
         UsageError, DatasetMissing, RunDirectoryError: one line each. Whatever the user's own task raises.
     """
     imported_at = time.monotonic()
+    keep_freed_memory(os.environ)
     if config.parallel == "dp" and launch.world_size > 1:
         raise UsageError(
             f"--parallel dp is one process for all GPUs, and this is one of {launch.world_size}: leave one out"

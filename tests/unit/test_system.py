@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import elastic_train
 from elastic_train import __main__, cli
 from elastic_train.errors import UnsupportedSystem
-from elastic_train.system import num_cores
+from elastic_train.system import keep_freed_memory, num_cores
 
 PLATFORMS = {"darwin": "macOS", "win32": "Windows", "freebsd15": "freebsd15"}
 
@@ -147,3 +148,42 @@ def test_macos_trains_a_world_of_one(tmp_path: Path) -> None:
         assert "1 worker on 1 node (cpu, gloo)" in done.stderr
         assert "Error" not in done.stderr.replace("Error in cpuinfo", ""), "which is torch's own, for want of /proc"
         assert json.loads((tmp_path / "run" / "result.json").read_text())["step"] == steps
+
+
+PAGE_FAULTS = """
+import os, resource, sys
+import numpy as np
+from elastic_train.system import keep_freed_memory
+
+if sys.argv[1] == "kept":
+    assert keep_freed_memory({})
+for _ in range(3):  # glibc's own limits rise with what is freed
+    blocks = [np.ones(2**19) for _ in range(8)]
+    del blocks
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    blocks = [np.ones(2**19) for _ in range(8)]
+    del blocks
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is another library's")
+def test_memory_that_is_freed_is_not_given_back_in_every_step() -> None:
+    """8 blocks of 4 MiB are 8,192 pages."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    faults = {
+        how: int(
+            subprocess.run([sys.executable, "-c", PAGE_FAULTS, how], env=env, check=True, capture_output=True).stdout
+        )
+        for how in ("kept", "given back")
+    }
+    assert faults["kept"] < 100
+    assert faults["given back"] > 1000
+
+
+@pytest.mark.parametrize(
+    "variables", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}]
+)
+def test_what_the_user_has_set_for_malloc_stays(variables: dict[str, str]) -> None:
+    assert not keep_freed_memory(variables)
