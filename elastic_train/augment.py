@@ -3,21 +3,24 @@
 Nothing here reads or advances a generator that outlives the call. A sample therefore looks the same whichever
 process loads it, in whatever batch, before and after a change of the World. Data held in memory takes its random
 numbers from a counter-based hash, for a whole batch at once. Data loaded item by item gets the global generators
-seeded around each item (`seeded_items`), so that any transform works unchanged.
+seeded around each item (`SeededItems`), so that any transform works unchanged.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+T = TypeVar("T")
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -48,14 +51,19 @@ def _mix_scalar(value: int) -> int:
     return int(_mix(np.array([value & _MASK], dtype=np.uint64))[0])
 
 
+@lru_cache(maxsize=16)  # numpy takes longer over its one number than over those of a batch
+def _key(seed: int, epoch: int, stream: int) -> np.uint64:
+    key = 0
+    for word in (seed, epoch, stream):
+        key = _mix_scalar((key ^ (word & _MASK)) + _GOLDEN)
+    return np.uint64(key)
+
+
 def random_bits(
     seed: int, epoch: int, indices: npt.NDArray[np.int64], stream: int, num_draws: int = 1
 ) -> npt.NDArray[np.uint64]:
     """`num_draws` times 64 random bits for each sample: (sample, draw). `stream` says what they are for."""
-    key = 0
-    for word in (seed, epoch, stream):
-        key = _mix_scalar((key ^ (word & _MASK)) + _GOLDEN)
-    per_sample = _mix(_mix(indices.astype(np.uint64) + np.uint64(_GOLDEN)) ^ np.uint64(key))
+    per_sample = _mix(_mix(indices.astype(np.uint64) + np.uint64(_GOLDEN)) ^ _key(seed, epoch, stream))
     counters = np.arange(1, num_draws + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return _mix(per_sample[:, None] + counters)
 
@@ -113,35 +121,93 @@ def augment(
     return images
 
 
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Puts the global CPU generators (torch, random, numpy) back on the way out.
+class SeededItems:
+    """Reads items with the global CPU generators of torch, random and numpy seeded for each, by (seed, epoch, index).
 
-    With `num_workers` 0 items are loaded in the training process; dropout must not notice.
+    What the training process draws does not notice. torch's generator is seeded for every item, which may ask it for
+    `initial_seed()`. Python's and numpy's take longer to be seeded than many an item to be read: they are where an item
+    of the first batch has drawn from them. Where it is a later one, which their states show, its batch is read anew.
     """
-    torch_state, python_state = torch.get_rng_state(), random.getstate()
-    numpy_state = np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._drawn: frozenset[_Generator] | None = None
+        """of `_COSTLY`, those from which items draw, as far as that is known"""
+
+    def read(self, get: Callable[[int], T], indices: npt.NDArray[np.int64], epoch: int) -> list[T]:
+        """`get(index)` of all. Raises: what that does."""
+        # At once: one by one costs ten times that.
+        all_bits = random_bits(self._seed, epoch, indices, _STREAM_ITEM)[:, 0].tolist()
+        seeds = list(zip(indices.tolist(), all_bits, strict=True))
+        torch_state, states = torch.get_rng_state(), {generator: generator.state() for generator in _COSTLY}
+        is_as_before = False
+        try:
+            if self._drawn is None:
+                items, self._drawn = _read_and_watch(get, seeds)
+                return items
+            items = _read(get, seeds, self._drawn)
+            unseeded = states.keys() - self._drawn
+            drawn = {generator for generator in unseeded if generator.state() != states[generator]}
+            if drawn:
+                self._drawn |= drawn
+                return _read(get, seeds, self._drawn)
+            is_as_before = not self._drawn
+            return items
+        finally:
+            torch.set_rng_state(torch_state)
+            if not is_as_before:
+                for generator, state in states.items():
+                    generator.put_back(state)
 
 
-def seeded_items(seed: int, epoch: int, indices: npt.NDArray[np.int64]) -> Iterator[int]:
-    """The indices one by one; whenever one is given, the global CPU generators (torch, random, numpy) are seeded for
-    loading that item. Use in `generators_kept`."""
-    all_bits = random_bits(seed, epoch, indices, _STREAM_ITEM)[
-        :, 0
-    ].tolist()  # at once: one by one costs ten times that
-    for index, bits in zip(indices.tolist(), all_bits, strict=True):
-        _seed(bits)
-        yield index
+@dataclass(frozen=True)
+class _Generator:
+    """A global one that takes long to be seeded."""
+
+    seed: Callable[[int], None]
+    """by 64 bits"""
+    state: Callable[[], Any]
+    put_back: Callable[[Any], None]
 
 
-def _seed(bits: int) -> None:
+def _numpy_state() -> tuple[Any, ...]:
+    name, key, *rest = np.random.get_state(legacy=True)
+    return name, np.asarray(key).tobytes(), *rest
+
+
+def _put_back_numpy(state: tuple[Any, ...]) -> None:
+    name, key, *rest = state
+    np.random.set_state((name, np.frombuffer(key, dtype=np.uint32), *rest))
+
+
+_COSTLY = (
+    _Generator(random.seed, random.getstate, random.setstate),
+    _Generator(lambda bits: np.random.seed(bits >> 32), _numpy_state, _put_back_numpy),
+)
+
+
+def _seed(bits: int, costly: Iterable[_Generator]) -> None:
     # Not torch.manual_seed: it seeds the accelerators as well, from which dropout draws.
     torch.default_generator.manual_seed(bits >> 1)
-    random.seed(bits)
-    np.random.seed(bits >> 32)
+    for generator in costly:
+        generator.seed(bits)
+
+
+def _read(get: Callable[[int], T], seeds: Iterable[tuple[int, int]], costly: Iterable[_Generator]) -> list[T]:
+    items = []
+    for index, bits in seeds:
+        _seed(bits, costly)
+        items.append(get(index))
+    return items
+
+
+def _read_and_watch(get: Callable[[int], T], seeds: Iterable[tuple[int, int]]) -> tuple[list[T], frozenset[_Generator]]:
+    """The items, and the generators from which one of them has drawn."""
+    items: list[T] = []
+    drawn: set[_Generator] = set()
+    for index, bits in seeds:
+        _seed(bits, _COSTLY)
+        fresh = {generator: generator.state() for generator in _COSTLY}
+        items.append(get(index))
+        drawn |= {generator for generator, state in fresh.items() if generator.state() != state}
+    return items, frozenset(drawn)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from elastic_train.augment import Augmentation, augment, generators_kept, random_bits, seeded_items
+from elastic_train.augment import Augmentation, SeededItems, augment, random_bits
 from elastic_train.errors import DatasetMissing, UsageError
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
@@ -196,7 +196,7 @@ class EpochDataset(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any] = default_collate) -> None:
         length_of(dataset)  # for its error: nothing here could be read from one without a length
         self.dataset = dataset
-        self._seed = seed
+        self._items = SeededItems(seed)
         self._collate = collate
         self._gather: Callable[[Tensor, int], Any] | None = getattr(dataset, "gather", None)
         if type(dataset) is TensorDataset and collate is default_collate:
@@ -214,9 +214,7 @@ class EpochDataset(Dataset[Any]):
         """The batch of these samples, one at least."""
         if self._gather is not None:
             return self._gather(torch.from_numpy(indices.copy()), epoch)  # torch.tensor() takes ten times as long
-        with generators_kept():
-            samples = [self.dataset[index] for index in seeded_items(self._seed, epoch, indices)]
-        return self._collate(samples)
+        return self._collate(self._items.read(self.dataset.__getitem__, indices, epoch))
 
     def _select(self, indices: Tensor, _epoch: int) -> list[Tensor]:
         """What default_collate makes of a TensorDataset's items."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +14,14 @@ import torch
 
 from elastic_train.augment import (
     Augmentation,
+    SeededItems,
     augment,
-    generators_kept,
     horizontal_flip,
     random_bits,
     random_crop_shift,
     random_flips,
     random_integers,
     random_shifts,
-    seeded_items,
 )
 
 IMAGES = torch.arange(40 * 3 * 6 * 5, dtype=torch.int64).remainder(251).to(torch.uint8).reshape(40, 3, 6, 5)
@@ -98,17 +99,83 @@ def test_an_empty_batch_stays_empty() -> None:
     assert augment(IMAGES[:0], BOTH, 0, 0, np.arange(0)).shape == (0, 3, 6, 5)
 
 
-def test_item_seeding_rules_all_three_generators_and_leaves_no_trace() -> None:
-    def draw() -> tuple[float, float, float]:
-        return torch.rand(1).item(), random.random(), float(np.random.rand())
+def draw_from_all() -> tuple[float, float, float]:
+    return torch.rand(1).item(), random.random(), float(np.random.normal())
 
-    torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    undisturbed = draw()
-    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+
+
+def read(items: SeededItems, get: Callable[[int], Any], *indices: int, epoch: int = 0) -> list[Any]:
+    return items.read(get, np.array(indices), epoch)
+
+
+def test_item_seeding_rules_all_three_generators_and_leaves_no_trace() -> None:
+    seed_all(1)
+    undisturbed = [draw_from_all() for _ in range(2)]
+    seed_all(1)
     drawn = []
-    with generators_kept():
-        for key in [(0, 0, 5), (0, 0, 6), (0, 1, 5), (1, 0, 5), (0, 0, 5)]:
-            drawn += [draw() for _ in seeded_items(*key[:2], np.array(key[2:]))]
-    assert draw() == undisturbed
+    for seed, epoch, index in [(0, 0, 5), (0, 0, 6), (0, 1, 5), (1, 0, 5), (0, 0, 5)]:
+        drawn += read(SeededItems(seed), lambda _: draw_from_all(), index, epoch=epoch)
+    assert [draw_from_all() for _ in range(2)] == undisturbed
     assert drawn[0] == drawn[-1]
-    assert len(set(drawn)) == 4
+    assert [len(set(numbers)) for numbers in zip(*drawn, strict=True)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("draw", [torch.rand, lambda _: random.random(), lambda _: float(np.random.normal())])
+def test_an_item_looks_the_same_whoever_has_drawn_before(draw: Callable[[int], Any]) -> None:
+    """Among others that do not draw, in a first batch or a later one, each read once where the first batch draws."""
+    got: list[int] = []
+
+    def get(index: int) -> Any:
+        got.append(index)
+        return draw(1) if index % 10 == 3 else index
+
+    alone = {index: read(SeededItems(7), get, index)[0] for index in (3, 13, 23)}
+    assert len(set(map(str, alone.values()))) == 3
+    items = SeededItems(7)
+    seed_all(1)
+    np.random.normal()  # so that numpy has a second number ready, which changes nothing but that when it is drawn
+    undisturbed = draw_from_all()
+    seed_all(1)
+    np.random.normal()
+    for batch in [(0, 1), (2, 3), (4, 13, 5), (6, 7), (23,)]:
+        assert read(items, get, *batch) == [alone.get(index, index) for index in batch]
+    assert draw_from_all() == undisturbed
+    got.clear()
+    read(SeededItems(7), get, 3, 4)
+    assert got == [3, 4]
+
+
+def test_a_generator_that_no_item_draws_from_is_not_seeded() -> None:
+    items, states = SeededItems(0), []
+
+    def get(index: int) -> float:
+        states.append((random.getstate(), np.random.get_state()[1].tobytes()))
+        return torch.rand(1).item()
+
+    read(items, get, 1, 2)
+    assert len(set(states)) == 2
+    states.clear()
+    seeds = read(items, lambda _index: torch.initial_seed(), 1, 2)
+    assert len(set(seeds)) == 2, "torch's is, for who asks for its seed"
+    read(items, get, 1, 2)
+    assert len(set(states)) == 1
+
+
+def test_an_item_that_fails_leaves_no_trace() -> None:
+    def fail(_index: int) -> None:
+        draw_from_all()
+        raise KeyError
+
+    seed_all(1)
+    undisturbed = draw_from_all()
+    for num_batches in (0, 1):
+        items = SeededItems(0)
+        for _ in range(num_batches):
+            read(items, lambda index: index, 1)
+        seed_all(1)
+        with pytest.raises(KeyError):
+            read(items, fail, 1)
+        assert draw_from_all() == undisturbed
