@@ -84,7 +84,7 @@ class Giving:
     """Sends `state` on a thread of its own, from `begin` on, to all of `ranks` but the first, which is this one."""
 
     def __init__(self, state: TrainState, ranks: Sequence[int]) -> None:
-        self._ranks = torch.tensor(list(ranks))
+        self._ranks = list(ranks)
         numbers = [len(ranks), state.epoch, state.step, state.samples_done, state.micro_batch_size or 0]
         self._head = torch.tensor(numbers)
         self._skeleton, self._tensors = take_apart(state)
@@ -96,12 +96,12 @@ class Giving:
         self._thread = SideThread(self._send, "give")
 
     def _send(self) -> None:
-        targets = self._ranks.tolist()[1:]
-        for tensor in (self._head, self._ranks):
-            self._link.send(tensor, targets)
+        for tensor in (self._head, torch.tensor(self._ranks)):
+            self._link.send(tensor, self._ranks[1:])
+        _, children = neighbours(0, self._ranks)
         message = torch.frombuffer(bytearray(serialize_state(self._skeleton)), dtype=torch.uint8)
         for tensor in (torch.tensor([message.numel()]), message, *self._tensors):
-            self._link.pass_on(tensor, None, children_of(0, self._ranks.tolist()))
+            self._link.pass_on(tensor, None, children)
 
     def finish(self, check: Check) -> None:
         """As `Handover.finish`."""
@@ -150,10 +150,10 @@ class Taking:
         head = torch.zeros(5, dtype=torch.int64)
         self._link.receive(head, self._source)
         self._head = head
-        ranks = torch.zeros(int(head[0]), dtype=torch.int64)
-        self._link.receive(ranks, self._source)
-        place = ranks.tolist().index(self._rank)
-        parent, children = ranks.tolist()[parent_place(place)], children_of(place, ranks.tolist())
+        message = torch.zeros(int(head[0]), dtype=torch.int64)
+        self._link.receive(message, self._source)
+        ranks = message.tolist()
+        parent, children = neighbours(ranks.index(self._rank), ranks)
 
         def receive(tensor: Tensor) -> Tensor:
             self._link.pass_on(tensor, parent, children)
@@ -178,14 +178,11 @@ class Taking:
         self._loaded(skeleton["run"]["clock"])
 
 
-def children_of(place: int, ranks: Sequence[int]) -> Sequence[int]:
-    """Those that get the state from `ranks[place]`: ranks[0] is the root of a binary tree, filled row by row."""
-    return ranks[2 * place + 1 : 2 * place + 3]
-
-
-def parent_place(place: int) -> int:
-    """Of the one from which it comes."""
-    return (place - 1) // 2
+def neighbours(place: int, ranks: Sequence[int]) -> tuple[int | None, Sequence[int]]:
+    """From whom `ranks[place]` gets the state, and who gets it from there: ranks[0] is the root of a binary tree, which
+    is filled row by row."""
+    parent = ranks[(place - 1) // 2] if place else None
+    return parent, ranks[2 * place + 1 : 2 * place + 3]
 
 
 class Link:
@@ -224,12 +221,7 @@ def take_apart(state: TrainState) -> tuple[dict[str, Any], list[Tensor]]:
     slots: dict[tuple[Any, ...], int] = {}
 
     def replace(tensor: Tensor) -> Any:
-        if (
-            is_odd(tensor)
-            or tensor.nbytes < SMALL_BYTES
-            or tensor.data_ptr() in changing
-            or flat_or_none(tensor) is None
-        ):
+        if is_small_or_odd(tensor) or tensor.data_ptr() in changing:
             return tensor.clone()
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in slots:
@@ -242,6 +234,10 @@ def take_apart(state: TrainState) -> tuple[dict[str, Any], list[Tensor]]:
         [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())] for tensor in tensors
     ]
     return skeleton, tensors
+
+
+def is_small_or_odd(tensor: Tensor) -> bool:
+    return is_odd(tensor) or tensor.nbytes < SMALL_BYTES or flat_or_none(tensor) is None
 
 
 def put_together(skeleton: Any, tensors: Sequence[Tensor]) -> Any:

@@ -126,8 +126,8 @@ def _head(offer: SnapshotInfo) -> dict[str, Any]:
 
 
 def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn: Warn) -> dict[str, Any]:
-    """Load a snapshot into `state`. Returns `read`, the clock in it, or what is wrong: `problem`, `mismatch`, `misfit`.
-    Only after a misfit `state` is of no use."""
+    """Load a snapshot into `state`. Returns `read`, the clock in it, or why the job cannot go on from there:
+    `mismatch`, or `misfit`, after which `state` is of no use; nothing where the file is damaged."""
     source = f"snapshot {offer.path}"
     try:
         require_same_task(offer, task)
@@ -137,7 +137,7 @@ def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn:
         return {"mismatch": str(error)}
     except SnapshotDamaged as error:
         warn(f"skipped: {error}")
-        return {"problem": str(error)}
+        return {}
     except SnapshotError as error:
         return {"misfit": str(error)}
     _compare_extras(state, loaded, source, warn)
