@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elastic_train.bench.goodput import NUM_NODES, Ours, Restarts, Torchft, Trace
 from elastic_train.bench.goodput import measure as measure_goodput
-from elastic_train.bench.loop import Case, Effort, measure
+from elastic_train.bench.loop import Case, Effort, lower_bound, measure
 from elastic_train.bench.startup import measure_ours, rows_of
 from elastic_train.drills.history import read_history
 from elastic_train.errors import ElasticTrainError
@@ -23,6 +24,23 @@ def test_a_small_measurement() -> None:
     rows = measure(cases, Effort(block_seconds=0.02, case_seconds=0.1, min_pairs=2, launches=2))
     assert [row.case for row in rows] == [str(case) for case in cases]
     assert all(row.ours > 0 and row.theirs > 0 and row.ratio > 0 for row in rows)
+
+
+def test_a_small_measurement_of_a_loop_of_ones_own() -> None:
+    cases = [Case("mlp", 64, 2, items=True, num_workers=number) for number in (0, 1)]
+    rows = measure(cases, Effort(block_seconds=0.05, case_seconds=0.3, min_pairs=2, launches=2))
+    names = [str(cases[0]), "  at least, at 95 %", "  of processor time"]
+    assert [row.case for row in rows] == [*names, str(cases[1]), *names[1:]]
+    for rate, bound, of_cpu in zip(*[iter(rows)] * 3, strict=True):
+        assert 0 < bound.ours <= rate.ratio
+        assert of_cpu.ours > 0
+    assert not [child for child in psutil.Process().children(recursive=True) if child.status() == psutil.STATUS_STOPPED]
+
+
+def test_a_lower_bound_is_that_of_the_launches() -> None:
+    assert lower_bound([[1.0] * 5] * 9) == 1.0
+    assert lower_bound([[0.8] * 50] * 4 + [[1.0] * 50] * 5) == 0.8
+    assert lower_bound([[0.8] * 50] * 1 + [[1.0] * 50] * 8) == 1.0
 
 
 def test_a_worker_that_fails_ends_it() -> None:
