@@ -340,8 +340,17 @@ class LoopObserver:
             )
 
     def after_commit(self, state: TrainState, result: StepResult, micro_batches: Share) -> None:
+        self.tell_commit(state, result.loss, micro_batches)
+        self.note_commit()
+        self.follow_votes(result.votes)
+
+    def tell_commit(self, state: TrainState, loss: float, micro_batches: Share) -> None:
+        """The newest step is committed, and this its mean loss."""
         first = micro_batches[0][0]
-        self._reporter.step(state, result.loss, epoch=first.epoch, samples=first.step_samples)
+        self._reporter.step(state, loss, epoch=first.epoch, samples=first.step_samples)
+
+    def note_commit(self) -> None:
+        """A step is committed; its loss may not be known yet."""
         self._worker.reach("commit", self._world)
         watcher = self._watcher
         watcher.do(Activity.COMPUTE)
@@ -349,7 +358,10 @@ class LoopObserver:
         watcher.pace.note_step(now - self._loop.step_started, now - self._committed_at)
         self._committed_at = now
         self._loop.step_started = now
-        self._membership.follow_join_vote(self._world, result.votes[JOINING])
+
+    def follow_votes(self, votes: tuple[int, ...]) -> None:
+        """What all have said in a step, once that is known."""
+        self._membership.follow_join_vote(self._world, votes[JOINING])
 
 
 def stand_in_batch(worker: Worker) -> Callable[[], Any]:

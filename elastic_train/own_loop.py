@@ -20,7 +20,8 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar, overload
 
@@ -31,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
 from torch.utils.hooks import RemovableHandle
 
-from elastic_train.collectives import all_reduce, gather_json, reduced
+from elastic_train.collectives import gather_json, reduced, wait
 from elastic_train.config import Config, check, flag, parse
 from elastic_train.datasets import length_of
 from elastic_train.errors import ElasticTrainError, FormationFailed, TrainingDiverged, UsageError, tell
@@ -49,7 +50,7 @@ from elastic_train.stopping import StopSignal, die_with_parent
 from elastic_train.system import require_system_for_training
 from elastic_train.tasks import Task
 from elastic_train.torchrun import Launch
-from elastic_train.train import NO_VOTES, Outcome, StepResult, Votes, seed_model_draws
+from elastic_train.train import NO_VOTES, Outcome, Votes, seed_model_draws
 from elastic_train.worker import Parts, Worker, build
 from elastic_train.world import World
 
@@ -62,8 +63,8 @@ NOT_FOR_OWN_LOOPS = (
 """flags that say what the bundled loop trains and how; a training function of one's own decides that itself"""
 
 
-EXTRAS_EVERY = 100
-"""steps between two comparisons of the extras, where no snapshots are taken"""
+EVERY = 100
+"""steps from one that waits for all ranks, to compare the extras, to the next, where no snapshots are taken"""
 MAX_HASH = 2**20
 """of the extras: the sum of the squares of thousands is exact in float64"""
 
@@ -102,8 +103,17 @@ class Training:
         self._is_stand_in = False
         self._hushed: list[nn.Module] = []
         self._hooks: list[RemovableHandle] = []
+        self._every = worker.config.snapshot_every or EVERY
+        self._has_reduced = False
+        """whether the step in hand has had its gradients summed by DDP"""
+        self._has_committed = False
+        self._late: _LateTotals | None = None
+        """of the newest committed step"""
+        self._diverged: TrainingDiverged | None = None
         self._lost: Exception | None = None
         self._outcome: Outcome | None = None
+        self._next_outcome: Outcome | None = None
+        """what was decided in the last step, to be done after the one in hand"""
         self._saved_step = self.state.step
 
     @property
@@ -139,7 +149,8 @@ class Training:
         self._watcher.do(Activity.REDUCE, FIRST_SECONDS)  # it takes rank 0's weights
         ddp = DistributedDataParallel(self.model if module is None else module, **options)
         self.turn_to_own_code()
-        ddp.register_comm_hook(self, _average_by_samples)
+        if self.world.world_size > 1:
+            ddp.register_comm_hook(self, _average_by_samples)
         ddp.register_forward_pre_hook(self._enter_forward)
         if self.device.type == "cpu":  # a GPU has the buffers later, and waits within a SyncBatchNorm
             self._hooks.append(ddp.module.register_forward_pre_hook(_ForwardBegins(self)))
@@ -177,7 +188,11 @@ class Training:
             self.require_committed()
 
     def commit(self, loss: torch.Tensor | float) -> None:
-        """The step is done: the optimizer (scheduler, scaler) has stepped. Blocks until every rank has committed.
+        """The step is done: the optimizer (scheduler, scaler) has stepped.
+
+        The mean loss, and whether the world ends, are known one step later, so that no rank waits for the others here.
+        It does, until every rank has committed, in the first step of a world, at the end of an epoch, where a snapshot
+        is due, in every 100th step where none are, and where DDP has not summed the gradients (`no_sync`).
 
         Whatever happens from here on, its samples count as trained. What is done before the optimizer's step (that of
         a scheduler, say) is done once more where a lost peer makes the step be redone. Collectives of the function's
@@ -189,9 +204,10 @@ class Training:
         Raises:
             UsageError: there is no step in hand; or several workers train and `parallel` was not called, so that each
                 would go its own way.
-            TrainingDiverged: the loss is NaN or infinite and the optimizer has stepped; on every rank alike.
+            TrainingDiverged: the loss of this step, or of the one before, is NaN or infinite and the optimizer has
+                stepped; on every rank alike.
         """
-        self._step_in_hand()
+        share = self._step_in_hand()
         if self.world.world_size > 1 and not self._loop.has_parallel:
             raise UsageError(
                 f"nobody averages the gradients of the {self.world.world_size} workers: train the module that "
@@ -200,36 +216,40 @@ class Training:
         has_stepped, self._is_applied = self._is_applied, True
         own_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
         own_part = 0.0 if self._is_stand_in else own_loss * self.weight  # a stand-in's may be NaN
-        totals = torch.tensor([own_part, *self._extras_hashes(), *self._loop.votes()], dtype=torch.float64)
-        self._watcher.do(Activity.REDUCE)
-        try:
-            all_reduce(totals)
-        except (RuntimeError, FormationFailed) as error:
-            self._note_lost(error)
-            # The best that is known of the mean.
-            self._commit(StepResult((self.state.last_loss or 0.0) if self._is_stand_in else own_loss, NO_VOTES))
+        # The best that is known of the mean, should a peer be lost.
+        known_loss = (self.state.last_loss or 0.0) if self._is_stand_in else own_loss
+        self.settle()
+        if self._diverged is not None:
+            raise self._diverged
+        is_late, votes = self._may_be_late(), NO_VOTES
+        self._outcome, self._next_outcome = self._next_outcome, None
+        if self._lost is None and self._outcome is None:  # else the votes were those of the step before
+            votes = self._loop.votes()
+        numbers = [own_part, *self._extras_hashes(), *votes]
+        totals = _LateTotals(share, known_loss, has_stepped, torch.tensor(numbers, dtype=torch.float64))
+        if self._lost is None and self.world.world_size > 1:
+            try:
+                totals.work = dist.all_reduce(totals.sums, async_op=True)
+            except RuntimeError as error:
+                self._note_lost(error)
+                is_late = False
+        if is_late:
+            self._commit(known_loss, totals)
             return
-        mean_loss, sum_of_hashes, sum_of_squares, told_to_stop, leaving, joining = totals.tolist()
-        if has_stepped and not math.isfinite(mean_loss):  # else a GradScaler has skipped the step
-            raise TrainingDiverged(
-                f"the loss of step {self.state.step + 1} (epoch {self.state.epoch + 1}) is {mean_loss}; the last good "
-                "snapshot is kept"
-            )
-        self._commit(StepResult(mean_loss, (int(told_to_stop), int(leaving), int(joining))))
-        if self.world.world_size * int(sum_of_squares) != int(sum_of_hashes) ** 2:  # all are equal, or this is larger
+        is_known = self._lost is None and self._has_come(totals)
+        if is_known and totals.has_diverged:
+            raise self._divergence(totals, self.state.step + 1, self.state.epoch)
+        self._commit(totals.mean_loss if is_known else known_loss)
+        if is_known:
+            self._follow(totals.votes)
+        if is_known and totals.do_extras_differ(self.world.world_size):
             try:
                 self._warn_of_extras()
             except (RuntimeError, FormationFailed) as error:
                 self._note_lost(error)
-                return
+        self._outcome, self._next_outcome = self._outcome or self._next_outcome, None
         if self.state.is_finished:
-            return  # whatever else was asked for has come too late
-        if told_to_stop == self.world.world_size:
-            self._outcome = Outcome.STOPPED
-        elif joining == NOW:
-            self._outcome = Outcome.SOME_JOIN
-        elif leaving:
-            self._outcome = Outcome.SOME_LEAVE
+            self._outcome = None  # whatever else was asked for has come too late
 
     def say(self, message: str) -> None:
         """A line for the person who watches; only rank 0 prints it."""
@@ -244,6 +264,30 @@ class Training:
                 f"step {self.state.step + 1} ended without training.commit(loss): call it after the optimizer's step"
             )
 
+    def settle(self) -> None:
+        """The mean loss and the votes of the newest step, once every rank has committed it. Blocks until then, but does
+        not raise what it finds."""
+        totals = self._late
+        if totals is None:
+            return
+        is_known = self._has_come(totals)
+        self._late = None  # not before: another thread may have to give up this one
+        if is_known and totals.has_diverged:
+            self._diverged = self._divergence(totals, self.state.step, self.state.epoch)
+            return
+        self._tell_late(totals, is_known=is_known)
+        if is_known:
+            self._follow(totals.votes)
+
+    def finish(self) -> None:
+        """The training function has returned. Raises: what ended the world; UsageError; TrainingDiverged."""
+        self.require_committed()
+        self.settle()
+        if self._diverged is not None:
+            raise self._diverged
+        self._outcome = self._outcome or self._next_outcome
+        self.end_if_over()
+
     def end_if_over(self) -> None:
         """Raises what ended the world while the function was not looking."""
         if self._lost is not None:
@@ -256,7 +300,8 @@ class Training:
         self._is_applied = True
 
     def commit_what_is_applied(self) -> None:
-        """A peer was lost. Where the weights are those after the step in hand, the step is done."""
+        """A peer was lost. Where the weights are those after the step in hand, the step is done. Does not block."""
+        self._settle_at_once()
         if self._share is None or not self._is_applied:
             return
         self._worker.reporter.warn(
@@ -264,10 +309,11 @@ class Training:
             "does in between (a scheduler's step) may be missing once; move collectives out of there"
         )
         # Its loss was not told; that of the step before stands in.
-        self._commit(StepResult(self.state.last_loss or 0.0, NO_VOTES))
+        self._commit(self.state.last_loss or 0.0)
 
     def close(self) -> None:
         """Lets go of everything that belongs to the world."""
+        self._settle_at_once()
         self._steps = iter(())
         self._share = self._lost = None
         while self._hooks:
@@ -282,14 +328,17 @@ class Training:
         if self._saved_step != state.step:
             self._saved_step = state.step
             if saver.is_due(state):
-                saver.save(state)
+                self.settle()  # only this rank does, where a snapshot was put off: what it finds has to wait
+                self.turn_to_own_code()
+                if self._diverged is None:
+                    saver.save(state)
 
     def _next_batch(self) -> Any:
         self.require_committed()
         self._between_steps()
         self._watcher.do(Activity.COMPUTE)
         share = next(self._steps)
-        self._share, self._is_applied = share, False
+        self._share, self._is_applied, self._has_reduced = share, False, False
         ((micro_batch, batch),) = share  # one each: shares are not cut where the loop is the user's
         self._is_stand_in = batch is None
         self._observer.before_reduction(share)
@@ -302,13 +351,78 @@ class Training:
             raise UsageError("there is no step in hand: training.batches() begins one, and commit() ends it")
         return self._share
 
-    def _commit(self, result: StepResult) -> None:
+    def _commit(self, loss: float, late: "_LateTotals | None" = None) -> None:
         share = self._step_in_hand()
-        self._share = None
+        self._share, self._has_committed = None, True
         self._unhush()
-        self.state.commit(result.loss)
-        self._observer.after_commit(self.state, result, share)
+        self.state.commit(loss)
+        self._late = late
+        if late is None:
+            self._observer.tell_commit(self.state, loss, share)
+        self._observer.note_commit()
         self.turn_to_own_code()
+
+    def _may_be_late(self) -> bool:
+        """Whether loss and votes of the step in hand need not be known at its commit; alike on every rank."""
+        state = self.state
+        is_last_of_epoch = state.samples_done + state.next_step_samples() >= state.length
+        return (
+            self.world.world_size > 1
+            and self._has_reduced  # it stands, as every rank has taken part in it
+            and self._has_committed
+            and self._lost is None
+            and self._next_outcome is None
+            and not is_last_of_epoch
+            and (state.step + 1) % self._every != 0
+            and state.step + 1 < state.last_step
+        )
+
+    def _has_come(self, totals: "_LateTotals") -> bool:
+        """Waits for the sums; False where a peer was lost."""
+        self._watcher.do(Activity.REDUCE)
+        try:
+            if totals.work is not None:
+                wait(totals.work)
+        except (RuntimeError, FormationFailed) as error:
+            self._note_lost(error)
+            return False
+        return True
+
+    def _settle_at_once(self) -> None:
+        """The world is over: what has not come yet never will."""
+        totals, self._late = self._late, None
+        if totals is None:
+            return
+        is_known = False
+        if totals.work.is_completed():
+            with suppress(RuntimeError):  # a peer was lost
+                totals.work.wait()
+                is_known = not totals.has_diverged
+        self._tell_late(totals, is_known=is_known)
+
+    def _tell_late(self, totals: "_LateTotals", *, is_known: bool) -> None:
+        """The totals of the newest step have come, or never will."""
+        loss = totals.mean_loss if is_known else totals.known_loss
+        self.state.note_loss(loss)
+        self._observer.tell_commit(self.state, loss, totals.share)
+
+    def _follow(self, votes: Votes) -> None:
+        """Do what all have decided, after the step in hand."""
+        if self._outcome is not None:  # in the last step of a world nobody votes
+            return
+        told_to_stop, leaving, joining = votes
+        self._observer.follow_votes(votes)
+        if told_to_stop == self.world.world_size:
+            self._next_outcome = Outcome.STOPPED
+        elif joining == NOW:
+            self._next_outcome = Outcome.SOME_JOIN
+        elif leaving:
+            self._next_outcome = Outcome.SOME_LEAVE
+
+    def _divergence(self, totals: "_LateTotals", step: int, epoch: int) -> TrainingDiverged:
+        return TrainingDiverged(
+            f"the loss of step {step} (epoch {epoch + 1}) is {totals.mean_loss}; the last good snapshot is kept"
+        )
 
     def turn_to_own_code(self) -> None:
         """What is done between steps, by one rank perhaps, may take its time."""
@@ -317,6 +431,9 @@ class Training:
     def note_gradients(self) -> None:
         """The backward pass is over: this rank waits for its peers from now on."""
         self._watcher.do(Activity.REDUCE)
+        # Before any rank can have the sum: rank 0 has written down every step but that in hand, whenever it is lost.
+        self.settle()
+        self._has_reduced = True
 
     def _enter_forward(self, module: DistributedDataParallel, _arguments: Any) -> None:
         """DDP shares the buffers before the module's own forward pass; a SyncBatchNorm waits within it."""
@@ -343,8 +460,7 @@ class Training:
 
     def _extras_hashes(self) -> tuple[int, int]:
         """A small hash of the extras' plain values, and its square, now and then; else zeros."""
-        every = self._worker.config.snapshot_every or EXTRAS_EVERY
-        if not self.state.extras or self._loop.has_warned_of_extras or (self.state.step + 1) % every:
+        if not self.state.extras or self._loop.has_warned_of_extras or (self.state.step + 1) % self._every:
             return 0, 0
         value = hash_of_plain(self._hash_by_extra()) % MAX_HASH
         return value, value * value
@@ -367,6 +483,37 @@ class Training:
     def _unhush(self) -> None:
         while self._hushed:
             self._hushed.pop().training = True
+
+
+@dataclass
+class _LateTotals:
+    """Sums over the ranks that belong to a step, which may still be under way when it is committed."""
+
+    share: Share
+    known_loss: float
+    has_stepped: bool
+    """the optimizer; else a GradScaler has skipped the step"""
+    sums: torch.Tensor
+    """mean loss, hash of the extras, its square, and the votes"""
+    work: Any = None
+    """None in a world of one"""
+
+    @property
+    def mean_loss(self) -> float:
+        return float(self.sums[0])
+
+    @property
+    def votes(self) -> Votes:
+        told_to_stop, leaving, joining = self.sums[3:].tolist()
+        return int(told_to_stop), int(leaving), int(joining)
+
+    @property
+    def has_diverged(self) -> bool:
+        return self.has_stepped and not math.isfinite(self.mean_loss)
+
+    def do_extras_differ(self, world_size: int) -> bool:
+        _, hashes, squares, *_ = self.sums.tolist()
+        return world_size * int(squares) != int(hashes) ** 2  # equal ones alone make it so
 
 
 class _ForwardBegins:
@@ -445,8 +592,7 @@ class OwnLoop:
         training.turn_to_own_code()
         try:
             self._train(training)
-            training.require_committed()
-            training.end_if_over()
+            training.finish()
         except _WorldEnds as end:
             return end.outcome
         except Exception as error:

@@ -200,6 +200,11 @@ class TrainState:
         self._is_updating = False
         return has_ended_epoch
 
+    def note_loss(self, loss: float) -> None:
+        """The newest step's mean over all samples, where it was not known at the commit."""
+        assert self.last_commit is not None, "a step was committed"
+        self.last_loss = self.last_commit["loss"] = loss
+
     def _apply_schedule(self) -> None:
         if self._schedule is None:
             return

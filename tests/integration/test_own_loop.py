@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,86 @@ def test_a_stop_that_comes_with_the_last_step_finishes(cluster: Cluster) -> None
     cluster.finish([node])
     assert result(cluster.path / "run-1")["step"] == 35
     assert outcomes(cluster.path / "run-1") == ["finished"]
+
+
+# --- what is known of a step only in the next one ---------------------------------------------------------------------
+
+
+def start_with(cluster: Cluster, world_size: int, after_commit: str, *flags: str) -> list[Node]:
+    """SCRIPT, with a line of a test's own after each commit."""
+    text = SCRIPT.replace("BEFORE_COMMIT", "pass")
+    return start_workers(cluster, world_size, text.replace("(loss)\n", f"(loss)\n            {after_commit}\n"), *flags)
+
+
+def test_rank_0_dies_with_a_step_that_it_has_not_written_down(cluster: Cluster) -> None:
+    """Its loss was still under way: whoever takes over writes the step, once."""
+    place = "training.state.step == 12 and training.world.generation == 0 and training.world.rank == 0"
+    fault = f"if {place}: os.kill(os.getpid(), signal.SIGKILL)"
+    nodes = start_with(cluster, 3, fault, "--peer-timeout", "2")
+    cluster.finish(nodes[1:])
+    run_dir = cluster.path / "run-3"
+    check_ledger([run_dir], length=98, batch=16, steps=35)
+    told = events(run_dir, "step")
+    assert sorted(e["step"] for e in told) == list(range(1, 36))
+    by_step = {e["step"]: e for e in told}
+    assert by_step[11]["pid"] == nodes[0].process.pid
+    assert by_step[12]["pid"] == nodes[1].process.pid
+    assert by_step[12]["generation"] == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loss_that_is_not_finite_ends_it_on_every_rank(cluster: Cluster, rank: int) -> None:
+    fault = f"loss = loss * (float('nan') if training.state.step == 11 and training.world.rank == {rank} else 1.0)"
+    nodes = start_script(cluster, 2, fault, "--snapshot-every", "5")
+    for node in nodes:
+        assert node.wait() == 1
+        assert "the loss of step 12 (epoch 2) is nan; the last good snapshot is kept" in error_line(node)
+    manifest, state = newest_snapshot(cluster.path / "run-2")
+    assert manifest.step == 10
+    assert all(value.isfinite().all() for value in state["model"].values())
+    assert max(e["step"] for e in events(cluster.path / "run-2", "step")) == 11
+
+
+def test_all_stop_after_the_same_step_and_go_on_from_there(cluster: Cluster) -> None:
+    slowly = "__import__('time').sleep(0.02)"
+    flags = ("--epochs", "40", "--snapshot-every", "1000")
+    nodes = start_with(cluster, 2, slowly, *flags)
+    run_dir = cluster.path / "run-2"
+    wait_for_step(run_dir, 12)
+    for node in nodes:
+        node.signal(signal.SIGTERM)
+    assert [node.wait() for node in nodes] == [143, 143]
+    manifest, _ = newest_snapshot(run_dir)
+    [stopped_at] = {e["step"] for e in events(run_dir, "done")}
+    assert manifest.step == stopped_at < 280
+    cluster.finish(start_with(cluster, 2, "pass", *flags))
+    check_ledger([run_dir], length=98, batch=16, steps=280)
+    assert sorted(e["step"] for e in events(run_dir, "step")) == list(range(1, 281))
+
+
+def test_a_step_whose_gradients_are_not_summed_is_known_at_once(cluster: Cluster) -> None:
+    """Gradients that add up over two steps; rank 0 dies after the first of a pair, in which nothing had been summed."""
+    text = SCRIPT.replace("BEFORE_COMMIT", "pass")
+    for old, new in (
+        ("            optimizer.zero_grad()\n", ""),
+        ("            loss = F.mse_loss(ddp(inputs), targets)\n            loss.backward()\n",
+         "            is_whole = training.state.step % 2 == 1\n"
+         "            with contextlib.nullcontext() if is_whole else ddp.no_sync():\n"
+         "                loss = F.mse_loss(ddp(inputs), targets)\n                loss.backward()\n"),
+        ("            optimizer.step()\n", "            if is_whole:\n"
+         "                optimizer.step()\n                optimizer.zero_grad()\n"),
+        ("import os, signal\n", "import contextlib, os, signal\n"),
+        ("(loss)\n", "(loss)\n            if training.state.step == 13 and training.world.generation == 0 and "
+         "training.world.rank == 0: os.kill(os.getpid(), signal.SIGKILL)\n"),
+    ):  # fmt: skip
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    nodes = start_workers(cluster, 3, text, "--peer-timeout", "2")
+    cluster.finish(nodes[1:])
+    run_dir = cluster.path / "run-3"
+    told = events(run_dir, "step")
+    assert sorted(e["step"] for e in told) == list(range(1, 36))
+    assert {e["pid"] for e in told if e["step"] <= 13} == {nodes[0].process.pid}
 
 
 SCALED = """
