@@ -134,7 +134,7 @@ def item_cases_for(world_size: int) -> list[Case]:
 
 def run(quick: bool) -> dict[str, Any]:
     """Measure the bundled loop in worlds of one and two workers, one thread each, and an own loop in worlds of one to
-    three. Quick: about three minutes; else about twenty."""
+    three. Quick: about four minutes; else about twenty."""
     rows = []
     for world_size in (1, 2):
         rows += measure(cases_for(world_size), QUICK if quick else THOROUGH)
