@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
@@ -163,15 +164,22 @@ def test_a_stop_that_comes_with_the_last_step_finishes(cluster: Cluster) -> None
 
 
 def start_with(cluster: Cluster, world_size: int, after_commit: str, *flags: str) -> list[Node]:
-    """SCRIPT, with a line of a test's own after each commit."""
+    """SCRIPT, with lines of a test's own after each commit."""
     text = SCRIPT.replace("BEFORE_COMMIT", "pass")
-    return start_workers(cluster, world_size, text.replace("(loss)\n", f"(loss)\n            {after_commit}\n"), *flags)
+    lines = indent(after_commit, " " * 12)
+    return start_workers(cluster, world_size, text.replace("(loss)\n", f"(loss)\n{lines}\n"), *flags)
 
 
 def test_rank_0_dies_with_a_step_that_it_has_not_written_down(cluster: Cluster) -> None:
-    """Its loss was still under way: whoever takes over writes the step, once."""
-    place = "training.state.step == 12 and training.world.generation == 0 and training.world.rank == 0"
-    fault = f"if {place}: os.kill(os.getpid(), signal.SIGKILL)"
+    """Its loss was still under way: the lowest rank of those that have committed it, here of all, writes it, once."""
+    fault = f"""\
+if training.state.step == 12 and training.world.generation == 0:
+    if training.world.rank > 0:
+        open(f"{cluster.path}/committed-{{training.world.rank}}", "x").close()
+    else:
+        while not all(os.path.exists(f"{cluster.path}/committed-{{rank}}") for rank in (1, 2)):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)"""
     nodes = start_with(cluster, 3, fault, "--peer-timeout", "2")
     cluster.finish(nodes[1:])
     run_dir = cluster.path / "run-3"
