@@ -111,8 +111,9 @@ print("back at step", state.step)
 
 
 def start_script(cluster: Cluster, world_size: int, before_commit: str = "", *flags: str) -> list[Node]:
-    """SCRIPT, with a line of a test's own in each step."""
-    return start_workers(cluster, world_size, SCRIPT.replace("BEFORE_COMMIT", before_commit or "pass"), *flags)
+    """SCRIPT, with lines of a test's own in each step."""
+    lines = indent(before_commit or "pass", " " * 12).lstrip()
+    return start_workers(cluster, world_size, SCRIPT.replace("BEFORE_COMMIT", lines), *flags)
 
 
 def start_workers(cluster: Cluster, world_size: int, text: str, *flags: str) -> list[Node]:
@@ -194,7 +195,12 @@ if training.state.step == 12 and training.world.generation == 0:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loss_that_is_not_finite_ends_it_on_every_rank(cluster: Cluster, rank: int) -> None:
-    fault = f"loss = loss * (float('nan') if training.state.step == 11 and training.world.rank == {rank} else 1.0)"
+    written = f"{cluster.path}/run-2/snapshots/step-*{{training.state.step}}-*/manifest.json"
+    fault = f"""\
+while training.state.step in (5, 10) and not __import__("glob").glob(f"{written}"):
+    pass  # else the next one may be put off
+if training.state.step == 11 and training.world.rank == {rank}:
+    loss = loss * float("nan")"""
     nodes = start_script(cluster, 2, fault, "--snapshot-every", "5")
     for node in nodes:
         assert node.wait() == 1
