@@ -272,11 +272,8 @@ class Training:
             return
         is_known = self._has_come(totals)
         self._late = None  # not before: another thread may have to give up this one
-        if is_known and totals.has_diverged:
-            self._diverged = self._divergence(totals, self.state.step, self.state.epoch)
-            return
-        self._tell_late(totals, is_known=is_known)
-        if is_known:
+        self._take_in(totals, is_known=is_known)
+        if is_known and self._diverged is None:
             self._follow(totals.votes)
 
     def finish(self) -> None:
@@ -300,8 +297,14 @@ class Training:
         self._is_applied = True
 
     def commit_what_is_applied(self) -> None:
-        """A peer was lost. Where the weights are those after the step in hand, the step is done. Does not block."""
+        """A peer was lost. Where the weights are those after the step in hand, the step is done. Does not block.
+
+        Raises:
+            TrainingDiverged: the step before has come to nothing, and with it that in hand.
+        """
         self._settle_at_once()
+        if self._diverged is not None:
+            raise self._diverged
         if self._share is None or not self._is_applied:
             return
         self._worker.reporter.warn(
@@ -397,11 +400,14 @@ class Training:
         if totals.work.is_completed():
             with suppress(RuntimeError):  # a peer was lost
                 totals.work.wait()
-                is_known = not totals.has_diverged
-        self._tell_late(totals, is_known=is_known)
+                is_known = True
+        self._take_in(totals, is_known=is_known)
 
-    def _tell_late(self, totals: "_LateTotals", *, is_known: bool) -> None:
+    def _take_in(self, totals: "_LateTotals", *, is_known: bool) -> None:
         """The totals of the newest step have come, or never will."""
+        if is_known and totals.has_diverged:
+            self._diverged = self._divergence(totals, self.state.step, self.state.epoch)
+            return
         loss = totals.mean_loss if is_known else totals.known_loss
         self.state.note_loss(loss)
         self._observer.tell_commit(self.state, loss, totals.share)
@@ -620,7 +626,8 @@ class OwnLoop:
     def abandon(self) -> None:
         """As `WorldLoop.abandon`."""
         if self._training is not None:
-            self._training.commit_what_is_applied()
+            with suppress(TrainingDiverged):  # the writer of snapshots looks for itself
+                self._training.commit_what_is_applied()
         self._worker.state.rollback()
 
     def close(self) -> None:

@@ -193,15 +193,20 @@ if training.state.step == 12 and training.world.generation == 0:
     assert by_step[12]["generation"] == 0
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_loss_that_is_not_finite_ends_it_on_every_rank(cluster: Cluster, rank: int) -> None:
+def not_finite(cluster: Cluster, rank: int) -> str:
+    """Lines before a commit: the loss of step 12 is NaN on one rank, and the snapshots of steps 5 and 10 are there."""
     written = f"{cluster.path}/run-2/snapshots/step-*{{training.state.step}}-*/manifest.json"
-    fault = f"""\
+    return f"""\
 while training.state.step in (5, 10) and not __import__("glob").glob(f"{written}"):
     pass  # else the next one may be put off
 if training.state.step == 11 and training.world.rank == {rank}:
-    loss = loss * float("nan")"""
-    nodes = start_script(cluster, 2, fault, "--snapshot-every", "5")
+    loss = loss * float("nan")
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loss_that_is_not_finite_ends_it_on_every_rank(cluster: Cluster, rank: int) -> None:
+    nodes = start_script(cluster, 2, not_finite(cluster, rank), "--snapshot-every", "5")
     for node in nodes:
         assert node.wait() == 1
         assert "the loss of step 12 (epoch 2) is nan; the last good snapshot is kept" in error_line(node)
@@ -209,6 +214,27 @@ if training.state.step == 11 and training.world.rank == {rank}:
     assert manifest.step == 10
     assert all(value.isfinite().all() for value in state["model"].values())
     assert max(e["step"] for e in events(cluster.path / "run-2", "step")) == 11
+
+
+def test_a_peer_is_lost_after_a_loss_that_is_not_finite(cluster: Cluster) -> None:
+    """The loss is known, the step after it is broken off: what came of it is neither trained further nor saved."""
+    then = f"""\
+if training.state.step == 11:
+    training.commit(loss)
+    while training.world.rank == 0 and not training._late.work.is_completed():
+        pass
+    open(f"{cluster.path}/known-{{training.world.rank}}", "x").close()
+    while training.world.rank == 1 and not os.path.exists(f"{cluster.path}/known-0"):
+        pass
+    if training.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    continue"""
+    fault = not_finite(cluster, 0) + then
+    nodes = start_script(cluster, 2, fault, "--snapshot-every", "5", "--peer-timeout", "2")
+    assert nodes[0].wait() == 1
+    assert error_line(nodes[0]).endswith("the loss of step 12 (epoch 2) is nan; the last good snapshot is kept")
+    manifest, _ = newest_snapshot(cluster.path / "run-2")
+    assert manifest.step == 10
 
 
 def test_all_stop_after_the_same_step_and_go_on_from_there(cluster: Cluster) -> None:
