@@ -9,34 +9,36 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from elastic_train.version import VERSION
+
 if TYPE_CHECKING:
     from elastic_train.config import Config
+    from elastic_train.elastic.own_loop import Training, parse_flags, run
     from elastic_train.errors import ElasticTrainError, SnapshotError, TrainingDiverged, UsageError
-    from elastic_train.own_loop import Training, parse_flags, run
-    from elastic_train.sampler import MicroBatch, StepSampler
-    from elastic_train.snapshot_store import SnapshotStore
-    from elastic_train.state import Stateful, TrainState
-    from elastic_train.tasks import Task
+    from elastic_train.storage.snapshot_store import SnapshotStore
+    from elastic_train.training.sampler import MicroBatch, StepSampler
+    from elastic_train.training.state import Stateful, TrainState
+    from elastic_train.training.tasks import Task
     from elastic_train.world import World
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {
     "Config": "config",
     "ElasticTrainError": "errors",
-    "MicroBatch": "sampler",
+    "MicroBatch": "training.sampler",
     "SnapshotError": "errors",
-    "SnapshotStore": "snapshot_store",
-    "Stateful": "state",
-    "StepSampler": "sampler",
-    "Task": "tasks",
-    "TrainState": "state",
-    "Training": "own_loop",
+    "SnapshotStore": "storage.snapshot_store",
+    "Stateful": "training.state",
+    "StepSampler": "training.sampler",
+    "Task": "training.tasks",
+    "TrainState": "training.state",
+    "Training": "elastic.own_loop",
     "TrainingDiverged": "errors",
     "UsageError": "errors",
     "World": "world",
-    "parse_flags": "own_loop",
-    "run": "own_loop",
+    "parse_flags": "elastic.own_loop",
+    "run": "elastic.own_loop",
 }
 
 __all__ = [

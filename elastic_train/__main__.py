@@ -9,10 +9,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from elastic_train.config import parse, task_of
+from elastic_train.config import parse
 from elastic_train.errors import ElasticTrainError, show_traceback, tell
 from elastic_train.stopping import StopSignal, die_with_parent
 from elastic_train.system import require_system_for_training
+from elastic_train.training.own_flags import own_flags
 
 
 def main() -> int:
@@ -25,7 +26,7 @@ def main() -> int:
         with quick_imports():
             config = parse(sys.argv[1:], own_flags(sys.argv[1:]))
         if config.spawn is not None and "RANK" not in os.environ:
-            from elastic_train.spawn import spawn
+            from elastic_train.rendezvous.spawn import spawn
 
             return spawn(config.spawn, sys.argv[1:])
         stop = StopSignal()
@@ -34,8 +35,8 @@ def main() -> int:
         with quick_imports():
             import torch._dynamo  # noqa: F401  # else the optimizer imports it, outside of this block
 
-            from elastic_train.recovery import run
-            from elastic_train.torchrun import Launch
+            from elastic_train.elastic.recovery import run
+            from elastic_train.rendezvous.launch import Launch
 
         return run(config, Launch.from_environment(os.environ, config.store_endpoint), stop)
     except ElasticTrainError as error:
@@ -59,16 +60,6 @@ def quick_imports() -> Iterator[None]:
         atexit.register(gc.unfreeze)  # else extension modules take what is left at the end for leaks, and say so
         if was_enabled:
             gc.enable()
-
-
-def own_flags(arguments: list[str]) -> type | None:
-    """The dataclass of flags that the task of `--task` brings along; the task is imported for it."""
-    spec = task_of(arguments)
-    if spec is None:
-        return None
-    from elastic_train.tasks import flags_class, load_task  # imports torch, which a --help without a task need not
-
-    return flags_class(load_task(spec))
 
 
 if __name__ == "__main__":

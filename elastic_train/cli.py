@@ -22,7 +22,7 @@ from elastic_train.system import num_cores, require_linux
 from elastic_train.wording import flags_in, unrecognized
 
 if TYPE_CHECKING:
-    from elastic_train.snapshot import SnapshotInfo
+    from elastic_train.storage.snapshot import SnapshotInfo
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -105,7 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
     status.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     status.add_argument("--watch", action="store_true", help="again and again, until the run has ended or Ctrl-C")
 
-    from elastic_train.check.flags import add_flags
+    from elastic_train.tools.check.flags import add_flags
 
     add_flags(_add(commands, "check", run_check, "whether machines can do a job, before it; also under torchrun"))
 
@@ -208,7 +208,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
 
     bench = _add(commands, "bench", run_benchmark, "ours against what one would write by hand, interleaved in one run")
-    from elastic_train.bench import BENCHMARKS
+    from elastic_train.tools.bench import BENCHMARKS
 
     bench.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS), help=", ".join(sorted(BENCHMARKS)))
     bench.add_argument("--quick", action="store_true", help="less than a minute, with more noise")
@@ -227,11 +227,11 @@ def _add(commands: argparse._SubParsersAction[_Parser], name: str, command: Comm
 
 def show_status(arguments: argparse.Namespace) -> int:
     if arguments.watch:
-        from elastic_train.drills.watching import watch_status
+        from elastic_train.tools.audit.watching import watch_status
 
         watch_status(arguments.run_dir, sys.stdout)
         return 0
-    from elastic_train.status import read_status, show
+    from elastic_train.observe.status import read_status, show
 
     now = time.time()
     show(read_status(arguments.run_dir, now), now, sys.stdout)
@@ -240,7 +240,7 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 def run_check(arguments: argparse.Namespace) -> int:
     require_linux("a check")
-    from elastic_train.check.command import run_check
+    from elastic_train.tools.check.check_command import run_check
 
     return run_check(arguments)
 
@@ -248,9 +248,9 @@ def run_check(arguments: argparse.Namespace) -> int:
 def run_drill(arguments: argparse.Namespace) -> int:
     if not arguments.list:
         require_linux("a drill")
-    from elastic_train.drills.command import list_faults, may_use_namespaces, settings_of
-    from elastic_train.drills.drill import run_drill
-    from elastic_train.drills.user_namespace import become_root
+    from elastic_train.tools.drills.drill import run_drill
+    from elastic_train.tools.drills.drill_command import list_faults, may_use_namespaces, settings_of
+    from elastic_train.tools.drills.user_namespace import become_root
 
     if arguments.list:
         print("\n".join(list_faults()))
@@ -264,8 +264,8 @@ def run_drill(arguments: argparse.Namespace) -> int:
 
 
 def run_audit(arguments: argparse.Namespace) -> int:
-    from elastic_train.drills.audit import audit_history, conclude, describe
-    from elastic_train.drills.history import read_history
+    from elastic_train.tools.audit.audit import audit_history, conclude, describe
+    from elastic_train.tools.audit.history import read_history
 
     history = read_history(arguments.run_dir)
     found = audit_history(history)
@@ -274,9 +274,9 @@ def run_audit(arguments: argparse.Namespace) -> int:
 
 
 def write_report(arguments: argparse.Namespace) -> int:
-    from elastic_train.drills.audit import audit_history
-    from elastic_train.drills.history import read_history
-    from elastic_train.drills.report import write_report
+    from elastic_train.tools.audit.audit import audit_history
+    from elastic_train.tools.audit.history import read_history
+    from elastic_train.tools.audit.report import write_report
 
     history = read_history(arguments.run_dir)
     path = write_report(history, audit_history(history), arguments.output).absolute()
@@ -290,7 +290,7 @@ def write_report(arguments: argparse.Namespace) -> int:
 
 
 def submit_slurm(arguments: argparse.Namespace) -> int:
-    from elastic_train.submit import SlurmJob, submit, write_script
+    from elastic_train.tools.submit import SlurmJob, submit, write_script
 
     given = {option: getattr(arguments, option.replace("-", "_")) for option in SLURM_OPTIONS}
     options = {option: str(value) for option, value in given.items() if value is not None}
@@ -323,13 +323,13 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
 def serve_etcd(arguments: argparse.Namespace) -> int:
     if arguments.members < 1:
         raise UsageError(f"--members {arguments.members}: must be at least 1")
-    from elastic_train.drills.etcd_command import serve_etcd
+    from elastic_train.tools.drills.etcd_command import serve_etcd
 
     return serve_etcd(arguments)
 
 
 def make_certs(arguments: argparse.Namespace) -> int:
-    from elastic_train.certificates import make_certificates
+    from elastic_train.rendezvous.certificates import make_certificates
 
     hosts = [host.strip() for host in (arguments.hosts or "").split(",") if host.strip()]
     if arguments.hosts is not None and not hosts:
@@ -344,7 +344,7 @@ def make_certs(arguments: argparse.Namespace) -> int:
 
 
 def list_snapshots(arguments: argparse.Namespace) -> int:
-    from elastic_train.snapshot import find_snapshots, snapshots_in
+    from elastic_train.storage.snapshot import find_snapshots, snapshots_in
     from elastic_train.wording import duration, human_bytes
 
     directory = snapshots_in(arguments.path)
@@ -365,7 +365,7 @@ def list_snapshots(arguments: argparse.Namespace) -> int:
 
 def verify_snapshots(arguments: argparse.Namespace) -> int:
     """Prints a line per snapshot; 1 if one is damaged or there is none."""
-    from elastic_train.snapshot import find_snapshots, is_snapshot, read_info, snapshots_in, verify
+    from elastic_train.storage.snapshot import find_snapshots, is_snapshot, read_info, snapshots_in, verify
 
     damaged = []
     if is_snapshot(arguments.path):
@@ -391,7 +391,7 @@ def verify_snapshots(arguments: argparse.Namespace) -> int:
 
 
 def hash_snapshot(arguments: argparse.Namespace) -> int:
-    from elastic_train.state import state_sha256
+    from elastic_train.training.state import state_sha256
 
     _, state = _read_state(arguments.path)
     print(state_sha256(state["model"]))
@@ -399,7 +399,7 @@ def hash_snapshot(arguments: argparse.Namespace) -> int:
 
 
 def export_snapshot(arguments: argparse.Namespace) -> int:
-    from elastic_train.weights import export_weights
+    from elastic_train.storage.weights import export_weights
 
     info, state = _read_state(arguments.path)
     weights = state.get("extras", {}).get("ema") if arguments.averaged else state["model"]
@@ -412,15 +412,15 @@ def export_snapshot(arguments: argparse.Namespace) -> int:
 
 
 def _read_state(path: Path) -> tuple[SnapshotInfo, dict[str, Any]]:
-    from elastic_train.weights import read_state
+    from elastic_train.storage.weights import read_state
 
     return read_state(path, warn=_warn)
 
 
 def run_benchmark(arguments: argparse.Namespace) -> int:
     require_linux("a benchmark")
-    from elastic_train import bench
-    from elastic_train.bench import table
+    from elastic_train.tools import bench
+    from elastic_train.tools.bench import table
 
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise UsageError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")

@@ -39,7 +39,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from elastic_train.protocol.branches import Position
+    from elastic_train.branches import Position
 
 
 class ElasticTrainError(Exception):

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from elastic_train.drills.etcd_cluster import EtcdCluster, Tls
+from elastic_train.tools.drills.etcd_cluster import EtcdCluster, Tls
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from elastic_train.drills.network import HUB_ADDRESS, Network
-from elastic_train.drills.nodes import clean_environment, dying_with_parent, wait_until
+from elastic_train.tools.drills.network import HUB_ADDRESS, Network
+from elastic_train.tools.drills.nodes import clean_environment, dying_with_parent, wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "scancel", "squeue")
 CONTROLLER = "ctl"

@@ -35,7 +35,7 @@ NUM_AWAITED = 3
 """of the lower ranks that may propose, those that a member watches: the first of them may be silent"""
 
 
-class Status(StrEnum):
+class Liveness(StrEnum):
     """What is known of a member that has not come to the agreement."""
 
     ALIVE = "alive"
@@ -171,7 +171,7 @@ class Agreement:
         world: World,
         presence: Presence,
         *,
-        status: Callable[[int], Status],
+        status: Callable[[int], Liveness],
         is_heard: Callable[[int], bool],
         newcomers: Callable[[], Sequence[Member]],
         facts: Mapping[str, str],
@@ -202,7 +202,7 @@ class Agreement:
         job, world = self._job, self._world
         left = job.left(world)
         found = {rank: self._status_of(rank, left) for rank in sorted(self._watched())}
-        dead = tuple(world.members[rank].uid for rank, status in found.items() if status is Status.DEAD)
+        dead = tuple(world.members[rank].uid for rank, status in found.items() if status is Liveness.DEAD)
         unreachable = tuple(rank for rank in self._mine.unreachable if not self._is_heard(rank))  # contact may return
         mine = replace(self._mine, dead=dead, unreachable=unreachable)
         if not self._is_told or mine != self._mine:
@@ -210,7 +210,9 @@ class Agreement:
             job.say_present(world, mine.to_json())
             self._is_told = True
         asked = (
-            [rank for rank in found if found[rank] is Status.ALIVE and self._is_heard(rank)] if self.asks_others else []
+            [rank for rank in found if found[rank] is Liveness.ALIVE and self._is_heard(rank)]
+            if self.asks_others
+            else []
         )
         text = job.decided(world, asked)
         if text is not None:
@@ -218,7 +220,7 @@ class Agreement:
         fatal = job.heard(world, "fatal")
         if fatal is not None:
             return Fatal(fatal)
-        lower = (rank for rank in range(world.rank) if self._status_of(rank, left, found) is Status.ALIVE)
+        lower = (rank for rank in range(world.rank) if self._status_of(rank, left, found) is Liveness.ALIVE)
         proposers = tuple(islice(lower, NUM_AWAITED))
         if proposers:
             self._watch_too(proposers)
@@ -229,16 +231,18 @@ class Agreement:
         others = (rank for rank in range(len(world.members)) if rank != world.rank)
         return self._propose(left, {rank: self._status_of(rank, left, found) for rank in others})
 
-    def _status_of(self, rank: int, left: frozenset[int], found: Mapping[int, Status] = MappingProxyType({})) -> Status:
-        return found.get(rank) or (Status.DEAD if rank in left else self._status(rank))
+    def _status_of(
+        self, rank: int, left: frozenset[int], found: Mapping[int, Liveness] = MappingProxyType({})
+    ) -> Liveness:
+        return found.get(rank) or (Liveness.DEAD if rank in left else self._status(rank))
 
     def _note_present(self, ranks: Sequence[int]) -> None:
         for rank, text in self._job.present(self._world, ranks).items():
             self._present[rank] = Presence.from_json(text)
 
-    def _gone(self, found: Mapping[int, Status], side: Collection[int]) -> set[str]:
+    def _gone(self, found: Mapping[int, Liveness], side: Collection[int]) -> set[str]:
         """uids of those that are proven dead, or have left, by what the members of this side say."""
-        gone = {self._world.members[rank].uid for rank, status in found.items() if status is Status.DEAD}
+        gone = {self._world.members[rank].uid for rank, status in found.items() if status is Liveness.DEAD}
         gone |= {uid for rank in side for uid in self._present[rank].dead}
         return gone - {self._world.members[rank].uid for rank in side}
 
@@ -248,9 +252,9 @@ class Agreement:
         unproven = {rank: {*self._witnesses(rank)} & {*side} for rank in out if members[rank].uid not in gone}
         return {rank: witnesses for rank, witnesses in unproven.items() if witnesses}
 
-    def _propose(self, left: frozenset[int], found: Mapping[int, Status]) -> Found:
+    def _propose(self, left: frozenset[int], found: Mapping[int, Liveness]) -> Found:
         job, world = self._job, self._world
-        out = {rank for rank, status in found.items() if status is not Status.ALIVE and rank not in left}
+        out = {rank for rank, status in found.items() if status is not Liveness.ALIVE and rank not in left}
         missing = [rank for rank in found if rank not in self._present and rank not in left and rank not in out]
         self._note_present(list(filter(self._is_heard, missing)))
         verdict = next_members(len(world.members), self._present, left, out)
@@ -273,7 +277,7 @@ class Agreement:
             dead=tuple(sorted(gone)),
             facts=self._facts,
         )
-        reachable = [rank for rank, status in found.items() if status is Status.ALIVE and self._is_heard(rank)]
+        reachable = [rank for rank, status in found.items() if status is Liveness.ALIVE and self._is_heard(rank)]
         answering = [world.members[rank].uid for rank in found if self._is_heard(rank)]
         outcome = job.decide(
             world, decision.to_json(), reachable=[world.rank, *reachable], dead=gone, answering=answering

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+from elastic_train.branches import POSITION, Branch, Position
 from elastic_train.errors import StoreUnreachable
-from elastic_train.protocol.branches import POSITION, Branch, Position
 from elastic_train.protocol.clients import Address, Clients
 from elastic_train.protocol.entrance import Finder
 from elastic_train.protocol.store import KeyValueStore

@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from elastic_train.branches import BRANCH, MOST_OTHERS, POSITION, Branch, Position, is_on
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol import registers
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, ArbiterSilent, Arbitration, Claim, silent_members
-from elastic_train.protocol.branches import BRANCH, MOST_OTHERS, POSITION, Branch, Position, is_on
 from elastic_train.protocol.clients import Address, Clients
 from elastic_train.protocol.entrance import Entrance, Finder, Size, admitted_key
 from elastic_train.protocol.job import Admitted, Denied, InQueue, Over, Place, scoped

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.certificates import make_certificates
-from elastic_train.drills.etcd_cluster import EtcdCluster, Tls, make_tls
-from elastic_train.drills.nodes import free_port, is_listening, wait_until
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
-from elastic_train.etcd import Connections, Etcd, LeaseLost, Transaction
-from elastic_train.etcd_job import open_job, take_away
-from elastic_train.etcd_settings import EtcdSettings
-from elastic_train.etcd_store import EtcdStore, Guard, Mirror
 from elastic_train.protocol.agreement import Decision
+from elastic_train.rendezvous.certificates import make_certificates
+from elastic_train.rendezvous.etcd import Connections, Etcd, LeaseLost, Transaction
+from elastic_train.rendezvous.etcd_job import open_job, take_away
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
+from elastic_train.rendezvous.etcd_store import EtcdStore, Guard, Mirror
+from elastic_train.tools.drills.etcd_cluster import EtcdCluster, Tls, make_tls
+from elastic_train.tools.drills.nodes import free_port, is_listening, wait_until
 from elastic_train.world import Member
 from tests.etcd_cluster import etcd_running
 
@@ -70,15 +70,17 @@ def at_endpoint_of(etcd: Etcd, cluster: EtcdCluster, index: int) -> None:
 )
 def test_the_client_loads_under_the_protobuf_that_is_there(earlier: str) -> None:
     """Its generated code does not: TypeError, unless protobuf is switched to its slow form before its first import."""
-    code = f"{earlier}from elastic_train.etcd import import_etcd3; print(import_etcd3().etcdrpc.Compare.EQUAL)"
+    code = (
+        f"{earlier}from elastic_train.rendezvous.etcd import import_etcd3; print(import_etcd3().etcdrpc.Compare.EQUAL)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "0", done.stderr
 
 
 def test_what_every_agent_and_worker_imports_does_not_import_the_client() -> None:
     code = (
-        "import sys, elastic_train.torchrun, elastic_train.rendezvous, elastic_train.connect; "
-        "elastic_train.torchrun.etcd3_backend(); "
+        "import sys, elastic_train.elastic.connect, elastic_train.rendezvous.handler, elastic_train.rendezvous.hook; "
+        "elastic_train.rendezvous.hook.etcd3_backend(); "
         "print([name for name in ('grpc', 'google.protobuf', 'etcd3', 'tenacity') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -242,7 +244,7 @@ class Deaf:
                 self.num_lost += 1
                 for act in between:
                     act()  # type: ignore[operator]
-                from elastic_train.etcd import Transient
+                from elastic_train.rendezvous.etcd import Transient
 
                 raise Transient("the answer was lost")
             return answer
@@ -474,8 +476,8 @@ def test_a_stranger_authority_is_told_at_once_and_in_one_line(secure: tuple[Etcd
     settings = secure_settings(cluster, password, ca=str(stranger.ca))
     code = f"""
 from elastic_train.errors import StoreRefused
-from elastic_train.etcd import Connections, Etcd
-from elastic_train.etcd_settings import EtcdSettings
+from elastic_train.rendezvous.etcd import Connections, Etcd
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
 try:
     Etcd(Connections(EtcdSettings.from_json({settings.to_json()!r})), deadline={PATIENCE}).get("/team/x")
 except StoreRefused as error:

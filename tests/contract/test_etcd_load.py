@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.drills.etcd_cluster import EtcdCluster
-from elastic_train.etcd_members import EtcdJob
-from elastic_train.protocol.agreement import Agreement, Decided, Presence, Status
+from elastic_train.protocol.agreement import Agreement, Decided, Liveness, Presence
 from elastic_train.protocol.job import Admitted
 from elastic_train.protocol.join_queue import Waiting
+from elastic_train.rendezvous.etcd_members import EtcdJob
+from elastic_train.tools.drills.etcd_cluster import EtcdCluster
 from elastic_train.world import Member
 from tests.etcd_cluster import etcd_running
 
@@ -62,7 +62,7 @@ def live(cluster: EtcdCluster, number: int, count: int, everybody: threading.Bar
         job,
         world,
         Presence(world.generation),
-        status=lambda _rank: Status.ALIVE,
+        status=lambda _rank: Liveness.ALIVE,
         is_heard=lambda _rank: True,
         newcomers=tuple,
         facts={},

@@ -17,23 +17,23 @@ from typing import Any, Protocol
 
 import pytest
 
-from elastic_train.drills.etcd_cluster import EtcdMissing
-from elastic_train.drills.nodes import free_port
+from elastic_train.branches import BRANCH, Branch
 from elastic_train.errors import FormationFailed, StoreUnreachable
-from elastic_train.etcd_members import EtcdJob
-from elastic_train.etcd_settings import EtcdSettings
-from elastic_train.process_group import GroupStoreServer
-from elastic_train.protocol.agreement import Agreement, Decided, Decision, Presence, Status, Wait
-from elastic_train.protocol.branches import BRANCH, Branch
+from elastic_train.protocol.agreement import Agreement, Decided, Decision, Liveness, Presence, Wait
 from elastic_train.protocol.central import CentralJob
 from elastic_train.protocol.clients import Address
 from elastic_train.protocol.entrance import Finder, Size
+from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.job import Admitted, Denied, Job, Place
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.plan import Plan, Preparation, mark
 from elastic_train.protocol.signposts import Signposts, reach
 from elastic_train.protocol.store import KeyValueStore, MemoryStore, TorchStore
+from elastic_train.rendezvous.etcd_members import EtcdJob
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
+from elastic_train.tools.drills.etcd_cluster import EtcdMissing
+from elastic_train.tools.drills.nodes import free_port
 from elastic_train.world import Member, World
 from tests.etcd_cluster import etcd_running
 
@@ -401,13 +401,13 @@ def begin(form: Form) -> tuple[list[Job], list[World]]:
 
 
 def agreement(
-    form: Form, job: Job, world: World, status: dict[int, Status], newcomers: Sequence[Member] = ()
+    form: Form, job: Job, world: World, status: dict[int, Liveness], newcomers: Sequence[Member] = ()
 ) -> Agreement:
     return Agreement(
         job,
         world,
         Presence(world.generation),
-        status=lambda rank: status.get(rank, Status.ALIVE),
+        status=lambda rank: status.get(rank, Liveness.ALIVE),
         is_heard=lambda _rank: True,
         newcomers=lambda: newcomers,
         facts={"token": "t"},
@@ -420,7 +420,7 @@ def agree(
     jobs: list[Job],
     worlds: list[World],
     ranks: Sequence[int],
-    status: dict[int, Status] | None = None,
+    status: dict[int, Liveness] | None = None,
     newcomers: Sequence[Member] = (),
 ) -> Decision:
     """What `ranks` decide, each of them the same."""
@@ -483,7 +483,7 @@ def test_the_others_go_on_without_the_dead(form: Form, dead: set[int]) -> None:
     for rank in dead:
         form.kill(worlds[rank].me.pid)
     rest = [rank for rank in range(3) if rank not in dead]
-    decision = agree(form, jobs, worlds, rest, dict.fromkeys(dead, Status.DEAD))
+    decision = agree(form, jobs, worlds, rest, dict.fromkeys(dead, Liveness.DEAD))
     assert decision.ranks == tuple(rest)
     assert decision.lost == tuple(sorted(dead))
     assert set(decision.dead) == {worlds[rank].me.uid for rank in dead}
@@ -498,7 +498,7 @@ def test_who_leaves_is_not_lost(form: Form) -> None:
 
 def test_who_is_left_out_learns_it(form: Form) -> None:
     jobs, worlds = begin(form)
-    decision = agree(form, jobs, worlds, [0, 1], {2: Status.UNKNOWN})
+    decision = agree(form, jobs, worlds, [0, 1], {2: Liveness.UNKNOWN})
     assert decision.lost == (2,)
     late = agreement(form, jobs[2], worlds[2], {})
     late.asks_others = True
@@ -511,7 +511,7 @@ def test_who_is_left_out_learns_it(form: Form) -> None:
 def test_one_of_three_without_the_silent_waits_where_nobody_arbitrates() -> None:
     form = PeersInMemory()
     jobs, worlds = begin(form)
-    found = agreement(form, jobs[2], worlds[2], {0: Status.UNKNOWN, 1: Status.UNKNOWN}).look()
+    found = agreement(form, jobs[2], worlds[2], {0: Liveness.UNKNOWN, 1: Liveness.UNKNOWN}).look()
     assert found == Wait(votes=(worlds[0].me.uid, worlds[1].me.uid))
 
 
@@ -527,7 +527,7 @@ def split(
     worlds = [
         replace(world, members=tuple(replace(one, min_nodes=min_nodes) for one in world.members)) for world in worlds
     ]
-    part = agreement(form, jobs[2], worlds[2], {0: Status.UNKNOWN, 1: Status.UNKNOWN}, [form.member(7)])
+    part = agreement(form, jobs[2], worlds[2], {0: Liveness.UNKNOWN, 1: Liveness.UNKNOWN}, [form.member(7)])
     part._is_heard = lambda _rank: answering
     votes = (worlds[0].me.uid, worlds[1].me.uid)
     assert part.look() == Wait(votes=votes)

@@ -19,9 +19,9 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from elastic_train.errors import StoreUnreachable
-from elastic_train.etcd import Connections, Etcd
-from elastic_train.etcd_store import EtcdStore, Mirror
 from elastic_train.protocol.store import KeyValueStore, MemoryStore, TorchStore
+from elastic_train.rendezvous.etcd import Connections, Etcd
+from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror
 from tests.etcd_cluster import etcd_running
 
 TIMEOUT = timedelta(seconds=2.5)

@@ -24,14 +24,14 @@ import pytest
 from cryptography import x509
 
 from elastic_train import cli
-from elastic_train.certificates import make_certificates
-from elastic_train.check.rendezvous import days_of_server, look_at_etcd
-from elastic_train.drills.etcd_cluster import EtcdCluster, Tls, find_program, make_tls
-from elastic_train.drills.network import Network
-from elastic_train.drills.nodes import clean_environment, wait_until
 from elastic_train.errors import UsageError
-from elastic_train.etcd_settings import EtcdSettings
-from elastic_train.torchrun import read_command
+from elastic_train.rendezvous.certificates import make_certificates
+from elastic_train.rendezvous.command_line import read_command
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
+from elastic_train.tools.check.endpoint import days_of_server, look_at_etcd
+from elastic_train.tools.drills.etcd_cluster import EtcdCluster, Tls, find_program, make_tls
+from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.nodes import clean_environment, wait_until
 
 PAGE = (Path(__file__).parents[2] / "deploy" / "etcd" / "README.md").read_text()
 CONSOLE = [sys.executable, "-m", "elastic_train.cli"]

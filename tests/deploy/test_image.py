@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.drills.etcd_cluster import find_program
+from elastic_train.tools.drills.etcd_cluster import find_program
 from tests.deploy.test_docker import compose
 from tests.deploy.tools import DEPLOY
 from tests.integration.cluster import newest_snapshot, outcomes, result, wait_for_step

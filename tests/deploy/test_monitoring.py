@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from elastic_train.drills.nodes import free_port, wait_until
-from elastic_train.metrics import Metrics, Snapshot
+from elastic_train.observe.metrics import Metrics, Snapshot
+from elastic_train.tools.drills.nodes import free_port, wait_until
 from tests.unit.test_metrics import state, world
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_train.cli import main, make_parser
 from elastic_train.errors import UsageError
-from elastic_train.submit import SlurmJob, set_option, set_variable, write_script
+from elastic_train.tools.submit import SlurmJob, set_option, set_variable, write_script
 from tests.deploy.tools import DEPLOY, program
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic_train.drills.audit import Audit, Verdict, audit
+from elastic_train.tools.audit.audit import Audit, CheckOutcome, audit
 from tests.drills.small_run import (
     MEMBERS,
     START,
@@ -22,14 +22,14 @@ def ledger_of(run_dir: Path, member: str = MEMBERS[0]) -> Path:
     return run_dir / "ledger" / f"{member.replace('/', '-')}.jsonl"
 
 
-def verdicts(found: Audit) -> dict[str, Verdict]:
+def verdicts(found: Audit) -> dict[str, CheckOutcome]:
     return {check.name: check.verdict for check in found.checks}
 
 
 def only_failure(run_dir: Path, name: str) -> str:
     """The findings of the one check that failed."""
     found = audit(run_dir)
-    failed = {check.name for check in found.checks if check.verdict is Verdict.FAIL}
+    failed = {check.name for check in found.checks if check.verdict is CheckOutcome.FAIL}
     assert failed == {name}, found.reasons
     assert not found.passed
     return "\n".join(found.reasons)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from elastic_train.snapshot import SnapshotWriter
-from elastic_train.state import state_sha256
+from elastic_train.storage.snapshot import SnapshotWriter
+from elastic_train.training.state import state_sha256
 
 LENGTH, BATCH, PER_EPOCH = 10, 4, 3
 LAST_STEP = 7

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from elastic_train.cli import main
-from elastic_train.drills.audit import Verdict, audit, audit_history
-from elastic_train.drills.history import read_history
-from elastic_train.drills.report import page
 from elastic_train.errors import RunDirectoryError
+from elastic_train.tools.audit.audit import CheckOutcome, audit, audit_history
+from elastic_train.tools.audit.history import read_history
+from elastic_train.tools.audit.report import page
 from tests.drills.planting import (
     damage,
     events_of,
@@ -32,13 +32,13 @@ from tests.drills.small_run import (
 def test_a_good_run_passes_every_check(run_dir: Path) -> None:
     found = audit(run_dir)
     assert found.passed, found.reasons
-    skipped = {name for name, verdict in verdicts(found).items() if verdict is Verdict.SKIPPED}
+    skipped = {name for name, verdict in verdicts(found).items() if verdict is CheckOutcome.SKIPPED}
     assert skipped == {"faults", "losses"}, "it was no drill"
 
 
 def test_a_good_drill_passes_every_check(run_dir: Path) -> None:
     mark_as_drill(run_dir)
-    assert set(verdicts(audit(run_dir)).values()) == {Verdict.PASS}
+    assert set(verdicts(audit(run_dir)).values()) == {CheckOutcome.PASS}
 
 
 def test_the_command_ends_in_a_verdict(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

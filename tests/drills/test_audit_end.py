@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from elastic_train.drills.audit import Verdict, audit
-from elastic_train.snapshot import SnapshotWriter
+from elastic_train.storage.snapshot import SnapshotWriter
+from elastic_train.tools.audit.audit import CheckOutcome, audit
 from elastic_train.world import host_name
 from tests.drills.planting import (
     damage,
@@ -140,7 +140,7 @@ def test_a_snapshot_that_the_drill_damaged_and_that_was_restored(run_dir: Path) 
         ]
 
     edit_lines(events_of(run_dir), save_anew)
-    assert verdicts(audit(run_dir))["snapshots"] is Verdict.PASS
+    assert verdicts(audit(run_dir))["snapshots"] is CheckOutcome.PASS
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_a_run_that_was_continued_and_stopped(run_dir: Path) -> None:
     end_with(run_dir, outcome="stopped")
     found = audit(run_dir)
     assert found.passed, found.reasons
-    skipped = {name for name, verdict in verdicts(found).items() if verdict is Verdict.SKIPPED}
+    skipped = {name for name, verdict in verdicts(found).items() if verdict is CheckOutcome.SKIPPED}
     assert skipped == {"end", "faults", "losses", "phases", "state", "leftovers"}
 
 
@@ -239,7 +239,7 @@ def test_a_temporary_file_in_a_folder_of_snapshots_elsewhere(run_dir: Path, tmp_
         return [*lines, {**last, "event": "snapshot", "snapshot_step": LAST_STEP, "path": "/s/7"}]
 
     edit_lines(events_of(run_dir), save)
-    assert verdicts(audit(run_dir))["snapshots"] is Verdict.SKIPPED, "it may be on another machine"
+    assert verdicts(audit(run_dir))["snapshots"] is CheckOutcome.SKIPPED, "it may be on another machine"
 
 
 def test_what_the_drill_itself_found_left(run_dir: Path) -> None:
@@ -254,7 +254,7 @@ def test_an_attempt_that_saved_nothing_is_no_part_of_the_wall(run_dir: Path) -> 
     """Its nodes lost their power before the first snapshot, and the run began again from scratch."""
     early = {"time": START - 100.0, "event": "start", "generation": None, "rank": 0, "step": 0}
     (run_dir / "events" / "gone-0-1.jsonl").write_text(json.dumps(early) + "\n")
-    assert verdicts(audit(run_dir))["phases"] is Verdict.PASS
+    assert verdicts(audit(run_dir))["phases"] is CheckOutcome.PASS
 
 
 def test_a_result_that_is_no_json(run_dir: Path) -> None:

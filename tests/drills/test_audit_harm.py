@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.drills.audit import Verdict, audit
-from elastic_train.drills.history import read_history
-from elastic_train.drills.lost_time import lost_time
+from elastic_train.tools.audit.audit import CheckOutcome, audit
+from elastic_train.tools.audit.history import read_history
+from elastic_train.tools.audit.lost_time import lost_time
 from tests.drills.planting import (
     events_of,
     fail,
@@ -65,7 +65,7 @@ def test_a_join_in_place_that_stands_still(run_dir: Path) -> None:
     join([])
     assert "incidents: join before generation 1: 40.50 s without a step, limit 30 s" in audit(run_dir).reasons
     join([MEMBERS[2]])
-    assert verdicts(audit(run_dir))["incidents"] is Verdict.PASS, "it may have waited for --min-nodes"
+    assert verdicts(audit(run_dir))["incidents"] is CheckOutcome.PASS, "it may have waited for --min-nodes"
 
 
 def _is_second_world(line: Line) -> bool:
@@ -84,7 +84,7 @@ def test_a_restart_that_took_too_long(run_dir: Path) -> None:
 
     restart(run_dir, 3, "snapshot")
     edit_lines(events_of(run_dir), delay)
-    assert verdicts(audit(run_dir))["incidents"] is Verdict.PASS, "its user may have come back late"
+    assert verdicts(audit(run_dir))["incidents"] is CheckOutcome.PASS, "its user may have come back late"
     mark_as_drill(run_dir)
     assert any(reason.startswith("incidents: restart before generation 2: 70") for reason in audit(run_dir).reasons)
 
@@ -139,7 +139,7 @@ def test_a_fault_that_did_not_strike(run_dir: Path) -> None:
     mark_as_drill(run_dir, [skipped])
     found = audit(run_dir)
     assert "faults: fault 0 (hang) did not strike: training had ended" in found.reasons
-    assert verdicts(found)["losses"] is Verdict.FAIL, "then somebody was lost without it"
+    assert verdicts(found)["losses"] is CheckOutcome.FAIL, "then somebody was lost without it"
 
 
 def test_a_worker_that_failed_although_no_fault_had_struck_it(run_dir: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_standstill_while_an_etcd_member_is_away(run_dir: Path) -> None:
             for line in lines
         ],
     )
-    assert verdicts(audit(run_dir))["losses"] is Verdict.PASS, "a step may take as long as its slowest worker"
+    assert verdicts(audit(run_dir))["losses"] is CheckOutcome.PASS, "a step may take as long as its slowest worker"
 
 
 def test_a_node_that_ends_unstruck_between_worlds_of_new_processes(run_dir: Path) -> None:

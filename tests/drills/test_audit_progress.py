@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.drills.audit import Verdict, audit
-from elastic_train.drills.history import read_history
-from elastic_train.drills.lost_time import lost_time
+from elastic_train.tools.audit.audit import CheckOutcome, audit
+from elastic_train.tools.audit.history import read_history
+from elastic_train.tools.audit.lost_time import lost_time
 from tests.drills.planting import (
     events_of,
     ledger_of,
@@ -88,7 +88,7 @@ def test_without_a_ledger_nothing_is_claimed(run_dir: Path) -> None:
     shutil.rmtree(run_dir / "ledger")
     found = audit(run_dir)
     assert found.passed
-    assert verdicts(found)["ledger"] is Verdict.SKIPPED
+    assert verdicts(found)["ledger"] is CheckOutcome.SKIPPED
 
     def ask_for_one(lines: list[Line]) -> list[Line]:
         return [{**line, "config": {**line["config"], "ledger": True}} if "config" in line else line for line in lines]
@@ -144,7 +144,7 @@ def test_more_than_one_step_that_only_the_dead_had_applied(run_dir: Path) -> Non
 
 def test_a_restart_from_scratch_where_a_snapshot_had_been_saved(run_dir: Path) -> None:
     restart(run_dir, 0, "scratch")
-    assert verdicts(audit(run_dir))["steps"] is Verdict.PASS, "everything was killed before the first snapshot"
+    assert verdicts(audit(run_dir))["steps"] is CheckOutcome.PASS, "everything was killed before the first snapshot"
     edit_lines(
         events_of(run_dir),
         lambda lines: [*lines, {**lines[0], "event": "snapshot", "generation": 1, "snapshot_step": 3, "path": "/s/3"}],
@@ -155,7 +155,7 @@ def test_a_restart_from_scratch_where_a_snapshot_had_been_saved(run_dir: Path) -
 
 def test_a_restart_of_a_drill_loses_no_more_than_what_came_after_the_newest_snapshot(run_dir: Path) -> None:
     restart(run_dir, 3, "snapshot", snapshot=5)
-    assert verdicts(audit(run_dir))["steps"] is Verdict.PASS, "its disk may have been lost"
+    assert verdicts(audit(run_dir))["steps"] is CheckOutcome.PASS, "its disk may have been lost"
     mark_as_drill(run_dir)
     faults = run_dir / "drill" / "faults.jsonl"
     lost = "steps: generation 2 begins at step 3, but step 7 had been committed"
@@ -167,7 +167,7 @@ def test_a_restart_of_a_drill_loses_no_more_than_what_came_after_the_newest_snap
     reason = "steps: generation 2 begins at step 3, from snapshot, but the snapshot of step 5 had been saved"
     assert reason in audit(run_dir).reasons
     edit_lines(faults, lambda lines: [{**lines[0], "name": "damage", "target": "5"}, lines[1]])
-    assert verdicts(audit(run_dir))["steps"] is Verdict.PASS, "that one was damaged"
+    assert verdicts(audit(run_dir))["steps"] is CheckOutcome.PASS, "that one was damaged"
 
 
 def test_a_snapshot_that_made_room_for_damaged_ones(run_dir: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_snapshot_that_made_room_for_damaged_ones(run_dir: Path) -> None:
     save(2)
     assert f"steps: {overlooked}" in audit(run_dir).reasons
     save(3)
-    assert verdicts(audit(run_dir))["steps"] is Verdict.PASS, "three are kept"
+    assert verdicts(audit(run_dir))["steps"] is CheckOutcome.PASS, "three are kept"
 
 
 def test_a_restart_that_loses_a_step(run_dir: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_restart_from_a_snapshot_may_repeat_steps(run_dir: Path) -> None:
 
     restart(run_dir, 3, "snapshot")
     found = audit(run_dir)
-    assert verdicts(found)["steps"] is Verdict.PASS, found.reasons
+    assert verdicts(found)["steps"] is CheckOutcome.PASS, found.reasons
     assert lost_time(read_history(run_dir)).outages[-1].cause == "restart"
 
 
@@ -276,7 +276,9 @@ def test_two_groups_that_train_at_the_same_time(run_dir: Path) -> None:
         )
 
     edit_lines(events_of(run_dir, MEMBERS[2]), train)
-    assert verdicts(audit(run_dir))["generations"] is Verdict.PASS, "clocks of several machines may differ by as much"
+    assert verdicts(audit(run_dir))["generations"] is CheckOutcome.PASS, (
+        "clocks of several machines may differ by as much"
+    )
     delay(3.0)
     late = "generations: generation 1 committed {} steps more, up to 7, when a later one trained"
     assert late.format(4) in audit(run_dir).reasons
@@ -292,7 +294,7 @@ def test_a_step_that_whoever_was_frozen_writes_down_late(run_dir: Path) -> None:
         return [*lines, {**lines[-1], "event": "step", "step": 4, "epoch": 1, "loss": 0.25, "time": START + 9}]
 
     edit_lines(events_of(run_dir, MEMBERS[2]), write_fourth)
-    assert verdicts(audit(run_dir))["generations"] is Verdict.PASS
+    assert verdicts(audit(run_dir))["generations"] is CheckOutcome.PASS
 
 
 def test_a_step_written_by_somebody_who_was_not_in(run_dir: Path) -> None:
@@ -345,7 +347,7 @@ def test_a_newcomer_in_a_world_that_re_formed(run_dir: Path) -> None:
 
     for member in MEMBERS[:2]:
         edit_lines(events_of(run_dir, member), admit)
-    assert verdicts(audit(run_dir))["generations"] is Verdict.PASS
+    assert verdicts(audit(run_dir))["generations"] is CheckOutcome.PASS
 
 
 def test_who_was_refused_says_nothing_about_the_run(run_dir: Path) -> None:

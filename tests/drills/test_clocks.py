@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 from elastic_train.cli import make_parser
-from elastic_train.drills import faketime
-from elastic_train.drills.audit import Verdict, audit
-from elastic_train.drills.backends import backend_of
-from elastic_train.drills.cluster import Cluster
-from elastic_train.drills.command import settings_of
-from elastic_train.drills.faketime import REREAD_SECONDS, NodeClocks
-from elastic_train.drills.history import read_history
-from elastic_train.drills.lost_time import lost_time
-from elastic_train.drills.nodes import wait_until
-from elastic_train.drills.record import Record
-from elastic_train.drills.report import page
 from elastic_train.errors import UsageError
+from elastic_train.tools.audit.audit import CheckOutcome, audit
+from elastic_train.tools.audit.history import read_history
+from elastic_train.tools.audit.lost_time import lost_time
+from elastic_train.tools.audit.record import Record
+from elastic_train.tools.audit.report import page
+from elastic_train.tools.drills import faketime
+from elastic_train.tools.drills.backends import backend_of
+from elastic_train.tools.drills.cluster import Cluster
+from elastic_train.tools.drills.drill_command import settings_of
+from elastic_train.tools.drills.faketime import REREAD_SECONDS, NodeClocks
+from elastic_train.tools.drills.nodes import wait_until
 from tests.drills.planting import verdicts
 from tests.drills.small_run import MEMBERS, add_monotonic, mark_as_drill, write_small_run
 
@@ -31,7 +31,7 @@ HOUR = 3600.0
 SECONDS_PER_STEP = 0.1
 """of three workers"""
 FLAGS = (
-    "--task", "elastic_train.drills.task:PacedDigits", "--ledger", "--epochs", "100000", "--eval-every", "100000",
+    "--task", "elastic_train.tools.drills.task:PacedDigits", "--ledger", "--epochs", "100000", "--eval-every", "100000",
     "--peer-timeout", "5", "--no-progress",
 )  # fmt: skip
 needs_libfaketime = pytest.mark.skipif(NodeClocks.why_not() is not None, reason=str(NodeClocks.why_not()))
@@ -62,7 +62,7 @@ def test_clocks_that_are_off_change_nothing_in_what_is_told(tmp_path: Path, ahea
         mark_as_drill(run_dir, nodes=3, nodes_as="processes", backend="c10d")
         add_monotonic(run_dir, errors)  # type: ignore[arg-type]
         found, history = audit(run_dir), read_history(run_dir)
-        assert set(verdicts(found).values()) == {Verdict.PASS}, found.reasons
+        assert set(verdicts(found).values()) == {CheckOutcome.PASS}, found.reasons
         lost = lost_time(history)
         times = [(world.generation, world.time) for world in history.worlds] + [(s.step, s.time) for s in history.steps]
         told.append((lost.wall, lost.useful, lost.by_cause["peer_lost"], *[time for _, time in times]))
@@ -151,5 +151,5 @@ def test_a_node_with_a_wrong_clock_leaves_and_joins(tmp_path: Path, backend: str
     found = audit(run_dir)
     assert found.passed, found.reasons
     assert {"ledger", "steps", "generations"} <= {
-        n for n, verdict in verdicts(found).items() if verdict is Verdict.PASS
+        n for n, verdict in verdicts(found).items() if verdict is CheckOutcome.PASS
     }

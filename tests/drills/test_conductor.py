@@ -13,16 +13,16 @@ import psutil
 import pytest
 from rich.console import Console
 
-from elastic_train.drills.checks import CHECKS
-from elastic_train.drills.cluster import Cluster, NodeState, Place
-from elastic_train.drills.drill import Conductor, Settings, _Ends, _judge, _Pending
-from elastic_train.drills.etcd_cluster import EtcdCallFailed
-from elastic_train.drills.harm import Fault, Harm, NotStruck
-from elastic_train.drills.live import Timeline
-from elastic_train.drills.network import NetworkError
-from elastic_train.drills.nodes import TooSlow
-from elastic_train.drills.record import FaultRecord, Record, read_drill
-from elastic_train.drills.schedule import Planned
+from elastic_train.tools.audit.checks import CHECKS
+from elastic_train.tools.audit.record import FaultRecord, Record, read_drill
+from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
+from elastic_train.tools.drills.drill import Conductor, Settings, _Ends, _judge, _Pending
+from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed
+from elastic_train.tools.drills.harm import Fault, Harm, NotStruck
+from elastic_train.tools.drills.live import Timeline
+from elastic_train.tools.drills.network import NetworkError
+from elastic_train.tools.drills.nodes import TooSlow
+from elastic_train.tools.drills.schedule import Planned
 
 PLANNED = Planned(0.0, "half-done")
 

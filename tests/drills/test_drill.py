@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_train.drills.audit import audit
-from elastic_train.drills.faketime import NodeClocks
-from elastic_train.drills.network import Network
-from elastic_train.drills.nodes import clean_environment, free_port
-from elastic_train.drills.record import read_drill
-from elastic_train.drills.resource_faults import OutOfMemory
+from elastic_train.tools.audit.audit import audit
+from elastic_train.tools.audit.record import read_drill
+from elastic_train.tools.drills.faketime import NodeClocks
+from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.nodes import clean_environment, free_port
+from elastic_train.tools.drills.resource_faults import OutOfMemory
 from tests.etcd_cluster import etcd_running
 
 

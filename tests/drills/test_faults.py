@@ -9,11 +9,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from elastic_train.drills.cluster import Place
-from elastic_train.drills.faults import Hang, KillAgain, KillAll
-from elastic_train.drills.harm import Harm
-from elastic_train.drills.watch import Watch
-from elastic_train.events import EventLog
+from elastic_train.runlog.events import EventLog
+from elastic_train.tools.drills.cluster import Place
+from elastic_train.tools.drills.faults import Hang, KillAgain, KillAll
+from elastic_train.tools.drills.harm import Harm
+from elastic_train.tools.drills.watch import RunWatch
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_second_death_hits_a_re_form_or_comes_too_late(
             else:
                 events.write("step", generation=3 - len(members), step=6, loss=1.0)
 
-    cluster = Mock(watch=Watch(tmp_path), kill=kill)
+    cluster = Mock(watch=RunWatch(tmp_path), kill=kill)
     harm = Harm(cluster, random.Random(1), 5.0, targets=targets, generation=0, members=("node1/0/1", "node2/0/2"))
     assert KillAgain().strike(harm).endswith(f"ms after the first, {hit}")
 

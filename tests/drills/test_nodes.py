@@ -13,14 +13,22 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from elastic_train.drills import network_faults
-from elastic_train.drills.backends import C10d
-from elastic_train.drills.cluster import Cluster, Place
-from elastic_train.drills.harm import Fault, Harm, NotStruck
-from elastic_train.drills.network import HUB_ADDRESS, NAMESPACES, Network
-from elastic_train.drills.network_faults import PacketLoss, SlowLink
-from elastic_train.drills.nodes import Node, TooSlow, clean_environment, inner_pid, is_running, kill_at_once, wait_until
-from elastic_train.drills.record import PACE_FILE, PACE_VARIABLE, Record
+from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, Record
+from elastic_train.tools.drills import network_faults
+from elastic_train.tools.drills.backends import C10d
+from elastic_train.tools.drills.cluster import Cluster, Place
+from elastic_train.tools.drills.harm import Fault, Harm, NotStruck
+from elastic_train.tools.drills.network import HUB_ADDRESS, NAMESPACES, Network
+from elastic_train.tools.drills.network_faults import PacketLoss, SlowLink
+from elastic_train.tools.drills.nodes import (
+    Node,
+    TooSlow,
+    clean_environment,
+    inner_pid,
+    is_running,
+    kill_at_once,
+    wait_until,
+)
 
 # An agent with a worker in a session of its own that has a child; the worker survives the agent.
 AGENT = """
@@ -77,7 +85,7 @@ def test_a_worker_that_outlives_its_agent_is_seen_and_ended(node: Node) -> None:
 
 def test_an_orphan_of_a_worker_is_seen_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Agent and worker are killed, and what the worker had started runs on; nobody knows whose child it was."""
-    monkeypatch.setattr("elastic_train.drills.cluster.ENDING_SECONDS", 0.1)
+    monkeypatch.setattr("elastic_train.tools.drills.cluster.ENDING_SECONDS", 0.1)
     record = Record(tmp_path)
     cluster = Cluster(tmp_path, record, [], num_nodes=1)
     mark = {PACE_VARIABLE: str(record.path / PACE_FILE)}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.drills.reference import ReferenceFailed, cache_directory, cache_key, undisturbed
+from elastic_train.tools.drills.reference import ReferenceFailed, cache_directory, cache_key, undisturbed
 
 
 def test_only_what_flags_alone_decide_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 
 from elastic_train.cli import main
-from elastic_train.drills.audit import audit_history
-from elastic_train.drills.charts import MAX_POINTS, Axis, lanes, nice_step, thinned
-from elastic_train.drills.history import read_history
-from elastic_train.drills.lost_time import lost_time
-from elastic_train.drills.report import write_report
+from elastic_train.tools.audit.audit import audit_history
+from elastic_train.tools.audit.charts import MAX_POINTS, Axis, lanes, nice_step, thinned
+from elastic_train.tools.audit.history import read_history
+from elastic_train.tools.audit.lost_time import lost_time
+from elastic_train.tools.audit.report import write_report
 from tests.drills.planting import restart
 from tests.drills.small_run import MEMBERS, START, edit_json, mark_as_drill, write_small_run
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from elastic_train.cli import make_parser
-from elastic_train.drills.catalogue import FAULTS
-from elastic_train.drills.command import settings_of
-from elastic_train.drills.network import Network, NetworkError
-from elastic_train.drills.record import fault_records
-from elastic_train.drills.resource_faults import DiskFull
-from elastic_train.drills.schedule import DEFAULT_FAULTS, default_plan, fits, random_plan, read_scenario
 from elastic_train.errors import UsageError
+from elastic_train.tools.audit.record import fault_records
+from elastic_train.tools.drills.catalogue import FAULTS
+from elastic_train.tools.drills.drill_command import settings_of
+from elastic_train.tools.drills.network import Network, NetworkError
+from elastic_train.tools.drills.resource_faults import DiskFull
+from elastic_train.tools.drills.schedule import DEFAULT_FAULTS, default_plan, fits, random_plan, read_scenario
 
 SIZES = {name: kind.size for name, kind in FAULTS.items()}
 LEAST = {name: kind.least_nodes() for name, kind in FAULTS.items()}
@@ -93,7 +93,7 @@ def test_flags_after_the_dashes_are_the_workers(tmp_path: Path) -> None:
     own = settings_of(settings("--", *flagged, "--epochs", "3", "--peer-timeout=5"))
     assert own.last_step is None, "it has its own end"
     assert own.peer_timeout == 5.0
-    assert "elastic_train.drills.task:PacedDigits" not in own.flags
+    assert "elastic_train.tools.drills.task:PacedDigits" not in own.flags
 
 
 @pytest.mark.parametrize(

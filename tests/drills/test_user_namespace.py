@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.drills.user_namespace import become_root
+from elastic_train.tools.drills.user_namespace import become_root
 from tests.drills.test_drill import drill_command, drill_environment, scenario
 
 # Who is root already becomes somebody else first, with the rights to the same files.
@@ -18,8 +18,8 @@ AS_ANYBODY = ["unshare", "--user", "--map-user=1000", "--map-group=1000"] if os.
 
 _PROGRAM = """
 import os, sys
-from elastic_train.drills.network import Network
-from elastic_train.drills.user_namespace import become_root
+from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.user_namespace import become_root
 if os.geteuid() != 0:
     print(os.getpid(), Network.why_not(), flush=True)
 become_root([])

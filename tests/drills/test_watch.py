@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.drills.watch import Watch
-from elastic_train.events import EventLog
+from elastic_train.runlog.events import EventLog
+from elastic_train.tools.drills.watch import RunWatch
 from tests.drills.small_run import LAST_STEP, MEMBERS, START, Line, add_monotonic, edit_lines, write_small_run
 
 
@@ -16,7 +16,7 @@ def test_after_a_restart_from_a_snapshot_the_step_is_its(tmp_path: Path) -> None
     """Else a fault would count as got over only beyond the step that was reached before."""
     write_small_run(tmp_path)
     add_monotonic(tmp_path)
-    watch = Watch(tmp_path)
+    watch = RunWatch(tmp_path)
     watch.poll()
     assert (watch.generation, watch.step) == (1, LAST_STEP)
 
@@ -37,7 +37,7 @@ def test_a_clock_that_is_set_off_moves_nothing(tmp_path: Path) -> None:
     log.write("world", generation=0, members=["node/0/1"], time=time.time() - 3600)
     log.write("step", generation=0, step=1, loss=1.0, time=time.time() + 3600)
     log.close()
-    watch = Watch(tmp_path)
+    watch = RunWatch(tmp_path)
     watch.poll()
     assert watch.world is not None
     assert watch.world.first_step_at == watch.last_step_at

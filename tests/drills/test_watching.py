@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.drills.watching import GoodputSoFar, watch_status
-from elastic_train.status import RunState
+from elastic_train.observe.status import RunState
+from elastic_train.tools.audit.watching import GoodputSoFar, watch_status
 from tests.drills.small_run import MEMBERS, START, add_monotonic, write_small_run
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_train.drills.nodes import (
+from elastic_train.tools.drills.nodes import (
     Node,
     clean_environment,
     free_port,
@@ -21,8 +21,8 @@ from elastic_train.drills.nodes import (
 )
 
 if TYPE_CHECKING:
-    from elastic_train.drills.etcd_cluster import EtcdCluster
-    from elastic_train.snapshot import SnapshotInfo
+    from elastic_train.storage.snapshot import SnapshotInfo
+    from elastic_train.tools.drills.etcd_cluster import EtcdCluster
 
 __all__ = ["Cluster", "Node", "free_port", "is_listening", "is_running", "kill_at_once", "running", "wait_until"]
 
@@ -157,7 +157,7 @@ def snapshot_names(run_dir: Path) -> list[str]:
 
 def newest_snapshot(run_dir: Path) -> tuple[SnapshotInfo, dict[str, Any]]:
     """The newest snapshot and its state; AssertionError unless it is whole and all others are too."""
-    from elastic_train.snapshot import find_snapshots, newest_whole, verify
+    from elastic_train.storage.snapshot import find_snapshots, newest_whole, verify
 
     def refuse(message: str) -> None:
         raise AssertionError(message)

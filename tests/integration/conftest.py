@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.drills.etcd_cluster import EtcdCluster
+from elastic_train.tools.drills.etcd_cluster import EtcdCluster
 from tests.etcd_cluster import etcd_running
 from tests.integration.cluster import Cluster, running
 

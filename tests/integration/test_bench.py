@@ -7,12 +7,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_train.bench.goodput import NUM_NODES, Ours, Restarts, Torchft, Trace
-from elastic_train.bench.goodput import measure as measure_goodput
-from elastic_train.bench.loop import Case, Effort, lower_bound, measure
-from elastic_train.bench.startup import measure_ours, rows_of
-from elastic_train.drills.history import read_history
 from elastic_train.errors import ElasticTrainError
+from elastic_train.tools.audit.history import read_history
+from elastic_train.tools.bench.goodput_of_trace import NUM_NODES, Ours, Restarts, Torchft, Trace
+from elastic_train.tools.bench.goodput_of_trace import measure as measure_goodput
+from elastic_train.tools.bench.loop_speed import Effort, LoopCase, lower_bound, measure
+from elastic_train.tools.bench.startup import measure_ours, rows_of
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -20,14 +20,14 @@ RIVALS = {"restarts": Restarts, "torchft": Torchft}
 
 
 def test_a_small_measurement() -> None:
-    cases = [Case("mlp", 64, 2, snapshot_every=5), Case("cnn", 512, 2)]
+    cases = [LoopCase("mlp", 64, 2, snapshot_every=5), LoopCase("cnn", 512, 2)]
     rows = measure(cases, Effort(block_seconds=0.02, case_seconds=0.1, min_pairs=2, launches=2))
     assert [row.case for row in rows] == [str(case) for case in cases]
     assert all(row.ours > 0 and row.theirs > 0 and row.ratio > 0 for row in rows)
 
 
 def test_a_small_measurement_of_a_loop_of_ones_own() -> None:
-    cases = [Case("mlp", 64, 2, items=True, num_workers=number) for number in (0, 1)]
+    cases = [LoopCase("mlp", 64, 2, items=True, num_workers=number) for number in (0, 1)]
     rows = measure(cases, Effort(block_seconds=0.05, case_seconds=0.3, min_pairs=2, launches=2))
     names = [str(cases[0]), "  at least, at 95 %", "  of processor time"]
     assert [row.case for row in rows] == [*names, str(cases[1]), *names[1:]]
@@ -45,7 +45,9 @@ def test_a_lower_bound_is_that_of_the_launches() -> None:
 
 def test_a_worker_that_fails_ends_it() -> None:
     with pytest.raises(ElasticTrainError, match="rank 0 of OurLoop ended with code 1"):
-        measure([Case("no-such-model", 64, 1)], Effort(block_seconds=0.02, case_seconds=0.1, min_pairs=2, launches=1))
+        measure(
+            [LoopCase("no-such-model", 64, 1)], Effort(block_seconds=0.02, case_seconds=0.1, min_pairs=2, launches=1)
+        )
 
 
 def test_the_phases_of_a_join(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_train.bench.membership import LARGE, measure_all, rows_of
-from elastic_train.liveness import ping_interval
+from elastic_train.protocol.liveness import ping_interval
+from elastic_train.tools.bench.membership_load import LARGE, measure_all, rows_of
 
 pytestmark = pytest.mark.timeout(180)
 

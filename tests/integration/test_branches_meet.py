@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from elastic_train.drills.audit import audit
-from elastic_train.drills.backends import C10d
-from elastic_train.drills.network import Network
-from elastic_train.drills.nodes import Node, clean_environment, dying_with_parent, wait_until
-from elastic_train.snapshot import find_snapshots
+from elastic_train.storage.snapshot import find_snapshots
+from elastic_train.tools.audit.audit import audit
+from elastic_train.tools.drills.backends import C10d
+from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.nodes import Node, clean_environment, dying_with_parent, wait_until
 from tests.integration.cluster import events
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.drills.etcd_cluster import EtcdCluster
-from elastic_train.drills.network import Network
-from elastic_train.drills.nodes import Node, clean_environment, wait_until
+from elastic_train.tools.drills.etcd_cluster import EtcdCluster
+from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.nodes import Node, clean_environment, wait_until
 from tests.integration.cluster import PYTHON, TORCHRUN, Cluster, free_port
 
 pytestmark = pytest.mark.timeout(900)
@@ -100,7 +100,7 @@ def test_alone_with_a_store_that_refuses_and_a_world_that_is_too_small(cluster: 
 
 def test_alone_with_a_stranger_at_the_port_and_a_task_that_fails(cluster: Cluster) -> None:
     (cluster.path / "broken.py").write_text(
-        "from elastic_train.tasks import Task\n\n\nclass Broken(Task):\n    def build_model(self):\n"
+        "from elastic_train.training.tasks import Task\n\n\nclass Broken(Task):\n    def build_model(self):\n"
         "        raise FileNotFoundError('no corpus.bin')\n"
     )
     with socket.create_server(("localhost", 0)) as stranger:
@@ -177,7 +177,7 @@ class TestInNamespaces:
 @pytest.mark.slow
 def test_etcd_before_any_job(etcd: EtcdCluster, tmp_path: Path) -> None:
     """One member away is a warning; two of three, and nobody could meet."""
-    from elastic_train.check.rendezvous import look_at_etcd
+    from elastic_train.tools.check.endpoint import look_at_etcd
 
     assert look_at_etcd(etcd.settings(), "none/check").problems == ()
     etcd.members[0].kill()

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_train.datasets import load
-from elastic_train.models import build_model
-from elastic_train.sampler import EpochOrder
+from elastic_train.training.datasets import load
+from elastic_train.training.models import build_model
+from elastic_train.training.sampler import EpochOrder
 from tests.integration.cluster import (
     TORCHRUN,
     Cluster,
@@ -44,9 +44,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from elastic_train.datasets import load
-from elastic_train.models import build_model
-from elastic_train.sampler import EpochOrder
+from elastic_train.training.datasets import load
+from elastic_train.training.models import build_model
+from elastic_train.training.sampler import EpochOrder
 
 batch_size, num_steps = int(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo")

@@ -31,7 +31,7 @@ BOTH = pytest.mark.parametrize("cluster", ["c10d", pytest.param("etcd3", marks=p
 # Fails on the nodes that its file is told to fail on, after torchrun has started their workers.
 CRASHING_TASK = """
 import os
-from elastic_train.tasks import ImageClassification
+from elastic_train.training.tasks import ImageClassification
 
 class Crashing(ImageClassification):
     def __init__(self):
@@ -51,7 +51,7 @@ runpy.run_module("elastic_train", run_name="__main__", alter_sys=True)
 
 # Counts what a forward pass is given; more than what fitted in the first world is out of memory.
 BOUNDED_TASK = """
-from elastic_train.tasks import ImageClassification
+from elastic_train.training.tasks import ImageClassification
 
 class Bounded(ImageClassification):
     def __init__(self):

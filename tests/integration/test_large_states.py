@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.bench.recovery import LARGE_TASK
+from elastic_train.tools.bench.recovery_time import LARGE_TASK
 from tests.integration.cluster import Cluster, events, last_step, wait_for_step, wait_until
 
 HIDDEN = 8_820_000

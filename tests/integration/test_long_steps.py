@@ -17,7 +17,7 @@ PEER_TIMEOUT = 1.0
 BUSY_TASK = """
 import json, os, time
 import torch.distributed as dist
-from elastic_train.tasks import ImageClassification
+from elastic_train.training.tasks import ImageClassification
 
 SECONDS = {"first": 0, "each": 0, "hiccup": 0, "evaluation": 0} | json.loads(os.environ["BUSY"])
 

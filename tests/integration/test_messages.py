@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_train.config import Config, as_json, flag
-from elastic_train.torchrun import C10D_VARIABLE, C10dSettings
+from elastic_train.rendezvous.launch import C10D_VARIABLE, C10dSettings
 from tests.integration.cluster import (
     PYTHON,
     Cluster,
@@ -32,7 +32,7 @@ LISTED_TASK = """
 import os
 import torch
 from torch.utils.data import Dataset
-from elastic_train.tasks import Task
+from elastic_train.training.tasks import Task
 
 class Folder(Dataset):
     def __init__(self):
@@ -55,7 +55,7 @@ class Listed(Task):
 """
 BROKEN_TASK = """
 from torch import nn
-from elastic_train.tasks import Task
+from elastic_train.training.tasks import Task
 
 class Broken(Task):
     def build_model(self):

@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_train.drills.nodes import free_port
+from elastic_train.tools.drills.nodes import free_port
 from tests.integration.cluster import Cluster, wait_until
 from tests.integration.test_in_place import start_world
 

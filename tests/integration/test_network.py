@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.drills.audit import audit
-from elastic_train.drills.backends import backend_of
-from elastic_train.drills.cluster import Cluster, NodeState, Place
-from elastic_train.drills.network import Network
-from elastic_train.drills.nodes import wait_until
-from elastic_train.drills.record import FOLDER, Record
+from elastic_train.tools.audit.audit import audit
+from elastic_train.tools.audit.record import FOLDER, Record
+from elastic_train.tools.drills.backends import backend_of
+from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
+from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.nodes import wait_until
 from tests.integration.cluster import events, outcomes
 
 pytestmark = pytest.mark.timeout(400)

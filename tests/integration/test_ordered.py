@@ -26,17 +26,17 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from elastic_train import determinism
-from elastic_train.batches import steps
-from elastic_train.bench.reduction import local_world
 from elastic_train.config import Config
-from elastic_train.models import build_model
-from elastic_train.ordered import OrderedReduction
-from elastic_train.process_group import is_communication_error
-from elastic_train.reduction import Loss
-from elastic_train.state import TrainState, build_optimizer, state_sha256
-from elastic_train.tasks import Task
-from elastic_train.train import task_loss, train_step
+from elastic_train.elastic.process_group import is_communication_error
+from elastic_train.tools.bench.reduction_speed import local_world
+from elastic_train.training import determinism
+from elastic_train.training.batches import steps
+from elastic_train.training.models import build_model
+from elastic_train.training.ordered import OrderedReduction
+from elastic_train.training.reduction import Loss
+from elastic_train.training.state import TrainState, build_optimizer, state_sha256
+from elastic_train.training.tasks import Task
+from elastic_train.training.train import task_loss, train_step
 from elastic_train.world import World
 
 CPU = torch.device("cpu")

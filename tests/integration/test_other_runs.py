@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.snapshot import find_snapshots
+from elastic_train.storage.snapshot import find_snapshots
 from tests.integration.cluster import Cluster, error_line, events, snapshot_names
 
 FLAGS = ("--model", "mlp", "--snapshot-every", "10", "--eval-every", "1000")

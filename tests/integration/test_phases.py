@@ -1,4 +1,4 @@
-"""A member dies, errs or freezes at a named moment; the fault seam (elastic_train/faults.py) hits it exactly."""
+"""A member dies, errs or freezes at a named moment; elastic/fault_seam.py hits it exactly."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_poisoned_step_ends_the_job(cluster: Cluster) -> None:
 
 FRUITLESS_TASK = """
 import torch.distributed as dist
-from elastic_train.tasks import ImageClassification
+from elastic_train.training.tasks import ImageClassification
 
 class Fruitless(ImageClassification):
     def loss(self, module, batch):
@@ -191,7 +191,7 @@ def test_a_thread_that_is_stuck_while_the_state_is_handed_over(cluster: Cluster,
 WAITING_TASK = """
 import time
 import torch.distributed as dist
-from elastic_train.tasks import ImageClassification
+from elastic_train.training.tasks import ImageClassification
 
 class Waiting(ImageClassification):
     num_losses = 0
@@ -229,7 +229,7 @@ def test_the_last_one_waits_for_a_collective_that_does_not_end(cluster: Cluster)
 STUCK_TASK = """
 import time
 import torch.distributed as dist
-from elastic_train.tasks import ImageClassification
+from elastic_train.training.tasks import ImageClassification
 
 class Stuck(ImageClassification):
     num_evaluations = 0

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.drills.audit import audit
-from elastic_train.drills.etcd_cluster import EtcdCluster
-from elastic_train.drills.network import HUB_ADDRESS
-from elastic_train.drills.nodes import wait_until
-from elastic_train.drills.record import PACE_VARIABLE
-from elastic_train.drills.reference import undisturbed
+from elastic_train.tools.audit.audit import audit
+from elastic_train.tools.audit.record import PACE_VARIABLE
+from elastic_train.tools.drills.etcd_cluster import EtcdCluster
+from elastic_train.tools.drills.network import HUB_ADDRESS
+from elastic_train.tools.drills.nodes import wait_until
+from elastic_train.tools.drills.reference import undisturbed
 from tests import slurm_cluster
 from tests.deploy.tools import programs_folder
 from tests.integration.cluster import (
@@ -42,7 +42,7 @@ pytestmark = [
 
 STEPS = 400
 FLAGS = (
-    "--task", "elastic_train.drills.task:PacedDigits", "--epochs", "100000", "--max-steps", str(STEPS),
+    "--task", "elastic_train.tools.drills.task:PacedDigits", "--epochs", "100000", "--max-steps", str(STEPS),
     "--reduction", "ordered", "--ledger", "--eval-every", "100000", "--snapshot-every", "50", "--peer-timeout", "30",
 )  # fmt: skip
 SLOW, CRAWL = 0.01, 0.1

@@ -41,7 +41,7 @@ LARGE_TASK = """
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from elastic_train.tasks import Task
+from elastic_train.training.tasks import Task
 
 class Large(Task):
     def build_model(self):

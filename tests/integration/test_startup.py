@@ -10,8 +10,11 @@ from importlib.machinery import PathFinder
 from tests.integration.cluster import PYTHON, Cluster, wait_for_step, wait_until
 
 ANNOUNCED, JOINED = "elastic_train: meeting", "elastic_train: in world"
-OF_THE_AGENT = {"elastic_train", *(f"elastic_train.{name}" for name in ("errors", "etcd_settings", "rendezvous"))}
-OF_THE_AGENT |= {"elastic_train.slurm", "elastic_train.torchrun"}
+OF_THE_AGENT = {"elastic_train", *(f"elastic_train.{name}" for name in ("errors", "protocol", "rendezvous", "version"))}
+OF_THE_AGENT |= {f"elastic_train.protocol.{name}" for name in ("addresses", "names")}
+OF_THE_AGENT |= {f"elastic_train.rendezvous.{name}" for name in ("command_line", "etcd_settings", "handler", "hook")}
+OF_THE_AGENT |= {f"elastic_train.rendezvous.{name}" for name in ("launch", "slurm")}
+OF_THE_AGENT |= {"elastic_train.torchrun"}  # of an older editable install
 OF_THE_FLAGS = {"simple_parsing", "docstring_parser", "yaml"}
 
 
@@ -29,7 +32,7 @@ def test_a_newcomer_imports_torch_and_hardly_anything_else(cluster: Cluster) -> 
     assert "torch._dynamo" not in imported(agent)
     assert packages(imported(agent)) - packages(modules_of("torch.distributed.run")) <= {"elastic_train"}
 
-    assert {"elastic_train.recovery", "torch._dynamo"} <= imported(worker)
+    assert {"elastic_train.elastic.recovery", "torch._dynamo"} <= imported(worker)
     needed = packages(modules_of("torch, torch._dynamo")) | {"elastic_train"} | OF_THE_FLAGS
     assert packages(imported(worker)) <= needed
 

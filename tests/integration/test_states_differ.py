@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic_train.drills.audit import audit
+from elastic_train.tools.audit.audit import audit
 from tests.integration.cluster import (
     Cluster,
     Node,
@@ -30,7 +30,7 @@ BAD_MEMORY = """
 import json, os, signal, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from elastic_train.tasks import ImageClassification
+from elastic_train.training.tasks import ImageClassification
 
 PLAN = json.loads(os.environ.get("BAD_MEMORY", "{}"))
 

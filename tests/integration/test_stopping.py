@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 
-from elastic_train.sampler import EpochOrder
+from elastic_train.training.sampler import EpochOrder
 from tests.integration.cluster import (
     Cluster,
     check_ledger,
@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from elastic_train.tasks import Task
+from elastic_train.training.tasks import Task
 
 class Slow(Task):
     steps = 0
@@ -60,7 +60,7 @@ POISONED_TASK = """
 from pathlib import Path
 import torch
 from torch import nn
-from elastic_train.tasks import Task
+from elastic_train.training.tasks import Task
 
 class Bits(torch.utils.data.Dataset):
     def __len__(self):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic_train.cli import main as console
-from elastic_train.state import state_sha256
+from elastic_train.training.state import state_sha256
 from tests.integration.cluster import (
     PYTHON,
     TORCHRUN,
@@ -260,7 +260,7 @@ def test_ordered_keeps_its_bits_with_flags_of_the_step(cluster: Cluster) -> None
 COUNTING_TASK = """
 import os
 import torch
-from elastic_train.tasks import ImageClassification
+from elastic_train.training.tasks import ImageClassification
 
 class Counting(ImageClassification):
     name = "counting"

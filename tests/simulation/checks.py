@@ -6,7 +6,7 @@ import json
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from elastic_train.protocol.agreement import Status
+from elastic_train.protocol.agreement import Liveness
 from elastic_train.protocol.laws import may_go_on
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _may_not(worker: Worker, side: list[Worker]) -> bool:
             dead |= {
                 world.members[rank].uid
                 for rank in others
-                if one.watcher.status(world.members[rank], rank, False) is Status.DEAD
+                if one.watcher.status(world.members[rank], rank, False) is Liveness.DEAD
             }
     return not may_go_on([voters.without(dead) for voters in worlds], [one.uid for one in side])
 

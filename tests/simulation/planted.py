@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_train import liveness
-from elastic_train.protocol import laws, peers, registers
+from elastic_train.protocol import laws, liveness, peers, registers
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import ArbiterSilent, Claims
 from elastic_train.protocol.clients import Clients

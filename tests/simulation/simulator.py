@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic_train import membership as membership_module
+from elastic_train.elastic import membership as membership_module
 from elastic_train.protocol import arbiter as arbiter_module
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Claims

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic_train import liveness, pace
+from elastic_train.protocol import liveness, pace
 from elastic_train.protocol.neighbours import STANDARD, Topology
 from elastic_train.rules import Activity
 from tests.simulation import checks

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from elastic_train.branches import Branches, id_of
+from elastic_train.elastic.membership import Membership, Surroundings
 from elastic_train.errors import FormationFailed, JobFinished, LeftOut, Superseded
-from elastic_train.liveness import Watcher, ping_interval
-from elastic_train.membership import Membership, Surroundings
-from elastic_train.pace import Pace
-from elastic_train.protocol.branches import Branches, id_of
 from elastic_train.protocol.encounters import Encounters
+from elastic_train.protocol.liveness import Watcher, ping_interval
+from elastic_train.protocol.pace import Pace
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.rules import NOW, Activity
 from elastic_train.world import Member, World

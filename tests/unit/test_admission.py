@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_train import membership
-from elastic_train.membership import SETTLE_SECONDS, Membership, Surroundings
+from elastic_train.elastic import membership
+from elastic_train.elastic.membership import SETTLE_SECONDS, Membership, Surroundings
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.world import Member, World
 

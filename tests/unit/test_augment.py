@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_train.augment import (
+from elastic_train.training.augment import (
     Augmentation,
     SeededItems,
     augment,
@@ -46,7 +46,7 @@ def test_seed_epoch_and_index_each_change_it() -> None:
 
 def test_the_same_numbers_in_another_process_and_in_another_release() -> None:
     program = (
-        "import numpy as np; from elastic_train.augment import random_bits; "
+        "import numpy as np; from elastic_train.training.augment import random_bits; "
         "print([hex(b) for b in random_bits(5, 2, np.array([0, 1, 10**12]), 1)[:, 0].tolist()])"
     )
     elsewhere = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

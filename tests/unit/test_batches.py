@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from elastic_train.batches import pinned, steps
 from elastic_train.config import Config
-from elastic_train.state import TrainState
-from elastic_train.tasks import Task, build_task
-from elastic_train.worker import make_state
+from elastic_train.elastic.worker import make_state
+from elastic_train.training.batches import pinned, steps
+from elastic_train.training.state import TrainState
+from elastic_train.training.tasks import Task, build_task
 from elastic_train.world import Member, World
 
 CPU = torch.device("cpu")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from elastic_train.branches import Branch, Branches, Position, is_on, parting_step
+from elastic_train.elastic.restore import describe_offer, require_line, require_one_line
 from elastic_train.errors import BranchesMixed, Refused, StoreUnreachable
-from elastic_train.protocol.branches import Branch, Branches, Position, is_on, parting_step
 from elastic_train.protocol.encounters import SUPERSEDED, Encounters
 from elastic_train.protocol.store import MemoryStore
-from elastic_train.restore import describe_offer, require_line, require_one_line
-from elastic_train.snapshot import SnapshotInfo, SnapshotWriter, find_snapshots, set_aside
+from elastic_train.storage.snapshot import SnapshotInfo, SnapshotWriter, find_snapshots, set_aside
 from elastic_train.world import World
 from tests.unit.test_world import member
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.check.here import TrialDirectory
+from elastic_train.tools.check.here import TrialDirectory
 
 
 @pytest.fixture

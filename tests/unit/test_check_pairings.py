@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_train.check.together import MOST_PAIRINGS, pairings, probed_by
+from elastic_train.tools.check.together import MOST_PAIRINGS, pairings, probed_by
 
 
 @pytest.mark.parametrize("size", range(1, 20))

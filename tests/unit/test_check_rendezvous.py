@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.certificates import make_certificates
-from elastic_train.check.rendezvous import days_of, expiry_told, look_at_endpoints
-from elastic_train.drills.nodes import free_port
+from elastic_train.rendezvous.certificates import make_certificates
+from elastic_train.tools.check.endpoint import days_of, expiry_told, look_at_endpoints
+from elastic_train.tools.drills.nodes import free_port
 
 
 def test_days_of_a_certificate(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_train.check import node_rules, world_rules
-from elastic_train.check.command import describe
-from elastic_train.check.facts import Gathered, Gpu, Link, Problem, SharedFacts, Wanted, WorkerFacts
-from elastic_train.check.finding import Finding, Level
-from elastic_train.check.rules import RULES, is_passed, judge
+from elastic_train.tools.check import node_rules, world_rules
+from elastic_train.tools.check.advice import Finding, Level
+from elastic_train.tools.check.check_command import describe
+from elastic_train.tools.check.facts import Gathered, Gpu, NodeLink, Problem, SharedFacts, Wanted, WorkerFacts
+from elastic_train.tools.check.judgement import RULES, is_passed, judge
 
 GB = 10**9
 VERSIONS = {"python": "3.11", "torch": "2.15.0+cu132", "torchvision": "0.29.2", "elastic_train": "0.1.0"}
@@ -56,7 +56,7 @@ def shared(rank: int, size: int) -> SharedFacts:
         sees_directory_of=tuple(range(size)),
         clock_offset=0.001,
         clock_error=0.0005,
-        links=tuple(Link(other, 0.0001, GB) for other in range(size) if other != rank),
+        links=tuple(NodeLink(other, 0.0001, GB) for other in range(size) if other != rank),
         all_reduce_seconds=0.01,
     )
 

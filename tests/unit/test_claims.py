@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.claims import Bounded, Directory
+from elastic_train.elastic.claims import Bounded, Directory
 from elastic_train.protocol.arbiter import MOST_REMOVED, OLD_SECONDS, OUTDATED, ArbiterSilent, Claims
 
 

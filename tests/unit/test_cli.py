@@ -16,11 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load as load_safetensors
 
-from elastic_train import bench, cli
-from elastic_train.bench import table
-from elastic_train.bench.table import Row
-from elastic_train.snapshot import SnapshotWriter
-from elastic_train.state import state_sha256
+from elastic_train import cli
+from elastic_train.storage.snapshot import SnapshotWriter
+from elastic_train.tools import bench
+from elastic_train.tools.bench import table
+from elastic_train.tools.bench.table import BenchRow
+from elastic_train.training.state import state_sha256
 
 MODEL = {"w": torch.arange(6.0), "n": torch.tensor(3)}
 
@@ -200,7 +201,7 @@ def test_every_benchmark_has_a_run() -> None:
 def test_bench_writes_the_rows_as_json_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [Row.of_rates("a case", [90.0, 100.0, 130.0], [100.0, 100.0, 100.0], "samples/s")]
+    rows = [BenchRow.of_rates("a case", [90.0, 100.0, 130.0], [100.0, 100.0, 100.0], "samples/s")]
     monkeypatch.setattr(bench, "run", lambda name, quick: table.report(f"{name} {quick}", rows))
     assert cli.main(["bench", "loop", "--quick", "--json", str(tmp_path / "rows.json")]) == 0
     found = json.loads((tmp_path / "rows.json").read_text())
@@ -223,7 +224,7 @@ def test_the_table_on_a_terminal() -> None:
             return True
 
     screen = Terminal()
-    table.show(table.report("loop", [Row("a case", 1.0, 2.0, "s", 0.5, 0.0)]), screen)
+    table.show(table.report("loop", [BenchRow("a case", 1.0, 2.0, "s", 0.5, 0.0)]), screen)
     assert "a case" in screen.getvalue()
     assert "0.500" in screen.getvalue()
 

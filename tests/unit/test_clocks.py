@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_train.clocks import TOLERANCE_SECONDS, set_right
+from elastic_train.tools.audit.clocks import TOLERANCE_SECONDS, set_right
 
 HOUR = 3600.0
 Line = dict[str, Any]

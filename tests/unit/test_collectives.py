@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_train.collectives import broken_off_by, wait
 from elastic_train.errors import FormationFailed
-from elastic_train.process_group import KEEP_SECONDS
+from elastic_train.training.collectives import broken_off_by, wait
+from elastic_train.training.group_sockets import KEEP_SECONDS
 
 MEMBER = """
 import json, os, signal, sys, threading, time
@@ -24,8 +24,8 @@ import torch
 import torch._dynamo  # as process_group() does: it takes its time
 import torch.distributed as dist
 from types import SimpleNamespace
-from elastic_train import collectives
-from elastic_train.process_group import GroupSockets, is_communication_error, process_group
+from elastic_train.training import collectives
+from elastic_train.elastic.process_group import GroupSockets, is_communication_error, process_group
 
 rank, port, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)

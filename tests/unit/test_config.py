@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from elastic_train.config import DATASETS, Config, as_json, flag, nearest_multiples, parse, task_of
-from elastic_train.datasets import DATASETS as IMPLEMENTED_DATASETS
 from elastic_train.errors import UsageError
+from elastic_train.training.datasets import DATASETS as IMPLEMENTED_DATASETS
 
 BAD = [
     ("--epochs 0", "--epochs 0: must be at least 1"),

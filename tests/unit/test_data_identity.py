@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
-from elastic_train.data_identity import identify
+from elastic_train.training.data_identity import identify
 
 
 class Files(Dataset[Any]):

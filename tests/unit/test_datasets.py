@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from elastic_train import datasets
-from elastic_train.augment import Augmentation
-from elastic_train.datasets import EpochDataset, SyntheticImages, TensorImages, as_fetched
 from elastic_train.errors import DatasetMissing, UsageError
-from elastic_train.tasks import Task
+from elastic_train.training import datasets
+from elastic_train.training.augment import Augmentation
+from elastic_train.training.datasets import EpochDataset, SyntheticImages, TensorImages, as_fetched
+from elastic_train.training.tasks import Task
 
 CIFAR10_MINI = Path(__file__).parents[2].parent / "shared/data/cifar10-mini"
 needs_cifar10_mini = pytest.mark.skipif(not CIFAR10_MINI.is_dir(), reason="cifar10-mini is not here")
@@ -107,7 +107,8 @@ class TestDigits:
 
     def test_needs_neither_torchvision_nor_pil(self) -> None:
         program = (
-            "import sys; from elastic_train.tasks import build_task; task = build_task('digits', 'cnn', 'data', 0); "
+            "import sys; from elastic_train.training.tasks import build_task; "
+            "task = build_task('digits', 'cnn', 'data', 0); "
             "task.build_model(); task.describe(); "
             "print([m for m in ('torchvision', 'PIL', 'torch.utils.tensorboard') if m in sys.modules])"
         )

@@ -11,8 +11,8 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.utils import store as store_util
 
 from elastic_train.errors import UsageError
-from elastic_train.etcd_rendezvous import exit_barrier_keys, next_round, num_waiting
-from elastic_train.rendezvous import choose_mode
+from elastic_train.rendezvous.etcd_handler import exit_barrier_keys, next_round, num_waiting
+from elastic_train.rendezvous.handler import choose_mode
 
 RUN_ID = "job"
 

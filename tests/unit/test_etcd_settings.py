@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_train.errors import UsageError
-from elastic_train.etcd_settings import EtcdSettings, parse_endpoints
+from elastic_train.rendezvous.etcd_settings import EtcdSettings, parse_endpoints
 
 
 def settings(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elastic_train.events import EventLog, JsonLines, Ledger, read_lines
+from elastic_train.runlog.events import EventLog, JsonLines, Ledger, read_lines
 from elastic_train.world import Member, World
 from tests.integration.cluster import check_lines
 
@@ -92,7 +92,7 @@ def test_a_ledger_line(tmp_path: Path) -> None:
 
 def test_a_killed_process_leaves_whole_lines_and_at_most_its_last_one_cut_off(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from elastic_train.events import JsonLines\n"
+        "import sys; from pathlib import Path; from elastic_train.runlog.events import JsonLines\n"
         "lines = JsonLines(Path(sys.argv[1]))\n"
         "number = 0\n"
         "while True:\n"
@@ -161,7 +161,7 @@ def test_a_disk_that_fills_up_within_a_line_spoils_only_that_line(
         return whole(fd, data[:4])
 
     with monkeypatch.context() as patched:
-        patched.setattr("elastic_train.events.os.write", short)
+        patched.setattr("elastic_train.runlog.events.os.write", short)
         lines.write({"number": 1})
     lines.write({"number": 2})
     assert read_lines(lines.path) == [{"number": 0}, {"number": 2}]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from elastic_train.formed_group import can_form
+from elastic_train.elastic.formed_group import can_form
 
 
 def test_this_torch_lets_a_group_be_formed_ahead() -> None:
@@ -35,8 +35,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_train.formed_group import form
-from elastic_train.process_group import GroupSockets, process_group
+from elastic_train.elastic.formed_group import form
+from elastic_train.elastic.process_group import GroupSockets, process_group
 from elastic_train.system import open_sockets
 from elastic_train.world import Member, World
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from elastic_train.goodput import Phase, PhaseClock, goodput, seconds_since_process_start
+from elastic_train.runlog.goodput import Phase, PhaseClock, goodput, seconds_since_process_start
 
 
 class Time:

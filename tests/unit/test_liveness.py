@@ -15,14 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import pytest
 
 from elastic_train.errors import StoreUnreachable
-from elastic_train.liveness import Watcher
-from elastic_train.pace import FIRST_SECONDS, Pace
-from elastic_train.probes import Probe, probe, probe_all, refusing
-from elastic_train.protocol.agreement import Status
+from elastic_train.protocol.agreement import Liveness
 from elastic_train.protocol.heartbeat import verdicts_of
 from elastic_train.protocol.laws import IN_TIME
 from elastic_train.protocol.links import Address, Heard, Links
+from elastic_train.protocol.liveness import Watcher
 from elastic_train.protocol.neighbours import STANDARD, Topology
+from elastic_train.protocol.pace import FIRST_SECONDS, Pace
+from elastic_train.protocol.probes import Probe, probe, probe_all, refusing
 from elastic_train.rules import Activity
 from elastic_train.world import Member, World
 
@@ -267,7 +267,7 @@ class Group:
         self.alive.remove(rank)
         self.killed.add(rank)
 
-    def status(self, of: int, *, by: int = 0, patience_is_over: bool = False) -> Status:
+    def status(self, of: int, *, by: int = 0, patience_is_over: bool = False) -> Liveness:
         return self.watchers[by].status(self.members[of], of, patience_is_over)
 
 
@@ -282,7 +282,7 @@ def test_a_healthy_world_is_left_alone(group: Group) -> None:
     group.pass_time(60)
     assert group.cuts == [0, 0, 0]
     assert all(links.status.startswith("-") for links in group.links)
-    assert [group.status(rank) for rank in (1, 2)] == [Status.ALIVE, Status.ALIVE]
+    assert [group.status(rank) for rank in (1, 2)] == [Liveness.ALIVE, Liveness.ALIVE]
     assert group.watchers[0].unreachable(group.worlds[0]) == ()
 
 
@@ -299,13 +299,13 @@ def test_silence_is_seen_after_the_peer_timeout_and_not_before(group: Group) -> 
     group.alive = [0, 1]
     group.pass_time(PEER_TIMEOUT - INTERVAL)
     assert group.cuts == [0, 0, 0]
-    assert group.status(2) is Status.ALIVE
+    assert group.status(2) is Liveness.ALIVE
     group.pass_time(3 * INTERVAL)
     assert min(group.cuts[:2]) >= 1
     for rank in (0, 1):
         assert group.watchers[rank].verdicts.keys() == {2}
         assert "node-2/0/102 (rank 2) was silent for 2." in (group.watchers[rank].reason or "")
-        assert group.status(2, by=rank) is Status.UNKNOWN, "it may live"
+        assert group.status(2, by=rank) is Liveness.UNKNOWN, "it may live"
 
 
 def test_who_answers_is_heard_whatever_the_clock_says(group: Group) -> None:
@@ -459,7 +459,7 @@ def test_a_stuck_training_thread_is_named(group: Group) -> None:
         assert watcher.verdicts.keys() == {2}
         why = watcher.reason or ""
         assert why.startswith("node-2/0/102 (rank 2) kept the others waiting, and was stuck for "), why
-    assert group.status(2) is Status.UNKNOWN
+    assert group.status(2) is Liveness.UNKNOWN
 
 
 def test_before_its_first_step_a_training_thread_gets_longer(group: Group) -> None:
@@ -682,12 +682,12 @@ def test_a_death_is_passed_on(ring: Group) -> None:
     assert all(ring.cuts[rank] for rank in ring.alive)
     assert {watcher.reason for watcher in living} == {"node-4/0/104 (rank 4) died"}
     assert all(watcher.verdicts.keys() == {4} for watcher in living)
-    assert ring.status(4, by=3) is Status.DEAD, "it has pinged it"
-    assert ring.status(4, by=0) is Status.UNKNOWN, "it has not"
+    assert ring.status(4, by=3) is Liveness.DEAD, "it has pinged it"
+    assert ring.status(4, by=0) is Liveness.UNKNOWN, "it has not"
     assert ring.watchers[0].witnesses(ring.worlds[0], 4) == (), "it does not see for itself that it is gone"
     ring.watchers[0].watch_too([4])
     ring.ping()
-    assert ring.status(4, by=0) is Status.UNKNOWN
+    assert ring.status(4, by=0) is Liveness.UNKNOWN
     assert ring.watchers[0].witnesses(ring.worlds[0], 4) == (3, 5)
 
 
@@ -710,10 +710,10 @@ def test_who_is_silent_to_one_and_heard_by_another_is_alive(ring: Group) -> None
     ring.cut_off = {(3, 4), (4, 3)}
     ring.pass_time(PEER_TIMEOUT + 2.0)
     assert ring.watchers[0].verdicts.keys() == {3, 4}, "each blames the other"
-    assert ring.status(4) is Status.UNKNOWN
+    assert ring.status(4) is Liveness.UNKNOWN
     ring.watchers[0].watch_too([4])
     ring.ping()
-    assert ring.status(4) is Status.ALIVE
+    assert ring.status(4) is Liveness.ALIVE
     assert ring.watchers[3].lost_neighbours(ring.worlds[3]) == (4,)
     assert ring.watchers[0].lost_neighbours(ring.worlds[0]) == ()
 
@@ -747,9 +747,13 @@ def test_a_reduction_goes_on_while_somebody_far_away_is_still_to_come(ring: Grou
 
 @pytest.mark.parametrize(
     ("seconds_late", "status"),
-    [(0.0, Status.DEAD), (IN_TIME * PEER_TIMEOUT, Status.DEAD), (IN_TIME * PEER_TIMEOUT + INTERVAL, Status.UNKNOWN)],
+    [
+        (0.0, Liveness.DEAD),
+        (IN_TIME * PEER_TIMEOUT, Liveness.DEAD),
+        (IN_TIME * PEER_TIMEOUT + INTERVAL, Liveness.UNKNOWN),
+    ],
 )
-def test_a_death_is_proven_only_in_time(group: Group, seconds_late: float, status: Status) -> None:
+def test_a_death_is_proven_only_in_time(group: Group, seconds_late: float, status: Liveness) -> None:
     """Later, the dead one may have gone on in a world that this member has not seen."""
     group.turn()
     group.clock.now += seconds_late
@@ -764,7 +768,7 @@ def test_a_refusal_of_who_never_answered_in_this_world_proves_nothing(group: Gro
     group.kill(1)
     group.turn()
     assert group.watchers[0].is_refused(group.members[1])
-    assert group.status(1) is Status.UNKNOWN
+    assert group.status(1) is Liveness.UNKNOWN
 
 
 def test_a_new_world_starts_no_age(group: Group) -> None:
@@ -773,24 +777,24 @@ def test_a_new_world_starts_no_age(group: Group) -> None:
     group.watchers[0].adopt(following)
     group.kill(1)
     group.turn()
-    assert group.status(1) is Status.UNKNOWN, "it was heard in the world before"
-    assert group.status(1, by=2) is Status.DEAD, "another is still in it"
+    assert group.status(1) is Liveness.UNKNOWN, "it was heard in the world before"
+    assert group.status(1, by=2) is Liveness.DEAD, "another is still in it"
 
 
 def test_who_is_patient_no_longer_gives_up_the_living(group: Group) -> None:
     group.turn()
-    assert group.status(1) is Status.ALIVE
-    assert group.status(1, patience_is_over=True) is Status.UNKNOWN
+    assert group.status(1) is Liveness.ALIVE
+    assert group.status(1, patience_is_over=True) is Liveness.UNKNOWN
     group.kill(1)
     group.ping()
-    assert group.status(1) is Status.DEAD
-    assert group.status(1, patience_is_over=True) is Status.DEAD
+    assert group.status(1) is Liveness.DEAD
+    assert group.status(1, patience_is_over=True) is Liveness.DEAD
 
 
 def test_of_who_is_not_watched_nothing_is_known(group: Group) -> None:
     stranger = make_member(7)
-    assert group.watchers[0].status(stranger, 7, patience_is_over=False) is Status.ALIVE
-    assert group.watchers[0].status(stranger, 7, patience_is_over=True) is Status.UNKNOWN
+    assert group.watchers[0].status(stranger, 7, patience_is_over=False) is Liveness.ALIVE
+    assert group.watchers[0].status(stranger, 7, patience_is_over=True) is Liveness.UNKNOWN
     assert not group.watchers[0].is_refused(stranger)
     assert group.watchers[0].age(stranger) == 0.0
 
@@ -862,7 +866,7 @@ def test_an_outage_of_the_store_blames_no_peer(graced: Group) -> None:
     assert min(graced.cuts) >= 1
     assert [watcher.verdicts for watcher in graced.watchers] == [{}] * 2
     assert graced.watchers[0].reason == "down"
-    assert graced.status(1) is Status.ALIVE
+    assert graced.status(1) is Liveness.ALIVE
 
 
 def test_a_death_is_seen_while_the_store_is_away(graced: Group) -> None:
@@ -871,7 +875,7 @@ def test_a_death_is_seen_while_the_store_is_away(graced: Group) -> None:
     graced.kill(1)
     graced.turn()
     assert graced.cuts[0] == 1
-    assert graced.status(1) is Status.DEAD
+    assert graced.status(1) is Liveness.DEAD
 
 
 def test_a_store_that_is_back_at_the_end_of_its_grace_is_lost_no_more(graced: Group) -> None:

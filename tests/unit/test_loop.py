@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elastic_train.config import Config
+from elastic_train.elastic.loop import Loop, votes_of
 from elastic_train.errors import UsageError
-from elastic_train.loop import Loop, votes_of
-from elastic_train.pace import FIRST_SECONDS, LEAST_SECONDS, Pace
+from elastic_train.protocol.pace import FIRST_SECONDS, LEAST_SECONDS, Pace
 from elastic_train.rules import Activity
-from elastic_train.sampler import MicroBatch
-from elastic_train.state import TrainState
-from elastic_train.tasks import Task
+from elastic_train.training.sampler import MicroBatch
+from elastic_train.training.state import TrainState
+from elastic_train.training.tasks import Task
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
 

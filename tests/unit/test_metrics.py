@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_train.drills.nodes import free_port
 from elastic_train.errors import UsageError
-from elastic_train.metrics import CAUSES, Metrics, Snapshot
+from elastic_train.observe.metrics import CAUSES, Metrics, Snapshot
+from elastic_train.tools.drills.nodes import free_port
 from elastic_train.world import Member, World
 
 
@@ -126,7 +126,9 @@ def test_a_step_costs_a_look_at_the_clock(
     stack: ExitStack, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("elastic_train.metrics.time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0]))
+    monkeypatch.setattr(
+        "elastic_train.observe.metrics.time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0])
+    )
     port = free_port()
     metrics, one = make(stack, port, warnings), state()
     metrics.enter(world(1), one)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from elastic_train.errors import UsageError
-from elastic_train.models import InputForm, build_model, check_model_name, fit_images, input_form
+from elastic_train.training.models import InputForm, build_model, check_model_name, fit_images, input_form
 
 
 def outputs(name: str, channels: int, image_size: int, num_samples: int = 1, classes: int = 7) -> torch.Tensor:

@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from elastic_train import determinism, ordered
-from elastic_train.bench.reduction import local_world
 from elastic_train.errors import UsageError
-from elastic_train.ordered import (
+from elastic_train.tools.bench.reduction_speed import local_world
+from elastic_train.training import determinism, ordered
+from elastic_train.training.ordered import (
     Buffers,
     OrderedReduction,
     TreeExchange,
@@ -33,7 +33,7 @@ from elastic_train.ordered import (
     subtrees,
     tree_sum,
 )
-from elastic_train.sampler import MicroBatch, split
+from elastic_train.training.sampler import MicroBatch, split
 
 CPU = torch.device("cpu")
 MAX = 12

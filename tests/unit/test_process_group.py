@@ -23,14 +23,16 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 from elastic_train.config import Config
+from elastic_train.elastic.loop import UnbrokenReduction
+from elastic_train.elastic.own_loop import OwnLoop
+from elastic_train.elastic.process_group import is_communication_error, process_group
 from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged
-from elastic_train.loop import UnbrokenReduction
-from elastic_train.own_loop import OwnLoop
-from elastic_train.process_group import GroupSockets, address_towards, is_communication_error, process_group
 from elastic_train.protocol import names
-from elastic_train.reduction import StepTotals
+from elastic_train.protocol.addresses import address_towards
 from elastic_train.rules import Activity
 from elastic_train.system import open_sockets
+from elastic_train.training.group_sockets import GroupSockets
+from elastic_train.training.reduction import StepTotals
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
 
@@ -95,7 +97,7 @@ def test_others_may_write_to_what_is_broken_off_until_its_release() -> None:
 
 
 def test_what_is_broken_off_is_closed_in_a_while_though_no_other_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_train.process_group.KEEP_SECONDS", 0.05)
+    monkeypatch.setattr("elastic_train.training.group_sockets.KEEP_SECONDS", 0.05)
     sockets = GroupSockets()
     far, near = connection()
     sockets._sockets = {near.fileno(): os.readlink(f"/proc/self/fd/{near.fileno()}")}
@@ -203,7 +205,7 @@ def test_shutting_twice_and_from_many_threads_is_harmless(keep: list[socket.sock
 
 FORKED = """
 import json, os, socket
-from elastic_train.process_group import GroupSockets
+from elastic_train.elastic.process_group import GroupSockets
 
 def pair():
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -355,10 +357,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-import elastic_train.process_group
+import elastic_train.elastic.process_group
 from elastic_train.config import Config
 from elastic_train.errors import FormationFailed
-from elastic_train.process_group import FORM_TIMEOUT, GroupSockets, is_communication_error, process_group
+from elastic_train.elastic.process_group import FORM_TIMEOUT, GroupSockets, is_communication_error, process_group
 from elastic_train.protocol.store import TorchStore
 from elastic_train.system import open_sockets
 from elastic_train.world import World
@@ -376,7 +378,7 @@ members = tuple(
 sockets = GroupSockets()
 excepthook = sys.excepthook
 PATIENT = timedelta(seconds=60)  # a busy machine may let one of two processes stand still for some seconds
-elastic_train.process_group.FORM_TIMEOUT = PATIENT
+elastic_train.elastic.process_group.FORM_TIMEOUT = PATIENT
 
 
 def group(name):
@@ -498,13 +500,13 @@ def refuse():
 
 meet("one-sided")
 before = set(open_sockets().values())
-elastic_train.process_group.FORM_TIMEOUT = FORM_TIMEOUT
+elastic_train.elastic.process_group.FORM_TIMEOUT = FORM_TIMEOUT
 try:
     with process_group(World(rank, 0, members), HashStore if rank == 0 else refuse, "gloo", sockets):
         raise AssertionError("alone")
 except FormationFailed as error:
     text = str(error)
-elastic_train.process_group.FORM_TIMEOUT = PATIENT
+elastic_train.elastic.process_group.FORM_TIMEOUT = PATIENT
 meet("one-sided-again")
 left_open = len(set(open_sockets().values()) - before)
 try:
@@ -640,7 +642,7 @@ def test_nccl_gets_this_workers_device_and_is_destroyed_when_its_abort_has_ended
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=group))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: order.append(group.aborted.is_set()))
-    monkeypatch.setattr("elastic_train.process_group.set_group_timeout", lambda _timeout: None)
+    monkeypatch.setattr("elastic_train.elastic.process_group.set_group_timeout", lambda _timeout: None)
     sockets, device = GroupSockets(), torch.device("cuda", 2)
     world = World(0, 0, tuple(make_member(rank) for rank in range(2)))
 
@@ -723,8 +725,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from elastic_train.collectives import GROUP_TIMEOUT, exchange
-from elastic_train.process_group import set_group_timeout
+from elastic_train.training.collectives import GROUP_TIMEOUT, exchange
+from elastic_train.elastic.process_group import set_group_timeout
 
 rank, port = map(int, sys.argv[1:])
 store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=200))

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import elastic_train
-from elastic_train.snapshot import read_info
+from elastic_train.storage.snapshot import read_info
 
 EXAMPLES = Path(__file__).parents[2] / "elastic_train" / "examples"
 

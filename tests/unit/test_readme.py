@@ -16,8 +16,8 @@ from torch.distributed.run import get_args_parser
 
 from elastic_train.cli import make_parser
 from elastic_train.config import Config, flag, parse
+from elastic_train.elastic.own_loop import NOT_FOR_OWN_LOOPS
 from elastic_train.examples.parity_task import Flags
-from elastic_train.own_loop import NOT_FOR_OWN_LOOPS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -138,3 +138,21 @@ def test_every_command_of_an_own_loop(words: list[str]) -> None:
 def test_every_command_of_torchrun(words: list[str]) -> None:
     program = get_args_parser().parse_args(words).training_script
     assert program in ("elastic_train", "elastic_train.check", "train.py", "elastic_train/examples/elastic_ddp.py")
+
+
+def test_the_tree_names_what_there_is() -> None:
+    tree = README.split("\n    elastic_train/\n")[1].split("\n    deploy/")[0]
+    package, folders = ROOT / "elastic_train", [ROOT / "elastic_train"]
+    named = set()
+    for line in tree.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2 - 3
+        first, text = line.split(maxsplit=1)
+        del folders[depth + 1 :]
+        assert (folders[depth] / first).exists(), first
+        if first.endswith("/"):
+            folders.append(folders[depth] / first)
+            named.add(folders[-1])
+        for name in re.findall(r"([\w*]+\.py)\b", text):
+            assert list(folders[-1].glob(name)), f"{folders[-1].name} has no {name}"
+    here = {path.parent for path in package.rglob("__init__.py")} - {package, package / "tools" / "bench" / "rivals"}
+    assert named == here | {package / "examples"}

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from elastic_train.bench.reduction import local_world
 from elastic_train.errors import UsageError
-from elastic_train.reduction import Clipping, FastReduction, Reduction, Share, ddp_device_ids, zero_gradients
-from elastic_train.sampler import MicroBatch
+from elastic_train.tools.bench.reduction_speed import local_world
+from elastic_train.training.reduction import Clipping, FastReduction, Reduction, Share, ddp_device_ids, zero_gradients
+from elastic_train.training.sampler import MicroBatch
 
 CPU = torch.device("cpu")
 WORLD_SIZE = 3

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.loading import misfit
-from elastic_train.state import TrainState
+from elastic_train.elastic.loading import misfit
+from elastic_train.training.state import TrainState
 
 
 def layers(*sizes: int) -> dict[str, Any]:

@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 
 import elastic_train
-from elastic_train import run_directory
+from elastic_train.elastic.starting import newest_step
 from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryInUse
-from elastic_train.run_directory import RunDirectory, Traces, require_writable, write_atomic
-from elastic_train.starting import newest_step
+from elastic_train.storage import run_directory
+from elastic_train.storage.run_directory import RunDirectory, Traces, require_writable, write_atomic
 
 DEADLINE = 30.0
 HOST = "node-a"
@@ -33,7 +33,7 @@ HOST = "node-a"
 WORKER = """
 import json, os, sys
 from elastic_train.errors import ElasticTrainError
-from elastic_train.run_directory import RunDirectory
+from elastic_train.storage.run_directory import RunDirectory
 
 directory = RunDirectory(sys.argv[1])
 for line in sys.stdin:
@@ -142,7 +142,8 @@ def owner_of(directory: RunDirectory) -> dict[str, Any]:
 
 
 def test_importing_it_does_not_import_torch() -> None:
-    code = "import sys, elastic_train.run_directory, elastic_train.snapshot; sys.exit('torch' in sys.modules)"
+    modules = "elastic_train.storage.run_directory, elastic_train.storage.snapshot"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     root = str(Path(elastic_train.__file__).parent.parent)
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=DEADLINE).returncode == 0
 

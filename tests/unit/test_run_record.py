@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic_train.errors import RunsMixed
-from elastic_train.run_record import NO_RUN, RUN_FILE, RunRecord, newest_written, read_record, run_to_continue
+from elastic_train.storage.run_record import NO_RUN, RUN_FILE, RunRecord, newest_written, read_record, run_to_continue
 
 
 def offer(run: str, generation: int, step: int, host: str = "a") -> dict[str, Any]:

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from elastic_train import sampler
-from elastic_train.sampler import EpochOrder, MicroBatch, StepSampler, split, steps_per_epoch
+from elastic_train.training import sampler
+from elastic_train.training.sampler import EpochOrder, MicroBatch, StepSampler, split, steps_per_epoch
 
 Int64s = npt.NDArray[np.int64]
 

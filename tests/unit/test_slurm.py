@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_train.slurm import first_host, torchrun_variables, unused_tasks_warning
-from elastic_train.torchrun import Launch
+from elastic_train.rendezvous.launch import Launch
+from elastic_train.rendezvous.slurm import first_host, torchrun_variables, unused_tasks_warning
 
 TASK = {
     "SLURM_JOB_ID": "1234567", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_NODEID": "2",

@@ -23,10 +23,10 @@ import pytest
 import torch
 
 import elastic_train
-from elastic_train import snapshot
 from elastic_train.errors import OwnershipLost, SnapshotDamaged, SnapshotError
-from elastic_train.run_directory import RunDirectory
-from elastic_train.snapshot import (
+from elastic_train.storage import snapshot
+from elastic_train.storage.run_directory import RunDirectory
+from elastic_train.storage.snapshot import (
     SnapshotInfo,
     SnapshotResult,
     SnapshotWriter,
@@ -771,8 +771,8 @@ KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from elastic_train.snapshot import *
-from elastic_train.snapshot import SnapshotWriter, find_snapshots, load_state
+from elastic_train.storage.snapshot import *
+from elastic_train.storage.snapshot import SnapshotWriter, find_snapshots, load_state
 
 directory, seed = Path(sys.argv[1]), int(sys.argv[2])
 order = random.Random(seed)
@@ -848,8 +848,8 @@ import sys
 import torch
 from pathlib import Path
 from elastic_train.errors import OwnershipLost
-from elastic_train.run_directory import RunDirectory
-from elastic_train.snapshot import SnapshotWriter
+from elastic_train.storage.run_directory import RunDirectory
+from elastic_train.storage.snapshot import SnapshotWriter
 
 directory = RunDirectory(sys.argv[1])
 directory.create()

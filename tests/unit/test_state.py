@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.reduction import StepTotals
-from elastic_train.snapshot import deserialize_state, serialize_state
-from elastic_train.state import (
+from elastic_train.storage.snapshot import deserialize_state, serialize_state
+from elastic_train.training.reduction import StepTotals
+from elastic_train.training.state import (
     TrainState,
     build_optimizer,
     learning_rate_factor,
@@ -21,7 +21,7 @@ from elastic_train.state import (
     state_sha256,
     total_steps,
 )
-from elastic_train.train import train_step
+from elastic_train.training.train import train_step
 
 LENGTH, BATCH = 1437, 64
 STEPS_PER_EPOCH = 23

@@ -10,9 +10,9 @@ from torch import nn
 
 from elastic_train.errors import StatesDiffer
 from elastic_train.rules import right_hashes
-from elastic_train.snapshot import deserialize_state, serialize_state
-from elastic_train.state import TrainState
-from elastic_train.state_hash import CANNOT_SAY, CHUNK_BYTES, StateComparison, hash_of, tensors_of
+from elastic_train.storage.snapshot import deserialize_state, serialize_state
+from elastic_train.training.state import TrainState
+from elastic_train.training.state_hash import CANNOT_SAY, CHUNK_BYTES, StateComparison, hash_of, tensors_of
 
 CHUNK = CHUNK_BYTES["cpu"] // 4
 SIZES = (1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
@@ -135,7 +135,7 @@ def compare(
         kind, value = mine.tolist()
         return [[kind, value], *([kind, value if other is None else other] for other in others)]
 
-    monkeypatch.setattr("elastic_train.state_hash.all_gather", all_gather)
+    monkeypatch.setattr("elastic_train.training.state_hash.all_gather", all_gather)
     comparison.compare()
     return comparison
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from elastic_train import status
 from elastic_train.errors import RunDirectoryError
-from elastic_train.goodput import process_start_ticks
-from elastic_train.snapshot import FORMAT_VERSION
-from elastic_train.status import RunState, Status, describe, process_is_alive, read_ends
+from elastic_train.observe import status
+from elastic_train.observe.status import RunState, Status, describe, process_is_alive, read_ends
+from elastic_train.runlog.goodput import process_start_ticks
+from elastic_train.storage.snapshot import FORMAT_VERSION
 from elastic_train.wording import duration, human_bytes
 
 NOW = 1_700_000_000.0

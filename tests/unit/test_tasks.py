@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from elastic_train import tasks
 from elastic_train.config import Config
+from elastic_train.elastic.worker import require_no_optimizer_flags
 from elastic_train.errors import DatasetMissing, UsageError
-from elastic_train.tasks import ImageClassification, Task, build_task, flags_class, load_task, make_own_task
-from elastic_train.worker import require_no_optimizer_flags
+from elastic_train.training import tasks
+from elastic_train.training.tasks import ImageClassification, Task, build_task, flags_class, load_task, make_own_task
 
 
 class Line(Task):
@@ -209,7 +209,7 @@ class TestLoadTask:
         Path(name).write_text(textwrap.dedent(text))
 
     def test_finds_it_in_the_current_directory(self) -> None:
-        self.write("users_one.py", "from elastic_train.tasks import Task\nclass Mine(Task): pass\n")
+        self.write("users_one.py", "from elastic_train.training.tasks import Task\nclass Mine(Task): pass\n")
         found = load_task("users_one:Mine")
         assert issubclass(found, Task)
         assert found.name == "Mine"
@@ -230,7 +230,7 @@ class TestLoadTask:
             load_task("users_absent.deeper:Mine")
 
     def test_missing_name(self) -> None:
-        self.write("users_two.py", "from elastic_train.tasks import Task\nclass Mine(Task): pass\n")
+        self.write("users_two.py", "from elastic_train.training.tasks import Task\nclass Mine(Task): pass\n")
         with pytest.raises(UsageError, match=r"users_two\.py has no Min; did you mean Mine\?"):
             load_task("users_two:Min")
 

@@ -20,10 +20,19 @@ from torch.distributed.elastic.rendezvous import registry as torch_registry
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher import api as torch_launcher
 
-from elastic_train import torchrun
 from elastic_train.errors import FormationFailed, UsageError
-from elastic_train.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
-from elastic_train.rendezvous import (
+from elastic_train.protocol.addresses import normalize_endpoint, parse_endpoints, split_endpoint
+from elastic_train.rendezvous import command_line, hook, launch
+from elastic_train.rendezvous.command_line import (
+    agent_arguments,
+    asks_for_c10d,
+    launches_elastic_train,
+    option,
+    parse_nnodes,
+    read_command,
+)
+from elastic_train.rendezvous.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
+from elastic_train.rendezvous.handler import (
     MASTER_ADDR,
     MASTER_PORT,
     WorkersHandler,
@@ -33,24 +42,15 @@ from elastic_train.rendezvous import (
     keys_without_meaning,
     read_c10d_settings,
 )
-from elastic_train.torchrun import (
+from elastic_train.rendezvous.hook import has_free_port
+from elastic_train.rendezvous.launch import (
     C10D_VARIABLE,
     MARKERS,
     MIN_NODES_VARIABLE,
     NODE_VARIABLE,
     C10dSettings,
     Launch,
-    agent_arguments,
-    asks_for_c10d,
-    has_free_port,
-    launches_elastic_train,
     max_nodes_of,
-    normalize_endpoint,
-    option,
-    parse_endpoints,
-    parse_nnodes,
-    read_command,
-    split_endpoint,
 )
 
 COMMANDS = [
@@ -117,10 +117,10 @@ def test_the_lists_of_options_are_torchruns() -> None:
     names = {long.removeprefix("--").replace("_", "-"): action for long, action in longest.items()}
     switches = {name for name, action in names.items() if action.nargs == 0}
     # newer torch may have more of them, older ones fewer
-    assert set(torchrun.SWITCHES) >= switches
-    assert set(torchrun.OPTIONS) >= names.keys() - switches
+    assert set(command_line.SWITCHES) >= switches
+    assert set(command_line.OPTIONS) >= names.keys() - switches
     shorts = {s: name for name, action in names.items() for s in action.option_strings if not s.startswith("--")}
-    assert shorts == torchrun.SHORT_OPTIONS
+    assert shorts == command_line.SHORT_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_what_launches_our_program(tmp_path: Path) -> None:
         return launches_elastic_train(shlex.split(command), environ)
 
     ours, other = tmp_path / "ours.py", tmp_path / "other.py"
-    ours.write_text("import torch\nif 1:\n    from elastic_train.tasks import Task\n")
+    ours.write_text("import torch\nif 1:\n    from elastic_train.training.tasks import Task\n")
     other.write_text("import elastic_trainer  # import elastic_train\nprint('import elastic_train')\n")
     assert launches("-m elastic_train")
     assert launches("-m elastic_train.check --nodes 2")
@@ -348,7 +348,7 @@ def test_what_is_told_is_one_line_each(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_hook_leaves_everything_else_to_torch() -> None:
     asked = []
     registry = SimpleNamespace(get_rendezvous_handler=asked.append)
-    torchrun.answer_c10d(registry)
+    hook.answer_c10d(registry)
     os.environ.update(dict.fromkeys(MARKERS, "of a job around this one"))
     others = [parameters(endpoint="localhost:0", max_nodes=1), parameters("static"), parameters("etcd3")]
     for other in others:
@@ -413,7 +413,7 @@ def test_our_program_gets_our_handler(arguments: str, environ: dict[str, str], t
     found, said = start(arguments, "elastic_train", tmp_path, **environ)
     assert C10dSettings.from_json(found[C10D_VARIABLE]) == C10dSettings(("h1:29400", "h2:2"), 2, 4, 2.0)
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == (MASTER_ADDR, MASTER_PORT)
-    assert found["RES_OPTIONS"] == torchrun.NAME_LOOKUP_OPTIONS
+    assert found["RES_OPTIONS"] == launch.NAME_LOOKUP_OPTIONS
     assert (found["WORLD_SIZE"], found["TORCHELASTIC_USE_AGENT_STORE"]) == ("1", "False")
     assert said.count("elastic_train: meeting at h1:29400,h2:2, 2 to 4 nodes; ") == 1
 
@@ -472,7 +472,7 @@ OF_WORKERS = OF_ONE_NODE | {"MASTER_ADDR": MASTER_ADDR, "MASTER_PORT": MASTER_PO
 def agent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The command line of this process's agent; empty, it is no torchrun process."""
     words: list[str] = []
-    monkeypatch.setattr(torchrun, "arguments_of_agent", lambda _pid: words or None)
+    monkeypatch.setattr(launch, "arguments_of_agent", lambda _pid: words or None)
     return words
 
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load as load_safetensors
 from torch import nn
 
-from elastic_train.averaging import AveragedWeights
 from elastic_train.errors import SnapshotError, UsageError
-from elastic_train.snapshot import SnapshotWriter
-from elastic_train.weights import SAFETENSORS_TYPES, export_weights, initialise, read_safetensors, read_weights
+from elastic_train.storage.snapshot import SnapshotWriter
+from elastic_train.storage.weights import SAFETENSORS_TYPES, export_weights, initialise, read_safetensors, read_weights
+from elastic_train.training.averaging import AveragedWeights
 
 WEIGHTS = {
     **{str(dtype): torch.tensor([[0, 1, 2], [3, 4, 5]]).to(dtype) for dtype in SAFETENSORS_TYPES},

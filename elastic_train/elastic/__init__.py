@@ -1,0 +1,1 @@
+"""The ring around the training: membership, forming groups anew, restoring, leaving, own loops."""

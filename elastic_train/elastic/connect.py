@@ -1,0 +1,317 @@
+"""Connect a worker to the others of its job, in the way that its launch says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import queue
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from elastic_train.elastic.claims import run_directory_arbiter
+from elastic_train.elastic.formed_group import FORM_TIMEOUT as AHEAD_TIMEOUT
+from elastic_train.elastic.formed_group import FormedGroup, can_form, form
+from elastic_train.elastic.membership import Membership, Surroundings
+from elastic_train.errors import StoreUnreachable, first_line
+from elastic_train.protocol.addresses import address_towards, address_towards_any, split_endpoint
+from elastic_train.protocol.clients import Address
+from elastic_train.protocol.encounters import Encounters
+from elastic_train.protocol.entrance import Finder, Size
+from elastic_train.protocol.group_store import GroupStoreServer
+from elastic_train.protocol.job import Job
+from elastic_train.protocol.links import Links
+from elastic_train.protocol.liveness import Watcher, ping_interval
+from elastic_train.protocol.pace import Pace
+from elastic_train.protocol.peers import PeerJob
+from elastic_train.protocol.probes import Probe, probe_all, refusing
+from elastic_train.protocol.signposts import Launcher, Signposts, reach
+from elastic_train.protocol.store import TorchStore, connect
+from elastic_train.rendezvous.launch import Launch, max_nodes_of
+from elastic_train.stopping import StopSignal
+from elastic_train.system import close_sockets_at
+from elastic_train.training.group_sockets import GroupSockets
+from elastic_train.world import Member, World
+
+MEMBERS_FILE = "members.json"
+"""in a run directory: where members of the job that writes into it can be found"""
+OWN_SECONDS = 30.0
+"""that this process's own store may take for an answer: it lives as long as the process, and its one thread may look up
+the names of those who connect to it; a client that gives up once is of no use any more"""
+MOST_NAMED = 4
+"""of them: each that is gone without a refusal costs a newcomer half a second"""
+
+
+@dataclass(frozen=True)
+class Return:
+    """What a member that was left out brings along when it comes back as a newcomer."""
+
+    uid: str
+    """that it had"""
+    stores: tuple[Address, ...] = ()
+    """of the members that it was in a world with"""
+    has_trained: bool = False
+    """whether there is a state of the run, with it or with others"""
+    num_fruitless: int = 0
+    """how often in a row it was left out before a world with it was settled"""
+    deadline: float = math.inf
+    """by the monotonic clock: --wait-timeout after it was left out first"""
+
+    def seconds_left(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Seconds; `membership.Limits`."""
+
+    formation_timeout: float
+    peer_timeout: float
+    wait_timeout: float
+    stall_timeout: float | None = None
+
+
+def connect_worker(
+    launch: Launch,
+    stop: StopSignal,
+    waits: Waits,
+    *,
+    max_world_size: int | None,
+    run_dir: Path | None,
+    say: Callable[[str], None],
+    warn: Callable[[str], None],
+    back: Return | None = None,
+    goes_on: bool = False,
+) -> Membership:
+    """A membership that has found its job, or the place where it begins. Blocks until then.
+
+    Args:
+        say: tells the person in front of this node what is being waited for.
+        warn: tells, and notes in the run's events, what is not as it should be.
+        back: where this process was another member before.
+        goes_on: as `PeerJob`'s; without effect but under c10d.
+
+    Raises:
+        StoreUnreachable, StoreRefused: where it meets the others does not answer.
+        Stopped: this worker was told to stop.
+    """
+    around = Surroundings()
+    uid = around.draw_uid()
+    host = local_address(launch, warn)
+    # The earlier the thread of its canary is started, the sooner that ends where this process is killed.
+    links = Links(host, uid, ping_interval(waits.peer_timeout), waits.peer_timeout, warn)
+    server = GroupStoreServer(host)
+    sockets = GroupSockets(spared_port=server.address[1])
+    is_fixed = not launch.is_open
+    job: Job
+    encounters: Encounters | None = None
+    if launch.etcd is not None:
+        from elastic_train.rendezvous.etcd_members import EtcdJob  # and with it gRPC
+
+        job = EtcdJob(
+            launch.etcd, launch.run_id, uid=uid, peer_timeout=waits.peer_timeout, max_world_size=max_world_size,
+            check=stop.check, say=say, refused=refusing, draw_uid=around.draw_uid,
+        )  # fmt: skip
+    else:
+        own = TorchStore(server.store, timedelta(seconds=OWN_SECONDS))
+        finder = finder_of(launch, waits, run_dir, stop, back)
+        if goes_on and launch.c10d is not None:
+            encounters = Encounters(
+                own,
+                reach,
+                finder,
+                uid=uid,
+                run_id=launch.run_id,
+                in_background=lambda task: around.start("encounters", task),
+            )
+        job = PeerJob(
+            own,
+            server.address,
+            reach,
+            finder,
+            size_of(launch),
+            uid=uid,
+            run_id=launch.run_id,
+            peer_timeout=waits.peer_timeout,
+            max_world_size=max_world_size,
+            refused=refusing,
+            draw_uid=around.draw_uid,
+            clock=time.monotonic,
+            arbiter=None if launch.c10d is None or run_dir is None else run_directory_arbiter(run_dir),
+            in_background=lambda task: around.start("ahead", task),
+            goes_on=encounters is not None,
+        )
+    watcher = Watcher(
+        links,
+        waits.peer_timeout,
+        sockets.shut,
+        lambda world, is_spokesman: membership.tend(world, is_spokesman),
+        store_grace=None if launch.etcd is None else launch.etcd.grace,
+        warn=warn,
+        give_up=lambda why: membership.give_up(why, warn),
+        pace=Pace(waits.peer_timeout, waits.stall_timeout, waits.formation_timeout),
+    )
+    membership = Membership(
+        job,
+        watcher,
+        waits,
+        uid=uid,
+        address=links.address,
+        store_address=server.address,
+        local_world_size=launch.local_world_size,
+        max_nodes=max_nodes_of(launch, os.environ),
+        max_world_size=max_world_size,
+        check=stop.check,
+        say=say,
+        answering=answering,
+        order=launch.rank if is_fixed else 0,
+        begin_timeout=waits.formation_timeout if is_fixed else math.inf if back is None else back.seconds_left(),
+        too_late=(
+            f"not all workers came within {waits.formation_timeout:.0f} s (--formation-timeout); the log of one that "
+            "is missing says why"
+            if is_fixed
+            else f"it was left out, and not taken in again within {waits.wait_timeout:.0f} s (--wait-timeout)"
+        ),
+        sockets=sockets,
+        group_store=server.group_store,
+        form=(lambda world: form_ahead(world, server, host)) if can_form() else None,
+        encounters=encounters,
+        surroundings=around,
+    )
+    try:
+        membership.find()
+    except BaseException:
+        membership.close()
+        raise
+    watcher.start()
+    return membership
+
+
+def form_ahead(world: World, server: GroupStoreServer, address: str) -> FormedGroup:
+    """The process group of `world` beside the present one. Blocks until all members have; raises FormationFailed."""
+    store = PrefixStore(f"ahead/{world.key}", server.group_store(world, AHEAD_TIMEOUT))
+    return form(store, world.rank, world.world_size, address)
+
+
+def answering(members: tuple[Member, ...]) -> tuple[Member, ...]:
+    """Those that answer a probe. Blocks up to PROBE_SECONDS."""
+    found = zip(members, probe_all(members), strict=True)
+    return tuple(member for member, answer in found if answer is Probe.ACCEPTED)
+
+
+def size_of(launch: Launch) -> Size:
+    if launch.c10d is None:
+        return Size(1, launch.num_nodes, 0.0, fixed=launch.world_size)
+    settings = launch.c10d
+    return Size(settings.min_nodes, settings.max_nodes, settings.last_call, settings.join_timeout)
+
+
+def finder_of(
+    launch: Launch, waits: Waits, run_dir: Path | None, stop: StopSignal, back: Return | None = None
+) -> Finder:
+    """Where this worker's job is to be found. Blocks where MASTER_ADDR's store is awaited."""
+    if launch.c10d is not None:
+        known = () if back is None else back.stores
+        return Signposts(
+            [split_endpoint(endpoint) for endpoint in launch.c10d.endpoints],
+            launch.run_id,
+            is_host=launch.c10d.is_host,
+            patience=waits.formation_timeout if back is None else back.seconds_left(),
+            earlier=lambda: (*known, *read_members(run_dir, launch.run_id)),
+        )
+    start = f"restart-{launch.restart_count}"
+    if launch.world_size == 1 or launch.master is None:
+        return Launcher(None, rank=launch.rank, start=start)
+    host, port = launch.master
+    is_server = launch.rank == 0 and not launch.is_agent_store
+    return Launcher(
+        lambda: store_of_launcher(host, port, waits.formation_timeout, stop, is_server=is_server),
+        rank=launch.rank,
+        start=start,
+    )
+
+
+def store_of_launcher(host: str, port: int, seconds: float, stop: StopSignal, *, is_server: bool) -> Store:
+    """The store at MASTER_ADDR, which an agent or rank 0 serves. Blocks until it answers.
+
+    Raises:
+        StoreUnreachable: it does not, for so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    if not is_server:
+        wait_for_listener(host, port, deadline, stop)
+    timeout = timedelta(seconds=seconds)
+    making = connect(lambda: TCPStore(host, port, is_master=is_server, wait_for_workers=False, timeout=timeout))
+    while True:
+        stop.check()
+        with contextlib.suppress(queue.Empty):
+            found = making.get(timeout=0.1)
+            break
+        if time.monotonic() > deadline + 5.0:
+            raise StoreUnreachable(
+                f"something at {host}:{port} accepts connections and does not answer like a store; check MASTER_ADDR "
+                "and MASTER_PORT"
+            )
+    if isinstance(found, RuntimeError):
+        verb = "serve" if is_server else "reach"
+        raise StoreUnreachable(
+            f"cannot {verb} the store at {host}:{port}: {first_line(found)}; check MASTER_ADDR and MASTER_PORT"
+        ) from found
+    if is_server:  # a forked DataLoader process would keep the port taken beyond this process's death
+        os.register_at_fork(after_in_child=lambda: close_sockets_at(port))
+    return found
+
+
+def wait_for_listener(host: str, port: int, deadline: float, stop: StopSignal) -> None:
+    """Until something accepts connections there. Where nothing does, TCPStore tries on beyond its own deadline, on a
+    thread that ends the process with an abort when it gives up while Python exits."""
+    while True:
+        stop.check()
+        try:
+            with socket.create_connection((host, port), timeout=1.0):
+                return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise StoreUnreachable(
+                    f"cannot reach the store at {host}:{port}: {error.strerror or error}; check MASTER_ADDR and "
+                    "MASTER_PORT"
+                ) from error
+        time.sleep(0.2)
+
+
+def local_address(launch: Launch, warn: Callable[[str], None]) -> str:
+    """The IP address by which other members reach this worker. Blocks and warns as `address_towards`."""
+    if launch.c10d is not None:
+        return address_towards_any(launch.c10d.endpoints, warn)
+    if launch.etcd is not None:
+        return address_towards_any(launch.etcd.endpoints, warn)
+    if launch.master is not None and launch.world_size > 1:
+        return address_towards(*launch.master, warn)
+    return "127.0.0.1"
+
+
+def read_members(run_dir: Path | None, run_id: str) -> list[Address]:
+    """Stores of members, by what the run directory says; perhaps all are gone."""
+    if run_dir is None:
+        return []
+    try:
+        told = json.loads((run_dir / MEMBERS_FILE).read_bytes())
+        if told["run_id"] != run_id:
+            return []
+        return [(str(host), int(port)) for host, port in told["stores"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def describe_members(world: World, run_id: str) -> bytes:
+    """What `read_members` reads."""
+    firsts = {member.node: member.store for member in reversed(world.members)}
+    stores = [store for store in reversed(firsts.values()) if store is not None]
+    return json.dumps({"run_id": run_id, "stores": stores[:MOST_NAMED]}).encode() + b"\n"

@@ -1,0 +1,70 @@
+"""What a run leaves behind at its end: result.json, the same bytes on every node."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from elastic_train.config import as_json
+from elastic_train.elastic.worker import Worker
+from elastic_train.runlog.goodput import goodput
+from elastic_train.storage.run_directory import write_atomic
+from elastic_train.training.collectives import barrier, broadcast_bytes, gather_json
+from elastic_train.training.state import state_sha256
+from elastic_train.world import World
+
+
+def write_result(worker: Worker, world: World, job_token: str, *, has_trained: bool) -> bytes:
+    """Write result.json; every rank calls it. Returns its bytes, the same on every rank.
+
+    Where nothing was trained (a finished run that was started again) a result that some node has already is taken over,
+    byte for byte, by those that lack it.
+    """
+    path = worker.directory.result_path
+    is_leader = world.is_directory_leader
+    found = existing_result(path, worker.state.step) if is_leader and not has_trained else None
+    has_result: list[bool] = gather_json(found is not None)
+    owner = has_result.index(True) if True in has_result else 0
+    if world.rank == owner and found is None:
+        found = (json.dumps(result(worker), indent=2) + "\n").encode()
+    data = broadcast_bytes(found if world.rank == owner else None, owner)
+    if is_leader and (has_trained or existing_result(path, worker.state.step) is None):
+        worker.directory.check_owner(job_token, world.generation)
+        save_result(worker, data)
+    barrier()
+    return data
+
+
+def save_result(worker: Worker, data: bytes) -> None:
+    path = worker.directory.result_path
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        worker.reporter.warn(f"{path} cannot be written: {error.strerror}; the final snapshot has the state")
+
+
+def existing_result(path: Path, step: int) -> bytes | None:
+    """result.json as it is, if it is of this very end of the run."""
+    try:
+        data = path.read_bytes()
+        return data if json.loads(data)["step"] == step else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def result(worker: Worker) -> dict[str, Any]:
+    state = worker.state
+    phases = goodput(state.clock.totals())
+    return {
+        "state_sha256": state_sha256(state.model.state_dict()),
+        "step": state.step,
+        "epoch": state.epoch,
+        "test_accuracy": state.last_accuracy[1] if state.last_accuracy else None,
+        "train_loss": state.last_loss,
+        "wall_seconds": phases["wall"],
+        "generations": state.generations,
+        "goodput": phases,
+        "incidents": state.incidents,
+        "config": as_json(worker.config),
+    }

@@ -1,0 +1,275 @@
+"""A state goes from one rank to those that need it, in chunks as it lies in memory, and is taken over when it is whole.
+
+Each rank passes what it gets on to two others, so that a link carries the state twice at most, however many need it. A
+sender copies nothing but what is small or not in one piece, and buffers; a receiver has the state once beside its own.
+
+Newcomers get it beside the first step of the world that they enter. From a commit to the optimizer's next step neither
+weights nor optimizer state change: that is the time in which rank 0 sends them, while all compute. A newcomer without
+samples in that step needs them only when it applies the step's gradient, which it has from the reduction like
+everybody. So nobody waits where the step takes longer than the sending. What a forward pass changes (buffers, such as
+BatchNorm's statistics) goes by value.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_train.elastic.loading import load
+from elastic_train.errors import FormationFailed
+from elastic_train.storage.snapshot import deserialize_state, is_odd, rebuilt, serialize_state
+from elastic_train.training.collectives import GROUP_TIMEOUT, barrier
+from elastic_train.training.side_thread import SideThread
+from elastic_train.training.state import TrainState
+
+TAG = 7001
+"""of its messages, so that they do not meet those of the step"""
+SMALL_BYTES = 4096
+CHUNK_BYTES = 16 * 2**20
+"""what a rank has got before it passes it on; and what a GPU's state takes of host memory while it is sent"""
+POLL_SECONDS = 0.001
+SLOT = "elastic_train tensor"
+
+Check = Callable[[], None]
+"""called again and again while a rank waits for a state; raises where the process group was broken off"""
+
+
+class Handover(Protocol):
+    """One rank's part in it."""
+
+    def begin(self) -> None:
+        """When the step's reduction is made, for which nobody should have to wait: from now on the state is sent."""
+
+    def finish(self, check: Check) -> None:
+        """Before the optimizer's step. Blocks until the state may change: it is sent, or it is here. gloo may never end
+        a send to one that died, so `check` is asked.
+
+        Raises:
+            RuntimeError: from the communication library, when a peer is lost. What `check` raises. SnapshotError: as
+                `loading.load`.
+        """
+
+
+def hand_out(
+    state: TrainState, ranks: Sequence[int], check: Check, before_sending: Callable[[], None] | None = None
+) -> dict[str, Any] | None:
+    """Bring the state of `ranks[0]` to the others of `ranks`. Every rank of the group calls it, and it returns when all
+    have theirs. `before_sending` is called on the first one.
+
+    Returns: the first one's clock, where this rank has got its state.
+
+    Raises: as `Handover.finish`. SnapshotError: as `loading.load`.
+    """
+    clocks: list[dict[str, Any]] = []
+    if dist.get_rank() == ranks[0] and len(ranks) > 1:
+        giving = Giving(state, ranks)
+        if before_sending is not None:
+            before_sending()
+        giving.begin()
+        giving.finish(check)
+    elif dist.get_rank() in ranks[1:]:
+        state.optimizer.zero_grad()  # of a step that does not count; there may be no room for them on a GPU
+        Taking(state, ranks[0], clocks.append).finish(check)
+    barrier()
+    return clocks[0] if clocks else None
+
+
+class Giving:
+    """Sends `state` on a thread of its own, from `begin` on, to all of `ranks` but the first, which is this one."""
+
+    def __init__(self, state: TrainState, ranks: Sequence[int]) -> None:
+        self._ranks = list(ranks)
+        numbers = [len(ranks), state.epoch, state.step, state.samples_done, state.micro_batch_size or 0]
+        self._head = torch.tensor(numbers)
+        self._skeleton, self._tensors = take_apart(state)
+        self._link = Link()
+        self._thread: SideThread | None = None
+
+    def begin(self) -> None:
+        """As `Handover.begin`."""
+        self._thread = SideThread(self._send, "give")
+
+    def _send(self) -> None:
+        for tensor in (self._head, torch.tensor(self._ranks)):
+            self._link.send(tensor, self._ranks[1:])
+        _, children = neighbours(0, self._ranks)
+        message = torch.frombuffer(bytearray(serialize_state(self._skeleton)), dtype=torch.uint8)
+        for tensor in (torch.tensor([message.numel()]), message, *self._tensors):
+            self._link.pass_on(tensor, None, children)
+
+    def finish(self, check: Check) -> None:
+        """As `Handover.finish`."""
+        assert self._thread is not None, "it has begun"
+        self._thread.finish(check)
+
+
+class Taking:
+    """Receives into `state`, on a thread of its own, what rank `source` gives.
+
+    Args:
+        loaded: called with its clock when `state` is that of the source.
+    """
+
+    def __init__(self, state: TrainState, source: int, loaded: Callable[[dict[str, Any]], None]) -> None:
+        self._state, self._source, self._loaded = state, source, loaded
+        self._link = Link()
+        self._rank = dist.get_rank()
+        self._head: Tensor | None = None
+        self._skeleton: dict[str, Any] = {}
+        self._tensors: list[Tensor] = []
+        self._thread = SideThread(self._receive, "take")
+
+    def begin(self) -> None:
+        """As `Handover.begin`: it listens already."""
+
+    def wait_for_position(self, check: Check) -> int:
+        """Until the others are here, and `state` has their position: how many get it. Blocks for as long as the others
+        train on.
+
+        Raises: as `Handover.finish`.
+        """
+        while self._head is None and self._thread.is_alive:
+            check()
+            time.sleep(POLL_SECONDS)
+        if self._head is None:
+            check()
+            self._thread.finish(check)
+            raise FormationFailed(f"rank {self._source} sent no state")
+        num_ranks, *position, micro_batch_size = self._head.tolist()
+        self._state.epoch, self._state.step, self._state.samples_done = position
+        self._state.micro_batch_size = micro_batch_size or None
+        return int(num_ranks) - 1
+
+    def _receive(self) -> None:
+        head = torch.zeros(5, dtype=torch.int64)
+        self._link.receive(head, self._source)
+        self._head = head
+        message = torch.zeros(int(head[0]), dtype=torch.int64)
+        self._link.receive(message, self._source)
+        ranks = message.tolist()
+        parent, children = neighbours(ranks.index(self._rank), ranks)
+
+        def receive(tensor: Tensor) -> Tensor:
+            self._link.pass_on(tensor, parent, children)
+            return tensor
+
+        size = receive(torch.zeros(1, dtype=torch.int64))
+        message = receive(torch.empty(int(size), dtype=torch.uint8))
+        self._skeleton = deserialize_state(message.numpy().tobytes(), source=self._source_name)
+        for looks in self._skeleton.pop("tensors"):
+            self._tensors.append(receive(empty(*looks)))
+
+    @property
+    def _source_name(self) -> str:
+        return f"the state of rank {self._source}"
+
+    def finish(self, check: Check) -> None:
+        """As `Handover.finish`."""
+        self._thread.finish(check)
+        skeleton, tensors = self._skeleton, self._tensors
+        self._skeleton, self._tensors = {}, []
+        load(self._state, put_together(skeleton, tensors), self._source_name)
+        self._loaded(skeleton["run"]["clock"])
+
+
+def neighbours(place: int, ranks: Sequence[int]) -> tuple[int | None, Sequence[int]]:
+    """From whom `ranks[place]` gets the state, and who gets it from there: ranks[0] is the root of a binary tree, which
+    is filled row by row."""
+    parent = ranks[(place - 1) // 2] if place else None
+    return parent, ranks[2 * place + 1 : 2 * place + 3]
+
+
+class Link:
+    """Messages in the group that is the default one now: a thread that outlives its world must not write into the next
+    one. Blocking; raises RuntimeError or ValueError where the group has gone."""
+
+    def __init__(self) -> None:
+        self._group = dist.group.WORLD
+
+    def pass_on(self, tensor: Tensor, parent: int | None, children: Sequence[int]) -> None:
+        """Receive `tensor` from `parent`, if it has one, and send it to `children`, chunk by chunk."""
+        whole = flat(tensor)
+        for chunk in torch.split(whole, max(1, CHUNK_BYTES // whole.element_size())):
+            if parent is not None:
+                self.receive(chunk, parent)
+            self.send(chunk, children)
+
+    def send(self, tensor: Tensor, targets: Sequence[int]) -> None:
+        on_host = tensor.cpu()
+        for work in [dist.isend(on_host, target, group=self._group, tag=TAG) for target in targets]:
+            _wait(work)
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        _wait(dist.irecv(tensor, source, group=self._group, tag=TAG))
+
+
+def _wait(work: Any) -> None:
+    work.wait(GROUP_TIMEOUT)  # a message of gloo waits otherwise for as long as its group was given to form
+
+
+def take_apart(state: TrainState) -> tuple[dict[str, Any], list[Tensor]]:
+    """The state dict with slots in the place of large tensors that no forward pass changes, and these tensors. The
+    entry `tensors` says what they look like."""
+    changing = {buffer.data_ptr() for buffer in state.model.buffers() if not is_odd(buffer)}
+    tensors: list[Tensor] = []
+    slots: dict[tuple[Any, ...], int] = {}
+
+    def replace(tensor: Tensor) -> Any:
+        if is_small_or_odd(tensor) or tensor.data_ptr() in changing:
+            return tensor.clone()
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if key not in slots:
+            slots[key] = len(tensors)
+            tensors.append(tensor.detach())
+        return {SLOT: slots[key]}
+
+    skeleton: dict[str, Any] = rebuilt(state.state_dict(), replace)  # lists are copied: they may change before they go
+    skeleton["tensors"] = [
+        [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())] for tensor in tensors
+    ]
+    return skeleton, tensors
+
+
+def is_small_or_odd(tensor: Tensor) -> bool:
+    return is_odd(tensor) or tensor.nbytes < SMALL_BYTES or flat_or_none(tensor) is None
+
+
+def put_together(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
+    """The state dict that `take_apart` took apart."""
+    if isinstance(skeleton, dict):
+        if skeleton.keys() == {SLOT}:
+            return tensors[skeleton[SLOT]]
+        found = type(skeleton)()
+        for key, value in skeleton.items():
+            found[key] = put_together(value, tensors)
+        if isinstance(skeleton, OrderedDict):
+            vars(found).update(vars(skeleton))
+        return found
+    if isinstance(skeleton, list | tuple):
+        return type(skeleton)(put_together(value, tensors) for value in skeleton)
+    return skeleton
+
+
+def empty(dtype: str, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype))
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements of a dense tensor, as they lie in memory."""
+    found = flat_or_none(tensor)
+    assert found is not None, "asked before"
+    return found
+
+
+def flat_or_none(tensor: Tensor) -> Tensor | None:
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    turned = tensor.permute(order)
+    return turned.view(-1) if turned.is_contiguous() else None

@@ -1,0 +1,233 @@
+"""The ways out of a run: finished, stopped with everybody, leaving alone. Each ends with the worker's exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from typing import Any
+
+from elastic_train.branches import Position, describe, id_of, parting_step
+from elastic_train.elastic.connect import Return
+from elastic_train.elastic.finishing import save_result, write_result
+from elastic_train.elastic.loop import WorldLoop
+from elastic_train.elastic.membership import Membership
+from elastic_train.elastic.saving import Saver
+from elastic_train.elastic.worker import Worker
+from elastic_train.errors import (
+    ElasticTrainError,
+    LeftOut,
+    OwnershipLost,
+    StoreUnreachable,
+    Superseded,
+    first_line,
+)
+from elastic_train.protocol.probes import Probe, probe
+from elastic_train.runlog.goodput import Phase
+from elastic_train.training.collectives import barrier
+from elastic_train.world import World
+
+SAVE_SECONDS = 300.0
+"""that a worker stays for another one of its node, which saves the state for all of them"""
+
+
+class WaysOut:
+    """What a worker does before it ends, so that the state is safe and nobody waits for it."""
+
+    def __init__(self, worker: Worker, membership: Membership, saver: Saver, loop: WorldLoop, job_token: str) -> None:
+        self._worker = worker
+        self._membership = membership
+        self._saver = saver
+        self._loop = loop
+        self.job_token = job_token
+
+    def finish(self, world: World, outcome: str, *, is_saved: bool) -> int:
+        """Training is through: the last snapshot, result.json, and no agent left waiting. Every rank calls it."""
+        worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
+        state.clock.enter(Phase.FORM)
+        self._loop.evaluate_if_missed(world)
+        if not is_saved and world.is_directory_leader:
+            self._saver.save_and_wait(state)
+        worker.reach("finish", world)
+        data = write_result(worker, world, self.job_token, has_trained=outcome == "finished")
+        if world.num_spares:
+            with suppress(StoreUnreachable):  # the run is finished all the same
+                self._membership.announce_finished(world, data.decode())
+        self._membership.watcher.leave()  # who is through goes now, and is not missed
+        self._membership.finish(world)
+        self._membership.end_together(world)
+        worker.reach("exit", world)
+        reporter.events.write("done", outcome=outcome)
+        reporter.say_for_node(f"{outcome.replace('_', ' ')} at step {state.step}")
+        accuracy = f", test accuracy {state.last_accuracy[1]:.2%}" if state.last_accuracy else ""
+        if outcome == "already_finished":
+            reporter.say(
+                f"the run in {worker.directory.path} is finished: {state.step} steps{accuracy}. Nothing left to do; "
+                f"a larger {'--epochs' if worker.config.max_steps is None else '--max-steps'} trains on, "
+                "--fresh starts anew"
+            )
+        else:
+            summary = json.loads(data)
+            reporter.say(
+                f"finished: {state.step} steps{accuracy}, {summary['wall_seconds']:.1f} s, "
+                f"{summary['goodput']['ratio']:.0%} of the wall time in training; {worker.directory.result_path}"
+            )
+        return 0
+
+    def finish_as_spare(self, world: World, result: str) -> int:
+        """The others have trained to the end: leave the same result.json, where this node's run directory lacks it."""
+        worker, reporter = self._worker, self._worker.reporter
+        self._membership.watcher.leave()
+        if world.is_directory_leader:
+            save_result(worker, result.encode())
+        reporter.events.write("done", outcome="finished")
+        reporter.speak(f"the run is finished; this spare was not needed; {worker.directory.result_path}")
+        return 0
+
+    def stop(self, world: World) -> int:
+        """Everybody was told to stop, at this very step: save, so that the next start goes on from here."""
+        state = self._worker.state
+        if world.is_directory_leader:
+            self._saver.save_and_wait(state)
+        self._saver.wait()
+        barrier()  # nobody's agent may end a node whose leader is still writing
+        self._membership.watcher.leave()
+        self._membership.end_together(world)
+        return self._say_stopped()
+
+    def stop_between_worlds(self, world: World) -> int:
+        """Told to stop between two worlds: no process group to agree with anybody, so each node keeps what it has."""
+        if world.is_first_of_node:
+            with suppress(OwnershipLost):  # the others may be a generation further
+                self._saver.save_and_wait(self._worker.state)
+                self._saver.wait()
+        return self._say_stopped()
+
+    def leave(self, world: World) -> int:
+        """This node alone was told to stop; the step in hand is committed and the others have the state."""
+        worker = self._worker
+        try:
+            self._membership.leave(world, "stopped")
+        except StoreUnreachable as error:  # then the others lose it as a peer
+            worker.reporter.warn(f"{error}; the others are not told that this worker leaves")
+        with suppress(OwnershipLost):  # the others may be a generation further
+            self._saver.wait()
+        worker.reporter.events.write("signal", signal=signal.Signals(worker.stop.signum or signal.SIGTERM).name)
+        worker.reporter.events.write("done", outcome="stopped")
+        what = "a spare" if world.is_spare else f"rank {world.rank}"
+        worker.reporter.speak(f"{what} leaves at step {worker.state.step}; the others go on")
+        return 128 + (worker.stop.signum or signal.SIGTERM)
+
+    def _say_stopped(self) -> int:
+        worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
+        signum = worker.stop.signum or signal.SIGTERM
+        reporter.events.write("signal", signal=signal.Signals(signum).name)
+        reporter.events.write("done", outcome="stopped")
+        what = f"stopped by {signal.Signals(signum).name}"
+        reporter.say_for_node(f"{what} at step {state.step}")
+        reporter.say(
+            f"{what} at step {state.step} (epoch {state.epoch + 1} of {worker.config.epochs}, {state.samples_done} of "
+            f"{state.length} samples); the same command continues from here"
+        )
+        return 128 + signum
+
+    def save_for_next_start(self, world: World) -> str:
+        """The last commit, each node for itself: nobody knows who lives. Returns what a person should do next."""
+        self._worker.state.rollback()
+        self._saver.enter(world)
+        advice = "start all nodes again to continue"
+        if world.is_first_of_node:
+            return self._save_alone(advice)
+        # An agent that loses one worker ends its others, after 30 s with SIGKILL: this one stays while the first saves.
+        first, deadline = world.first_of_node.address, time.monotonic() + SAVE_SECONDS
+        while not self._worker.stop.is_requested and probe(first) is Probe.ACCEPTED and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return self._describe_saved(advice)
+
+    def give_way(
+        self, error: ElasticTrainError, world: World | None, before: Return | None, *, has_state: bool
+    ) -> Return:
+        """The others have gone on without this worker. It keeps what it has, for they may all be lost before it is with
+        them again, and leaves its membership; what it comes back with, as a newcomer to whom they give their state.
+
+        Args:
+            before: what it came back with the last time.
+        """
+        worker, membership, state = self._worker, self._membership, self._worker.state
+        with suppress(LeftOut):  # the watcher may be the one that has found out
+            membership.watcher.leave()
+        saved = self._save_before_return(world) if world is not None and has_state else ""
+        discarded: dict[str, Any] = {}
+        if isinstance(error, Superseded) and has_state and state.branches != error.winner.branches:
+            discarded = self._discard(error.winner)
+            saved += f"; discarded: {discarded['what']}"
+        who = f"{worker.host}/{worker.launch.local_rank}/{os.getpid()}, {membership.uid}"
+        place = "" if world is None else f", rank {world.rank} of generation {world.generation}"
+        worker.reporter.warn(
+            f"{error}; it was {who}{place}, and comes back as a newcomer{saved}",
+            was=membership.uid,
+            **worker.reporter.void_commit(state),
+            **({"discarded": discarded} if discarded else {}),
+        )
+        worker.reporter.leave()
+        worker.directory.release()
+        state.clock.begin_anew()
+        others = () if world is None else tuple(member for member in world.members if member is not world.me)
+        stores = tuple(member.store for member in others if member.store is not None)
+        if isinstance(error, Superseded):
+            stores = (error.winner.store, *stores)
+        if before is None or membership.has_settled:
+            num_fruitless, deadline = 0, time.monotonic() + worker.config.wait_timeout
+        else:
+            num_fruitless, deadline = before.num_fruitless + 1, before.deadline
+            stores = tuple(dict.fromkeys((*stores, *before.stores)))
+        return Return(membership.uid, stores, bool(state.run_uid), num_fruitless, deadline)
+
+    def _discard(self, winner: Position) -> dict[str, Any]:
+        """What of this worker's branch the other one does not have."""
+        state = self._worker.state
+        first = parting_step(state.branches, winner.branches) + 1
+        what = f"steps {first} to {state.step} of {describe(state.branches)} on {self._worker.host}"
+        return {"branch": id_of(state.branches) or None, "first": first, "last": state.step, "what": what}
+
+    def _save_before_return(self, world: World) -> str:
+        state = self._worker.state
+        state.rollback()
+        if not world.is_first_of_node or not state.is_whole:
+            return ""
+        self._saver.enter(world)
+        with suppress(OwnershipLost):  # theirs will be there
+            if self._saver.save_and_wait(state):
+                return f"; the state of step {state.step} is saved, in case that nobody else is left"
+        return ""
+
+    def save_for_nobody(self, world: World) -> str:
+        """For the case that no other lives: without the training thread. Returns what a person should know."""
+        if world.is_first_of_node:
+            return self._save_alone("in case that no other is left")
+        return "the first worker of this node may have saved the state"
+
+    def save_for_mended_code(self, world: World, error: Exception) -> None:
+        """The code that is trained has failed on all who tried: the commits before are kept for when it is mended.
+        What came of it is said below the error's traceback."""
+        state = self._worker.state
+        if state.step == 0 or not state.is_whole:
+            return
+        self._membership.watcher.leave()  # it would take this thread for stuck
+        try:
+            said = self.save_for_next_start(world)
+        except Exception as failed:  # of a broken device, say; what broke it says more
+            said = f"the state of step {state.step} could not be saved: {first_line(failed)}"
+        error.add_note(f"elastic_train: {said}")
+
+    def _save_alone(self, advice: str) -> str:
+        try:
+            is_saved = self._saver.save_and_wait(self._worker.state)
+        except OwnershipLost as error:
+            return str(error)
+        return self._describe_saved(advice) if is_saved else "the state could not be saved, the warning above says why"
+
+    def _describe_saved(self, advice: str) -> str:
+        return f"the state of step {self._worker.state.step} is saved, {advice}"

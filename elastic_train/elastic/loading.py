@@ -1,0 +1,67 @@
+"""A state that was received or read is taken over; or one line says why it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from elastic_train.errors import SnapshotError, first_line
+from elastic_train.storage.snapshot import rebuilt
+from elastic_train.training.state import TrainState
+from elastic_train.wording import count
+
+SHOWN_NAMES = 3
+
+
+def load(state: TrainState, loaded: Mapping[str, Any], source: str) -> None:
+    """As `TrainState.load_state_dict`, of tensors on the CPU. `source` names it in an error.
+
+    Raises:
+        SnapshotError: it is of another model or optimizer; or whatever keeps it from being loaded.
+    """
+    device = next((parameter.device for parameter in state.model.parameters()), torch.device("cpu"))
+
+    def to_device(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device)
+
+    try:
+        # They may keep what they are given; the model copies it, and the optimizer moves what is each parameter's.
+        extras = rebuilt(loaded.get("extras", {}), to_device, "extras")
+        groups = rebuilt(loaded["optimizer"]["param_groups"], to_device, "param_groups")
+        optimizer = {**loaded["optimizer"], "param_groups": groups}
+        state.load_state_dict({**loaded, "extras": extras, "optimizer": optimizer})
+    except Exception as error:  # of user code too: who reads a snapshot for others must say that it cannot
+        if isinstance(error, torch.OutOfMemoryError) or not isinstance(
+            error, KeyError | TypeError | ValueError | RuntimeError
+        ):
+            raise SnapshotError(
+                f"{source} cannot be taken over: {type(error).__name__}: {first_line(error)}"
+            ) from error
+        what = misfit(state.model.state_dict(), loaded["model"]) or " ".join(str(error).split())
+        raise SnapshotError(
+            f"{source} does not fit this model and its optimizer: {what}; go on with those that it was made with, or "
+            "give --fresh to begin anew"
+        ) from error
+
+
+def misfit(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """How two models' state dicts differ, in one line with some of the names; "" where their shapes are equal."""
+
+    def some(names: Collection[str]) -> str:
+        return ", ".join(sorted(names)[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+
+    shapes = {
+        name: (tuple(theirs[name].shape), tuple(ours[name].shape))
+        for name in ours.keys() & theirs.keys()
+        if isinstance(ours[name], torch.Tensor) and isinstance(theirs[name], torch.Tensor)
+    }
+    changed = {f"{name} {old} instead of {new}" for name, (old, new) in shapes.items() if old != new}
+    missing, unexpected = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
+    parts = [
+        f"it lacks {count(len(missing), 'tensor')} ({some(missing)})" if missing else "",
+        f"it has {count(len(unexpected), 'tensor')} too many ({some(unexpected)})" if unexpected else "",
+        f"{count(len(changed), 'tensor')} of another shape ({some(changed)})" if changed else "",
+    ]
+    return "; ".join(filter(None, parts))

@@ -1,0 +1,146 @@
+"""Form and end the process group of one World, and break it off."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, Store
+
+from elastic_train.elastic.formed_group import FormedGroup, install
+from elastic_train.errors import FormationFailed, UsageError, first_line
+from elastic_train.protocol.group_store import FORM_TIMEOUT
+from elastic_train.training.collectives import GROUP_TIMEOUT, broken_off_by
+from elastic_train.training.group_sockets import GroupSockets
+from elastic_train.world import World
+
+
+@contextmanager
+def process_group(
+    world: World,
+    make_store: Callable[[], Store],
+    backend: str,
+    sockets: GroupSockets,
+    timeout: timedelta = GROUP_TIMEOUT,
+    formed: FormedGroup | None = None,
+    device: torch.device | None = None,
+) -> Iterator[None]:
+    """The default process group of `world` inside the block; destroyed on the way out, whatever happened.
+
+    Every member calls it; `make_store` gives a connection of its own, with a prefix of this generation alone. Blocks
+    until all have, FORM_TIMEOUT at most; not at all where the group is `formed` already, by all of them. Inside the
+    block collectives wait `timeout`, until `set_group_timeout`. `device` is this worker's: NCCL would else take the one
+    of LOCAL_RANK, or of a rank that changes from world to world.
+
+    Raises:
+        FormationFailed: not all members connected in time.
+    """
+    # torch's default arguments `group=group.WORLD`, bound when a first DDP imports torch.distributed.nn.functional,
+    # would keep the first group's sockets open for ever; imported before it exists, they bind None.
+    import torch._dynamo  # noqa: F401
+
+    has_nccl = "nccl" in backend
+    if has_nccl:
+        # 1 is what torchrun's agent sets: NCCL's watchdog would kill this process when a peer is lost, as with 3; with
+        # 2 it would abort, and nobody knew. 0 leaves the abort to us, as torch's `_abort_process_group` asks for.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    excepthook = sys.excepthook  # init_process_group wraps it each time and never puts it back
+    try:
+        if formed is None:
+            _make_group(world, make_store, backend, sockets, device if has_nccl else None)
+        else:
+            sockets.take(formed.sockets)
+            install(formed)
+        set_group_timeout(timeout)
+        with nullcontext() if has_nccl else broken_off_by(sockets):
+            yield
+    except BaseException:
+        sockets.shut()  # whatever still holds the group, `release` is to close its connections
+        raise
+    finally:
+        group = dist.group.WORLD
+        if group is None:
+            _count_groups_anew()
+        sockets.wait_for_abort()
+        dist.destroy_process_group()
+        sockets.forget(group)
+        sys.excepthook = excepthook
+
+
+def _make_group(
+    world: World,
+    make_store: Callable[[], Store],
+    backend: str,
+    sockets: GroupSockets,
+    device: torch.device | None,
+) -> None:
+    """Raises: FormationFailed, as `process_group`."""
+    sockets.begin()
+    try:
+        dist.init_process_group(
+            backend,
+            store=make_store(),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=FORM_TIMEOUT,
+            device_id=device,
+        )
+        sockets.complete(dist.group.WORLD if "nccl" in backend else None)
+        # Until here a member that died after the list was made costs FORM_TIMEOUT only. No barrier(), which would be
+        # NCCL's where a device is given, and have no timeout.
+        dist.all_reduce(torch.zeros(1))
+    except RuntimeError as error:
+        raise FormationFailed(
+            f"no process group of {world.world_size} workers within {FORM_TIMEOUT.total_seconds():.0f} s: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def _count_groups_anew() -> None:
+    """Make a group of this process alone; its end has torch count from 0 again.
+
+    torch numbers the groups that a process has begun to make, and the number is in the keys by which the members find
+    each other. Where one has failed and another had not begun, they would look under different keys for ever.
+    """
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=FORM_TIMEOUT)
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """`torch.distributed.distributed_c10d.set_timeout` where torch has it (2.15), else its private older name."""
+    setter = getattr(dist.distributed_c10d, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    setter(timeout)
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether an error comes from the communication library rather than from the code that is trained.
+
+    gloo has no class of its own: its errors are RuntimeErrors that name its source file.
+    """
+    if isinstance(error, dist.DistError | FormationFailed):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("gloo/" in text or "Gloo" in text or "NCCL" in text)
+
+
+def choose_device(requested: str, local_rank: int) -> torch.device:
+    """This worker's device: by `local_rank`, wrapping round where local ranks share GPUs."""
+    if requested == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no CUDA device here; auto takes the CPU then")
+    if requested == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def choose_backend(device: torch.device) -> str:
+    """NCCL for the tensors of a GPU that nobody else in the world uses, which rules.py judges; gloo for the CPU's."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+
+
+def gpu_of(device: torch.device) -> str | None:
+    """The UUID of a CUDA device; None for the CPU. A launcher may have given each worker one GPU, number 0 to all."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None

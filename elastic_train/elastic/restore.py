@@ -1,0 +1,234 @@
+"""Where a world starts from: the newest snapshot that any of its members can see, or scratch.
+
+Nothing needs a shared file system or a particular rank 0. Each run directory has one worker that looks into it (its
+leader); the leaders' newest offers are compared over the process group, those who have the best one's very file read
+it, and the others get the state from one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elastic_train.branches import Position, branches_of, describe, is_on
+from elastic_train.elastic.handover import Check, hand_out
+from elastic_train.elastic.loading import load
+from elastic_train.errors import (
+    BranchesMixed,
+    Refused,
+    SnapshotDamaged,
+    SnapshotError,
+    TaskMismatch,
+)
+from elastic_train.rules import freshest
+from elastic_train.storage.run_record import RunRecord, run_to_continue
+from elastic_train.storage.snapshot import STATE_FILE, SnapshotInfo, load_state
+from elastic_train.training.collectives import gather_json
+from elastic_train.training.state import TrainState
+from elastic_train.world import World
+
+
+class Warn(Protocol):
+    def __call__(self, message: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a world started from."""
+
+    source: str
+    """`scratch`, `snapshot` or `peer`"""
+    step: int
+    from_rank: int
+
+
+def restore(
+    state: TrainState,
+    world: World,
+    offers: list[SnapshotInfo],
+    *,
+    task: Mapping[str, Any],
+    run_uid: str,
+    is_new_run: bool,
+    lost: str | None,
+    record: RunRecord,
+    written: Callable[[], Mapping[str, Any] | None],
+    warn: Warn,
+    check: Check,
+) -> Restored:
+    """Bring every rank to the same state; every rank calls it.
+
+    Args:
+        state: freshly built; loaded in place.
+        offers: the snapshots that this rank can see, newest first; empty on ranks that lead no run directory.
+        task: what a snapshot must agree with.
+        run_uid: the name of the run, where this job has one already; else that of a new run.
+        is_new_run: whether the run directories say which run is meant (the job's first world), or `run_uid` does.
+        lost: why it may not begin from scratch where there is none: how a state of this run was lost.
+        record: which run this rank's run directory belongs to.
+        written: asked where there is no snapshot: the event of the newest that was written here, as far as is known.
+        check: is called while this rank waits for a state, and raises where the group was broken off.
+
+    Raises:
+        RunsMixed: snapshots of two runs can be seen. BranchesMixed: snapshots of two branches of the run can be seen.
+        TaskMismatch: the newest snapshot is of another task, seed, batch size, ...; names both values.
+        SnapshotError: it verifies and still cannot be read; or none can be seen, and a state was lost, or a snapshot
+            was written that nobody has.
+    """
+    told = gather_json({"offers": list(map(describe_offer, offers)), "record": record.to_fields()})
+    seen = [offer for entry in told for offer in entry["offers"]]
+    superseded: tuple[str, ...] = ()
+    if is_new_run:
+        choice = run_to_continue([RunRecord.from_fields(entry["record"]) for entry in told], seen)
+        run_uid, superseded = choice.uid or run_uid, choice.superseded
+    require_one_line([offer for offer in seen if offer["run"] == run_uid])
+    others = [offer for offer in offers if offer.run_uid != run_uid]
+    offers = [offer for offer in offers if offer.run_uid == run_uid]
+    if others:
+        warn(f"snapshots of another run are not used: {others[0].path} and the like")
+    while True:
+        heads = gather_json(_head(offers[0]) if offers else None)
+        owner = newest_offer([head and head["age"] for head in heads])
+        if owner is None:
+            break
+        found: dict[str, Any] = {}
+        if heads[world.rank] == heads[owner]:  # who has the same file on a disk of its own reads that
+            found = _read(state, offers.pop(0), task, warn)
+        told = gather_json(found)
+        for entry in told:
+            if "mismatch" in entry:
+                raise TaskMismatch(entry["mismatch"])
+            if "misfit" in entry:
+                raise SnapshotError(entry["misfit"])
+        whole = [rank for rank, entry in enumerate(told) if "read" in entry]
+        if not whole:
+            continue
+        state.superseded = tuple(sorted({*state.superseded, *superseded}))
+        without = [rank for rank in range(world.world_size) if rank not in whole]
+        hand_out(state, [whole[0], *without], check)
+        if state.generation is None:  # else this process has counted its own time all along
+            state.clock.load_state_dict(told[whole[0]]["read"])
+        return Restored("snapshot", state.step, whole[0])
+    if lost is not None:
+        raise SnapshotError(f"{lost}, and no snapshot of their run can be seen here")
+    _require_none_written(gather_json(written()))
+    state.run_uid, state.superseded = run_uid, superseded
+    if state.micro_batch_size is None:
+        state.micro_batch_size = -(-state.global_batch_size // world.world_size)
+    # Equal by their seed already, if the machines are; rank 0's are everybody's in any case.
+    hand_out(state, range(world.world_size), check)
+    return Restored("scratch", 0, 0)
+
+
+def _head(offer: SnapshotInfo) -> dict[str, Any]:
+    return {"age": offer.age_key, "file": vars(offer.files[STATE_FILE])}
+
+
+def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn: Warn) -> dict[str, Any]:
+    """Load a snapshot into `state`. Returns `read`, the clock in it, or why the job cannot go on from there:
+    `mismatch`, or `misfit`, after which `state` is of no use; nothing where the file is damaged."""
+    source = f"snapshot {offer.path}"
+    try:
+        require_same_task(offer, task)
+        loaded = load_state(offer)
+        load(state, loaded, source)
+    except TaskMismatch as error:
+        return {"mismatch": str(error)}
+    except SnapshotDamaged as error:
+        warn(f"skipped: {error}")
+        return {}
+    except SnapshotError as error:
+        return {"misfit": str(error)}
+    _compare_extras(state, loaded, source, warn)
+    return {"read": loaded["run"]["clock"]}
+
+
+def _require_none_written(found: Sequence[Mapping[str, Any] | None]) -> None:
+    """Raises: SnapshotError where a run would begin from scratch though it had come further."""
+    event = max((one for one in found if one is not None), key=lambda one: int(one["snapshot_step"]), default=None)
+    if event is not None:
+        raise SnapshotError(
+            f"host {event['host']} wrote a snapshot of step {event['snapshot_step']} of this run, {event['path']}, and "
+            "no whole one can be seen from here: start where it is, or give --fresh to begin anew"
+        )
+
+
+def sync_from_freshest(
+    state: TrainState, world: World, steps: Sequence[int], check: Check, before_sending: Callable[[], None]
+) -> int:
+    """After a loss survivors can differ by a step: those behind take over the freshest state. Returns its rank.
+
+    Every rank calls it; `steps` are all ranks' committed steps, -1 for one that has no state yet. What is received is
+    loaded only when it is whole: the source may die while it is sending. `check` as in `restore`; `before_sending` is
+    called on the source when the others wait for it.
+    """
+    source = freshest(steps)
+    behind = [rank for rank, step in enumerate(steps) if step != steps[source]]
+    if behind:
+        clock = hand_out(state, [source, *behind], check, before_sending)
+        if clock is not None and steps[world.rank] < 0:
+            state.clock.take_over(clock)
+    return source
+
+
+def newest_offer(heads: list[list[int] | None]) -> int | None:
+    """The rank whose offer (generation, step) is the newest, the lowest of them where several are; None if none is."""
+    ranked = [(tuple(head), -rank) for rank, head in enumerate(heads) if head is not None]
+    return -max(ranked)[1] if ranked else None
+
+
+def describe_offer(offer: SnapshotInfo) -> dict[str, Any]:
+    """What `require_one_line` takes of a snapshot."""
+    return {
+        "age": offer.age_key,
+        "run": offer.run_uid,
+        "step": offer.step,
+        "branches": offer.branches,
+        "host": offer.host,
+        "path": str(offer.path),
+    }
+
+
+def require_one_line(offers: Sequence[Mapping[str, Any]]) -> None:
+    """Raises BranchesMixed where one of all members' offers is not on the way to the newest of its run."""
+    newest = max(offers, key=lambda one: tuple(one["age"]), default=None)
+    for one in offers:
+        if newest is None or one["run"] != newest["run"]:
+            continue
+        mine, line = branches_of(one["branches"]), branches_of(newest["branches"])
+        if not is_on(mine, one["step"], line):
+            raise BranchesMixed(
+                f"host {newest['host']} has a snapshot of step {newest['step']} on {describe(line)}, and host "
+                f"{one['host']} one of step {one['step']} on {describe(mine)} of the same run: move those of one of "
+                f"the two out of sight, e.g. {one['path']}, and start again"
+            )
+
+
+def require_line(offers: Sequence[SnapshotInfo], theirs: Position) -> None:
+    """Raises: Refused where a newcomer sees a snapshot of another branch of the run that it is to join."""
+    for offer in offers:
+        if offer.run_uid == theirs.run and not is_on(offer.branches, offer.step, theirs.branches):
+            raise Refused(
+                f"host {offer.host} has a snapshot of step {offer.step} on {describe(offer.branches)}, and the others "
+                f"are at {theirs.name}: this worker is refused; move {offer.path} and the like out of sight, or give "
+                "another --run-dir"
+            )
+
+
+def require_same_task(offer: SnapshotInfo, task: Mapping[str, Any]) -> None:
+    """Raises TaskMismatch, naming both values, where a snapshot is of something else than these flags train."""
+    for name in sorted(offer.task.keys() | task.keys()):
+        if offer.task.get(name) != task.get(name):
+            raise TaskMismatch(
+                f"snapshot {offer.path} is of a run with {name} {offer.task.get(name)!r}, the flags say "
+                f"{task.get(name)!r}: give the same, another --run-dir, or --fresh to start anew"
+            )
+
+
+def _compare_extras(state: TrainState, loaded: Mapping[str, Any], source: str, warn: Warn) -> None:
+    held, ours = loaded.get("extras", {}).keys(), state.extras.keys()
+    if ours - held:
+        warn(f"{source} has no {', '.join(sorted(ours - held))}: what is new among the extras begins anew")
+    if held - ours:
+        warn(f"{', '.join(sorted(held - ours))} of {source} is not among the extras any more, and is dropped")

@@ -1,0 +1,125 @@
+"""Which worker saves the state when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic_train.elastic.worker import Worker
+from elastic_train.errors import OwnershipLost, SnapshotError
+from elastic_train.observe.reporting import Reporter
+from elastic_train.runlog.goodput import Phase
+from elastic_train.storage.snapshot import SnapshotResult, SnapshotWriter
+from elastic_train.training.state import TrainState
+from elastic_train.world import World
+
+
+class Saver:
+    """Saves the state of one worker, whatever worlds it goes through; rank 0 writes the regular snapshots."""
+
+    def __init__(self, worker: Worker, job_token: str) -> None:
+        self._worker = worker
+        self._reporter: Reporter = worker.reporter
+        self.job_token = job_token
+        self._every = worker.config.snapshot_every
+        self._is_overdue = False
+        self._world: World | None = None
+        self._snapshots: SnapshotWriter | None = None
+
+    def enter(self, world: World) -> None:
+        """A world stands: from now on its generation is the one that writes."""
+        self._world = world
+
+    def is_due(self, state: TrainState) -> bool:
+        """Whether this worker must call `save` after the step that was just committed. Reports what was written."""
+        if not self._every or self._world is None or self._world.rank != 0:
+            return False
+        if self._snapshots is not None:
+            self.report()
+        elif not state.is_finished:  # the optimizer has its state by now; what cannot be saved is told now
+            self._writer().prepare(state.state_dict())
+        self._is_overdue = self._is_overdue or state.step % self._every == 0
+        return self._is_overdue and not state.is_finished and not self._writer().is_busy()
+
+    def save(self, state: TrainState) -> None:
+        """In the background; returns when the state is copied."""
+        with state.clock.during(Phase.SNAPSHOT):
+            self._is_overdue = not self._writer().save_in_background(state.state_dict(), **self._position(state))
+
+    def save_and_wait(self, state: TrainState) -> bool:
+        """Durable when it returns True. A full disk costs a warning, not the job."""
+        is_saved = False
+        with state.clock.during(Phase.SNAPSHOT):
+            try:
+                self._tell(self._writer().save(state.state_dict(), **self._position(state)))
+                is_saved = True
+            except SnapshotError as error:
+                self._reporter.warn(str(error))
+        self.report()
+        return is_saved
+
+    def report(self) -> None:
+        """Tell what the background has written since the last call.
+
+        Raises:
+            OwnershipLost: another job, or a newer generation, owns the run directory.
+        """
+        if self._snapshots is None:
+            return
+        try:
+            outcomes = self._snapshots.collect()
+        except OwnershipLost:
+            # Perhaps only the generation changed while it was written, to one that this worker is in itself.
+            self._check_owner()
+            self._is_overdue = True
+            return
+        for outcome in outcomes:
+            if isinstance(outcome, SnapshotResult):
+                self._tell(outcome)
+            else:
+                self._reporter.warn(f"{outcome}; training goes on")
+
+    def wait(self) -> None:
+        """For the snapshot in flight: the process is about to end."""
+        if self._snapshots is not None:
+            self._snapshots.wait(60.0)
+            self.report()
+
+    def _writer(self) -> SnapshotWriter:
+        # One for the life of the process: it keeps its buffers, and one snapshot at a time is in flight.
+        if self._snapshots is None:
+            worker = self._worker
+            self._snapshots = SnapshotWriter(
+                worker.snapshots_dir,
+                keep=worker.config.keep_snapshots,
+                host=worker.host,
+                run_uid=worker.state.run_uid,
+                task=worker.must_agree_with_snapshot(),
+                before_rename=self._check_owner,
+            )
+        return self._snapshots
+
+    def _check_owner(self) -> None:
+        assert self._world is not None
+        self._worker.directory.check_owner(self.job_token, self._world.generation)
+
+    def _tell(self, result: SnapshotResult) -> None:
+        for warning in result.warnings:
+            self._reporter.warn(warning)
+        self._reporter.snapshot(
+            step=result.step,
+            path=result.path,
+            num_bytes=result.bytes,
+            stall_seconds=result.stall_seconds,
+            total_seconds=result.total_seconds,
+        )
+
+    def _position(self, state: TrainState) -> dict[str, Any]:
+        assert self._world is not None
+        return {
+            "step": state.step,
+            "epoch": state.epoch,
+            "samples_done": state.samples_done,
+            "generation": self._world.generation,
+            "world_size": self._world.world_size,
+            "branches": state.branches,
+        }

@@ -1,0 +1,264 @@
+"""The first world of a process: what it finds of an earlier run, and how that becomes everybody's state."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from elastic_train.branches import BRANCH, Branch, id_of
+from elastic_train.config import Config, as_json
+from elastic_train.elastic.connect import Return
+from elastic_train.elastic.handover import Check
+from elastic_train.elastic.membership import Membership, new_token, versions
+from elastic_train.elastic.process_group import choose_backend, gpu_of
+from elastic_train.elastic.restore import Restored, require_line, restore
+from elastic_train.elastic.worker import Worker
+from elastic_train.errors import FormationFailed
+from elastic_train.protocol.addresses import use_interface_of
+from elastic_train.runlog.goodput import process_start_ticks, seconds_since_process_start
+from elastic_train.storage.run_record import RUN_FILE, RunRecord, newest_written, read_record
+from elastic_train.storage.snapshot import find_snapshots, set_aside
+from elastic_train.training import determinism
+from elastic_train.training.collectives import gather_json
+from elastic_train.training.state import TrainState
+from elastic_train.wording import count
+from elastic_train.world import Member, World
+
+ALL_GONE = "all workers that had the state are gone"
+
+
+class Start:
+    """One worker's view of the run that it starts or continues. Made before it meets the others."""
+
+    def __init__(self, worker: Worker, membership: Membership, job_token: str, back: Return | None = None) -> None:
+        self._back = back
+        self._worker = worker
+        self._membership = membership
+        self._job_token = job_token
+        self._fresh_record: RunRecord | None = None
+        """what --fresh has left of the run directory"""
+
+    def first_world(self) -> World:
+        """Find the others and agree with them; what this worker sees of an earlier run is read before."""
+        worker, membership, launch = self._worker, self._membership, self._worker.launch
+        directory, config = worker.directory, worker.config
+        use_interface_of(membership.address[0])
+        self._is_first_round = membership.job.is_first
+        if config.fresh and self._is_first_round and launch.restart_count == 0 and self._back is None:
+            self._fresh_record = self._start_anew()
+        self._look()
+        worker.reporter.events.write(
+            "start",
+            config=as_json(config),
+            versions=versions(),
+            device=str(worker.device),
+            task=worker.task.describe(),
+            started_ticks=process_start_ticks(),
+            **({} if self._back is None else {"was": self._back.uid}),
+            seconds=startup_seconds(worker),
+        )
+        seen = [self._traces.generation, *(offer.generation for offer in self._offers)]
+        newest = max(((offer.generation, offer.step) for offer in self._offers), default=None)
+        return membership.first_world(
+            Member(
+                host=worker.host,
+                local_rank=launch.local_rank,
+                pid=os.getpid(),
+                agent_pid=launch.agent_pid or 0,
+                address=membership.address,
+                directory_id=directory.identity(),
+                backend=choose_backend(worker.device),
+                max_generation=max((generation for generation in seen if generation is not None), default=None),
+                agreement=worker.agreement(),
+                min_nodes=config.min_nodes or launch.min_nodes,
+                gpu=gpu_of(worker.device),
+                node_id=launch.node_id,
+                newest=newest,
+            ),
+            lambda theirs: require_line(self._offers if self._back is None else (), theirs),
+        )
+
+    def _look(self) -> None:
+        """What of the run can be seen from here, now."""
+        worker = self._worker
+        self._traces = worker.directory.traces()
+        self._offers = sorted(
+            find_snapshots(worker.snapshots_dir, warn=worker.reporter.warn),
+            key=lambda offer: offer.age_key,
+            reverse=True,
+        )
+        self._record = self._fresh_record or read_record(worker.directory.path)
+        # A member that comes back knows its run, also where nobody else is left.
+        self._run_uid = self._membership.published("run_uid") or worker.state.run_uid or new_token()
+
+    def _start_anew(self) -> RunRecord:
+        """--fresh: move what is in the run directory aside, and snapshots that lie elsewhere, once per job; the first
+        worker to come does it. Returns what it leaves behind."""
+        directory, membership = self._worker.directory, self._membership
+        key = f"fresh/{directory.identity()}"
+        me = f"{self._worker.host}/{os.getpid()}"
+        if membership.agreed_once(key, me) == me:
+            directory.claim(self._job_token, 0, self._worker.host)
+            record = self._move_aside()
+            membership.agreed_once(f"{key}/done", json.dumps(record.to_fields()))
+            return record
+        deadline = time.monotonic() + 60.0
+        while (done := membership.published(f"{key}/done")) is None:
+            self._worker.stop.check()
+            if time.monotonic() > deadline:
+                raise FormationFailed(f"--fresh: nobody moved the run in {directory.path} aside within 60 s")
+            time.sleep(0.01)
+        return RunRecord.from_fields(json.loads(done))
+
+    def _move_aside(self) -> RunRecord:
+        worker, directory = self._worker, self._worker.directory
+        before = read_record(directory.path)
+        offers = find_snapshots(worker.snapshots_dir, warn=lambda _damaged: None)
+        uids = {before.uid, *before.superseded, *(offer.run_uid for offer in offers)} - {""}
+        record = RunRecord("", tuple(sorted(uids)), is_fresh=True)
+        moved = directory.move_aside()
+        if moved is not None:
+            worker.reporter.speak(f"--fresh: the run in {directory.path} was moved to {moved}")
+        with suppress(OSError):  # it is of use where this start ends before there is a state
+            directory.replace_file(RUN_FILE, replace(record, is_fresh=False).to_json())
+        if worker.config.snapshot_dir is not None:
+            folder = time.strftime("before-%Y%m%dT%H%M%SZ", time.gmtime())
+            names = set_aside(worker.snapshots_dir, folder, lambda _offer: True)
+            if names:
+                worker.reporter.speak(
+                    f"--fresh: {count(len(names), 'snapshot')} in {worker.snapshots_dir} moved to {folder}/ there"
+                )
+        return record
+
+    def restore(self, world: World, *, lost: str | None, check: Check) -> Restored:
+        """Bring all members of a world in which nobody has a state to one: the newest that any of them can see. Every
+        rank calls it.
+
+        Args:
+            lost: how the run's state was lost, where this worker has trained or stood by in this job.
+            check: as in restore.restore().
+
+        Raises:
+            SnapshotError: it was, or this worker waited to be taken in, and no snapshot of the run can be seen. As
+                restore.restore(), as TaskMismatch is.
+        """
+        worker, state = self._worker, self._worker.state
+        if lost is not None or self._membership.came_later:
+            self._look()  # what was there before has been pruned since
+        if lost is None and self._membership.came_later and self._membership.published("run_uid") is not None:
+            lost = ALL_GONE
+        lost = next((reason for reason in gather_json(lost) if reason is not None), None)
+        restored = restore(
+            state,
+            world,
+            self._offers,
+            task=worker.must_agree_with_snapshot(),
+            run_uid=self._run_uid,
+            is_new_run=lost is None and (self._is_first_round or self._membership.published("run_uid") is None),
+            lost=lost,
+            record=self._record,
+            written=lambda: newest_written(worker.directory.events_dir) if world.is_directory_leader else None,
+            warn=worker.reporter.warn,
+            check=check,
+        )
+        if state.branches:
+            self._membership.agreed_once(BRANCH, Branch(id_of(state.branches)).to_json())
+        # An attempt that a death broke off may have named the run already; that name holds.
+        state.run_uid = self._membership.agreed_once("run_uid", state.run_uid)
+        self._membership.agreed_once("agreement", json.dumps(worker.agreement()))
+        seen = gather_json({"reached": self._traces.reached, "logged": self._traces.logged})
+        note_restart(state, restored, newest_step([entry["reached"] for entry in seen]))
+        logged = newest_step([entry["logged"] for entry in seen])
+        if world.rank == restored.from_rank and logged == state.step - 1:
+            worker.reporter.write_commit(state)  # the rank 0 that committed it died before it could
+        if worker.config.reduction == "ordered":
+            self._compare_fingerprints(world)
+        return restored
+
+    def _compare_fingerprints(self, world: World) -> None:
+        """Warn where the bits may differ: from those of the run so far, or from member to member."""
+        worker, state = self._worker, self._worker.state
+        found = gather_json(determinism.fingerprint(worker.device))
+        before = state.fingerprint or found[0]
+        for member, now in zip(world.workers, found, strict=True):
+            differences = determinism.compare(before, now)
+            if differences and world.rank == 0:
+                worker.reporter.warn(f"the bits may differ from here on: on {member.name}, {'; '.join(differences)}")
+        state.fingerprint = found[0]
+
+
+def startup_seconds(worker: Worker) -> dict[str, float]:
+    """What this process has done so far: `imports` from its very start, `build`, and `find` of the job."""
+    now = time.monotonic()
+    began = now - seconds_since_process_start()
+    return {
+        "imports": worker.imported_at - began,
+        "build": worker.built_at - worker.imported_at,
+        "find": now - worker.built_at,
+    }
+
+
+def note_restart(state: TrainState, restored: Restored, reached: int | None) -> None:
+    """A run that is continued by new processes was interrupted: an incident, with the steps that were lost.
+
+    Args:
+        reached: committed steps of the newest generation that anybody knows of.
+    """
+    if restored.source == "scratch" or state.is_finished:
+        return
+    state.incidents.append(
+        {
+            "cause": "restart",
+            "time": time.time(),
+            "lost_members": [],
+            "committed_steps_lost": max(0, (reached or 0) - restored.step),
+            "seconds": {"down": state.clock.newest_down},
+        }
+    )
+
+
+def newest_step(seen: Sequence[Sequence[int] | None]) -> int | None:
+    """Of what each member has seen, as (generation, step): the largest step of the newest generation."""
+    return max(((one[0], one[1]) for one in seen if one is not None), default=(None, None))[1]
+
+
+def describe_share(config: Config, world_size: int) -> str:
+    """Samples of a whole step that a worker has: one number, or the least and the most."""
+    parts, unit = (
+        (config.global_batch_size, 1)
+        if config.reduction == "fast"
+        else (config.virtual_ranks, config.global_batch_size // config.virtual_ranks)
+    )
+    low, high = parts // world_size * unit, -(-parts // world_size) * unit
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def describe_optimizer(state: TrainState) -> str:
+    """`SGD, lr 0.1`: what was chosen, where nothing was said."""
+    rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(state.learning_rates))
+    return f"{type(state.optimizer).__name__}, lr {rates}"
+
+
+def describe_start(worker: Worker, world: World, backend: str, restored: Restored) -> str:
+    config, state = worker.config, worker.state
+    share = describe_share(config, world.world_size)
+    epoch = min(state.epoch + 1, config.epochs)
+    beginning = "from scratch" if config.init_from is None else f"from the weights of {config.init_from}"
+    where = (
+        beginning
+        if restored.source == "scratch"
+        else f"from the {restored.source} of step {restored.step}, in epoch {epoch} of {config.epochs}"
+    )
+    workers = count(world.world_size, "worker")
+    if world.num_spares:
+        workers += f" and {count(world.num_spares, 'spare')}"
+    nodes = count(world.num_nodes, "node")
+    return (
+        f"world generation={world.generation}: {workers} on {nodes} ({worker.device.type}, {backend}), "
+        f"global batch {config.global_batch_size} = {share} samples a worker; training {worker.task.title} {where}; "
+        f"{describe_optimizer(state)}"
+    )

@@ -1,0 +1,271 @@
+"""One worker: what it builds from its flags before it meets anybody, so that a fault in them shows here, alone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_train.config import Config, as_json, flag, own_values
+from elastic_train.elastic.fault_seam import VARIABLE as FAULT_VARIABLE
+from elastic_train.elastic.fault_seam import FaultSeam
+from elastic_train.elastic.membership import versions
+from elastic_train.elastic.process_group import choose_device
+from elastic_train.errors import SnapshotError, UsageError
+from elastic_train.observe.metrics import Metrics
+from elastic_train.observe.reporting import Reporter
+from elastic_train.rendezvous.launch import Launch, max_nodes_of
+from elastic_train.rendezvous.slurm import unused_tasks_warning
+from elastic_train.runlog.events import EventLog, Ledger
+from elastic_train.stopping import StopSignal
+from elastic_train.storage.run_directory import RunDirectory, require_writable
+from elastic_train.storage.weights import initialise
+from elastic_train.system import keep_freed_memory, num_cores
+from elastic_train.training import determinism
+from elastic_train.training.averaging import AveragedWeights
+from elastic_train.training.data_identity import identify
+from elastic_train.training.datasets import download, length_of
+from elastic_train.training.ordered import check_model
+from elastic_train.training.state import TrainState, build_optimizer
+from elastic_train.training.tasks import Task, build_task, load_task, make_own_task
+from elastic_train.world import World, host_name
+
+LOCAL_FLAGS = frozenset(
+    {"data_dir", "download", "num_workers", "prefetch_factor", "multiprocessing_context",
+     "run_dir", "snapshot_dir", "fresh", "device", "store_endpoint",
+     "formation_timeout", "peer_timeout", "min_nodes", "wait_timeout", "ledger", "no_progress", "debug", "init_from",
+     "local_rank", "spawn", "metrics_port", "metrics_host"}
+)  # fmt: skip
+"""flags that members need not agree on"""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The parts of this process that last, whatever worlds it goes through."""
+
+    config: Config
+    launch: Launch
+    stop: StopSignal
+    host: str
+    device: torch.device
+    task: Task
+    state: TrainState
+    directory: RunDirectory
+    reporter: Reporter
+    faults: FaultSeam
+    imported_at: float
+    """when building began, by the monotonic clock"""
+    built_at: float
+    data: dict[str, str]
+    """by what members see that they have the same training set"""
+
+    @property
+    def snapshots_dir(self) -> Path:
+        return self.config.snapshot_dir or self.directory.snapshots_dir
+
+    def reach(self, point: str, world: World) -> None:
+        """This worker is at a point of the fault seam."""
+        self.faults.reach(
+            point,
+            rank=world.rank,
+            generation=world.generation,
+            step=self.state.step,
+            local_rank=world.local_rank,
+            host=world.me.host,
+        )
+
+    def agreement(self) -> dict[str, Any]:
+        """What must be equal on all members of a world."""
+        local = LOCAL_FLAGS | {name for name, value in own_values(self.config).items() if isinstance(value, Path)}
+        flags = {flag(name): value for name, value in as_json(self.config).items() if name not in local}
+        return {
+            **flags,
+            **self.task.describe(),
+            **{f"the training set's {name}": value for name, value in self.data.items()},
+            **{f"version of {name}": version for name, version in versions().items()},
+            "device": self.device.type,
+        }
+
+    def must_agree_with_snapshot(self) -> dict[str, Any]:
+        """What must be equal for a snapshot to be continued."""
+        config = self.config
+        return {
+            **self.task.describe(),
+            "--seed": config.seed,
+            "--global-batch-size": config.global_batch_size,
+            "optimizer": type(self.state.optimizer).__name__,
+            **({"--virtual-ranks": config.virtual_ranks} if config.reduction == "ordered" else {}),
+        }
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is trained, and where, for who has made it already."""
+
+    task: Task
+    state: TrainState
+    device: torch.device
+
+
+def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None = None) -> Worker:
+    """Everything that needs no other member; `parts` where the flags do not say what is trained. Blocks for a download,
+    if --download asks for one.
+
+    Raises:
+        UsageError, DatasetMissing, RunDirectoryError: one line each. Whatever the user's own task raises.
+    """
+    imported_at = time.monotonic()
+    keep_freed_memory(os.environ)
+    if config.parallel == "dp" and launch.world_size > 1:
+        raise UsageError(
+            f"--parallel dp is one process for all GPUs, and this is one of {launch.world_size}: leave one out"
+        )
+    if config.init_from is not None and not config.init_from.exists():  # before a directory is made for the run
+        raise SnapshotError(f"{config.init_from} cannot be read: {os.strerror(errno.ENOENT)} (--init-from)")
+    faults = FaultSeam(os.environ.get(FAULT_VARIABLE, ""), launch.agent_pid)
+    device = choose_device(config.device, launch.local_rank) if parts is None else parts.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    directory = RunDirectory(config.run_dir or Path("runs") / default_run_name(launch.run_id))
+    directory.create()
+    if config.snapshot_dir is not None:
+        require_writable(config.snapshot_dir, "--snapshot-dir")
+    host = host_name()
+    events = EventLog(
+        directory.events_dir,
+        host=host,
+        local_rank=launch.local_rank,
+        rank=launch.rank,
+        world_size=launch.world_size,
+    )
+    reporter = Reporter(
+        events=events,
+        ledger=Ledger(directory.ledger_dir, host=host, local_rank=launch.local_rank) if config.ledger else None,
+        tensorboard_dir=directory.tensorboard_dir,
+        wants_bar=not config.no_progress,
+        debug=config.debug,
+    )
+    try:
+        if config.metrics_port is not None and launch.local_rank == 0:
+            reporter.metrics = Metrics(
+                config.metrics_host,
+                config.metrics_port,
+                run=directory.path.name,
+                max_nodes=max_nodes_of(launch, os.environ),
+                warn=reporter.warn,
+            )
+        if config.reduction == "ordered":
+            determinism.switch_on(strict=config.strict, warn=reporter.warn)
+        task = make_task(config) if parts is None else parts.task
+        state = make_state(config, task, device) if parts is None else parts.state
+        if state.length == 0:
+            raise UsageError(f"the training set of {task.name} is empty: there is nothing to train on")
+        if config.reduction == "ordered":
+            check_model(state.model)
+        if warning := unused_tasks_warning(os.environ):
+            reporter.warn(warning)
+        if config.parallel == "dp":
+            reporter.warn(
+                "--parallel dp copies the model to every GPU in each step and computes the loss on one: "
+                "torchrun --standalone --nproc-per-node GPUS, or --spawn GPUS, is faster"
+            )
+        task.describe()  # reads the test set too: a fault in it should show now
+        data = identify(task.train_set, seed=config.seed, collate=task.collate, may_read=config.num_workers == 0)
+    except BaseException as error:
+        events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
+        raise
+    return Worker(
+        config,
+        launch,
+        stop,
+        host,
+        device,
+        task,
+        state,
+        directory,
+        reporter,
+        faults,
+        imported_at,
+        time.monotonic(),
+        data,
+    )
+
+
+def make_task(config: Config) -> Task:
+    """The task of the flags. Raises: UsageError, DatasetMissing, or whatever the user's own task raises."""
+    if config.task is not None:
+        return make_own_task(load_task(config.task), config.own_flags)
+    if config.download:
+        download(config.dataset, config.data_dir)
+    return build_task(config.dataset, config.model, config.data_dir, config.seed)
+
+
+def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
+    """A freshly initialised state, equal on all members by its seed."""
+    torch.manual_seed(config.seed)
+    model = task.build_model()
+    if config.init_from is not None:
+        initialise(model, config.init_from, warn=warnings.warn)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    if len({parameter.device for parameter in model.parameters()}) < 2:  # else the task has spread it out
+        model = model.to(device)
+    defaults = task.defaults(None if config.optimizer == "auto" else config.optimizer)
+    own = task.build_optimizer(model)
+    if own is not None:
+        require_no_optimizer_flags(config, task)
+    optimizer = own or build_optimizer(
+        task.parameter_groups(model),
+        name=defaults["optimizer"] if config.optimizer == "auto" else config.optimizer,
+        lr=defaults["lr"] if config.lr is None else config.lr,
+        momentum=defaults["momentum"] if config.momentum is None else config.momentum,
+        weight_decay=defaults["weight_decay"] if config.weight_decay is None else config.weight_decay,
+    )
+    state = TrainState(
+        model,
+        optimizer,
+        torch.amp.GradScaler(device.type) if config.precision == "fp16" else None,
+        schedule=task.schedule() or (defaults["schedule"] if config.schedule == "auto" else config.schedule),
+        length=length_of(task.train_set),
+        global_batch_size=config.global_batch_size,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+        micro_batch_size=config.micro_batch_size,
+        extras={} if config.ema_decay is None else {"ema": AveragedWeights(model, config.ema_decay)},
+        has_own_optimizer=own is not None,
+    )
+    if config.compile:
+        model.compile()  # in place: no `_orig_mod.` in any name; after the averaged copy was made
+    return state
+
+
+def require_no_optimizer_flags(config: Config, task: Task) -> None:
+    """Raises: UsageError where a flag would change an optimizer that the task builds itself."""
+    for name in ("optimizer", "lr", "momentum", "weight_decay"):
+        if getattr(config, name) not in (None, "auto"):
+            raise UsageError(f"{flag(name)}: {task.name} builds its own optimizer; give it a flag of its own")
+
+
+def default_run_name(run_id: str) -> str:
+    return "default" if run_id == "none" else "".join(c if c.isalnum() or c in "._-" else "_" for c in run_id)
+
+
+def set_threads(world: World, config: Config) -> None:
+    """Share this host's cores among its workers, where the user has not set OMP_NUM_THREADS.
+
+    In ordered mode one thread, whatever the user has set: the bits depend on it.
+
+    torchrun sets it only when one agent starts several workers; several terminals of one machine would otherwise run
+    as many threads each as there are cores.
+    """
+    if config.reduction == "ordered":
+        torch.set_num_threads(determinism.THREADS_PER_WORKER)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        on_this_host = sum(member.host == world.me.host for member in world.workers)
+        torch.set_num_threads(max(1, num_cores() // on_this_host))

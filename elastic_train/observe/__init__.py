@@ -1,0 +1,1 @@
+"""What a person sees: log lines, the progress bar, Prometheus metrics, `elastic-train status`."""

@@ -1,0 +1,299 @@
+"""What a person sees of a run: a progress bar or log lines from rank 0, TensorBoard scalars, and the event files."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic_train.observe.metrics import Metrics, Snapshot
+from elastic_train.observe.rate import Rate
+from elastic_train.runlog.events import EventLog, Ledger, file_name, newest_events
+from elastic_train.training.state import TrainState
+from elastic_train.wording import count
+from elastic_train.world import World
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+REFRESH_SECONDS = 0.1
+LOG_LINE_SECONDS = 10.0
+SCALARS_SECONDS = 0.2
+SCALARS_DELAY_SECONDS = 3.0
+
+
+class Reporter:
+    """Rank 0 speaks for the job; another rank speaks only of itself. Every rank writes its own event file."""
+
+    def __init__(
+        self, *, events: EventLog, ledger: Ledger | None, tensorboard_dir: Path, wants_bar: bool, debug: bool
+    ) -> None:
+        self.events = events
+        self.ledger = ledger
+        self.metrics: Metrics | None = None
+        """what Prometheus is told, if anything"""
+        self._tensorboard_dir = tensorboard_dir
+        self._wants_bar = wants_bar and sys.stderr.isatty()
+        self._world: World | None = None
+        self._bar: ProgressBar | None = None
+        self._scalars: Scalars | None = None
+        self._log = logging.getLogger("elastic_train")
+        self._log.setLevel(logging.DEBUG if debug else logging.INFO)
+        self._rate = Rate()
+        self._last_log_line = time.monotonic()
+        self._last_refresh = 0.0
+        self._last_scalars = 0.0
+        self._first_step = 1
+        self._last_snapshot_step: int | None = None
+        self._last_written: dict[str, Any] | None = None
+        """the newest `step` event of this worker"""
+
+    def leave(self) -> None:
+        """This worker is in no world any more, and may come back."""
+        self._close_display()
+        self._world = None
+        self.events.leave()
+        if self.ledger is not None:
+            self.ledger.close()  # until its next line
+
+    @property
+    def is_spokesman(self) -> bool:
+        return self._world is None or self._world.rank == 0
+
+    def enter(self, world: World, state: TrainState) -> None:
+        """A world stands and `state` is everybody's: from now on its rank 0 reports."""
+        self._world = world
+        self._first_step = state.step + 1
+        self._rate.restart()
+        if self.metrics is not None:
+            self.metrics.enter(world, state)
+        if world.rank != 0:
+            self._close_display()
+            return
+        if self._wants_bar and self._bar is None and not state.is_finished:
+            self._bar = ProgressBar(state.length, state.num_epochs)
+        # TensorBoard's import takes a second of processor time: not while a world finds its feet.
+        self._last_scalars = time.monotonic() + SCALARS_DELAY_SECONDS
+
+    def say(self, message: str) -> None:
+        """For the job: only rank 0 prints it."""
+        if self.is_spokesman:
+            self._print(message)
+
+    def speak(self, message: str) -> None:
+        """Of this worker itself, whatever its rank."""
+        self._print(message)
+
+    def say_for_node(self, message: str) -> None:
+        """For a person in front of a node without rank 0: its first worker prints it."""
+        if self._world is not None and self._world.rank != 0 and self._world.local_rank == 0:
+            self._print(message)
+
+    def warn(self, message: str, **fields: Any) -> None:
+        """For this worker: a `warning` event, and a line on stderr."""
+        self.events.write("warning", message=message, **fields)
+        prefix = "" if self._world is None or self._world.rank == 0 else f"rank {self._world.rank}: "
+        self._print(f"warning: {prefix}{message}")
+
+    def debug(self, message: str) -> None:
+        if self._log.isEnabledFor(logging.DEBUG):
+            self._print(message)
+
+    def _print(self, message: str) -> None:
+        if self._bar is not None:
+            self._bar.print(f"elastic_train: {message}")
+        else:
+            with suppress(OSError):  # a log on a full disk, a closed pipe: no reason to end the training
+                print(f"elastic_train: {message}", file=sys.stderr, flush=True)
+
+    def step(self, state: TrainState, loss: float, *, epoch: int, samples: int) -> None:
+        """A step was committed: `samples` is its size, `epoch` the one that it belongs to."""
+        self.events.step = state.step
+        if self.metrics is not None:
+            self.metrics.step(state, loss, samples)
+        if self._world is None or self._world.rank != 0:
+            return
+        self.write_commit(state)
+        self._rate.add(samples)
+        now = time.monotonic()
+        if now - self._last_refresh >= REFRESH_SECONDS or state.is_finished:
+            self._last_refresh = now
+            self._rate.update(now)
+            if self._bar is not None:
+                self._bar.update(state, loss, self._rate.per_second, self._world, self._last_snapshot_step)
+        if self._bar is None and (now - self._last_log_line >= LOG_LINE_SECONDS or state.is_finished):
+            self._last_log_line = now
+            self._print(
+                f"step={state.step}/{state.last_step} epoch={epoch + 1}/{state.num_epochs} loss={loss:.4f} "
+                f"samples/s={self._rate.per_second:.0f} world_size={self._world.world_size}"
+            )
+        if now - self._last_scalars >= SCALARS_SECONDS or state.is_finished:
+            self._last_scalars = now
+            self._add_scalars(
+                state.step,
+                {
+                    "train/loss": loss,
+                    "train/learning_rate": float(state.optimizer.param_groups[0]["lr"]),
+                    "run/world_size": self._world.world_size,
+                    "run/samples_per_second": self._rate.per_second,
+                },
+            )
+
+    def last_logged_step(self) -> int | None:
+        """The last committed step that rank 0 of the present world has written down; None if its file is not visible
+        here."""
+        if self._world is None:
+            return None
+        first = self._world.members[0]
+        path = self.events.directory / file_name(first.host, first.local_rank, first.pid)
+        if not path.exists():
+            return None
+        before = self._first_step - 1  # when its world began, all that was committed had been written down
+        steps = (int(line["step"]) for line in newest_events(path) if line.get("event") == "step")
+        return max(next(steps, before), before)
+
+    def write_commit(self, state: TrainState) -> None:
+        """The event of the newest committed step: from rank 0, or from who takes over where it died before it could.
+
+        No more than one is ever missing: the others cannot complete the next step without rank 0.
+        """
+        if state.last_commit is not None:
+            self.events.write("step", **state.last_commit)
+            self._last_written = state.last_commit
+
+    def void_commit(self, state: TrainState) -> dict[str, Any]:
+        """What a member that was left out says of its newest `step` event, where the state's last commit is in it: it
+        may be that nobody else has applied that step, and where another has written it, that one counts."""
+        commit = state.last_commit
+        if commit is None or commit is not self._last_written:
+            return {}
+        return {"void": {"generation": commit["generation"], "step": commit["step"]}}
+
+    def evaluation(self, state: TrainState, metrics: dict[str, float]) -> None:
+        named = {"accuracy" if name == "correct" else name: value for name, value in metrics.items()}
+        text = " ".join(
+            f"test_{name}={value:.2%}" if name == "accuracy" else f"test_{name}={value:.4f}"
+            for name, value in named.items()
+        )
+        if self.is_spokesman:
+            self.events.write("evaluation", epoch=state.epoch, accuracy=named.get("accuracy"), metrics=named)
+        epoch = state.epoch + (state.samples_done > 0)  # as in the lines of steps: the one that the last step was of
+        self.say(f"step={state.step} epoch={epoch}/{state.num_epochs} {text}")
+        if self._world is not None and self._world.rank == 0:
+            self._add_scalars(state.step, {f"test/{name}": value for name, value in named.items()})
+
+    def _add_scalars(self, step: int, values: dict[str, float]) -> None:
+        if self._scalars is None:
+            self._scalars = Scalars(self._tensorboard_dir, purge_step=self._first_step)
+        self._scalars.add(step, values)
+
+    def snapshot(self, *, step: int, path: Path, num_bytes: int, stall_seconds: float, total_seconds: float) -> None:
+        self._last_snapshot_step = step
+        if self.metrics is not None:
+            self.metrics.snapshot(Snapshot(time.time(), step, num_bytes, stall_seconds, total_seconds))
+        self.events.write(
+            "snapshot",
+            path=str(path),
+            snapshot_step=step,
+            bytes=num_bytes,
+            stall_seconds=stall_seconds,
+            total_seconds=total_seconds,
+        )
+        self.debug(f"snapshot step={step} bytes={num_bytes} seconds={total_seconds:.3f} path={path}")
+
+    def _close_display(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if self._scalars is not None:
+            scalars, self._scalars = self._scalars, None
+            problem = scalars.close()
+            if problem:
+                self.warn(f"TensorBoard scalars were not all written: {problem}")
+
+    def close(self) -> None:
+        self._close_display()
+        if self.metrics is not None:
+            self.metrics.close()
+        self.events.close()
+        if self.ledger is not None:
+            self.ledger.close()
+
+
+class ProgressBar:
+    """One line at the bottom of the terminal: position in the epoch, and what a person wants to know of the job."""
+
+    def __init__(self, length: int, num_epochs: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._length, self._num_epochs = length, num_epochs
+        self._progress: Progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            console=Console(file=sys.stderr),
+            auto_refresh=False,
+            transient=True,
+        )
+        self._task = self._progress.add_task("epoch 1", total=length, facts="")
+        self._progress.start()
+
+    def update(self, state: TrainState, loss: float, rate: float, world: World, snapshot_step: int | None) -> None:
+        epoch = min(state.epoch + 1, self._num_epochs)
+        snapshot = "none yet" if snapshot_step is None else f"step {snapshot_step}"
+        self._progress.update(
+            self._task,
+            completed=self._length if state.is_finished else state.samples_done,
+            description=f"epoch {epoch}/{self._num_epochs}",
+            facts=f"step {state.step}  loss {loss:.4f}  {rate:,.0f} samples/s  "
+            f"{count(world.world_size, 'worker')}  snapshot {snapshot}",
+        )
+        self._progress.refresh()
+
+    def print(self, message: str) -> None:
+        self._progress.console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class Scalars:
+    """TensorBoard scalars, written by a thread of their own: the import alone takes a second."""
+
+    def __init__(self, directory: Path, purge_step: int) -> None:
+        self._queue: queue.SimpleQueue[tuple[int, float, dict[str, float]] | None] = queue.SimpleQueue()
+        self._problem: str | None = None
+        self._thread = threading.Thread(
+            target=self._write_all, args=(directory, purge_step), name="tensorboard", daemon=True
+        )
+        self._thread.start()
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        if self._thread.is_alive():
+            self._queue.put((step, time.time(), values))
+
+    def _write_all(self, directory: Path, purge_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(str(directory), purge_step=purge_step)
+            while (entry := self._queue.get()) is not None:
+                step, wall, values = entry
+                for name, value in values.items():
+                    writer.add_scalar(name, value, step, walltime=wall)
+            writer.close()
+        except Exception as error:  # the end of this thread, not of the training; the reporter says it
+            self._problem = str(error)
+
+    def close(self, timeout: float = 20.0) -> str | None:
+        """Write what is queued; what went wrong, if anything did. Blocks at most `timeout` seconds."""
+        self._queue.put(None)
+        self._thread.join(timeout)
+        return "they took too long" if self._thread.is_alive() else self._problem

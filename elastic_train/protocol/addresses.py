@@ -1,0 +1,120 @@
+"""HOST:PORT, and the local addresses and interfaces that lead there."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import re
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from elastic_train.errors import UsageError, first_line
+from elastic_train.protocol.names import look_up
+
+DEFAULT_PORT, MAX_PORT = 29400, 65535
+
+
+def normalize_endpoint(text: str) -> str:
+    """HOST:PORT with torchrun's defaults, localhost and 29400."""
+    host, port = split_endpoint(text)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_endpoints(text: str, option_name: str) -> tuple[str, ...]:
+    """HOST:PORT of each part of a comma-separated list; an empty one is torchrun's default, localhost:29400.
+
+    Raises:
+        UsageError: a part is not HOST:PORT.
+    """
+    parts = [part for part in text.split(",") if part.strip()] or [""]
+    try:
+        found = [(part.strip(), *split_endpoint(part)) for part in parts]
+    except ValueError as error:
+        raise UsageError(f"{option_name}: {error}") from error
+    for part, _, port in found:
+        if not 0 < port <= MAX_PORT:
+            raise UsageError(f"{option_name} {part}: a port is 1 to {MAX_PORT}")
+    return tuple(dict.fromkeys(normalize_endpoint(part) for part in parts))
+
+
+def split_endpoint(text: str) -> tuple[str, int]:
+    """(host, port) of `HOST`, `HOST:PORT` or `[V6]:PORT`.
+
+    Raises:
+        ValueError: the port is no number.
+    """
+    match = re.fullmatch(r"\[(?P<v6>[^\]]+)\](:(?P<v6port>\d+))?|(?P<host>[^:]*)(:(?P<port>\d+))?", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not HOST:PORT")
+    host = match["v6"] or match["host"] or "localhost"
+    return host, int(match["v6port"] or match["port"] or DEFAULT_PORT)
+
+
+def address_towards(host: str, port: int, warn: Callable[[str], None]) -> str:
+    """The local IP address from which `host` is reached; 127.0.0.1 where it cannot be found out. Blocks for
+    LOOK_UP_SECONDS where no name server answers.
+
+    A host name that leads to the loopback interface, as Debian's 127.0.1.1 does on the very host, is meant for others
+    too: then it is the address of the default route, if there is one.
+
+    Args:
+        warn: told where the name leads nowhere: the address may be wrong.
+    """
+    default = "127.0.0.1"
+    with suppress(OSError):
+        default = source_address("192.0.2.1", 9)  # TEST-NET-1 (RFC 5737), which is nobody
+    try:
+        ip = look_up(host)[0]
+    except (OSError, ValueError) as error:
+        warn(
+            f"the name in {host}:{port} leads nowhere ({first_line(error)}): others are told {default}, the address of "
+            "the default route; check the name server, or give an IP address instead of the name"
+        )
+        return default
+    with suppress(OSError):  # there may be no route
+        found = source_address(ip, port)
+        is_loopback = ipaddress.ip_address(found).is_loopback
+        if not is_loopback or host in ("localhost", "::1") or host.startswith("127."):
+            return found
+    return default
+
+
+def address_towards_any(endpoints: Sequence[str], warn: Callable[[str], None]) -> str:
+    """The local IP address towards the first of several HOST:PORT that is reached by one that others can use too.
+    Blocks and warns as `address_towards`, for each of them."""
+    found = [address_towards(*split_endpoint(endpoint), warn) for endpoint in endpoints]
+    return next((address for address in found if not ipaddress.ip_address(address).is_loopback), found[0])
+
+
+def source_address(ip: str, port: int) -> str:
+    """The local address of the route to an address. Sends nothing. Raises OSError where there is none."""
+    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        asker.connect((ip, port))
+        return str(asker.getsockname()[0])
+
+
+def use_interface_of(address: str) -> None:
+    """Make gloo use the network interface that has this address, unless GLOO_SOCKET_IFNAME says otherwise.
+
+    gloo would take the address that the host name resolves to, often 127.0.1.1.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    for _, name in socket.if_nameindex():
+        if interface_address(name) == address:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            return
+
+
+def interface_address(name: str) -> str | None:
+    """The first IPv4 address of a network interface; None if it has none."""
+    request = struct.pack("256s", name.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR, netdevice(7)
+        except OSError:
+            return None
+    return socket.inet_ntoa(reply[20:24])

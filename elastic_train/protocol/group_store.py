@@ -1,0 +1,53 @@
+"""The store that each worker serves, at which process groups meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from datetime import timedelta
+
+from torch.distributed import Store, TCPStore
+
+from elastic_train.errors import FormationFailed
+from elastic_train.system import close_sockets_at
+from elastic_train.world import World
+
+FORM_TIMEOUT = timedelta(seconds=1)
+"""A member that dies within the milliseconds in which the group is made costs this much, five times as much where it
+had published its address: gloo waits for the connection that it would have made for five timeouts, with no socket yet
+that could be shut."""
+
+
+class GroupStoreServer:
+    """A TCPStore that this process serves, on one address and a free port: what it says to the members of its world is
+    there, and process groups meet there of which it is rank 0."""
+
+    def __init__(self, host: str) -> None:
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.address: tuple[str, int] = (host, int(listener.getsockname()[1]))
+        # A forked DataLoader process would accept connections in the place of a dead parent, and keep those open on
+        # which others wait for its answers. Only as long as this server is there: others may get its port.
+        server = weakref.ref(self)
+        port = self.address[1]
+        os.register_at_fork(after_in_child=lambda: close_sockets_at(port) if server() is not None else None)
+        fd = listener.detach()
+        self.store = TCPStore(
+            *self.address, is_master=True, wait_for_workers=False, timeout=FORM_TIMEOUT, master_listen_fd=fd
+        )
+
+    def group_store(self, world: World, timeout: timedelta = FORM_TIMEOUT) -> Store:
+        """The store of the world's rank 0, on a connection of its own, so that it can be broken off.
+
+        Raises:
+            FormationFailed: rank 0 is dead.
+        """
+        first = world.members[0]
+        assert first.store is not None, "every member serves one"
+        if world.rank > 0:
+            host, port = first.store
+            try:
+                socket.create_connection(first.store, FORM_TIMEOUT.total_seconds()).close()
+            except OSError as error:  # TCPStore would try for seconds
+                raise FormationFailed(f"{first.name} (rank 0) does not answer at {host}:{port}") from error
+        return TCPStore(*first.store, is_master=False, wait_for_workers=False, timeout=timeout)

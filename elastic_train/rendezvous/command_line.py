@@ -1,0 +1,125 @@
+"""torchrun's own command line, taken apart as its parser does, and whether the program that it starts is ours."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# torchrun's own options, of torch 2.11 to 2.15, to tell its arguments from the program's.
+SWITCHES = ("standalone", "module", "no-python", "run-path", "virtual-local-rank", "help")
+OPTIONS = (
+    "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts",
+    "monitor-interval", "start-method", "event-log-handler", "role", "log-dir", "redirects", "tee",
+    "log-line-prefix-template", "local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters",
+    "node-rank", "master-addr", "master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle",
+    "shutdown-timeout", "print-completion",
+)  # fmt: skip
+SHORT_OPTIONS = {"-m": "module", "-r": "redirects", "-t": "tee", "-h": "help"}
+
+
+def agent_arguments(command: Sequence[str]) -> list[str] | None:
+    """The arguments of torchrun in a process's full command line; None if it is no torchrun process."""
+    for position, word in enumerate(command[:6]):
+        if Path(word).name == "torchrun" or word in ("torch.distributed.run", "torch.distributed.launch"):
+            return list(command[position + 1 :])
+    return None
+
+
+def launches_elastic_train(arguments: Sequence[str] | None, environ: Mapping[str, str]) -> bool:
+    """Whether the program that torchrun is told to start is ours.
+
+    It is when it is the module `elastic_train` or one below it, a Python file or module whose own source imports it, or
+    when ELASTIC_TRAIN=1 is set. Only the last counts under another launcher, which has no `arguments` of torchrun.
+    """
+    if environ.get("ELASTIC_TRAIN") == "1":
+        return True
+    if arguments is None:
+        return False
+    command = read_command(arguments)
+    program = command.program or ""
+    if "module" in command.options or environ.get("PET_MODULE", "0") == "1":
+        return re.fullmatch(r"elastic_train(\..+)?", program) is not None or _imports_us(_module_file(program))
+    if Path(program).name == "elastic-train":  # torchrun --no-python elastic-train check
+        return True
+    return program.endswith(".py") and _imports_us(Path(program))
+
+
+def _imports_us(file: Path | None) -> bool:
+    if file is None or not file.is_file():
+        return False
+    source = file.read_text(encoding="utf-8", errors="replace")
+    return re.search(r"^\s*(from\s+|import\s+([\w. ]+,\s*)*)elastic_train\b", source, re.MULTILINE) is not None
+
+
+def _module_file(name: str) -> Path | None:
+    """The file of a module that `python -m` would run, where it lies in the current directory or on PYTHONPATH."""
+    for folder in (os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        path = Path(folder, *name.split("."))
+        for file in (path.with_suffix(".py"), path / "__main__.py"):
+            if folder and file.is_file():
+                return file
+    return None
+
+
+@dataclass(frozen=True)
+class AgentCommand:
+    """An agent's command line, taken apart as torchrun's own parser does."""
+
+    options: dict[str, str]
+    """by long name with dashes; "" for a switch"""
+    program: str | None
+    """the script or module that is launched; its arguments are left out"""
+
+
+def read_command(arguments: Sequence[str]) -> AgentCommand:
+    """Take torchrun's arguments apart; nothing is refused here, torchrun does that itself."""
+    options: dict[str, str] = {}
+    words = iter(arguments)
+    for word in words:
+        if word == "--" or not word.startswith("-"):
+            return AgentCommand(options, next(words, None) if word == "--" else word)
+        flag, equals, value = word.partition("=")
+        if not flag.startswith("--"):
+            flag, equals, value = flag[:2], word[2:], word[2:].removeprefix("=")  # -t3 is -t 3
+        name = _full_name(flag)
+        options[name] = "" if name in SWITCHES else value if equals else next(words, "")
+    return AgentCommand(options, None)
+
+
+def _full_name(flag: str) -> str:
+    """The long name of an option, which may be short, spelled with underscores or abbreviated."""
+    name = SHORT_OPTIONS.get(flag) or flag.removeprefix("--").replace("_", "-")
+    meant = [option for option in (*OPTIONS, *SWITCHES) if option.startswith(name)]
+    return name if name in meant or len(meant) != 1 else meant[0]
+
+
+def option(arguments: Sequence[str], environ: Mapping[str, str], name: str) -> str | None:
+    """The value of torchrun's option `--name`, else of its PET_ variable."""
+    options = read_command(arguments).options
+    return options[name] if name in options else environ.get("PET_" + name.replace("-", "_").upper())
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """(min, max) nodes of torchrun's `--nnodes`; (1, 1) for what torchrun itself will refuse."""
+    low, _, high = text.partition(":")
+    try:
+        return int(low), int(high or low)
+    except ValueError:
+        return 1, 1
+
+
+def asks_for_c10d(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether torchrun is told to use c10d; what it chooses by itself for one node does not count."""
+    is_standalone = "standalone" in read_command(arguments).options or environ.get("PET_STANDALONE", "0") == "1"
+    return option(arguments, environ, "rdzv-backend") == "c10d" and not is_standalone
+
+
+def arguments_of_agent(agent_pid: int) -> list[str] | None:
+    try:
+        command = Path(f"/proc/{agent_pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    return agent_arguments(command)

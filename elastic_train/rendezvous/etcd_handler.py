@@ -1,0 +1,380 @@
+"""An ordinary torchrun rendezvous on etcd v3, for any training script: `--rdzv-conf membership=agents`.
+
+PyTorch's own etcd backend speaks the v2 API, which etcd 3.6 removed (pytorch/pytorch#158326, #170707). The keys, below
+the job's prefix (etcd_job.py):
+
+- `nodes/<node>`: an agent that lives, under a lease of its own. No clock of one machine is compared with another's.
+- `waiting/<node>`: an agent that wants to be in the next round.
+- `rounds/<n>`: the nodes of round n by rank; created once, by whichever waiting agent finds that it is due.
+- `masters/<n>`: HOST:PORT of the TCPStore that the round's rank 0 serves, for agents and workers.
+
+A round ends when one of its nodes waits for the next, a newcomer waits and there is room, or a node is gone: every
+agent sees that in `num_nodes_waiting` and restarts its workers, as it does under c10d, at no cost in --max-restarts.
+A node that leaves closes nothing. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable, first_line
+from elastic_train.protocol.addresses import address_towards_any
+from elastic_train.protocol.group_store import GroupStoreServer
+from elastic_train.rendezvous.etcd import Connections, Etcd
+from elastic_train.rendezvous.etcd_job import open_job, take_away
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
+from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror
+
+LEASE_SECONDS = 10
+"""after which a node that shows no life is gone; --rdzv-conf lease=N"""
+JOIN_SECONDS = 600
+READ_SECONDS = 60
+"""as in torchrun's own rendezvous: --rdzv-conf join_timeout=N, read_timeout=N"""
+SETTLE_SECONDS = 1.0
+"""rounds after the first wait so long for more nodes; the last call is for the first"""
+FAREWELL_SECONDS = 5.0
+"""how long rank 0, who serves the round's store, waits for the others to be through at the end"""
+
+
+def next_round(
+    current: Sequence[str],
+    alive: Collection[str],
+    waiting: Sequence[str],
+    *,
+    min_nodes: int,
+    max_nodes: int,
+    seconds_enough: float,
+    last_call: float,
+) -> list[str] | None:
+    """The nodes of the next round by rank, or None while it is not due.
+
+    Args:
+        current: nodes of the present round, by rank.
+        waiting: those that want to be in the next one, in the order in which they came.
+        seconds_enough: for how long enough of them have waited.
+    """
+    if any(node in alive and node not in waiting for node in current):
+        return None
+    stayed = [node for node in current if node in waiting]
+    nodes = [*stayed, *(node for node in waiting if node not in stayed)][:max_nodes]
+    is_due = len(nodes) == max_nodes or (len(nodes) >= min_nodes and seconds_enough >= last_call)
+    return nodes if is_due else None
+
+
+def num_waiting(me: str, current: Sequence[str], alive: Collection[str], waiting: Collection[str], limit: int) -> int:
+    """Nodes for whose sake the present round must end: they wait for the next one, or are gone from this one."""
+    gone = sum(node not in alive for node in current)
+    again = sum(node in waiting and node != me for node in current)
+    room = limit - len(current) + gone
+    return gone + again + min(max(0, room), sum(node not in current for node in waiting))
+
+
+def agents_key(run_id: str) -> str:
+    """The prefix that torchrun's own c10d rendezvous gives its keys (c10d_rendezvous_backend.py)."""
+    return f"torch.rendezvous.{run_id}"
+
+
+def exit_barrier_keys(run_id: str, round_: int) -> tuple[str, str]:
+    """(counter of agents that have arrived, flag that lets them go) of the agents' exit barrier.
+
+    `torch/distributed/elastic/utils/store.py` counts arrivals up to the number of agents of the last rendezvous and
+    waits 300 s for those that died.
+    """
+    prefix = f"{agents_key(run_id)}.{round_}/torchelastic/agent/terminal_state"
+    return f"{prefix}/num_members", f"{prefix}/last_member"
+
+
+class AgentsHandler(RendezvousHandler):
+    """One agent's part in the rendezvous."""
+
+    def __init__(self, parameters: RendezvousParameters, settings: EtcdSettings) -> None:
+        self._parameters, self._settings = parameters, settings
+        self._lease_seconds = int(parameters.get_as_int("lease", LEASE_SECONDS) or LEASE_SECONDS)
+        self._connections = Connections(settings)
+        etcd = Etcd(self._connections, deadline=settings.grace)
+        try:
+            self._job = open_job(
+                etcd, settings, parameters.run_id, peer_timeout=self._lease_seconds, check=_nothing, say=print
+            )
+        except (StoreUnreachable, StoreRefused) as error:
+            raise RendezvousConnectionError(str(error)) from error
+        prefix = self._prefix = self._job.prefix
+        self._mirror = Mirror(etcd, f"{prefix}/")
+        self._store = EtcdStore(etcd, lease=self._job.lease, guard=self._job.guard, mirror=self._mirror)
+        self._address = parameters.local_addr or address_towards_any(settings.endpoints, print)
+        self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
+        self._lease = 0
+        self._lease_lock = threading.Lock()
+        self._round = -1
+        """the newest round that this node is, or was, of"""
+        self._members: tuple[str, ...] = ()
+        self._server: GroupStoreServer | None = None
+        self._group: Store | None = None
+        self._arrived_for: set[str] = set()
+        """dead nodes of the round that the exit barrier does not wait for any more"""
+        self._last_answer = time.monotonic()
+        self._why_over: str | None = None
+        self._is_ending = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="etcd-lease", daemon=True)
+
+    # --- what torchrun calls ------------------------------------------------------------------------------------------
+
+    def get_backend(self) -> str:
+        return str(self._parameters.backend)
+
+    def get_run_id(self) -> str:
+        return str(self._parameters.run_id)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The workers are clients of the store that the agent of rank 0 serves; so no port is guessed to be free."""
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """A job is never closed: others may come, and the last one takes it away."""
+
+    def num_nodes_waiting(self) -> int:
+        """From memory; blocks for nothing.
+
+        Raises:
+            RendezvousConnectionError: etcd has been away for longer than the grace.
+        """
+        silence = time.monotonic() - self._last_answer
+        if self._why_over is not None:
+            raise RendezvousConnectionError(self._why_over)
+        if silence > self._settings.grace:
+            raise RendezvousConnectionError(f"etcd has not answered for {silence:.0f} s")
+        if self._newest_round()[0] > self._round:
+            return 1  # the others have gone on without this node: it was taken for dead
+        decided = self._mirror.get(f"{self._prefix}/rounds/{self._round}")
+        # Who waited for this very round may not have been able to take that back yet.
+        again = self._names("waiting", since=decided.create_revision if decided is not None else 0)
+        waiting = [node for node in self._names("waiting") if node in again or node not in self._members]
+        return num_waiting(self._node, self._members, self._names("nodes"), waiting, self._settings.max_nodes)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Blocks until this node is in a round.
+
+        Raises:
+            RendezvousTimeoutError: not enough nodes came in time.
+            RendezvousConnectionError: etcd does not answer.
+        """
+        join_seconds = int(self._parameters.get_as_int("join_timeout", JOIN_SECONDS) or JOIN_SECONDS)
+        try:
+            if self._why_over is not None:
+                raise LeftOut(self._why_over)
+            if not self._keeper.is_alive():
+                self._keep_leases()
+                self._keeper.start()
+            while True:
+                deadline = time.monotonic() + join_seconds
+                members, number = self._wait_for_round(deadline)
+                info = self._enter_round(members, number, deadline)
+                if info is not None:
+                    return info
+        except (StoreUnreachable, StoreRefused, LeftOut) as error:
+            raise RendezvousConnectionError(str(error)) from error
+
+    def shutdown(self) -> bool:
+        """Leave, and leave nothing behind; the last one takes the job away."""
+        self._is_ending.set()
+        if self._keeper.is_alive():  # or it would take the lease anew that is ended here
+            self._keeper.join(2 * FAREWELL_SECONDS)
+        with suppress(StoreUnreachable, StoreRefused, LeftOut):
+            store = self._store.with_patience(FAREWELL_SECONDS, FAREWELL_SECONDS / 2, lambda _why: None)
+            if self._lease:
+                store.etcd.revoke(self._lease)
+            deadline = time.monotonic() + FAREWELL_SECONDS
+            while self._server is not None and time.monotonic() < deadline and self._others_of_round():
+                self._mirror.wait_for_change(0.1)
+            take_away(store.etcd, self._job, unless_below=(f"{self._prefix}/nodes/", f"{self._prefix}/waiting/"))
+        self._mirror.close()
+        self._connections.close()
+        return True
+
+    # --- rounds -------------------------------------------------------------------------------------------------------
+
+    def _wait_for_round(self, deadline: float) -> tuple[tuple[str, ...], int]:
+        """Wait until a new round is decided that this node is in: (its nodes by rank, its number)."""
+        settings, store = self._settings, self._store
+        before = self._round  # not the newest one: that may have been decided with this node in it meanwhile
+        self._put_waiting()
+        enough_since: float | None = None
+        while True:
+            number, members = self._newest_round()
+            if number > before and self._node in members:
+                return members, number
+            now = time.monotonic()
+            if now > deadline:
+                store.etcd.delete(f"{self._prefix}/waiting/{self._node}")
+                raise RendezvousTimeoutError(
+                    f"{len(self._names('waiting'))} nodes wait, of {settings.min_nodes} that the job needs"
+                )
+            waiting = self._names("waiting")
+            if len(waiting) < settings.min_nodes:
+                enough_since = None
+            elif enough_since is None:
+                enough_since = now
+            decided = next_round(
+                members,
+                self._names("nodes"),
+                waiting,
+                min_nodes=settings.min_nodes,
+                max_nodes=settings.max_nodes,
+                seconds_enough=now - enough_since if enough_since is not None else 0.0,
+                last_call=settings.last_call if number < 0 else min(settings.last_call, SETTLE_SECONDS),
+            )
+            if decided is not None:
+                store.create(f"{self._prefix}/rounds/{number + 1}", json.dumps(decided))
+                continue
+            if self._node not in self._names("waiting"):  # its lease had run out
+                self._put_waiting()
+            self._mirror.wait_for_change(0.1)
+
+    def _put_waiting(self) -> None:
+        key = f"{self._prefix}/waiting/{self._node}"
+        try:
+            self._store.under(self._lease).put(key, self._address)
+        except LeftOut:  # on a machine that hung for a while, this node's own lease may have run out
+            self._keep_leases()
+            self._store.under(self._lease).put(key, self._address)
+
+    def _enter_round(self, members: tuple[str, ...], number: int, deadline: float) -> RendezvousInfo | None:
+        """Meet at the store of the round's rank 0; None if that one is gone, and there will be another round."""
+        store, rank = self._store, members.index(self._node)
+        self._round, self._members, self._arrived_for = number, members, set()
+        store.etcd.delete(f"{self._prefix}/waiting/{self._node}")
+        self._group = self._server = None  # of the round before
+        key = f"{self._prefix}/masters/{number}"
+        if rank == 0:
+            self._server = GroupStoreServer(self._address)
+            host, port = self._server.address
+            store.put(key, json.dumps([host, port]))
+            if number > 0:
+                store.etcd.delete(f"{self._prefix}/masters/{number - 1}")
+        while True:
+            text = store.get(key)
+            if text is not None:
+                break
+            if members[0] not in self._names("nodes") or self._newest_round()[0] > number:
+                return None
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(f"the agent of rank 0 of round {number} has not come to it")
+            self._mirror.wait_for_change(0.1)
+        if not self._has_everybody_entered(members, number, deadline):
+            return None
+        host, port = json.loads(text)
+        timeout = timedelta(seconds=int(self._parameters.get_as_int("read_timeout", READ_SECONDS) or READ_SECONDS))
+        try:
+            raw = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        except RuntimeError as error:
+            if members[0] in self._names("nodes"):
+                raise RendezvousConnectionError(f"the agent of rank 0 at {host}:{port}: {first_line(error)}") from error
+            return None
+        # The names that torchrun's own rendezvous gives its rounds; its agents have their exit barrier below them.
+        barrier = exit_barrier_keys(self.get_run_id(), number)[0]
+        prefix, _, _ = barrier.partition("/")
+        self._group = raw
+        return RendezvousInfo(PrefixStore(prefix, raw), rank, len(members), RendezvousStoreInfo(host, port))
+
+    def _has_everybody_entered(self, members: tuple[str, ...], number: int, deadline: float) -> bool:
+        """Wait until all members of a round have seen that they are in it. False, for all of them, where one died, or
+        was stopped, before it could: torchrun's agents would wait for it, and all of them end.
+
+        Its keys below `waiting/` and `nodes/` go at one moment, so whoever is in neither has not entered.
+        """
+        while True:
+            waiting, alive = self._names("waiting"), self._names("nodes")
+            if any(node not in alive for node in members) or self._newest_round()[0] > number:
+                return False
+            if not any(node in waiting for node in members):
+                return True
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(f"not every node of round {number} has come to it")
+            self._mirror.wait_for_change(0.1)
+
+    def _newest_round(self) -> tuple[int, tuple[str, ...]]:
+        rounds = self._mirror.below(f"{self._prefix}/rounds/")
+        if not rounds:
+            return -1, ()
+        number = max(int(key.rpartition("/")[2]) for key in rounds)
+        return number, tuple(json.loads(rounds[f"{self._prefix}/rounds/{number}"]))
+
+    def _names(self, what: str, since: int = 0) -> list[str]:
+        """The nodes below `nodes/` or `waiting/`, in the order in which they came; those that did after `since`."""
+        found = self._mirror.below(f"{self._prefix}/{what}/", by_age=True, since=since)
+        return [key.rpartition("/")[2] for key in found]
+
+    def _others_of_round(self) -> list[str]:
+        alive = self._names("nodes")
+        return [node for node in self._members if node != self._node and node in alive]
+
+    # --- the keeper's thread ------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while not self._is_ending.wait(min(1.0, self._lease_seconds / 3)):
+            try:
+                self._keep_leases()
+                self._mirror.wait_for_known()
+                self._arrive_for_the_dead()
+            except StoreUnreachable:
+                continue  # num_nodes_waiting() says when that has lasted too long
+            except (StoreRefused, LeftOut) as error:
+                self._why_over = str(error)
+                return
+
+    def _keep_leases(self) -> None:
+        """This node's own lease, which is taken anew where it has run out, and the job's."""
+        attempt = min(2.0, self._lease_seconds / 4)
+        store = self._store.with_patience(self._lease_seconds / 2, attempt, lambda _why: None)
+        self._job.keep(store.etcd)
+        with self._lease_lock:
+            lease = self._lease
+            if not lease or not store.etcd.refresh(lease):
+                lease = store.etcd.grant(self._lease_seconds)
+            # Every time, also where it stands there: what comes back tells that the mirror's stream is alive.
+            store.under(lease).put(f"{self._prefix}/nodes/{self._node}", self._address)
+            self._lease = lease  # not before: a lease without the key would be refreshed for ever
+        self._last_answer = time.monotonic()
+
+    def _arrive_for_the_dead(self) -> None:
+        """Let nobody wait 300 s in torchrun's exit barrier for a node that is gone; the first that lives does it.
+
+        Where training goes on instead, the next round has a barrier of its own.
+        """
+        group, members, number = self._group, self._members, self._round
+        alive = self._names("nodes")
+        dead = {node for node in members if node not in alive} - self._arrived_for
+        if group is None or not dead or next((node for node in members if node in alive), None) != self._node:
+            return
+        self._arrived_for |= dead
+        if members[0] in dead:  # the barrier was there, and whoever waited has been told by its end
+            return
+        counter, flag = exit_barrier_keys(self.get_run_id(), number)
+        with suppress(RuntimeError):  # its server is gone, and whoever waits there has been told by that
+            store = group.clone() if isinstance(group, TCPStore) else group
+            if store.add(counter, len(dead)) >= len(members):
+                store.set(flag, "everybody who lives has arrived")
+
+
+def _nothing() -> None:
+    """Nobody is to be asked whether to give up: torchrun raises an exception in this thread."""

@@ -1,0 +1,157 @@
+"""One job in etcd, from its first worker to its last: its key, its lease, and how it is taken over when all are dead.
+
+`<prefix>/<run id>/job` names the job that has the run id now: a token, below which all its keys are, and the lease
+that they are put under. Every worker keeps the lease alive; when the last one is gone it runs out and leaves nothing.
+Nothing is written unless the key is still the one that its writer knows (the guard of etcd_store.py).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from elastic_train.errors import LeftOut, StoreUnreachable
+from elastic_train.protocol.central import Standing
+from elastic_train.protocol.probes import Probe, probe
+from elastic_train.rendezvous.etcd import Entry, Etcd, Transaction
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
+from elastic_train.rendezvous.etcd_store import Guard, text_of
+
+MIN_LEASE_SECONDS = 60.0
+NOTICE_SECONDS = 5.0
+"""that those who train may need to notice that their grace is over: a call that is under way, and a heartbeat"""
+REFUSED_SECONDS = 3.0
+"""without a heartbeat, where nobody listens at any member's address either"""
+NO_STAMP = b"-" * 12
+"""in place of a stamp (etcd_store.py): the token is unique to its writer"""
+
+
+@dataclass(frozen=True)
+class JobEntry:
+    """A job that this worker is of."""
+
+    prefix: str
+    """begins all its keys"""
+    lease: int
+    lease_seconds: float
+    guard: Guard
+
+    def keep(self, etcd: Etcd) -> None:
+        """Start the lease's time anew.
+
+        Raises:
+            LeftOut: it has run out, and everything of the job with it.
+        """
+        if not etcd.refresh(self.lease):
+            raise LeftOut("this worker's job is over, or was taken over: its lease in etcd has run out")
+
+
+def job_key(settings: EtcdSettings, run_id: str) -> str:
+    return f"{settings.prefix}/{run_id}/job"
+
+
+def open_job(
+    etcd: Etcd,
+    settings: EtcdSettings,
+    run_id: str,
+    *,
+    peer_timeout: float,
+    check: Callable[[], None],
+    say: Callable[[str], None],
+) -> JobEntry:
+    """The living job of a run id, or a new one. Blocks for the grace where dead members cannot be told at once.
+
+    Args:
+        check: called now and then; raises to give up.
+
+    Raises:
+        StoreUnreachable, StoreRefused: as every call.
+    """
+    key = job_key(settings, run_id)
+    lease_seconds = max(MIN_LEASE_SECONDS, 2 * settings.grace)
+    patience = max(peer_timeout, settings.grace) + NOTICE_SECONDS
+    deadline = time.monotonic() + 4 * patience + 60
+    while time.monotonic() < deadline:
+        check()
+        entry = etcd.get(key)
+        if entry is None:
+            token, lease = secrets.token_hex(6), etcd.grant(lease_seconds)
+            value = NO_STAMP + json.dumps([token, lease, lease_seconds]).encode()
+            etcd.transact(
+                Transaction([etcd.is_at(key, 0)], [etcd.put_request(key, value, lease)], [])
+            )  # ours or another's: the next look tells
+            entry = etcd.get(key)
+            if entry is None or entry.value != value:
+                etcd.revoke(lease)
+                continue
+        job = read_job(entry, settings, run_id)
+        if is_over(etcd, job, patience=patience, check=check):
+            say(f"every worker of an earlier start of run id {run_id!r} is gone: a new start begins")
+            take_away(etcd, job)
+            continue
+        try:
+            job.keep(etcd)
+        except LeftOut:  # it ran out at this very moment
+            continue
+        now = etcd.get(key)
+        if now is not None and now.create_revision == entry.create_revision:
+            return job  # else another start has taken it away meanwhile, which looks like a sign of life
+    raise StoreUnreachable(f"no job can be opened under {key} in etcd: others come and go faster than it can be read")
+
+
+def read_job(entry: Entry, settings: EtcdSettings, run_id: str) -> JobEntry:
+    token, lease, lease_seconds = json.loads(text_of(entry) or "")
+    return JobEntry(
+        prefix=f"{settings.prefix}/{run_id}/{token}",
+        lease=int(lease),
+        lease_seconds=float(lease_seconds),
+        guard=Guard(entry.key, entry.create_revision),
+    )
+
+
+def is_over(etcd: Etcd, job: JobEntry, *, patience: float, check: Callable[[], None]) -> bool:
+    """Whether a job has reached its end, or has a world and every member of it is dead.
+
+    Nobody listens any more where a process was killed, and it sends no heartbeat. One that cannot be reached from here
+    may train on without etcd for as long as its grace lasts: it is dead when no heartbeat was seen for longer.
+    """
+    if etcd.get(f"{job.prefix}/over") is not None:
+        return True
+
+    def look() -> tuple[Standing, dict[str, str]]:
+        texts = {entry.key: text_of(entry) or "" for entry in etcd.below(f"{job.prefix}/")[0]}
+        beats = {key: text for key, text in texts.items() if key.startswith(f"{job.prefix}/heartbeat/")}
+        return Standing().follow(lambda key: texts.get(f"{job.prefix}/{key}")), beats
+
+    stood, beats = look()
+    if not stood.members:
+        return False
+    # Perhaps it is only from here that nobody can be reached: a heartbeat says more, and comes twice a second.
+    is_refused = all(probe(member.address) is Probe.REFUSED for member in stood.members)
+    deadline = time.monotonic() + (REFUSED_SECONDS if is_refused else patience)
+    while time.monotonic() < deadline:
+        check()
+        stands, beat = look()
+        # Anybody's: a node that waits to be admitted goes on where all who trained have died.
+        if stands != stood or any(beats.get(key) != text for key, text in beat.items()):
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def take_away(etcd: Etcd, job: JobEntry, unless_below: Sequence[str] = ()) -> None:
+    """Remove a job and all its keys, if it still is the one; whoever wakes up in it can write nothing any more.
+
+    Args:
+        unless_below: not where a key begins with one of these, as the members that live have.
+    """
+    guard = job.guard
+    conditions = [etcd.is_created_at(guard.key, guard.create_revision), *map(etcd.is_empty, unless_below)]
+    outcome = etcd.transact(
+        Transaction(conditions, [etcd.delete_request(guard.key), etcd.delete_request(f"{job.prefix}/", is_prefix=True)])
+    )
+    if outcome.succeeded or not unless_below:
+        etcd.revoke(job.lease)

@@ -1,0 +1,171 @@
+"""Where an etcd cluster is and how to speak to it: from torchrun's options and the environment, checked once.
+
+Light: every agent of an etcd job loads it, and hands it to its workers in one environment variable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from elastic_train.errors import UsageError, first_line
+
+DEFAULT_PORT = 2379
+SETTINGS_VARIABLE = "ELASTIC_TRAIN_ETCD"
+"""how an agent tells its workers; holds no password"""
+USER_VARIABLE = "ELASTIC_TRAIN_ETCD_USER"
+PASSWORD_VARIABLE = "ELASTIC_TRAIN_ETCD_PASSWORD"
+PASSWORD_FILE_VARIABLE = "ELASTIC_TRAIN_ETCD_PASSWORD_FILE"
+CONF_KEYS = ("ca", "cert", "key", "user", "password_file", "prefix", "grace", "last_call")
+"""keys of --rdzv-conf that are read here; last_call also under torchrun's own name, last_call_timeout"""
+OTHER_KEYS = (
+    "membership", "lease", "join_timeout", "read_timeout", "last_call_timeout",
+    # of torchrun's other rendezvous, or set by torchrun itself; without a meaning here
+    "timeout", "rank", "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt",
+    "cas_backoff_max_seconds", "is_host", "store_type",
+)  # fmt: skip
+"""keys that handler.py and etcd_handler.py read"""
+LAST_CALL_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class EtcdSettings:
+    """One etcd cluster, one user, one key prefix."""
+
+    endpoints: tuple[str, ...]
+    """HOST:PORT of its members; any of them may be away"""
+    prefix: str = "/elastic_train"
+    """begins every key: etcd's role permissions can fence one team's jobs from another's by it"""
+    ca: str | None = None
+    """file of the certificate authority; switches TLS on"""
+    cert: str | None = None
+    key: str | None = None
+    """client certificate and its key, for mutual TLS"""
+    user: str | None = None
+    password_file: str | None = None
+    """file whose first line is the password; without it, the password is in ELASTIC_TRAIN_ETCD_PASSWORD"""
+    grace: float = 60.0
+    """seconds that etcd may be away while training goes on"""
+    last_call: float = LAST_CALL_SECONDS
+    """seconds that a first world below max_nodes waits for more nodes"""
+    min_nodes: int = 1
+    max_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.endpoints:
+            raise UsageError("--rdzv-backend=etcd3 needs --rdzv-endpoint=HOST:PORT[,HOST:PORT...]")
+        if (self.cert is None) != (self.key is None):
+            raise UsageError("etcd: a client certificate needs both cert= and key= in --rdzv-conf")
+        if self.cert is not None and self.ca is None:
+            # The etcd3 client would speak plaintext and say nothing.
+            raise UsageError("etcd: cert= and key= need ca= too, the authority that signed the servers' certificates")
+        for name in ("ca", "cert", "key", "password_file"):
+            path = getattr(self, name)
+            if path is not None and not os.access(path, os.R_OK):
+                raise UsageError(f"etcd: {name}={path} cannot be read")
+        if not self.prefix.startswith("/") or self.prefix.endswith("/"):
+            raise UsageError(f"etcd: prefix={self.prefix} must begin with a slash and not end with one")
+        if self.grace <= 0 or self.last_call <= 0:
+            raise UsageError(f"etcd: grace={self.grace} and last_call={self.last_call} must be above 0 seconds")
+
+    def password(self, environ: Mapping[str, str]) -> str | None:
+        """The password of `user`; None without one. Raises UsageError where there is a user and no password."""
+        if self.user is None:
+            return None
+        if self.password_file is not None:
+            try:
+                text = Path(self.password_file).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"etcd: password_file={self.password_file}: {first_line(error)}") from error
+            return text.splitlines()[0] if text else ""
+        if PASSWORD_VARIABLE not in environ:
+            raise UsageError(
+                f"etcd: user {self.user} needs a password, in password_file=PATH (--rdzv-conf), in "
+                f"{PASSWORD_FILE_VARIABLE} or in {PASSWORD_VARIABLE}"
+            )
+        return environ[PASSWORD_VARIABLE]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> EtcdSettings:
+        values = json.loads(text)
+        return EtcdSettings(**values | {"endpoints": tuple(values["endpoints"])})
+
+    @staticmethod
+    def from_torchrun(
+        endpoint: str,
+        conf: Mapping[str, object],
+        environ: Mapping[str, str],
+        *,
+        min_nodes: int,
+        max_nodes: int,
+        last_call: float = LAST_CALL_SECONDS,
+    ) -> EtcdSettings:
+        """From `--rdzv-endpoint`, `--rdzv-conf` and the environment; `last_call` where the user does not say.
+
+        Raises:
+            UsageError: something is missing, cannot be read, or must not stand on a command line.
+        """
+        require_known(conf)
+        given = {name: str(conf[name]) for name in CONF_KEYS if name in conf}
+        if "last_call_timeout" in conf:
+            given.setdefault("last_call", str(conf["last_call_timeout"]))
+        for name, variable in (("user", USER_VARIABLE), ("password_file", PASSWORD_FILE_VARIABLE)):
+            if name not in given and environ.get(variable):
+                given[name] = environ[variable]
+        numbers = {"last_call": last_call}
+        for name in ("grace", "last_call"):
+            if name in given:
+                try:
+                    numbers[name] = float(given.pop(name))
+                except ValueError as error:
+                    raise UsageError(f"etcd: {name} in --rdzv-conf is no number of seconds: {error}") from error
+        endpoints, schemes = parse_endpoints(endpoint)
+        if "https" in schemes and "ca" not in given:
+            raise UsageError("etcd: https:// endpoints need ca=FILE in --rdzv-conf")
+        if "http" in schemes and "ca" in given:
+            raise UsageError("etcd: ca= switches TLS on, and an endpoint says http://")
+        settings = EtcdSettings(
+            endpoints,
+            **{name: given[name] for name in given.keys() & {field.name for field in fields(EtcdSettings)}},  # type: ignore[arg-type]
+            **numbers,  # type: ignore[arg-type]
+            min_nodes=min_nodes,
+            max_nodes=max_nodes,
+        )
+        settings.password(environ)
+        return settings
+
+
+def require_known(conf: Mapping[str, object]) -> None:
+    """Raises UsageError where `--rdzv-conf` has a key that means nothing, or what must not stand on a command line."""
+    if "password" in conf:
+        raise UsageError(
+            "etcd: everybody on this machine can read a password on a command line: give password_file=PATH, or "
+            f"{PASSWORD_VARIABLE} in the environment"
+        )
+    unknown = sorted(conf.keys() - {*CONF_KEYS, *OTHER_KEYS})
+    if unknown:
+        raise UsageError(f"etcd: --rdzv-conf knows no {', '.join(unknown)}; it knows {', '.join(CONF_KEYS)}")
+
+
+def parse_endpoints(text: str) -> tuple[tuple[str, ...], set[str]]:
+    """(HOST:PORT..., schemes that were given) of a comma-separated list.
+
+    Raises:
+        UsageError: a part is not [http[s]://]HOST[:PORT].
+    """
+    endpoints, schemes = [], set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = re.fullmatch(r"(?:(https?)://)?(\[[0-9A-Fa-f:.%]+\]|[^\[\]:/]+)(?::(\d+))?/?", part)
+        if match is None:
+            raise UsageError(f"etcd: {part!r} in --rdzv-endpoint is not HOST:PORT")
+        if match[1]:
+            schemes.add(match[1])
+        endpoints.append(f"{match[2]}:{match[3] or DEFAULT_PORT}")
+    return tuple(endpoints), schemes

@@ -1,0 +1,321 @@
+"""The key-value store that membership speaks, on etcd v3; and a mirror of a part of it in this process's memory.
+
+Everything is written under one lease and behind one **guard**: a key whose disappearance means that the job is over,
+or that another has taken its place. A process that was frozen meanwhile can write nothing any more.
+
+A value is stored behind a stamp of its own write. A transaction that got no answer may have been applied; the stamp
+tells, whoever has changed the key since.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from elastic_train.errors import LeftOut, StoreUnreachable
+from elastic_train.rendezvous.etcd import (
+    Compacted,
+    Entry,
+    Etcd,
+    LeaseLost,
+    Transaction,
+    TransactionResult,
+    Transient,
+    Watch,
+)
+
+STAMP_BYTES = 12
+MIRROR_LAG_SECONDS = 1.0
+"""how long a mirror may lack what this process has written, until etcd is asked; and hear nothing, to begin anew"""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """The key that must still be the one that this revision created."""
+
+    key: str
+    create_revision: int
+
+
+class EtcdStore:
+    """A KeyValueStore (store.py) on etcd.
+
+    Args:
+        lease: all keys are put under it; 0 for none.
+        guard: without it nothing is written; None for none.
+        mirror: answers reads of keys below its prefix; never older than what a store with it has written or seen.
+
+    Raises, from every call:
+        StoreUnreachable: no answer within `etcd.deadline`.
+        StoreRefused: etcd does not allow it.
+        LeftOut: the guard, or the lease, is gone.
+    """
+
+    def __init__(self, etcd: Etcd, *, lease: int = 0, guard: Guard | None = None, mirror: Mirror | None = None) -> None:
+        self.etcd = etcd
+        self._lease = lease
+        self._guard = guard
+        self._mirror = mirror
+
+    def get(self, key: str) -> str | None:
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[str]) -> list[str | None]:
+        mirror = self._mirror
+        if mirror is not None and keys and mirror.covers(keys) and mirror.wait_for_known():
+            return [text_of(mirror.get(key)) for key in keys]
+        entries = self.etcd.get_many(keys)
+        for entry in entries:
+            if entry is not None:  # the mirror may lag behind what has been seen here
+                self._note(entry.key, entry.mod_revision)
+        return [text_of(entry) for entry in entries]
+
+    def put(self, key: str, value: str) -> None:
+        stamped = stamp() + value.encode()
+        self._write([], key, stamped)
+
+    def create(self, key: str, value: str) -> str:
+        stamped = stamp() + value.encode()
+        standing = self._write([self.etcd.is_at(key, 0)], key, stamped)
+        while standing is not None:
+            text = text_of(standing)
+            if text:
+                return text
+            standing = self._write([self.etcd.is_at(key, standing.mod_revision)], key, stamped)
+        return value
+
+    def swap(self, key: str, expected: str, value: str) -> bool:
+        stamped = stamp() + value.encode()
+        entry = self._fetch(key)
+        while (text_of(entry) or "") == expected:
+            standing = self._write([self.etcd.is_at(key, entry.mod_revision if entry else 0)], key, stamped)
+            if standing is None:
+                return True
+            entry = standing if standing.version else None
+        return text_of(entry) == value
+
+    def add(self, key: str, amount: int) -> int:
+        entry = self._fetch(key)
+        while True:
+            total = int(text_of(entry) or "0") + amount
+            stamped = stamp() + str(total).encode()
+            at = self.etcd.is_at(key, entry.mod_revision if entry else 0)
+            outcome = self._transact([at], key, stamped)
+            if outcome.succeeded:
+                return total
+            standing = outcome.entries[0][0] if outcome.entries[0] else None
+            if outcome.is_ambiguous and self._was_applied(entry, standing, stamped):
+                return total
+            entry = standing
+
+    def clone(self) -> EtcdStore:
+        """For another thread: the connections are shared, they serve many at once."""
+        return EtcdStore(self.etcd, lease=self._lease, guard=self._guard, mirror=self._mirror)
+
+    def with_patience(self, deadline: float, attempt_seconds: float, before_retry: Callable[[str], None]) -> EtcdStore:
+        """The same store, with other limits on how long a call may take."""
+        etcd = replace(self.etcd, deadline=deadline, attempt_seconds=attempt_seconds, before_retry=before_retry)
+        return EtcdStore(etcd, lease=self._lease, guard=self._guard, mirror=self._mirror)
+
+    def under(self, lease: int) -> EtcdStore:
+        """The same store, its keys under another lease."""
+        return EtcdStore(self.etcd, lease=lease, guard=self._guard, mirror=self._mirror)
+
+    def below(self, prefix: str) -> dict[str, str]:
+        """The texts of all keys that begin with `prefix`."""
+        mirror = self._mirror
+        if mirror is not None and prefix.startswith(mirror.prefix) and mirror.wait_for_known():
+            return mirror.below(prefix)
+        return {entry.key: text_of(entry) or "" for entry in self.etcd.below(prefix)[0]}
+
+    def delete(self, key: str) -> None:
+        self.etcd.delete(key)
+
+    def delete_prefix(self, prefix: str) -> None:
+        """Remove all keys that begin with `prefix`."""
+        self.etcd.delete_prefix(prefix)
+
+    def wait_for_change(self, seconds: float) -> None:
+        """Until something below the mirror's prefix changes; without a mirror, or without a change, `seconds`."""
+        if self._mirror is None:
+            time.sleep(seconds)
+        else:
+            self._mirror.wait_for_change(seconds)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def _note(self, key: str, revision: int) -> None:
+        if self._mirror is not None and key.startswith(self._mirror.prefix):
+            self._mirror.must_have(revision)
+
+    def _fetch(self, key: str) -> Entry | None:
+        return self.etcd.get(key)
+
+    def _write(self, conditions: list[object], key: str, stamped: bytes) -> Entry | None:
+        """Put under conditions; None if that was done, else what stands there (version 0: nothing)."""
+        outcome = self._transact(conditions, key, stamped)
+        if outcome.succeeded:
+            return None
+        if not outcome.entries[0]:
+            return Entry(key, b"", 0, 0, 0, 0)
+        standing = outcome.entries[0][0]
+        self._note(standing.key, standing.mod_revision)
+        return None if standing.value == stamped else standing  # ours: an attempt that got no answer was applied
+
+    def _transact(self, conditions: list[object], key: str, stamped: bytes) -> TransactionResult:
+        etcd, guard = self.etcd, self._guard
+        compare, failure = list(conditions), [etcd.get_request(key)]
+        if guard is not None:
+            compare.append(etcd.is_created_at(guard.key, guard.create_revision))
+            failure.append(etcd.get_request(guard.key))
+        try:
+            outcome = etcd.transact(Transaction(compare, [etcd.put_request(key, stamped, self._lease)], failure))
+        except LeaseLost as error:
+            raise LeftOut("this worker's job is over, or was taken over: its lease in etcd has run out") from error
+        if outcome.succeeded:
+            self._note(key, outcome.revision)
+        elif guard is not None:
+            standing = outcome.entries[1]
+            if not standing or standing[0].create_revision != guard.create_revision:
+                raise LeftOut("this worker's job is over, or was taken over by a later start")
+        return outcome
+
+    def _was_applied(self, before: Entry | None, now: Entry | None, stamped: bytes) -> bool:
+        """Whether a write on top of `before`, which got no answer, was made though others have written since.
+
+        Raises:
+            StoreUnreachable: etcd has forgotten (compacted) what would tell.
+        """
+        version = before.version + 1 if before else 1
+        while now is not None and now.version > version:
+            try:
+                now = self.etcd.get(now.key, now.mod_revision - 1)
+            except Compacted as error:
+                raise StoreUnreachable("etcd cannot tell whether a write without an answer was made") from error
+        return now is not None and now.version == version and now.value == stamped
+
+
+def stamp() -> bytes:
+    return os.urandom(STAMP_BYTES // 2).hex().encode()
+
+
+def text_of(entry: Entry | None) -> str | None:
+    return None if entry is None or not entry.version else entry.value[STAMP_BYTES:].decode()
+
+
+class Mirror:
+    """All keys below a prefix, in memory: one listing, and then one watch that is begun again whenever it breaks.
+
+    With it, many reads of many members cost the cluster one message a change each, and no request at all.
+    """
+
+    def __init__(self, etcd: Etcd, prefix: str) -> None:
+        self.prefix = prefix
+        self._etcd = etcd
+        self._changed = threading.Condition()
+        self._entries: dict[str, Entry] = {}
+        self._revision = -1
+        """all changes up to here are in `_entries`; -1 before the first listing"""
+        self._known = 0
+        """the newest revision of any key below the prefix that this process has written or seen"""
+        self._heard_at = time.monotonic()
+        """when the stream last brought something"""
+        self._watch: Watch | None = None
+        self._is_closed = False
+        self._crash: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+        self._thread.start()
+
+    def covers(self, keys: Sequence[str]) -> bool:
+        return all(key.startswith(self.prefix) for key in keys)
+
+    def get(self, key: str) -> Entry | None:
+        return self._entries.get(key)
+
+    def below(self, prefix: str, *, by_age: bool = False, since: int = 0) -> dict[str, str]:
+        """The texts of all keys that begin with `prefix` and were changed after revision `since`; in the order of
+        their creation, if asked for."""
+        with self._changed:
+            if self._crash is not None:
+                raise self._crash
+            found = [
+                entry for key, entry in self._entries.items() if key.startswith(prefix) and entry.mod_revision > since
+            ]
+        if by_age:
+            found.sort(key=lambda entry: entry.create_revision)
+        return {entry.key: text_of(entry) or "" for entry in found}
+
+    def must_have(self, revision: int) -> None:
+        """A key below the prefix was changed by this revision: no read may be older from now on."""
+        with self._changed:
+            self._known = max(self._known, revision)
+
+    def wait_for_known(self) -> bool:
+        """Until every change that this process knows of is in; False where that would take too long.
+
+        A stream that has been silent for so long is then begun anew; one that is busy would only be busier.
+        """
+        with self._changed:
+            if self._changed.wait_for(self._has_known, MIRROR_LAG_SECONDS):
+                return True
+        if time.monotonic() > self._heard_at + MIRROR_LAG_SECONDS:  # its member of etcd is frozen, or gone
+            self.reconnect()
+        return False
+
+    def _has_known(self) -> bool:
+        if self._crash is not None:
+            raise self._crash
+        return self._revision >= self._known
+
+    def wait_for_change(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def reconnect(self) -> None:
+        """The stream is silent though there is something to tell: from another endpoint, from the start."""
+        watch = self._watch
+        if watch is not None:
+            watch.cancel()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.reconnect()
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            try:
+                self._follow()
+            except (Transient, Compacted, StoreUnreachable):
+                with self._changed:
+                    self._changed.wait(0.05)
+            except BaseException as error:  # told to whoever reads
+                with self._changed:
+                    self._crash = error
+                    self._changed.notify_all()
+                return
+
+    def _follow(self) -> None:
+        entries, revision = self._etcd.below(self.prefix)
+        with self._changed:
+            self._entries = {entry.key: entry for entry in entries}
+            self._revision, self._heard_at = revision, time.monotonic()
+            self._changed.notify_all()
+        self._watch = watch = Watch(self._etcd.connections, self.prefix, revision + 1)
+        if self._is_closed:
+            return
+        for changes in watch:
+            with self._changed:
+                for entry, is_deleted in changes:
+                    if is_deleted:
+                        self._entries.pop(entry.key, None)
+                    else:
+                        self._entries[entry.key] = entry
+                    self._revision = max(self._revision, entry.mod_revision)
+                self._heard_at = time.monotonic()
+                self._changed.notify_all()

@@ -1,0 +1,224 @@
+"""torchrun's rendezvous handler for programs of this package, under `--rdzv-backend=c10d` and `etcd3`.
+
+Membership belongs to the workers. Each agent gets a world of its own node at once, and nothing that happens elsewhere
+reaches it: a join restarts no worker.
+
+Under etcd3 `--rdzv-conf membership=...` chooses: `workers`, the default for programs of this package, or `agents`, the
+default for every other program, which is an ordinary torchrun rendezvous (etcd_handler.py).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import uuid
+from collections.abc import Mapping
+from typing import Any, NoReturn, cast
+
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from elastic_train.errors import UsageError
+from elastic_train.protocol.addresses import parse_endpoints
+from elastic_train.rendezvous.command_line import agent_arguments, launches_elastic_train
+from elastic_train.rendezvous.etcd_settings import LAST_CALL_SECONDS as ETCD_LAST_CALL_SECONDS
+from elastic_train.rendezvous.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
+from elastic_train.rendezvous.launch import (
+    C10D_VARIABLE,
+    JOIN_SECONDS,
+    LAST_CALL_SECONDS,
+    MIN_NODES_VARIABLE,
+    NODE_VARIABLE,
+    C10dSettings,
+)
+
+MODES = ("workers", "agents")
+TORCHRUNS_LAST_CALL = 30.0
+"""seconds; what users of torchrun's own rendezvous know: in mode `agents` a late node restarts everybody"""
+MASTER_ADDR = "workers-meet-by-themselves.elastic-train.invalid"
+"""resolves nowhere: a script that calls init_process_group() by itself would else train on every node for itself"""
+MASTER_PORT = "none: elastic_train makes the process group; call elastic_train.run() in place of init_process_group()"
+"""no number: torch would look for the name again and again, for half an hour; so it quotes this at once"""
+C10D_KEYS = ("last_call_timeout", "join_timeout", "is_host", "store_type")
+"""keys of --rdzv-conf that have a meaning under c10d"""
+TRUE, FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
+"""as torch reads them in --rdzv-conf"""
+
+
+def create_c10d_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Create the handler of `torchrun --rdzv-backend=c10d`. A mistake in its options ends the process with a line."""
+    try:
+        settings = read_c10d_settings(
+            parameters.endpoint, parameters.config, min_nodes=parameters.min_nodes, max_nodes=parameters.max_nodes
+        )
+    except UsageError as error:
+        _exit(error)
+    idle = keys_without_meaning(parameters.config)
+    if idle:
+        has = "has" if len(idle) == 1 else "have"
+        _say(f"{', '.join(idle)} in --rdzv-conf {has} no meaning here: the agents wait for nobody")
+    _announce(f"at {','.join(settings.endpoints)}", settings)
+    _set_markers(C10D_VARIABLE, settings)
+    return WorkersHandler(parameters)
+
+
+def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Create the handler of `torchrun --rdzv-backend=etcd3`. A mistake in its options ends the process with a line."""
+    try:
+        mode = choose_mode(parameters.config, agent_arguments(sys.orig_argv), os.environ)
+        settings = EtcdSettings.from_torchrun(
+            parameters.endpoint,
+            parameters.config,
+            os.environ,
+            min_nodes=parameters.min_nodes,
+            max_nodes=parameters.max_nodes,
+            last_call=ETCD_LAST_CALL_SECONDS if mode == "workers" else TORCHRUNS_LAST_CALL,
+        )
+    except UsageError as error:
+        _exit(error)
+    if mode == "agents":
+        from elastic_train.rendezvous.etcd_handler import AgentsHandler
+
+        return AgentsHandler(parameters, settings)
+    _announce(f"in etcd at {','.join(settings.endpoints)}", settings)
+    _set_markers(SETTINGS_VARIABLE, settings)
+    return WorkersHandler(parameters)
+
+
+def choose_mode(conf: Mapping[str, Any], arguments: list[str] | None, environ: Mapping[str, str]) -> str:
+    """`membership` of --rdzv-conf, else by what is launched.
+
+    Raises:
+        UsageError: it is neither of the two.
+    """
+    given = conf.get("membership")
+    if given is None:
+        return "workers" if launches_elastic_train(arguments, environ) else "agents"
+    if given not in MODES:
+        raise UsageError(f"membership={given} in --rdzv-conf: give one of {', '.join(MODES)}")
+    return str(given)
+
+
+def read_c10d_settings(endpoint: str, conf: Mapping[str, object], *, min_nodes: int, max_nodes: int) -> C10dSettings:
+    """Read `--rdzv-endpoint` and `--rdzv-conf`.
+
+    Raises:
+        UsageError: a value cannot be read, or cannot be served.
+    """
+    store_type = str(conf.get("store_type", "tcp")).strip().lower()
+    if store_type != "tcp":
+        raise UsageError(f"store_type={store_type} in --rdzv-conf: the workers speak TCP; leave it out")
+    is_host = str(conf.get("is_host", "")).strip().lower()
+    if is_host not in ("", *TRUE, *FALSE):
+        raise UsageError(f"is_host={is_host} in --rdzv-conf: give true or false")
+    return C10dSettings(
+        parse_endpoints(endpoint, "--rdzv-endpoint"),
+        min_nodes,
+        max_nodes,
+        last_call=_read_seconds(conf, "last_call_timeout", LAST_CALL_SECONDS),
+        is_host=is_host in TRUE if is_host else None,
+        join_timeout=_read_seconds(conf, "join_timeout", JOIN_SECONDS),
+    )
+
+
+def _read_seconds(conf: Mapping[str, object], key: str, default: float) -> float:
+    text = str(conf.get(key, default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{key}={text} in --rdzv-conf: give a number of seconds above 0")
+    return seconds
+
+
+def keys_without_meaning(conf: Mapping[str, object]) -> list[str]:
+    """The keys of `--rdzv-conf` that the user gave and that nothing reads under c10d."""
+    # torchrun adds `timeout` by itself, as a number; what a user gives is text.
+    return [key for key, value in conf.items() if key not in C10D_KEYS and isinstance(value, str)]
+
+
+def announcement(where: str, *, min_nodes: int, max_nodes: int, last_call: float) -> str | None:
+    """What an agent tells the person in front of it; None where the job has one node."""
+    if max_nodes == 1:
+        return None
+    if min_nodes == max_nodes:
+        return (
+            f"waiting {where} for exactly {max_nodes} nodes, as --nnodes {max_nodes} asks; "
+            f"a lost node will then pause training, --nnodes 1:{max_nodes} lets it go on"
+        )
+    enough = "the first node has" if min_nodes == 1 else f"{min_nodes} nodes have"
+    return (
+        f"meeting {where}, {min_nodes} to {max_nodes} nodes; training starts {last_call:g} s after {enough} come, "
+        f"at once with {max_nodes}; nodes that come later are taken in between two steps"
+    )
+
+
+def _announce(where: str, settings: C10dSettings | EtcdSettings) -> None:
+    line = announcement(where, min_nodes=settings.min_nodes, max_nodes=settings.max_nodes, last_call=settings.last_call)
+    if line is not None:
+        _say(line)
+
+
+def _set_markers(variable: str, settings: C10dSettings | EtcdSettings) -> None:
+    """Hand the settings to the workers. Here and not in the hook: torch may log that the hook failed, and go on."""
+    os.environ[variable] = settings.to_json()
+    os.environ[MIN_NODES_VARIABLE] = str(settings.min_nodes)
+    os.environ[NODE_VARIABLE] = _new_node_id()
+
+
+def _new_node_id() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def _say(message: str) -> None:
+    print(f"elastic_train: {message}", file=sys.stderr, flush=True)
+
+
+def _exit(error: UsageError) -> NoReturn:
+    _say(f"error: {error}")
+    raise SystemExit(error.exit_code) from error
+
+
+class WorkersHandler(RendezvousHandler):
+    """A rendezvous of one node: it is complete at once, nobody ever joins it, and its end concerns nobody else."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._parameters = parameters
+        self._has_started_workers = False
+
+    def get_backend(self) -> str:
+        return self._parameters.backend
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return at once. A restarted set of workers is a new node to the workers elsewhere."""
+        if self._has_started_workers:
+            os.environ[NODE_VARIABLE] = _new_node_id()
+        self._has_started_workers = True
+        no_port = cast(int, MASTER_PORT)  # the agent makes text of it, for the worker's environment
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(MASTER_ADDR, no_port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to close: others may come and go."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._parameters.run_id
+
+    def shutdown(self) -> bool:
+        return True

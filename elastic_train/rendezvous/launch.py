@@ -1,0 +1,169 @@
+"""How a worker was started, from the environment that its launcher gives it.
+
+Agents import it too, before anything else: nothing heavy at module level.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from elastic_train.errors import FormationFailed
+from elastic_train.protocol.addresses import parse_endpoints
+from elastic_train.rendezvous.command_line import arguments_of_agent, asks_for_c10d, option, parse_nnodes
+from elastic_train.rendezvous.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
+from elastic_train.rendezvous.slurm import torchrun_variables
+
+LAST_CALL_SECONDS = 2.0
+"""how long a first world below --nnodes' maximum waits for more nodes, where the user gives no last_call_timeout"""
+JOIN_SECONDS = 600.0
+"""torchrun's own default of join_timeout"""
+NAME_LOOKUP_OPTIONS = "timeout:1 attempts:1"
+"""RES_OPTIONS (resolv.conf(5)) of agents and workers: every connection to a TCPStore looks the peer's name up, on the
+one thread that serves everybody, and a name server that does not answer must not hold a world up for its usual 5 s"""
+C10D_VARIABLE = "ELASTIC_TRAIN_C10D"
+MIN_NODES_VARIABLE = "ELASTIC_TRAIN_MIN_NODES"
+NODE_VARIABLE = "ELASTIC_TRAIN_NODE"
+MARKERS = (C10D_VARIABLE, SETTINGS_VARIABLE, MIN_NODES_VARIABLE, NODE_VARIABLE)
+"""what an agent sets for its workers"""
+
+
+@dataclass(frozen=True)
+class C10dSettings:
+    """What an agent's command line says of a c10d rendezvous; its workers find each other by it."""
+
+    endpoints: tuple[str, ...]
+    """HOST:PORT of --rdzv-endpoint, one or several"""
+    min_nodes: int
+    max_nodes: int
+    last_call: float
+    """seconds that a first world below max_nodes waits for more nodes"""
+    is_host: bool | None = None
+    """whether this node hosts the first endpoint; None: decided by the host's name"""
+    join_timeout: float = JOIN_SECONDS
+    """seconds in which a first world has to form"""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> C10dSettings:
+        values = json.loads(text)
+        return C10dSettings(**values | {"endpoints": tuple(values["endpoints"])})
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How this worker was started, from the environment that torchrun gives it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    run_id: str = "none"
+    restart_count: int = 0
+    agent_pid: int | None = None
+    """pid of the torchrun process on this node; None without torchrun"""
+    min_nodes: int = 1
+    """fewest nodes that may train, by --nnodes"""
+    master: tuple[str, int] | None = None
+    """MASTER_ADDR and MASTER_PORT, where the workers of a fixed world find each other; None in another one"""
+    is_agent_store: bool = False
+    """whether an agent serves the store at `master`; else rank 0 has to"""
+    c10d: C10dSettings | None = None
+    """where workers of all nodes find each other; rank, world_size and num_nodes are then those of this node alone"""
+    etcd: EtcdSettings | None = None
+    """the same in a cluster of etcd; a world with neither is fixed, and rank, world_size and num_nodes are its own"""
+    node_id: str = ""
+    """what the workers of this node have in common and no other node has; set with `c10d` and with `etcd`"""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nodes may join, and come back; else a launcher has fixed the world."""
+        return self.c10d is not None or self.etcd is not None
+
+    @staticmethod
+    def from_environment(environ: Mapping[str, str], store_endpoint: str | None) -> Launch:
+        """Read torchrun's variables, or those of srun. Without them (no RANK): a world of one.
+
+        Raises:
+            FormationFailed: torchrun's own c10d rendezvous has joined several nodes.
+            UsageError: `store_endpoint` is not HOST:PORT.
+        """
+        agent_pid = os.getppid() if "TORCHELASTIC_RUN_ID" in environ else None  # not srun, nor another launcher
+        environ = {**environ, **torchrun_variables(environ)}
+        if "RANK" not in environ or "WORLD_SIZE" not in environ:
+            return Launch()
+        etcd = environ.get(SETTINGS_VARIABLE)
+        c10d = c10d_settings(environ, agent_pid, store_endpoint) if etcd is None else None
+        is_own_node = c10d is not None or etcd is not None
+        master = environ.get("MASTER_ADDR", "localhost"), environ.get("MASTER_PORT", "0")
+        return Launch(
+            rank=int(environ["RANK"]),
+            world_size=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ.get("LOCAL_RANK", "0")),
+            local_world_size=int(environ.get("LOCAL_WORLD_SIZE", "1")),
+            node_rank=int(environ.get("GROUP_RANK", "0")),
+            num_nodes=int(environ.get("GROUP_WORLD_SIZE", "1")),
+            run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
+            restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            agent_pid=agent_pid,
+            min_nodes=c10d.min_nodes if c10d is not None else int(environ.get(MIN_NODES_VARIABLE, "1")),
+            master=None if is_own_node else (master[0], int(master[1])),
+            is_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            c10d=c10d,
+            etcd=EtcdSettings.from_json(etcd) if etcd is not None else None,
+            node_id=environ.get(NODE_VARIABLE) or _derived_node_id(environ, agent_pid) if is_own_node else "",
+        )
+
+
+def c10d_settings(environ: Mapping[str, str], agent_pid: int | None, store_endpoint: str | None) -> C10dSettings | None:
+    """What the agent says of the c10d rendezvous, with --store-endpoint in place of its endpoints.
+
+    A bare clone on PYTHONPATH has no hook in the agent. A node that torchrun's own c10d then starts alone is a fixed
+    world, or by --store-endpoint one of several.
+
+    Raises:
+        FormationFailed: without the hook, torchrun's own c10d rendezvous has joined several nodes.
+        UsageError: `store_endpoint` is not HOST:PORT.
+    """
+    endpoints = parse_endpoints(store_endpoint, "--store-endpoint") if store_endpoint else None
+    if C10D_VARIABLE in environ:
+        settings = C10dSettings.from_json(environ[C10D_VARIABLE])
+        return replace(settings, endpoints=endpoints) if endpoints else settings
+    arguments = arguments_of_agent(agent_pid) if agent_pid is not None else None
+    if arguments is None or not asks_for_c10d(arguments, environ):
+        return None
+    num_nodes = int(environ.get("GROUP_WORLD_SIZE", "1"))
+    if num_nodes > 1:
+        raise FormationFailed(
+            f"torchrun's own rendezvous has joined {num_nodes} nodes, where the loss of one ends all: the torchrun "
+            "plug-in of elastic_train is missing (pip install it on every node), or did not see that the program is "
+            "ours (set ELASTIC_TRAIN=1)"
+        )
+    if endpoints is None:
+        return None
+    min_nodes, max_nodes = parse_nnodes(option(arguments, environ, "nnodes") or "1:1")
+    return C10dSettings(endpoints, min_nodes, max_nodes, last_call=LAST_CALL_SECONDS)
+
+
+def _derived_node_id(environ: Mapping[str, str], agent_pid: int | None) -> str:
+    """The same for all workers that one agent starts at once, where no hook has told them an id."""
+    names = (platform.node(), agent_pid, *(environ.get(n) for n in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")))
+    return uuid.uuid5(uuid.NAMESPACE_OID, repr(names)).hex[:12]
+
+
+def max_nodes_of(launch: Launch, environ: Mapping[str, str]) -> int:
+    """How many nodes the job may have: by --nnodes, without torchrun those that there are."""
+    settings = launch.c10d or launch.etcd
+    if settings is not None:
+        return settings.max_nodes
+    if launch.agent_pid is None:
+        return launch.num_nodes
+    return parse_nnodes(option(arguments_of_agent(launch.agent_pid) or [], environ, "nnodes") or "1:1")[1]

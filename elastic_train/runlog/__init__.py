@@ -1,0 +1,1 @@
+"""What a run writes down of itself: events, one JSON object per line, and where its time went. Below all others."""

@@ -1,0 +1,103 @@
+"""Which run a run directory belongs to, and which of several runs is continued.
+
+A run is named by a random uid. `run.json` holds it, and those of the runs that `--fresh` has put in its place: their
+snapshots may turn up again with a node that was away.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_train.errors import RunsMixed
+from elastic_train.runlog.events import read_lines
+
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    uid: str
+    """"" where no run has begun yet"""
+    superseded: tuple[str, ...] = ()
+    """uids of earlier runs, which are not to be continued"""
+    is_fresh: bool = False
+    """whether --fresh has just emptied the directory: no run that anybody sees is to be continued"""
+
+    def to_json(self) -> bytes:
+        return json.dumps(self.to_fields()).encode()
+
+    def to_fields(self) -> dict[str, Any]:
+        return {"uid": self.uid, "superseded": list(self.superseded), "is_fresh": self.is_fresh}
+
+    @staticmethod
+    def from_fields(fields: Mapping[str, Any]) -> RunRecord:
+        return RunRecord(str(fields["uid"]), tuple(map(str, fields["superseded"])), bool(fields["is_fresh"]))
+
+
+NO_RUN = RunRecord("")
+
+
+def read_record(directory: Path) -> RunRecord:
+    """`NO_RUN` where the directory has none that can be read."""
+    try:
+        return RunRecord.from_fields(json.loads((directory / RUN_FILE).read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return NO_RUN
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which run is continued."""
+
+    uid: str | None
+    """None: none of those that can be seen"""
+    superseded: tuple[str, ...]
+    """all that are known not to be continued"""
+
+
+def run_to_continue(records: Sequence[RunRecord], offers: Sequence[Mapping[str, Any]]) -> Choice:
+    """Of the runs whose snapshots can be seen, the one that counts: the only one, or the one of the run directories.
+
+    Args:
+        records: of all members' run directories.
+        offers: all members' snapshots, by `run`, `age`, `step`, `host` and `path`.
+
+    Raises:
+        RunsMixed: snapshots of several runs can be seen, and nothing says which is meant.
+    """
+    superseded = {uid for record in records for uid in record.superseded}
+    if any(record.is_fresh for record in records):
+        superseded |= {offer["run"] for offer in offers}
+    newest = {
+        offer["run"]: offer
+        for offer in sorted(offers, key=lambda offer: tuple(offer["age"]))
+        if offer["run"] not in superseded
+    }
+    known = {record.uid for record in records} & newest.keys()
+    candidates = sorted(known or newest)
+    if len(candidates) > 1:
+        one, other = (newest[uid] for uid in candidates[:2])
+        raise RunsMixed(
+            f"there are snapshots of two runs: host {one['host']} has {one['path']} of step {one['step']}, and host "
+            f"{other['host']} {other['path']} of step {other['step']}: move those of one of the two out of sight and "
+            "start again, give another --run-dir, or --fresh to begin anew"
+        )
+    return Choice(candidates[0] if candidates else None, tuple(sorted(superseded)))
+
+
+def newest_written(events_dir: Path) -> dict[str, Any] | None:
+    """The event of the newest snapshot that the workers of a run directory have written. Reads all of their events."""
+    newest: dict[str, Any] | None = None
+    for path in events_dir.glob("*.jsonl"):
+        for line in read_lines(path):
+            if line.get("event") == "snapshot" and (newest is None or _age(line) > _age(newest)):
+                newest = line
+    return newest
+
+
+def _age(line: Mapping[str, Any]) -> tuple[int, int]:
+    return int(line.get("generation") or 0), int(line.get("snapshot_step") or 0)

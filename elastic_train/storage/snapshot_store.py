@@ -1,0 +1,82 @@
+"""Snapshots for a program of one's own: a folder of states, each whole or absent, free of the rest of this package."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic_train.errors import SnapshotError
+from elastic_train.storage.snapshot import SnapshotInfo, SnapshotWriter, newest_whole
+from elastic_train.world import host_name
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SnapshotStore:
+    """A folder of snapshots that one process writes to, and any process reads.
+
+    Written aside, flushed, checksummed and renamed: a kill or a full disk at any moment leaves the whole snapshot or
+    none. Loading never runs code from a snapshot. The folder is made at the first `save`.
+
+    The newest is the one of the highest step, whoever wrote it and when: a training that starts anew, from a lower step
+    than the folder has, takes another folder.
+
+    Args:
+        directory: the folder; `elastic-train snapshot list|verify|export` understand it.
+        keep: newest snapshots of this host that stay.
+
+    Raises:
+        ValueError: keep is less than 1.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
+        self.directory = Path(directory)
+        self._writer = SnapshotWriter(self.directory, keep=keep, host=host_name(), run_uid="", task={})
+
+    def save(self, state: dict[str, Any], *, step: int) -> Path:
+        """Write a state dict of tensors and plain values; blocks until it is durable. A step is written once: a
+        whole snapshot of it that is there stays, though `state` be another.
+
+        Raises:
+            SnapshotError: it cannot be written, or holds something else; the older snapshots are untouched.
+        """
+        return self._writer.save(state, **_position(step)).path
+
+    def save_in_background(self, state: dict[str, Any], *, step: int) -> bool:
+        """The same behind the caller's back: blocks for a copy in memory only. False, and nothing done, where the one
+        before is still being written.
+
+        Raises:
+            SnapshotError: the state holds something that cannot be saved.
+        """
+        return self._writer.save_in_background(state, **_position(step))
+
+    def wait(self, timeout_seconds: float = 300.0) -> None:
+        """Until the snapshot in the background is durable; call it before the process ends.
+
+        Raises:
+            SnapshotError: one since the last call could not be written, or is not yet.
+        """
+        if not self._writer.wait(timeout_seconds):
+            raise SnapshotError(f"a snapshot is still being written to {self.directory} after {timeout_seconds:g} s")
+        for outcome in self._writer.collect():
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    def load_newest(self, map_location: str | torch.device = "cpu") -> tuple[SnapshotInfo, dict[str, Any]] | None:
+        """The newest whole snapshot and its state, tensors on `map_location`; None where there is none. A damaged one
+        costs a Python warning, and the one before it is taken.
+
+        Raises:
+            SnapshotError: the folder cannot be listed, or a whole snapshot was not written by this package.
+        """
+        return newest_whole(
+            self.directory, map_location=map_location, warn=lambda message: warnings.warn(message, stacklevel=3)
+        )
+
+
+def _position(step: int) -> dict[str, Any]:
+    return {"step": step, "epoch": 0, "samples_done": 0, "generation": 0, "world_size": 1}

@@ -1,0 +1,122 @@
+"""`elastic-train audit RUN_DIR`: were the promises kept? The checks themselves are in checks.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from elastic_train.tools.audit.checks import CHECKS
+from elastic_train.tools.audit.finding import Found, Skip
+from elastic_train.tools.audit.history import History, mixed_branches, read_history
+from elastic_train.tools.audit.lost_time import lost_time, span_of
+
+SHOWN_FINDINGS = 5
+
+
+class CheckOutcome(StrEnum):
+    PASS = "PASS"
+    FAIL = "FAIL"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check came to."""
+
+    name: str
+    promise: str
+    verdict: CheckOutcome
+    detail: str
+    """what was looked at, or why nothing could be"""
+    findings: tuple[str, ...] = ()
+    """what is wrong; empty unless it failed"""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """All checks of one run."""
+
+    checks: tuple[Check, ...]
+    is_of_a_live_run: bool = False
+    """its end is still to come"""
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed and something was checked."""
+        verdicts = {check.verdict for check in self.checks}
+        return CheckOutcome.FAIL not in verdicts and CheckOutcome.PASS in verdicts
+
+    @property
+    def reasons(self) -> list[str]:
+        """One line per finding, the check's name first."""
+        return [f"{check.name}: {finding}" for check in self.checks for finding in check.findings]
+
+
+def audit(run_dir: Path) -> Audit:
+    """Read a run and check it.
+
+    Raises:
+        RunDirectoryError: there is no run in it, or it cannot be read.
+    """
+    return audit_history(read_history(run_dir))
+
+
+def audit_history(history: History) -> Audit:
+    """Every check that there is, in the order in which a person would ask; none of two branches in one."""
+    mixed = mixed_branches(history)
+    if mixed is not None:
+        promise = "one line of training"
+        return Audit((Check("branches", promise, CheckOutcome.FAIL, "nothing else was looked at", (mixed,)),))
+    return Audit(tuple(_run(name, promise, check, history) for name, promise, check in CHECKS), _is_live(history))
+
+
+def _is_live(history: History) -> bool:
+    from elastic_train.observe.status import RunState, read_status
+
+    if history.is_finished or not history.events:
+        return False
+    return read_status(history.run_dir, time.time()).state in (RunState.STARTING, RunState.RUNNING)
+
+
+def _run(name: str, promise: str, check: Callable[[History], Found], history: History) -> Check:
+    try:
+        detail, findings = check(history)
+    except Skip as missing:
+        return Check(name, promise, CheckOutcome.SKIPPED, str(missing))
+    findings = tuple(findings)
+    if len(findings) > SHOWN_FINDINGS:
+        findings = (*findings[:SHOWN_FINDINGS], f"and {len(findings) - SHOWN_FINDINGS} more")
+    return Check(name, promise, CheckOutcome.FAIL if findings else CheckOutcome.PASS, detail, findings)
+
+
+def describe(found: Audit, history: History) -> list[str]:
+    """Lines for a terminal: one for each check, and one for the goodput."""
+    width = max(len(check.name) for check in found.checks)
+    lines = [
+        f"{check.name:<{width}}  {check.verdict:<7}  {'broken: ' if check.verdict is CheckOutcome.FAIL else ''}"
+        f"{check.promise}: {check.detail}"
+        for check in found.checks
+    ]
+    lost = lost_time(history)
+    if lost.wall:
+        causes = ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in lost.by_cause.items())
+        lines.append(
+            f"{'goodput':<{width}}  {lost.ratio:<7.3f}  of {lost.wall:.1f} s {span_of(history)}; lost: {causes}"
+        )
+    return lines
+
+
+def conclude(found: Audit) -> list[str]:
+    """What comes below them: PASS, or FAIL with the reasons."""
+    lines = []
+    num_skipped = sum(check.verdict is CheckOutcome.SKIPPED for check in found.checks)
+    if num_skipped:
+        lines.append(f"{num_skipped} of {len(found.checks)} checks were skipped: there was nothing to look at")
+    if found.is_of_a_live_run:
+        lines.append("the run is still running: this says nothing of its end")
+    if found.passed:
+        return [*lines, "PASS"]
+    return [*lines, "FAIL", *(f"  {reason}" for reason in found.reasons or ["nothing could be checked"])]

@@ -1,0 +1,180 @@
+"""Checks of what a run came to: its end, its time, its weights."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+
+from elastic_train.errors import SnapshotDamaged, SnapshotError
+from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
+from elastic_train.tools.audit.history import FINISHED, History, Line, writer
+from elastic_train.tools.audit.record import DrillRecord
+from elastic_train.tools.audit.remains_checks import find_snapshots_of
+
+PHASE_TOLERANCE = 0.05
+"""seconds: what rounding may take"""
+LOSS_TOLERANCE = 0.1
+"""relative: how far the mean loss of a `fast` run may be from the undisturbed one's; that of a single step tells how
+easy its samples were"""
+ACCURACY_TOLERANCE = 0.05
+"""absolute: how far its test accuracy may be from the undisturbed one's"""
+ENDING_SECONDS = 60.0
+"""from the last step to the end of every node, beside evaluation and snapshots; seconds, where the machine is idle"""
+
+
+def check_end(history: History) -> Found:
+    """The job reached its end: result.json is there, and whoever was in the last world says `finished`."""
+    findings = []
+    if history.drill is not None and history.drill.is_interrupted:
+        findings.append("the drill was interrupted, so that its job was ended and the faults to come did not strike")
+    if not history.is_finished:
+        return f"step {history.last_step}", [*findings, _why_not_finished(history)]
+    if history.result is None:
+        findings.append(f"finished, but {history.why_no_result}")
+    for member in history.worlds[-1].members:
+        if (outcome := history.outcomes.get(member, "without a word")) not in FINISHED:
+            findings.append(f"{member} was in the last world and ended {outcome}")
+    if history.drill is not None:
+        findings += _wrong_ends(history, history.drill)
+    return f"step {history.last_step}", findings
+
+
+def _why_not_finished(history: History) -> str:
+    """Raises Skip where that is no fault: the run goes on, or was told to stop."""
+    from elastic_train.observe.status import RunState, read_status
+
+    nobody = f"nobody finished; the newest committed step is {history.last_step}"
+    if history.drill is not None:
+        return nobody
+    if not history.events:
+        raise Skip("no worker has written anything")
+    status = read_status(history.run_dir, time.time())
+    if status.state in (RunState.FAILED, RunState.DEAD):
+        return f"the run is {status.state}: {status.error or nobody}"
+    raise Skip(f"the run is {status.state}")
+
+
+def _wrong_ends(history: History, drill: DrillRecord) -> Iterable[str]:
+    """Of the nodes of the last world: how their torchruns ended, and when."""
+    ends = {line["node"]: line for line in drill.nodes if line["what"] == "ended"}
+    phases = dict((history.result or {}).get("goodput") or {})
+    limit = ENDING_SECONDS + sum(float(phases.get(name) or 0.0) for name in ("evaluate", "snapshot"))
+    for node in sorted({drill.node_of[member] for member in history.worlds[-1].members if member in drill.node_of}):
+        if node not in ends:
+            yield f"{node} finished, but its torchrun did not end"
+            continue
+        if (code := ends[node].get("code")) != 0:
+            yield f"{node} finished, but its torchrun exited with {code}"
+        if history.kept and (seconds := ends[node]["time"] - history.kept[-1].time) > limit:
+            yield f"{node} ended {seconds:.0f} s after the last step, limit {limit:.0f} s"
+
+
+def _no_result_yet(history: History) -> str:
+    if history.result is None and "result.json" in history.names:
+        return history.why_no_result
+    return "no result.json of this end; it is written at the end of training"
+
+
+def check_state(history: History) -> Found:
+    """The final snapshot has the final weights, and so has a drill's undisturbed job: in ordered mode bit for bit."""
+    result = history.final_result
+    if result is None:
+        raise Skip(_no_result_yet(history))
+    findings, looked_at = [], []
+    stored = _hash_of_final_snapshot(history, int(result.get("step") or 0))
+    if stored is not None:
+        looked_at.append("the final snapshot")
+        if stored != result.get("state_sha256"):
+            findings.append(
+                f"the final snapshot has {stored[:16]}, result.json says {str(result.get('state_sha256'))[:16]}"
+            )
+    reference = history.drill.reference if history.drill else None
+    if history.drill is not None and reference is None:
+        findings.append("the undisturbed run failed or was interrupted: there is nothing to compare with")
+    if reference is not None:
+        looked_at.append("an undisturbed run" if _is_ordered(result) else "an undisturbed run, by its losses")
+        findings += list(_differences(history, result, reference))
+    if not looked_at and not findings:
+        raise Skip("neither a snapshot of the last step nor an undisturbed run to compare with")
+    return f"{str(result.get('state_sha256'))[:16]}, compared with {' and '.join(looked_at) or 'nothing'}", findings
+
+
+def _is_ordered(result: Line) -> bool:
+    return dict(result.get("config") or {}).get("reduction") == "ordered"
+
+
+def _differences(history: History, result: Line, reference: Line) -> Iterable[str]:
+    if result.get("step") != reference.get("step"):
+        yield f"step {result.get('step')}, undisturbed {reference.get('step')}"
+        return
+    if _is_ordered(result):
+        if result.get("state_sha256") != reference.get("state_sha256"):
+            ours, theirs = str(result.get("state_sha256"))[:16], str(reference.get("state_sha256"))[:16]
+            yield f"state_sha256 {ours}, undisturbed {theirs}"
+        return
+    loss, undisturbed = history.early_loss, reference.get("early_loss")
+    if loss is None or undisturbed is None:
+        yield "no loss of the one or of the other run"
+        return
+    if not math.isclose(loss, undisturbed, rel_tol=LOSS_TOLERANCE):
+        yield f"the mean loss of the first half of the steps is {loss:.4f}, undisturbed {undisturbed:.4f}"
+    # What is easily learned has next to no loss left, of which a ratio would tell chance.
+    if _are_apart(history.late_loss, reference.get("late_loss"), LOSS_TOLERANCE, LOSS_TOLERANCE * abs(undisturbed)):
+        late = f"{history.late_loss:.4f}, undisturbed {reference['late_loss']:.4f}"
+        yield f"the mean loss of the second half of the steps is {late}"
+    if _are_apart(result.get("test_accuracy"), reference.get("test_accuracy"), 0.0, ACCURACY_TOLERANCE):
+        yield f"the test accuracy is {result['test_accuracy']:.4f}, undisturbed {reference['test_accuracy']:.4f}"
+
+
+def _are_apart(one: float | None, other: float | None, relative: float, absolute: float) -> bool:
+    """False where one of them is not known."""
+    return one is not None and other is not None and not math.isclose(one, other, rel_tol=relative, abs_tol=absolute)
+
+
+def _hash_of_final_snapshot(history: History, step: int) -> str | None:
+    from elastic_train.storage.snapshot import load_state
+
+    for info in find_snapshots_of(history)[0]:
+        if info.step == step:
+            try:
+                state = load_state(info)
+            except (SnapshotDamaged, SnapshotError):
+                continue  # check_snapshots says so
+            from elastic_train.training.state import state_sha256
+
+            return state_sha256(state["model"])
+    return None
+
+
+def check_phases(history: History) -> Found:
+    """The phases sum to the wall, and the wall covers everything that the events saw."""
+    result = history.final_result
+    if result is None:
+        raise Skip(_no_result_yet(history))
+    phases = dict(result.get("goodput") or {})
+    wall = float(result.get("wall_seconds") or 0.0)
+    seconds = {name: float(value) for name, value in phases.items() if name not in ("wall", "ratio")}
+    findings = [
+        f"phase {name} has {value:.3f} s" for name, value in seconds.items() if value < 0 or not math.isfinite(value)
+    ]
+    total = sum(seconds.values())
+    if abs(total - wall) > PHASE_TOLERANCE:
+        findings.append(f"the phases sum to {total:.3f} s, the wall is {wall:.3f} s")
+    if history.kept and result.get("step") == history.last_step:
+        began, ended = _begun(history), float(history.events[-1]["time"])
+        if wall < history.kept[-1].time - began - WALL_TOLERANCE:
+            findings.append(f"the wall is {wall:.1f} s, but the events span {history.kept[-1].time - began:.1f} s")
+        # A process is as old as its imports take when it writes its first event.
+        longest = ended - began + seconds.get("startup", 0.0)
+        if wall > longest + WALL_TOLERANCE:
+            findings.append(f"the wall is {wall:.1f} s, but the startup and all events together span {longest:.1f} s")
+    return f"{total:.2f} s in {len(seconds)} phases", findings
+
+
+def _begun(history: History) -> float:
+    """The first event of whoever began from scratch: an attempt before that, which saved nothing, is no part of it."""
+    scratch = [line for line in history.of("restore") if line["source"] == "scratch"]
+    newest = max((int(line["generation"]) for line in scratch), default=None)
+    writers = {writer(line) for line in scratch if line["generation"] == newest}
+    return min(float(line["time"]) for line in history.events if not writers or writer(line) in writers)

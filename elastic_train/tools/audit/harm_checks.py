@@ -1,0 +1,103 @@
+"""Checks of what was done to a run, and of how it got over that."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from elastic_train.tools.audit.finding import Found, Skip
+from elastic_train.tools.audit.history import History, PastWorld
+from elastic_train.tools.audit.lost_time import Outage, outages_of
+from elastic_train.tools.audit.record import UNKNOWN
+from elastic_train.wording import count
+
+JOIN_LIMIT_SECONDS = 300.0
+"""a newcomer's Python with torch, on a machine that may be busy with anything"""
+RESTART_LIMIT_SECONDS = 600.0
+
+
+def check_incidents(history: History) -> Found:
+    """Every incident was got over within its limit, and cost no committed step that did not have to be lost."""
+    result = history.result or {}
+    incidents = [entry for entry in result.get("incidents") or [] if isinstance(entry, dict)]
+    faults = [fault for fault in history.drill.faults if fault.struck_at is not None] if history.drill else []
+    outages = outages_of(history)
+    num_incidents = len(history.worlds[1:]) if history.final_result is None else len(incidents)
+    if not incidents and not faults and not outages:
+        raise Skip("nothing happened")
+    findings = []
+    limits = _limits(history)
+    worlds = {world.generation: world for world in history.worlds}
+    for outage in outages:
+        limit = _limit_of(outage, worlds.get(outage.generation), limits)
+        if outage.seconds > limit:
+            findings.append(
+                f"{outage.cause} before generation {outage.generation}: {outage.seconds:.2f} s without a step, "
+                f"limit {limit:.0f} s"
+            )
+    for entry in incidents:
+        lost = int(entry.get("committed_steps_lost") or 0)
+        if lost and not (entry.get("cause") == "restart" and _may_lose(history, float(entry.get("time") or 0.0))):
+            findings.append(f"{entry.get('cause')}: {lost} committed steps lost")
+        seconds, limit = sum(dict(entry.get("seconds") or {}).values()), limits.get(str(entry.get("cause")), math.inf)
+        if seconds > limit:
+            findings.append(f"{entry.get('cause')}: result.json says {seconds:.2f} s, limit {limit:.0f} s")
+    for fault in faults:
+        if fault.recovered_seconds is None:
+            findings.append(
+                f"fault {fault.number} ({fault.name} of {fault.target}): {fault.reason or 'never got over'}"
+            )
+        elif fault.recovered_seconds > fault.limit_seconds:
+            findings.append(
+                f"fault {fault.number} ({fault.name} of {fault.target}): next committed step after "
+                f"{fault.recovered_seconds:.2f} s, limit {fault.limit_seconds:.0f} s"
+            )
+    worst = max((outage.seconds for outage in outages if outage.cause == "peer_lost"), default=None)
+    told = "" if worst is None else f"; longest outage by a lost peer {worst:.2f} s"
+    counts = ((num_incidents, "incident"), (len(faults), "fault"), (len(outages), "outage"))
+    return ", ".join(count(n, what) for n, what in counts) + told, findings
+
+
+def _may_lose(history: History, time: float) -> bool:
+    """Whether a restart at a time may have cost steps: in a drill only the first world after everything was killed."""
+    if history.drill is None:
+        return True
+    before = max((world.time for world in history.worlds if world.time < time), default=0.0)
+    return history.drill.may_lose_steps(before, time)
+
+
+def _limit_of(outage: Outage, world: PastWorld | None, limits: dict[str, float]) -> float:
+    """Who is taken in starts before the others stop, unless they cannot go on without it (--min-nodes)."""
+    limit = limits["leave"] if outage.cause == "join" else limits.get(outage.cause, math.inf)
+    is_awaited = world is not None and world.joined and world.lost | world.left
+    return max(limit, JOIN_LIMIT_SECONDS) if is_awaited else limit
+
+
+def _limits(history: History) -> dict[str, float]:
+    """Seconds by cause. How long a run stays down outside of a drill is its user's affair."""
+    peer_timeout = float(history.config.get("peer_timeout") or 10.0)
+    limits = {"peer_lost": 3 * peer_timeout + 30, "leave": 30.0, "join": JOIN_LIMIT_SECONDS}
+    return limits if history.drill is None else limits | {"restart": RESTART_LIMIT_SECONDS}
+
+
+def check_faults(history: History) -> Found:
+    """Every fault of the drill really struck."""
+    if history.drill is None:
+        raise Skip("not a drill")
+    faults = history.drill.faults
+    planned = int(history.drill.settings.get("num_faults", len(faults)))
+    findings = [f"{name} is missing or torn" for name in history.drill.missing]
+    findings += [
+        f"fault {fault.number} ({fault.name}) did not strike: {fault.reason}"
+        for fault in faults
+        if fault.struck_at is None and fault.name != UNKNOWN
+    ]
+    findings += [
+        f"drill/faults.jsonl lacks the line that says what fault {fault.number} was"
+        for fault in faults
+        if fault.name == UNKNOWN
+    ]
+    if len(faults) < planned:
+        findings.append(f"only {len(faults)} of {planned} faults were tried")
+    struck = Counter(fault.name for fault in faults if fault.struck_at is not None)
+    return ", ".join(f"{name} {n}" if n > 1 else name for name, n in sorted(struck.items())) or "none", findings

@@ -1,0 +1,368 @@
+"""A run's whole history, read from its directory: the values that the audit and the page are made from.
+
+Unlike status.py, which looks at the ends of the files to answer at once, this reads all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from elastic_train.errors import RunDirectoryError
+from elastic_train.tools.audit.clocks import set_right
+from elastic_train.tools.audit.record import DrillRecord, read_drill, read_json
+
+Line = dict[str, Any]
+FINISHED = frozenset({"finished", "already_finished"})
+"""the outcomes of who reached the end"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A committed step as somebody wrote it down."""
+
+    step: int
+    generation: int
+    epoch: int
+    loss: float
+    time: float
+    """Unix seconds"""
+    world_size: int
+    writer: str
+
+
+@dataclass(frozen=True)
+class PastWorld:
+    """One generation, by the word of its members."""
+
+    generation: int
+    memberships: tuple[tuple[str, ...], ...]
+    """the different lists of members that were written down for it, by rank; more than one is a broken promise"""
+    cause: str
+    """`start`, `peer_lost`, `join`, `leave` or `states_differ`; `start` for every world of new processes"""
+    time: float
+    """when the last member said that it stands"""
+    step: int
+    """committed steps when it began"""
+    lost: frozenset[str]
+    left: frozenset[str]
+    joined: frozenset[str]
+    """taken in by those that were there"""
+    seconds: Mapping[str, float]
+    """by phase, from the lowest rank that wrote"""
+    restores: Mapping[str, tuple[str, int]]
+    """writer -> (source, restored step), for those that had no state"""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return self.memberships[0]
+
+    @property
+    def restored_from(self) -> str | None:
+        """Where a world has its state from that nobody in it had: new processes, or members whose states differed; None
+        for one that re-formed in place."""
+        is_without = self.cause in ("start", "states_differ")
+        return next(iter(self.restores.values()))[0] if is_without and self.restores else None
+
+
+@dataclass(frozen=True)
+class History:
+    """Everything that a run directory tells."""
+
+    run_dir: Path
+    events: tuple[Line, ...]
+    """by time, on one clock for all writers: see clocks.py"""
+    ledger: tuple[Line, ...]
+    torn: tuple[str, ...] = ()
+    """lines that are no JSON object: `file: what`; without those that a kill cut off at the end of their file"""
+    result: Line | None = None
+    drill: DrillRecord | None = None
+    names: tuple[str, ...] = field(default=(), repr=False)
+    """every path below the run directory, relative"""
+
+    def of(self, event: str) -> list[Line]:
+        """By time."""
+        return self._by_event.get(event, [])
+
+    @cached_property
+    def _by_event(self) -> dict[str, list[Line]]:
+        found: dict[str, list[Line]] = {}
+        for line in self.events:
+            found.setdefault(line["event"], []).append(line)
+        return found
+
+    @cached_property
+    def starts(self) -> list[Line]:
+        """The `start` events of who came to train, by time; those of all where nobody did. Who was refused may have had
+        other flags and other data."""
+        members = {member for world in self.worlds for member in world.members}
+        found = self.of("start")
+        return [line for line in found if writer(line) in members] or found
+
+    @cached_property
+    def config(self) -> Line:
+        """The flags of the newest start."""
+        return dict(self.starts[-1].get("config") or {}) if self.starts else {}
+
+    @cached_property
+    def length(self) -> int | None:
+        """Samples of an epoch."""
+        return next((int(s["task"]["train_length"]) for s in self.starts if "train_length" in s.get("task", {})), None)
+
+    @cached_property
+    def batch(self) -> int | None:
+        value = self.config.get("global_batch_size")
+        return int(value) if isinstance(value, int) else None
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """Every `step` event, by time; without those of a member that was expelled while it committed, where a member
+        of the next generation has written the same step."""
+        found = [
+            Step(
+                int(line["step"]),
+                int(line["generation"]),
+                int(line["epoch"]),
+                float(line["loss"]),
+                float(line["time"]),
+                int(line["world_size"]),
+                writer(line),
+            )
+            for line in self.of("step")
+        ]
+        counts = Counter((step.generation, step.step) for step in found)
+        twice = {place for place, number in counts.items() if number > 1}
+        successors = {before.generation: after.members for before, after in itertools.pairwise(self.worlds)}
+        counting = {
+            (step.generation, step.step)
+            for step in found
+            if (step.generation, step.step) in twice and step.writer in successors.get(step.generation, ())
+        }
+        voided = self._voided(found)
+        return [
+            step
+            for step in found
+            if (step.generation, step.step) not in counting or step.writer in successors[step.generation]
+            if (step.generation, step.step, step.writer) not in voided
+        ]
+
+    def _voided(self, found: Sequence[Step]) -> set[tuple[int, int, str]]:
+        """(generation, step, writer) of the steps that a member took back when it was left out, and others wrote."""
+        lines = [(line["void"], writer(line)) for line in self.of("warning") if "void" in line]
+        return {
+            (int(void["generation"]), int(void["step"]), member)
+            for void, member in lines
+            if any(
+                step.step == void["step"] and step.generation >= void["generation"] and step.writer != member
+                for step in found
+            )
+        }
+
+    @cached_property
+    def steps_of(self) -> dict[int, list[Step]]:
+        """Generation -> its steps, by time; without those that committed none."""
+        found: dict[int, list[Step]] = {}
+        for step in self.steps:
+            found.setdefault(step.generation, []).append(step)
+        return found
+
+    @cached_property
+    def kept(self) -> list[Step]:
+        """One per committed step, in order: where it was written twice, that of the largest generation."""
+        newest: dict[int, Step] = {}
+        for step in self.steps:
+            if step.step not in newest or step.generation >= newest[step.step].generation:
+                newest[step.step] = step
+        return [newest[number] for number in sorted(newest)]
+
+    @cached_property
+    def last_step(self) -> int:
+        """The newest committed step."""
+        return max((step.step for step in self.steps), default=0)
+
+    @cached_property
+    def early_loss(self) -> float | None:
+        """The mean loss of the first half of the kept steps, while there is still much to learn; None without any."""
+        return _mean_loss(self.kept[: (len(self.kept) + 1) // 2])
+
+    @cached_property
+    def late_loss(self) -> float | None:
+        """The mean loss of the other half; None without any."""
+        return _mean_loss(self.kept[(len(self.kept) + 1) // 2 :])
+
+    @cached_property
+    def worlds(self) -> list[PastWorld]:
+        """By generation."""
+        found: dict[int, list[Line]] = {}
+        for line in self.of("world"):
+            found.setdefault(int(line["generation"]), []).append(line)
+        restores: dict[int, dict[str, tuple[str, int]]] = {}
+        for line in self.of("restore"):
+            own = restores.setdefault(int(line["generation"]), {})
+            own[writer(line)] = (str(line["source"]), int(line["restored_step"]))
+        return [_world(number, lines, restores.get(number, {})) for number, lines in sorted(found.items())]
+
+    @cached_property
+    def outcomes(self) -> dict[str, str]:
+        """How the members of the newest world ended; without those that said nothing."""
+        if not self.worlds:
+            return {}
+        newest = self.worlds[-1]
+        return {
+            writer(line): str(line.get("outcome"))
+            for line in self.of("done")
+            if line["generation"] == newest.generation and writer(line) in newest.members
+        }
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the newest world reached the end; an earlier one may have, before the run was continued."""
+        return not FINISHED.isdisjoint(self.outcomes.values())
+
+    @property
+    def why_no_result(self) -> str:
+        """Of a run without one, in words."""
+        return "result.json is damaged: no JSON" if "result.json" in self.names else "there is no result.json"
+
+    @property
+    def final_result(self) -> Line | None:
+        """result.json, unless it is of an end from which the run was continued."""
+        return self.result if self.is_finished else None
+
+
+def _mean_loss(steps: Sequence[Step]) -> float | None:
+    return sum(step.loss for step in steps) / len(steps) if steps else None
+
+
+def _world(generation: int, lines: list[Line], restores: Mapping[str, tuple[str, int]]) -> PastWorld:
+    lines = sorted(lines, key=lambda line: int(line["rank"]))
+    first = lines[0]
+    return PastWorld(
+        generation=generation,
+        memberships=tuple(dict.fromkeys(tuple(map(str, line["members"])) for line in lines)),
+        cause=str(first["cause"]),
+        time=max(float(line["time"]) for line in lines),
+        step=max(int(line["step"]) for line in lines),
+        lost=frozenset(member for line in lines for member in line.get("lost_members", ())),
+        left=frozenset(member for line in lines for member in line.get("left_members", ())),
+        joined=frozenset(member for line in lines for member in line.get("joined_members", ())),
+        seconds={name: float(value) for name, value in dict(first.get("seconds") or {}).items()},
+        restores=restores,
+    )
+
+
+def writer(line: Line) -> str:
+    """The member that wrote an event, as `world` events name it; its local rank stands in the file's name only."""
+    return str(line["writer"])
+
+
+def read_history(run_dir: Path) -> History:
+    """Read every file of a run. Takes a second per some hundred thousand lines.
+
+    Raises:
+        RunDirectoryError: there is no run in it, or it cannot be read.
+    """
+    try:
+        if not (run_dir / "events").is_dir():
+            raise RunDirectoryError(f"{run_dir} holds no run: there is no events/ in it")
+        names = tuple(sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*")))
+        torn: list[str] = []
+        files: list[list[Line]] = []
+        for path in sorted((run_dir / "events").glob("*.jsonl")):
+            writer = _writer_of(path)
+            lines = [{**line, "writer": writer} for line in _read(path, torn) if {"time", "event"} <= line.keys()]
+            files.append(lines)
+        ledger = [
+            {**line, "writer": _writer_of(path)}
+            for path in sorted((run_dir / "ledger").glob("*.jsonl"))
+            for line in _read(path, torn)
+        ]
+    except OSError as error:
+        raise RunDirectoryError(f"{run_dir} cannot be read: {error.strerror}") from error
+    set_right(files)
+    if discarded := _discarded_worlds(files):
+        files = [[line for line in lines if not _is_discarded(line, discarded)] for lines in files]
+        ledger = [line for line in ledger if not _is_discarded(line, discarded)]
+    result = read_json(run_dir / "result.json")
+    return History(
+        run_dir=run_dir,
+        events=tuple(sorted(itertools.chain.from_iterable(files), key=lambda line: float(line["time"]))),
+        ledger=tuple(ledger),
+        torn=tuple(torn),
+        result=result if isinstance(result, dict) else None,
+        drill=read_drill(run_dir),
+        names=names,
+    )
+
+
+_Place = tuple[str, int]
+"""who wrote a line, and in which generation"""
+
+
+def _discarded_worlds(files: Sequence[Sequence[Line]]) -> set[_Place]:
+    """Of branches that have stopped where they met one with more steps: as their members have said."""
+    lines = [line for file in files for line in file]
+    said = [line["discarded"] for line in lines if line["event"] == "warning" and line.get("discarded")]
+    return {
+        (writer(line), int(line["generation"]))
+        for line in lines
+        if line["event"] == "world"
+        and any(line.get("branch") == one["branch"] and int(line["step"]) >= int(one["first"]) - 1 for one in said)
+    }
+
+
+def _is_discarded(line: Line, worlds: set[_Place]) -> bool:
+    if line.get("event") in ("start", "warning", "signal", "done") or line.get("generation") is None:
+        return False
+    return (writer(line), int(line["generation"])) in worlds
+
+
+def mixed_branches(history: History) -> str | None:
+    """What two branches of one run have done beside each other, in one line; None where none has."""
+    branches = {(writer(line), int(line["generation"])): line.get("branch") for line in history.of("world")}
+    began: dict[str | None, Line] = {}
+    for line in history.of("world"):
+        began.setdefault(line.get("branch"), line)
+    newest = {
+        branches[writer(line), int(line["generation"])]: line
+        for line in sorted(history.of("step"), key=lambda line: int(line["step"]))
+        if (writer(line), int(line["generation"])) in branches
+    }
+    for (before, last), (after, first) in itertools.product(newest.items(), began.items()):
+        is_later = began[before]["time"] < first["time"]
+        if before != after and is_later and int(last["step"]) > int(first["step"]) + 1:  # the last one is provisional
+            there = newest.get(after, first)
+            names = [f"{'branch ' + name if name else 'the main line'}" for name in (before, after)]
+            return (
+                f"host {last['host']} has come to step {last['step']} on {names[0]}, and host {there['host']} to step "
+                f"{there['step']} on {names[1]}, which began at step {first['step']}: audit each in a folder of its own"
+            )
+    return None
+
+
+def _writer_of(path: Path) -> str:
+    """NODE/LOCAL_RANK/PID, of a file NODE-LOCAL_RANK-PID.jsonl."""
+    return "/".join(path.stem.rsplit("-", 2))
+
+
+def _read(path: Path, torn: list[str]) -> list[Line]:
+    found = []
+    *lines, _cut_off = path.read_bytes().split(b"\n")  # empty, but where SIGKILL found the writer inside write(2)
+    for number, raw in enumerate(lines, start=1):
+        if not raw:
+            continue
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            line = None
+        if isinstance(line, dict):
+            found.append(line)
+        else:
+            torn.append(f"{path.parent.name}/{path.name}: line {number} is torn")
+    return found

@@ -1,0 +1,118 @@
+"""Check of whom a drill's job lost: nobody whom no fault had touched."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from elastic_train.tools.audit.finding import Found, Skip
+from elastic_train.tools.audit.history import FINISHED, History
+from elastic_train.tools.audit.lost_time import lost_time
+from elastic_train.tools.audit.record import DrillRecord, FaultRecord
+
+STANDSTILL_SECONDS = 1.0
+"""what a fault that takes nobody may cost at once, beyond two ordinary steps"""
+
+
+def check_losses(history: History) -> Found:
+    """Whoever was lost, left or failed belongs to a node that a fault had struck; others were not even held up."""
+    if history.drill is None:
+        raise Skip("not a drill")
+    drill = history.drill
+    findings = []
+    gone = sorted(set(_gone(history)), key=lambda found: found[1])
+    for member, time, what in gone:
+        node = drill.node_of.get(member)
+        if node is None or not _is_struck(drill, node, time):
+            findings.append(f"{member} of {node or 'no node that was seen'} {what}, and no fault had struck it")
+    findings += _ended_unasked(history, drill, [(drill.node_of.get(member), time) for member, time, _ in gone])
+    times = sorted(step.time for step in history.steps)
+    limit = STANDSTILL_SECONDS + 2 * max(lost_time(history).step_seconds.values(), default=0.0)
+    for fault in drill.faults:
+        name = f"fault {fault.number} ({fault.name} of {fault.target})"
+        found = (_standstill(times, limit, fault, drill.faults), *_crashed(history, fault))
+        findings += [f"{name}: {what}" for what in found if what]
+    return f"{len(gone)} were lost, left or failed", findings
+
+
+def _gone(history: History) -> Iterator[tuple[str, float, str]]:
+    """(member, when, how). A worker that others went on without says so itself; it is lost in their next world."""
+    for world in history.worlds:
+        for member in world.lost:
+            yield member, world.time, f"was lost before generation {world.generation}"
+        for member in world.left:
+            yield member, world.time, f"left before generation {world.generation}"
+    for line in history.of("done"):
+        error = str(line.get("error"))
+        if line.get("outcome") == "failed" and not error.startswith("LeftOut"):
+            yield str(line["writer"]), float(line["time"]), f"failed: {error}"
+
+
+def _ended_unasked(history: History, drill: DrillRecord, gone: list[tuple[str | None, float]]) -> Iterator[str]:
+    """The nodes that ended before the job did, or in error, and of which nobody says that it lost them: worlds of new
+    processes do not. Those of the last world are check_end's."""
+    last = {drill.node_of.get(member) for member in history.worlds[-1].members} if history.is_finished else set()
+    last_ends = {line["node"]: line for line in drill.nodes if line["what"] == "ended"}
+    last_step_at = history.kept[-1].time if history.kept else 0.0
+    for line in drill.nodes:
+        if line["what"] != "ended" or (line["node"] in last and line is last_ends[line["node"]]):
+            continue
+        node, time = line["node"], float(line["time"])
+        is_known = any(found == node and _started(drill, node, time) <= at <= time for found, at in gone)
+        if not is_known and (line.get("code") != 0 or time < last_step_at) and not _is_struck(drill, node, time):
+            yield f"{node} ended with code {line.get('code')}, and no fault had struck it"
+
+
+def _is_struck(drill: DrillRecord, node: str, time: float) -> bool:
+    """Whether a fault had struck a node since its start, and not so long ago that it explains nothing."""
+    started = _started(drill, node, time)
+    return any(node in fault.may_take and _is_due_to(fault, started, time) for fault in drill.faults)
+
+
+def _started(drill: DrillRecord, node: str, by: float) -> float:
+    """When it had started last."""
+    starts = (line["time"] for line in drill.nodes if (line["node"], line["what"]) == (node, "started"))
+    return max((time for time in starts if time <= by), default=0.0)
+
+
+def _is_due_to(fault: FaultRecord, started: float, time: float) -> bool:
+    if fault.struck_at is None or not started <= fault.struck_at <= time:
+        return False
+    return fault.undone_at is None or time <= fault.undone_at + fault.limit_seconds
+
+
+def _standstill(times: Sequence[float], limit: float, fault: FaultRecord, faults: Sequence[FaultRecord]) -> str | None:
+    """How long the steps, whose `times` these are, stood still around a fault that is to pass unnoticed; None where
+    they did not. What comes after the strike of the next fault is of that one."""
+    if fault.struck_at is None or fault.undone_at is None or fault.may_take:
+        return None
+    later = [other.struck_at for other in faults if other.struck_at is not None and other.struck_at > fault.struck_at]
+    end = min(later, default=math.inf)
+    gaps = [
+        min(after, end) - before
+        for before, after in itertools.pairwise(times)
+        if before < fault.undone_at and after > fault.struck_at
+    ]
+    longest = max(gaps, default=0.0)
+    if fault.holds_up:
+        limit += fault.undone_at - fault.struck_at
+    return f"{longest:.2f} s without a step while it lasted, limit {limit:.2f} s" if longest > limit else None
+
+
+def _crashed(history: History, fault: FaultRecord) -> Iterator[str]:
+    """The workers that were asked to leave and were lost instead."""
+    struck_at = fault.struck_at
+    if fault.name != "stop" or struck_at is None or history.drill is None:
+        return
+    before = [world for world in history.worlds if world.time <= struck_at][-1:]
+    after = [world for world in history.worlds if world.time > struck_at][:1]
+    said = {
+        str(line["writer"])
+        for line in history.of("done")
+        if line["time"] >= struck_at and line.get("outcome") in ("stopped", *FINISHED)
+    }
+    lost = {member for world in after for member in world.lost}
+    for member in (member for world in before for member in world.members):
+        if history.drill.node_of.get(member) in fault.may_take and (member not in said or member in lost):
+            yield f"{member} was asked to leave, and was lost"

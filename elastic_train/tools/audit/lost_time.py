@@ -1,0 +1,141 @@
+"""Goodput by cause: where the wall time of a run went, from its step events alone.
+
+Between the first committed step and the last, time is useful while steps follow one another, and lost between the last
+step of one world and the first of the next. The first step of a world is work, too, so that an outage is what its gap
+has beyond an ordinary step. What is left is not explained by any cause and stands as `slow steps`: it is never given
+away to the useful part.
+
+`ratio` compares with the same job undisturbed at the world sizes that were present: every kept step counts with the
+median time of the steps of its world size, and of the pace that the drill had set.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from elastic_train.tools.audit.history import History, PastWorld, Step
+
+
+@dataclass(frozen=True)
+class Outage:
+    """The steps stood still from one world to the next."""
+
+    generation: int
+    """of the world that ended it"""
+    cause: str
+    """`peer_lost`, `leave`, `join` or `restart`"""
+    time: float
+    """Unix seconds, when the last step before it was committed"""
+    seconds: float
+    """lost: without one ordinary step"""
+
+
+@dataclass(frozen=True)
+class LostTime:
+    """Where the seconds between the first committed step and the last went. All of them sum to `wall`."""
+
+    wall: float
+    useful: float
+    by_cause: dict[str, float]
+    """seconds: the outages' causes, `evaluation`, `slow steps`"""
+    outages: tuple[Outage, ...]
+    step_seconds: dict[int, float]
+    """world size -> median seconds of a step"""
+
+    @property
+    def ratio(self) -> float:
+        """Goodput: 1.0 is the undisturbed job at the world sizes that were present."""
+        return self.useful / self.wall if self.wall > 0 else 0.0
+
+
+def span_of(history: History) -> str:
+    """Which time `lost_time` is about, in words."""
+    if history.drill is not None and history.drill.settings.get("released"):
+        return "between the first step and the moment at which the drill let its job run free"
+    return "between the first step and the last"
+
+
+def lost_time(history: History) -> LostTime:
+    """All zero where fewer than two steps were committed. Of a drill, up to when it let its job run free."""
+    return _lost_time(history, (history.drill.settings.get("released") if history.drill else None) or math.inf)
+
+
+def outages_of(history: History) -> tuple[Outage, ...]:
+    """Of the whole run, the end of a drill included."""
+    return _lost_time(history, math.inf).outages
+
+
+def _lost_time(history: History, until: float) -> LostTime:
+    kept = [step for step in history.kept if step.time <= until]
+    if len(kept) < 2:
+        return LostTime(0.0, 0.0, {}, (), {})
+    wall = kept[-1].time - kept[0].time
+    pairs = list(itertools.pairwise(kept))
+    ordinary = _Ordinary(history, pairs)
+    worlds = {world.generation: world for world in history.worlds}
+    outages = tuple(
+        Outage(
+            generation=after.generation,
+            cause=cause_of(worlds.get(after.generation)),
+            time=before.time,
+            seconds=max(0.0, after.time - before.time - ordinary.seconds(before, after)),
+        )
+        for before, after in pairs
+        if before.generation != after.generation
+    )
+    by_cause: dict[str, float] = defaultdict(float)
+    for outage in outages:
+        by_cause[outage.cause] += outage.seconds
+    evaluation = _evaluation_seconds(history, kept[0].time, kept[-1].time)
+    rest = wall - sum(by_cause.values())
+    useful = min(rest, sum(itertools.starmap(ordinary.seconds, pairs)))
+    if evaluation:
+        by_cause["evaluation"] = min(evaluation, rest - useful)
+    by_cause["slow steps"] = wall - useful - sum(by_cause.values())
+    return LostTime(wall, useful, dict(by_cause), outages, ordinary.by_size)
+
+
+class _Ordinary:
+    """What a step takes that nothing disturbs: the median of those like it."""
+
+    def __init__(self, history: History, pairs: Sequence[tuple[Step, Step]]) -> None:
+        self._paces = (history.drill.settings.get("paces") or []) if history.drill is not None else []
+        by_kind: dict[tuple[int, float], list[float]] = defaultdict(list)
+        by_size: dict[int, list[float]] = defaultdict(list)
+        for before, after in pairs:
+            if before.generation == after.generation:
+                seconds = max(0.0, after.time - before.time)
+                by_kind[self._kind(before, after)].append(seconds)
+                by_size[after.world_size].append(seconds)
+        overall = median([seconds for found in by_size.values() for seconds in found] or [0.0])
+        self._by_kind = {kind: median(found) for kind, found in by_kind.items()}
+        present = {after.world_size for _, after in pairs}
+        self.by_size = {size: median(by_size[size]) if size in by_size else overall for size in present}
+
+    def seconds(self, before: Step, after: Step) -> float:
+        """Of the step `after`; where none like it follows another of its world, that of its world size, or of all."""
+        return self._by_kind.get(self._kind(before, after), self.by_size[after.world_size])
+
+    def _kind(self, before: Step, after: Step) -> tuple[int, float]:
+        """World size and pace."""
+        return after.world_size, next((pace for since, pace in reversed(self._paces) if since <= before.time), 0.0)
+
+
+def _evaluation_seconds(history: History, since: float, until: float) -> float:
+    """The share of the evaluations that lie between two times."""
+    times = [float(line["time"]) for line in history.of("evaluation")]
+    inside = [time for time in times if since <= time <= until]
+    seconds = float(dict((history.result or {}).get("goodput") or {}).get("evaluate", 0.0))
+    return seconds * len(inside) / len(times) if times else 0.0
+
+
+def cause_of(world: PastWorld | None) -> str:
+    """Why a world followed another, in one word."""
+    if world is None:
+        return "unknown"
+    return "restart" if world.cause == "start" else world.cause

@@ -1,0 +1,233 @@
+"""Checks of what training did: every sample once, every step in its order, every generation with one membership."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
+from elastic_train.tools.audit.history import History, Line, PastWorld
+from elastic_train.wording import count
+
+DRILL_TOLERANCE = 0.1
+"""seconds: its nodes have one clock"""
+
+# --- the samples ------------------------------------------------------------------------------------------------------
+
+
+def check_ledger(history: History) -> Found:
+    """The contract's law: of each committed step count the lines of its largest generation; every index occurs once per
+    epoch, and never twice."""
+    if not history.ledger:
+        if history.config.get("ledger") and history.steps:
+            return "no ledger", ["steps were committed with --ledger, and nothing is in ledger/"]
+        raise Skip("no ledger; the worker's --ledger writes one")
+    length, batch = history.length, history.batch
+    if length is None or batch is None:
+        raise Skip("the events do not tell the length of the data and the global batch")
+    by_step: dict[int, dict[int, list[Line]]] = defaultdict(lambda: defaultdict(list))
+    for line in history.ledger:
+        if line["step"] <= history.last_step:
+            by_step[line["step"]][line["generation"]].append(line)
+    per_epoch = -(-length // batch)
+    findings = [line for line in history.torn if line.startswith("ledger/")]
+    used: dict[int, Counter[int]] = defaultdict(Counter)
+    for step in range(1, history.last_step + 1):
+        if step not in by_step:
+            findings.append(f"step {step} was committed and has no line")
+            continue
+        generation = max(by_step[step])
+        lines = by_step[step][generation]
+        epoch, within = divmod(step - 1, per_epoch)
+        ranks = Counter(line["rank"] for line in lines)
+        findings += [
+            f"step {step}: rank {rank} wrote {n} lines in generation {generation}" for rank, n in ranks.items() if n > 1
+        ]
+        if {line["epoch"] for line in lines} != {epoch}:
+            findings.append(f"step {step} belongs to epoch {epoch}, its lines say {lines[0]['epoch']}")
+        indices = [index for line in lines for index in line["indices"]]
+        expected = min(batch, length - within * batch)
+        if len(indices) != expected:
+            findings.append(f"step {step}, generation {generation}: {len(indices)} samples where {expected} belong")
+        used[epoch].update(indices)
+    for epoch, counter in sorted(used.items()):
+        twice = sorted(index for index, n in counter.items() if n > 1)
+        if twice:
+            findings.append(f"epoch {epoch}: {_some(twice)} used more than once")
+        missing = sorted(set(range(length)) - counter.keys())
+        if missing and (epoch + 1) * per_epoch <= history.last_step:
+            findings.append(f"epoch {epoch}: {_some(missing)} never used")
+        strange = sorted(index for index in counter if not 0 <= index < length)
+        if strange:
+            findings.append(f"epoch {epoch}: {_some(strange)} of a data set of {length}")
+    return (
+        f"{count(history.last_step, 'step')}, {count(len(used), 'epoch')} of {count(length, 'sample')}",
+        findings,
+    )
+
+
+def _some(indices: list[int]) -> str:
+    shown = ", ".join(map(str, indices[:3]))
+    more = f" and {len(indices) - 3} more" if len(indices) > 3 else ""
+    return f"sample{'s' if len(indices) > 1 else ''} {shown}{more}"
+
+
+# --- the steps --------------------------------------------------------------------------------------------------------
+
+
+def check_steps(history: History) -> Found:
+    """Committed steps never decrease, and none is missing; only a restart from the newest snapshot may repeat some."""
+    if not history.steps:
+        raise Skip("no step was committed")
+    findings = [line for line in history.torn if line.startswith("events/")]
+    worlds = {world.generation: world for world in history.worlds}
+    by_generation = {generation: [step.step for step in steps] for generation, steps in history.steps_of.items()}
+    for generation, numbers in sorted(by_generation.items()):
+        repeated = sorted(number for number, n in Counter(numbers).items() if n > 1)
+        if repeated:
+            findings.append(f"generation {generation} committed step {repeated[0]} more than once")
+        if generation not in worlds:
+            findings.append(f"generation {generation} committed steps, but no member says that it stood")
+    present = {step.step for step in history.steps}
+    gaps = [step for step in range(1, history.last_step + 1) if step not in present]
+    if gaps:
+        findings.append(f"step {gaps[0]} was never committed, but step {history.last_step} was ({len(gaps)} missing)")
+    saved = _saved(history)
+    reached, before = 0, None
+    for world in history.worlds:
+        has_restarted = _may_have_restarted(history, world, before)
+        if world.step < reached and not has_restarted and not _was_in_hand(history, world, before, reached):
+            findings.append(
+                f"generation {world.generation} begins at step {world.step}, but step {reached} had been committed"
+            )
+        if (overlooked := _overlooked(history, world, saved)) is not None:
+            findings.append(
+                f"generation {world.generation} begins at step {world.step}, from {world.restored_from}, "
+                f"but the snapshot of step {overlooked} had been saved"
+            )
+        numbers = by_generation.get(world.generation, [])
+        if numbers and min(numbers) <= world.step:
+            findings.append(
+                f"generation {world.generation} began at step {world.step} and committed step {min(numbers)}"
+            )
+        reached, before = max([0 if has_restarted else reached, world.step, *numbers]), world
+    result = history.final_result
+    if result is not None and result.get("step") != history.last_step:
+        findings.append(f"result.json is of step {result.get('step')}, the events reach {history.last_step}")
+    return f"steps 1 to {history.last_step} in {count(len(history.worlds), 'generation')}", findings
+
+
+def _may_have_restarted(history: History, world: PastWorld, before: PastWorld | None) -> bool:
+    """Whether it is one of new processes, which lose what came after the last snapshot: in a drill only where
+    everything was killed since the world before."""
+    since = before.time if before is not None else 0.0
+    killed = history.drill is None or history.drill.may_lose_steps(since, world.time)
+    return killed and world.restored_from in ("snapshot", "scratch")
+
+
+def _was_in_hand(history: History, world: PastWorld, before: PastWorld | None, reached: int) -> bool:
+    """Whether only members that are not in the next world had applied the newest step: by the contract not committed.
+
+    There is one such step at most: the others cannot begin the next one without having applied it. Of a world that
+    all had to leave, whoever ended by itself had saved what it had applied.
+    """
+    if before is None or reached - world.step > 1:
+        return False
+    if world.cause == "start":
+        return not any(
+            line["generation"] == before.generation and line["step"] >= reached and line.get("outcome") != "failed"
+            for line in history.of("done")
+        )
+    return all(
+        step.writer not in world.members for step in history.steps_of.get(before.generation, ()) if step.step == reached
+    )
+
+
+_Saved = tuple[int, int, str]
+"""generation and step of a snapshot, and its name"""
+
+
+def _saved(history: History) -> list[_Saved]:
+    """Every snapshot that was ever saved, the newest last."""
+    return sorted(
+        {
+            (int(line["generation"]), int(line["snapshot_step"]), Path(line["path"]).name)
+            for line in history.of("snapshot")
+        }
+    )
+
+
+def _overlooked(history: History, world: PastWorld, saved: list[_Saved]) -> int | None:
+    """The step of the newest snapshot, where a world of new processes did not begin with it.
+
+    Outside of a drill an older one is no finding: the newest may have been lost with the disk of its node. Nor is one
+    that had made room for newer ones, which --keep-snapshots counts although they were damaged later.
+    """
+    if world.restored_from not in ("snapshot", "scratch"):
+        return None
+    damaged = history.drill.damaged if history.drill is not None else frozenset()
+    earlier = bisect.bisect_left(saved, (world.generation, 0, ""))
+    kept = saved[max(0, earlier - int(history.config.get("keep_snapshots") or 3)) : earlier]
+    newest = max((step for _, step, name in kept if name not in damaged), default=0)
+    is_ours = history.drill is not None or world.restored_from == "scratch"
+    return newest if newest > world.step and is_ours else None
+
+
+# --- the generations --------------------------------------------------------------------------------------------------
+
+
+def check_generations(history: History) -> Found:
+    """Generations form a chain: one membership each, each from the one before or from new processes."""
+    if not history.worlds:
+        raise Skip("no world ever stood")
+    findings = []
+    for world in history.worlds:
+        if len(world.memberships) > 1:
+            groups = " and ".join(f"[{', '.join(members)}]" for members in world.memberships)
+            findings.append(f"generation {world.generation} has {len(world.memberships)} memberships: {groups}")
+        if len(set(world.members)) < len(world.members):
+            findings.append(f"generation {world.generation} has a member twice")
+    for before, after in itertools.pairwise(history.worlds):
+        name = f"generation {after.generation}"
+        if after.time < before.time - WALL_TOLERANCE:
+            findings.append(f"{name} stood {before.time - after.time:.1f} s before generation {before.generation}")
+        if after.cause != "start":
+            strangers = set(after.members) - set(before.members) - after.joined
+            if strangers and after.generation == before.generation + 1:
+                findings.append(f"{name} re-formed in place with {', '.join(sorted(strangers))}, not in the one before")
+            gone = set(before.members) - set(after.members)
+            if after.generation == before.generation + 1 and gone != after.lost | after.left:
+                findings.append(f"{name} names {_names(after.lost | after.left)} as gone, but {_names(gone)} are")
+    findings += _at_the_same_time(history)
+    members = {world.generation: world.members for world in history.worlds}
+    findings += [
+        f"step {step.step} of generation {step.generation} was written by {step.writer}, which is no member of it"
+        for step in history.steps
+        if step.writer not in members.get(step.generation, (step.writer,))
+    ]
+    return f"generations {history.worlds[0].generation} to {history.worlds[-1].generation}", findings
+
+
+def _at_the_same_time(history: History) -> list[str]:
+    """The generations that went on when a later one trained already. One step of each may be late: whoever was frozen
+    in the middle of it, or cut off, writes it down before it learns that it was left out."""
+    tolerance = WALL_TOLERANCE if history.drill is None else DRILL_TOLERANCE
+    later_began = math.inf
+    found = []
+    for generation, steps in sorted(history.steps_of.items(), reverse=True):
+        late = [step for step in steps if step.time > later_began + tolerance]
+        if len(late) > 1:
+            found.append(
+                f"generation {generation} committed {len(late)} steps more, up to {late[-1].step}, when a later one "
+                f"trained"
+            )
+        later_began = min(later_began, steps[0].time)
+    return found[::-1]
+
+
+def _names(members: Iterable[str]) -> str:
+    return ", ".join(sorted(members)) or "nobody"

@@ -1,0 +1,203 @@
+"""What a drill writes down about itself, in `RUN_DIR/drill/`, for the audit and for people.
+
+    drill.json       the settings: seed, backend, nodes, schedule, flags; the paces of the bundled job, when it was let
+                     run free
+    nodes.jsonl      one line per start, stop and sight of a worker of a node
+    faults.jsonl     one line when a fault strikes, when it is undone, and when the job has got over it
+    reference.json   what the same job came to undisturbed
+    leftovers.json   what was still there when every node had ended
+    node1-1.log ...  what each start of each node said
+    pace             see task.py
+    clock-1 ...      what each node's clock is set off by, where the schedule has that fault: see faketime.py
+
+Every line has `time` (Unix seconds).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_train.runlog.events import JsonLines, read_lines
+from elastic_train.storage.run_directory import write_atomic
+
+FOLDER = "drill"
+PACE_FILE = "pace"
+PACE_VARIABLE = "ELASTIC_TRAIN_DRILL_PACE"
+"""tells the workers of the bundled job where that file is: the seconds that a sample takes"""
+
+
+class Record:
+    """Writes the folder of one drill. Not for several threads."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / FOLDER
+        self.path.mkdir(parents=True)
+        self._settings: dict[str, Any] = {}
+        self._nodes = JsonLines(self.path / "nodes.jsonl")
+        self._faults = JsonLines(self.path / "faults.jsonl")
+
+    def add_setting(self, **settings: Any) -> None:
+        """Into drill.json, beside what is there."""
+        self._settings |= settings
+        _replace(self.path / "drill.json", self._settings)
+
+    def node(self, what: str, node: str, **fields: Any) -> None:
+        """`what`: `started`, `worker` (with `member`, its name in the events), `ended` (with `code`)."""
+        self._nodes.write({"time": time.time(), "what": what, "node": node, **fields})
+
+    def fault(self, what: str, number: int, **fields: Any) -> None:
+        """`what`: `struck`, `undone`, `recovered`, `skipped`; `number` counts the faults of a drill from 0."""
+        self._faults.write({"time": time.time(), "what": what, "number": number, **fields})
+
+    def leftovers(self, found: list[str]) -> None:
+        _replace(self.path / "leftovers.json", found)
+
+    def close(self) -> None:
+        self._nodes.close()
+        self._faults.close()
+
+
+def write_reference(run_dir: Path, found: dict[str, Any]) -> None:
+    """What the undisturbed job came to; the drill itself is over by then."""
+    _replace(run_dir / FOLDER / "reference.json", found)
+
+
+def _replace(path: Path, value: Any) -> None:
+    write_atomic(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+UNKNOWN = "unknown"
+"""the name of a fault of which the line that tells it is missing"""
+
+
+@dataclass(frozen=True)
+class FaultRecord:
+    """One fault of a drill, from its lines."""
+
+    number: int
+    name: str
+    target: str
+    struck_at: float | None
+    """Unix seconds; None if it never struck"""
+    step: int
+    """committed steps when it struck"""
+    evidence: str
+    """how it was seen that it really fired"""
+    limit_seconds: float
+    recovered_seconds: float | None
+    """from the strike to the next committed step that the fault stood in the way of; None if there was none"""
+    undone_at: float | None
+    reason: str | None
+    """why it did not strike, or why it was not got over"""
+    may_take: tuple[str, ...] = ()
+    """the nodes that the job may lose by it"""
+
+    @property
+    def loses_steps(self) -> bool:
+        """Who kills everything at once loses what came after the last snapshot; no other harm of a drill does."""
+        return self.name in ("kill-all", "damage")
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether workers themselves cannot go on, or hardly, while it lasts: all wait for them."""
+        return self.name in ("pause", "slow")
+
+
+@dataclass(frozen=True)
+class DrillRecord:
+    """What the folder of a drill says."""
+
+    settings: dict[str, Any]
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+    faults: list[FaultRecord] = field(default_factory=list)
+    reference: dict[str, Any] | None = None
+    leftovers: list[str] | None = None
+    missing: tuple[str, ...] = ()
+    """the files without which nothing can be said about it that are not there, or torn"""
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether somebody ended it before its time."""
+        return self.settings.get("interrupted") is True
+
+    @property
+    def node_of(self) -> dict[str, str]:
+        """Member (`host/local_rank/pid`) -> the drill's name of its node."""
+        return {line["member"]: line["node"] for line in self.nodes if line["what"] == "worker"}
+
+    @property
+    def damaged(self) -> frozenset[str]:
+        """The names of the snapshots that were damaged on purpose."""
+        return frozenset(
+            fault.target for fault in self.faults if fault.name == "damage" and fault.struck_at is not None
+        )
+
+    def may_lose_steps(self, since: float, until: float) -> bool:
+        """Whether everything was killed between two times (Unix seconds)."""
+        return any(
+            fault.loses_steps and fault.struck_at is not None and since <= fault.struck_at <= until
+            for fault in self.faults
+        )
+
+
+def read_drill(run_dir: Path) -> DrillRecord | None:
+    """None where the run was no drill."""
+    folder = run_dir / FOLDER
+    if not folder.is_dir():
+        return None
+    settings = read_json(folder / "drill.json")
+    needed = {"drill.json": isinstance(settings, dict)}
+    needed |= {name: (folder / name).is_file() for name in ("nodes.jsonl", "faults.jsonl")}
+    reference, leftovers = read_json(folder / "reference.json"), read_json(folder / "leftovers.json")
+    return DrillRecord(
+        settings=settings if isinstance(settings, dict) else {},
+        nodes=_lines(folder / "nodes.jsonl"),
+        faults=fault_records(_lines(folder / "faults.jsonl")),
+        reference=reference if isinstance(reference, dict) else None,
+        leftovers=leftovers if isinstance(leftovers, list) else None,
+        missing=tuple(f"{FOLDER}/{name}" for name, is_there in needed.items() if not is_there),
+    )
+
+
+def fault_records(lines: list[dict[str, Any]]) -> list[FaultRecord]:
+    """One per fault, in the order of their numbers."""
+    by_number: dict[int, dict[str, dict[str, Any]]] = {}
+    for line in lines:
+        by_number.setdefault(int(line["number"]), {})[str(line["what"])] = line
+    records = []
+    for number, found in sorted(by_number.items()):
+        struck, skipped = found.get("struck", {}), found.get("skipped", {})
+        recovered, undone = found.get("recovered", {}), found.get("undone", {})
+        any_line = struck or skipped
+        records.append(
+            FaultRecord(
+                number=number,
+                name=str(any_line.get("name", UNKNOWN)),
+                target=str(any_line.get("target", "")),
+                struck_at=struck.get("struck_at"),
+                step=int(struck.get("step", 0)),
+                evidence=str(struck.get("evidence", "")),
+                limit_seconds=float(struck.get("limit_seconds", 0.0)),
+                recovered_seconds=recovered.get("seconds"),
+                undone_at=undone.get("time"),
+                reason=skipped.get("reason") or recovered.get("reason"),
+                may_take=tuple(struck.get("may_take", ())),
+            )
+        )
+    return records
+
+
+def read_json(path: Path) -> Any:
+    """None for what is missing or torn."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return read_lines(path) if path.exists() else []

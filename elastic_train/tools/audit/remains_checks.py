@@ -1,0 +1,118 @@
+"""Checks of what a run left on the disk and on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from elastic_train.errors import SnapshotDamaged, SnapshotError
+from elastic_train.tools.audit.finding import Found, Skip
+from elastic_train.tools.audit.history import History
+from elastic_train.wording import count
+
+
+def check_snapshots(history: History) -> Found:
+    """The last step is there whole, no torn snapshot lies there, and none was ever restored."""
+    from elastic_train.storage.snapshot import verify
+
+    infos, problems = find_snapshots_of(history)
+    planted = history.drill.damaged if history.drill is not None else frozenset()
+    whole_steps, damaged_steps = set(), set()
+    for info in infos:
+        try:
+            verify(info)
+            whole_steps.add(info.step)
+        except SnapshotDamaged as error:
+            damaged_steps |= {info.step} if info.name not in planted else set()
+            problems.append(str(error))
+    findings = [text for text in problems if not any(name in text for name in planted)]
+    findings += [
+        f"{line['writer']} restored the snapshot of step {line['restored_step']}, which is damaged"
+        for line in history.of("restore")
+        if line["source"] == "snapshot" and line["restored_step"] in damaged_steps - whole_steps
+    ]
+    findings += _restored_although_damaged(history)
+    if _keeps_snapshots_here(history) and history.is_finished and history.last_step not in {i.step for i in infos}:
+        findings.append(f"finished, but there is no snapshot of step {history.last_step}")
+    elif history.is_finished and history.last_step not in _written_steps(history) | {info.step for info in infos}:
+        findings.append(f"finished, but nobody has written a snapshot of step {history.last_step}")
+    if not infos and not findings:
+        raise Skip("no snapshot in the run directory")
+    on_purpose = f", {len(planted)} damaged on purpose" if planted else ""
+    return count(len(infos), "snapshot") + on_purpose, findings
+
+
+def _written_steps(history: History) -> set[int]:
+    return {int(line["snapshot_step"]) for line in history.of("snapshot")}
+
+
+def _restored_although_damaged(history: History) -> Iterator[str]:
+    """A step of which a whole snapshot was saved anew may be restored again."""
+    for fault in history.drill.faults if history.drill is not None else ():
+        if fault.name != "damage" or fault.struck_at is None:
+            continue
+        since = [line for line in history.events if float(line["time"]) > fault.struck_at]
+        for line in since:
+            if line["event"] == "snapshot" and _is_of_step(fault.target, int(line["snapshot_step"])):
+                break
+            is_restored = line["event"] == "restore" and line["source"] == "snapshot"
+            if is_restored and _is_of_step(fault.target, int(line["restored_step"])):
+                yield f"{line['writer']} restored {fault.target}, which the drill had damaged"
+
+
+def _is_of_step(name: str, step: int) -> bool:
+    return name.startswith(f"step-{step:012d}-")
+
+
+def _keeps_snapshots_here(history: History) -> bool:
+    """Whether they must be seen: a folder elsewhere may be on another machine, but for a drill."""
+    return history.drill is not None or snapshots_of(history).is_relative_to(history.run_dir)
+
+
+def snapshots_of(history: History) -> Path:
+    """The folder of its snapshots."""
+    given = history.config.get("snapshot_dir")
+    return Path(given) if isinstance(given, str) else history.run_dir / "snapshots"
+
+
+def find_snapshots_of(history: History) -> tuple[list[Any], list[str]]:
+    """(those with a readable manifest and the right size, what is wrong with the others)."""
+    from elastic_train.storage.snapshot import find_snapshots
+
+    problems: list[str] = []
+    try:
+        return find_snapshots(snapshots_of(history), warn=problems.append), problems
+    except SnapshotError as error:
+        return [], [str(error)]
+
+
+def check_leftovers(history: History) -> Found:
+    """Nothing is left of a run that has ended: no process, no temporary file, no port."""
+    if not history.is_finished:
+        raise Skip("the run has not finished")
+    from elastic_train.observe.status import process_is_alive
+
+    findings = [
+        f"{name} is a temporary file" for name in (*history.names, *_names_elsewhere(history)) if _is_temporary(name)
+    ]
+    for line in history.of("start"):
+        if process_is_alive(line):
+            findings.append(f"process {line['pid']}, a worker of this run, still runs")
+    if history.drill is not None:
+        own = history.drill.leftovers
+        findings += ["the drill did not look for what it left"] if own is None else own
+    return "processes of this machine, temporary files", findings
+
+
+def _is_temporary(name: str) -> bool:
+    last = Path(name).name
+    return last.startswith(".owner-") or (last.startswith(".") and ".tmp-" in last) or last.endswith(".tmp")
+
+
+def _names_elsewhere(history: History) -> list[str]:
+    """What lies in a folder of snapshots outside of the run directory."""
+    directory = snapshots_of(history)
+    if directory.is_relative_to(history.run_dir) or not directory.is_dir():
+        return []
+    return [str(path) for path in sorted(directory.iterdir())]

@@ -1,0 +1,105 @@
+"""`elastic-train status RUN_DIR --watch`: a live run in the terminal, until it has ended or Ctrl-C."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from elastic_train.errors import RunDirectoryError
+from elastic_train.observe.status import RunState, Status, as_table, describe, read_status
+from elastic_train.tools.audit.history import read_history
+from elastic_train.tools.audit.lost_time import lost_time
+
+REFRESH_SECONDS = 1.0
+GOODPUT_EVERY_SECONDS = 5.0
+GOODPUT_SHARE = 0.05
+"""of its time that this may spend on reading all of a long run's events"""
+LINE = (
+    "state", "generation", "world size", "members", "step", "epoch", "loss", "samples/s", "snapshot", "goodput",
+    "incidents",
+)  # fmt: skip
+"""the facts of a line where there is no terminal"""
+LIVE = (RunState.STARTING, RunState.RUNNING, RunState.SILENT)
+
+
+class GoodputSoFar:
+    """The goodput of a live run, taken anew now and then: it takes all events, and the more there are the longer."""
+
+    def __init__(self, run_dir: Path, now: Callable[[], float] = time.monotonic) -> None:
+        self._run_dir, self._now = run_dir, now
+        self._text: str | None = None
+        self._next = now()
+
+    def read(self, *, is_over: bool = False) -> str | None:
+        """As text, the figure that `audit` and `report` tell; None before the second step. Of a run that is over it is
+        taken anew."""
+        if is_over or self._now() >= self._next:
+            started = self._now()
+            try:
+                lost = lost_time(read_history(self._run_dir))
+            except RunDirectoryError:  # moved aside by a new start
+                return self._text
+            told = [f"{cause} {seconds:.1f} s" for cause, seconds in lost.by_cause.items() if seconds >= 0.05]
+            ratio = f"{lost.ratio:.3f}{'' if is_over else ' so far'}"
+            self._text = f"{ratio} (lost: {', '.join(told) or 'nothing'})" if lost.wall else None
+            self._next = self._now() + max(GOODPUT_EVERY_SECONDS, (self._now() - started) / GOODPUT_SHARE)
+        return self._text
+
+
+def watch_status(
+    run_dir: Path, file: TextIO, sleep: Callable[[float], None] = time.sleep, now: Callable[[], float] = time.time
+) -> Status:
+    """Show where a run stands, again and again, until it has ended; what it was then. Blocks.
+
+    On a terminal one table that changes, elsewhere a line whenever the step has.
+
+    Raises:
+        RunDirectoryError: there is no run in it, or it cannot be read.
+    """
+    goodput = GoodputSoFar(run_dir)
+    if not file.isatty():
+        return _print_lines(run_dir, file, goodput, sleep, now)
+    from rich.console import Console
+    from rich.live import Live
+
+    with Live(console=Console(file=file), auto_refresh=False) as live:
+        while True:
+            status = read_status(run_dir, now())
+            live.update(as_table(status, _rows(status, goodput, now())), refresh=True)
+            if status.state not in LIVE:
+                return status
+            sleep(REFRESH_SECONDS)
+
+
+def _rows(status: Status, goodput: GoodputSoFar, now: float) -> list[tuple[str, str]]:
+    rows = describe(status, now)
+    so_far = goodput.read(is_over=status.state not in LIVE)
+    return rows if so_far is None else [*rows, ("goodput", so_far)]
+
+
+def _in_brief(status: Status) -> dict[str, str]:
+    """The rows that are too long for a line."""
+    rows = {}
+    if status.snapshot is not None:
+        rows["snapshot"] = f"step {status.snapshot.step}"
+    if status.incidents:
+        rows["incidents"] = f"{len(status.incidents)}, the last: {status.incidents[-1]}"
+    return rows
+
+
+def _print_lines(
+    run_dir: Path, file: TextIO, goodput: GoodputSoFar, sleep: Callable[[float], None], now: Callable[[], float]
+) -> Status:
+    last: tuple[object, ...] | None = None
+    while True:
+        status = read_status(run_dir, now())
+        key = (status.state, status.generation, status.step)
+        if key != last:
+            last = key
+            rows = dict(_rows(status, goodput, now())) | _in_brief(status)
+            print("; ".join(f"{name}: {rows[name]}" for name in LINE if name in rows), file=file, flush=True)
+        if status.state not in LIVE:
+            return status
+        sleep(REFRESH_SECONDS)

@@ -1,0 +1,365 @@
+"""Steady-state throughput of our training loops against hand-written plain DDP loops.
+
+Both train the same model on the same data with the same optimizer, a block of steps of the one after a block of the
+other. The plain loop is what a good user would write: DDP, the data set in memory, one `index_select` per step from a
+permutation (or a DataLoader with a DistributedSampler, where items are read one by one), the optimizer in the form that
+torch chooses, the loss read every 50th step. Ours is the real thing with the defaults of its flags: sampler, loader,
+reduction with votes and the loss of every step, a check of each loss, an event per step, TensorBoard, the watcher with
+its heartbeats; snapshots in the cases that say so. Over items it is a training function of the user's own.
+
+Each loop has processes of its own, which are stopped (SIGSTOP) while the other's run: what ours does in threads beside
+the loop, heartbeats and the writing of snapshots, is then charged to ours, and so is all processor time of its
+processes in between.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from elastic_train.config import Config, check
+from elastic_train.errors import ElasticTrainError
+from elastic_train.observe import reporting
+from elastic_train.stopping import die_with_parent
+from elastic_train.tools.bench import table
+from elastic_train.tools.bench.loops import OurLoop, PlainLoop, SmallSynthetic
+from elastic_train.tools.bench.table import BenchRow
+from elastic_train.training.sampler import steps_per_epoch
+
+EPOCHS = 10**6  # never reached: the schedule stays flat, and nothing ends within a block
+ANSWER_TIMEOUT = timedelta(minutes=10)
+"""for one block of steps, or for building a case"""
+MIN_RATIO = 0.93
+"""of an own loop's rate to the plain one's: the least lower bound"""
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class LoopCase:
+    """What is trained, and how."""
+
+    model: str
+    batch: int
+    """samples per step over all ranks"""
+    world_size: int
+    dataset: str = "digits"
+    snapshot_every: int = 0
+    items: bool = False
+    """images read one by one, in a loop of the user's own"""
+    num_workers: int = 0
+    """loader processes of each worker"""
+    epochs: int = EPOCHS
+
+    def config(self, scratch: Path) -> Config:
+        common: dict[str, Any] = {
+            "global_batch_size": self.batch,
+            "epochs": self.epochs,
+            "snapshot_every": self.snapshot_every,
+            "num_workers": self.num_workers,
+            "run_dir": scratch / str(self).replace("/", "-"),
+            "no_progress": True,
+        }
+        is_bundled = self.dataset == "digits"
+        config = (
+            Config(**common)
+            if self.items
+            else Config(
+                dataset="digits",
+                model=self.model if is_bundled else "cnn",
+                task=None if is_bundled else f"{SmallSynthetic.__module__}:{SmallSynthetic.__name__}",
+                micro_batch_size=-(-self.batch // self.world_size),
+                eval_every=self.epochs,
+                device="cpu",
+                **common,
+            )
+        )
+        check(config)
+        return config
+
+    def __str__(self) -> str:
+        if self.items:
+            return f"own loop, {self.model}/items batch {self.batch} W={self.world_size}, {self.num_workers} loaders"
+        name = f"{self.model}/{self.dataset} batch {self.batch} W={self.world_size}"
+        return f"{name}, snapshot every {self.snapshot_every}" if self.snapshot_every else name
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure a case."""
+
+    block_seconds: float
+    """about, of one loop; at least one step"""
+    case_seconds: float
+    """about, warm-up excluded, in each launch"""
+    min_pairs: int
+    launches: int
+    """of new processes: where its memory comes to lie makes one faster than another by a quarter, for its whole life"""
+
+
+QUICK = Effort(block_seconds=0.1, case_seconds=2.0, min_pairs=3, launches=1)
+THOROUGH = Effort(block_seconds=0.2, case_seconds=7.0, min_pairs=4, launches=3)
+ITEMS = Effort(block_seconds=0.2, case_seconds=4.0, min_pairs=4, launches=9)
+
+
+def cases_for(world_size: int) -> list[LoopCase]:
+    return [
+        LoopCase("cnn", 64, world_size),
+        LoopCase("cnn", 64, world_size, snapshot_every=100),
+        LoopCase("cnn", 256, world_size),
+        LoopCase("mlp", 64, world_size),
+        LoopCase("resnet18", 8, world_size, dataset="small-synthetic"),
+    ]
+
+
+def item_cases_for(world_size: int) -> list[LoopCase]:
+    return [LoopCase("cnn", 32 * world_size, world_size, items=True, num_workers=number) for number in (0, 2)]
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Measure the bundled loop in worlds of one and two workers, one thread each, and an own loop in worlds of one to
+    three. Quick: about four minutes; else about twenty."""
+    rows = []
+    for world_size in (1, 2):
+        rows += measure(cases_for(world_size), QUICK if quick else THOROUGH)
+    for world_size in (1, 2, 3):
+        rows += measure(item_cases_for(world_size), QUICK if quick else ITEMS)
+    return table.report("loop", rows)
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Launched:
+    """What new processes have shown of a case."""
+
+    pairs: list[tuple[float, float]]
+    """samples per second, ours and theirs, one right after the other"""
+    per_cpu_second: tuple[float, float]
+    """samples per second of processor time, ours and theirs"""
+
+
+def measure(cases: list[LoopCase], effort: Effort) -> list[BenchRow]:
+    """The rows of cases that have one world size, from that many processes for each loop in each launch."""
+    launches = [launch(cases, effort) for _ in range(effort.launches)]
+    rows = []
+    for number, case in enumerate(cases):
+        found = [launched[number] for launched in launches]
+        ours, theirs = zip(*(pair for one in found for pair in one.pairs), strict=True)
+        row = BenchRow.of_rates(str(case), ours, theirs, "samples/s")
+        rows.append(row)
+        print(f"{case}: {row.ratio:.3f}", file=sys.stderr, flush=True)
+        if case.items:
+            bound = lower_bound([[our / their for our, their in one.pairs] for one in found])
+            rows.append(BenchRow("  at least, at 95 %", bound, MIN_RATIO, "ratio", bound / MIN_RATIO, 0.0))
+            ours, theirs = zip(*(one.per_cpu_second for one in found), strict=True)
+            rows.append(BenchRow.of_rates("  of processor time", ours, theirs, "samples/s"))
+    return rows
+
+
+def lower_bound(ratios: Sequence[Sequence[float]]) -> float:
+    """Of the median of all ratios, at 95 %: by the percentile bootstrap (Efron, "Bootstrap methods", 1979) over
+    launches, within which ratios depend on each other."""
+    draws = random.Random(0)
+    medians = [
+        statistics.median(ratio for launched in draws.choices(ratios, k=len(ratios)) for ratio in launched)
+        for _ in range(RESAMPLES)
+    ]
+    return statistics.quantiles(medians, n=20)[0]
+
+
+def launch(cases: list[LoopCase], effort: Effort) -> list[Launched]:
+    """What new processes show of each case."""
+    world_size = cases[0].world_size
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = []
+    with tempfile.TemporaryDirectory(prefix="elastic-train-bench-") as scratch, ExitStack() as ends:
+        sides = []
+        for loop in (OurLoop, PlainLoop):
+            sides.append(Side(loop, world_size, store.port, Path(scratch)))
+            ends.callback(sides[-1].kill)
+        ours, theirs = sides
+        for case in cases:
+            found.append(measure_case(case, ours, theirs, effort))
+        for side in sides:
+            side.end()
+    return found
+
+
+def measure_case(case: LoopCase, ours: Side, theirs: Side, effort: Effort) -> Launched:
+    """Both loops in turn, the first one changing from pair to pair."""
+    length = ours.begin(case)
+    theirs.begin(case)
+    for side in (ours, theirs):
+        side.run(3)  # allocations, DDP's bucket order
+    epoch_steps = steps_per_epoch(length, case.batch)
+    step_seconds = min(side.run(3) for side in (ours, theirs)) / 3
+    # Whole epochs where they are short, so that every block has the same steps in it.
+    count = max(1, round(effort.block_seconds / step_seconds))
+    if count > epoch_steps / 2:
+        count = max(1, round(count / epoch_steps)) * epoch_steps
+    num_pairs = max(effort.min_pairs, round(effort.case_seconds / (2 * count * step_seconds)))
+    for side in (ours, theirs):
+        side.run(count)
+    seconds: dict[Side, list[float]] = {ours: [], theirs: []}
+    cpu_before = [side.cpu_seconds() for side in (ours, theirs)]
+    for pair in range(num_pairs):
+        for side in (ours, theirs) if pair % 2 == 0 else (theirs, ours):
+            seconds[side].append(side.run(count))
+    samples = count * length / epoch_steps
+    our_cpu, their_cpu = (
+        num_pairs * samples / (side.cpu_seconds() - before)
+        for side, before in zip((ours, theirs), cpu_before, strict=True)
+    )
+    pairs = [(samples / our, samples / their) for our, their in zip(seconds[ours], seconds[theirs], strict=True)]
+    return Launched(pairs, (our_cpu, their_cpu))
+
+
+class Side:
+    """The processes of one loop, by rank; they are stopped whenever they are not asked for anything."""
+
+    def __init__(self, loop: type[OurLoop | PlainLoop], world_size: int, port: int, scratch: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._name = loop.__name__
+        self._tasks: list[Connection] = []
+        self._answers: list[Connection] = []
+        self._processes: list[Any] = []
+        saved = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"  # read when a worker imports torch
+        try:
+            for rank in range(world_size):
+                task_reader, task_writer = context.Pipe(duplex=False)
+                answer_reader, answer_writer = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_work, args=(loop, rank, world_size, port, scratch, task_reader, answer_writer)
+                )
+                process.start()
+                task_reader.close()
+                answer_writer.close()
+                self._tasks.append(task_writer)
+                self._answers.append(answer_reader)
+                self._processes.append(process)
+        finally:
+            if saved is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = saved
+
+    def begin(self, case: LoopCase) -> int:
+        """Take up a case; the length of its training set. Blocks until all ranks have."""
+        return int(self._ask(case))
+
+    def run(self, count: int) -> float:
+        """Seconds that so many steps take, from the moment at which all ranks have come."""
+        return self._ask(count)
+
+    def end(self) -> None:
+        """Let the processes end by themselves."""
+        self._ask(None)
+        self._signal(signal.SIGCONT)
+        for process in self._processes:
+            process.join(ANSWER_TIMEOUT.total_seconds())
+
+    def kill(self) -> None:
+        for process in self._tree():
+            process.kill()
+        for worker in self._processes:
+            worker.join()
+
+    def _ask(self, task: LoopCase | int | None) -> float:
+        self._signal(signal.SIGCONT)
+        for connection in self._tasks:
+            connection.send(task)
+        answers = [self._answer(rank) for rank in range(len(self._processes))]
+        self._signal(signal.SIGSTOP)
+        return answers[0]
+
+    def _answer(self, rank: int) -> float:
+        connection, process = self._answers[rank], self._processes[rank]
+        if not connection.poll(ANSWER_TIMEOUT.total_seconds()):
+            raise ElasticTrainError(
+                f"rank {rank} of {self._name} has not answered for {ANSWER_TIMEOUT.total_seconds():.0f} s"
+            )
+        try:
+            return float(connection.recv())
+        except EOFError:
+            process.join(10.0)
+            raise ElasticTrainError(
+                f"rank {rank} of {self._name} ended with code {process.exitcode}; what it printed is above"
+            ) from None
+
+    def cpu_seconds(self) -> float:
+        """That its processes, loaders included, have had so far."""
+        return sum(times.user + times.system for times in (process.cpu_times() for process in self._tree()))
+
+    def _signal(self, signum: signal.Signals) -> None:
+        for process in self._tree():
+            process.send_signal(signum)
+
+    def _tree(self) -> list[psutil.Process]:
+        workers = [psutil.Process(process.pid) for process in self._processes if process.is_alive()]
+        return [one for worker in workers for one in (worker, *worker.children(recursive=True))]
+
+
+def _work(
+    make_loop: Callable[[int, int, int, Path], OurLoop | PlainLoop],
+    rank: int,
+    world_size: int,
+    port: int,
+    scratch: Path,
+    tasks: Connection,
+    answers: Connection,
+) -> None:
+    die_with_parent()
+    import torch._dynamo  # else within the second in which all connect
+    import torch.utils.tensorboard  # else the first case's reporter does so in a thread, for seconds
+
+    reporting.LOG_LINE_SECONDS = math.inf  # its lines would stand between the rows
+    torch.set_num_threads(1)
+    loop = make_loop(rank, world_size, port, scratch)
+    orders = _Orders(tasks, answers)
+    for case in orders.cases():
+        answers.send(loop.begin(case))
+        loop.train(orders.blocks())
+    loop.close()
+    answers.send(0.0)
+
+
+class _Orders:
+    """What a worker is asked for: cases, and of each of them blocks of steps."""
+
+    def __init__(self, tasks: Connection, answers: Connection) -> None:
+        self._tasks, self._answers = tasks, answers
+        self._next: LoopCase | None = None
+
+    def cases(self) -> Iterator[LoopCase]:
+        """Up to the end. Each one's blocks must be asked for up to their end."""
+        self._next = self._tasks.recv()
+        while self._next is not None:
+            yield self._next
+
+    def blocks(self) -> Iterator[int]:
+        """Numbers of steps. Whoever asks for the next one has done the last, and its seconds are told."""
+        while isinstance(task := self._tasks.recv(), int):
+            dist.barrier()
+            started = time.perf_counter()
+            yield task
+            self._answers.send(time.perf_counter() - started)
+        self._next = task

@@ -1,0 +1,259 @@
+"""Many members of one job in a few processes, for benchmarks: real stores, links and membership, and no training.
+
+A **crew** is a process with some members in it. Each member has a thread that does what recovery.py does, without a
+process group: it enters a world, waits until that is over, and agrees on the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch.distributed import DistNetworkError
+
+from elastic_train.elastic import membership as membership_module
+from elastic_train.elastic.connect import OWN_SECONDS, Waits, answering
+from elastic_train.elastic.membership import Membership, Surroundings
+from elastic_train.errors import FormationFailed, first_line
+from elastic_train.protocol.clients import Address
+from elastic_train.protocol.entrance import Size
+from elastic_train.protocol.group_store import GroupStoreServer
+from elastic_train.protocol.links import Links
+from elastic_train.protocol.liveness import Watcher, ping_interval
+from elastic_train.protocol.peers import PeerJob
+from elastic_train.protocol.probes import refusing
+from elastic_train.protocol.signposts import reach
+from elastic_train.protocol.store import KeyValueStore, TorchStore
+from elastic_train.rules import NOW, Activity
+from elastic_train.training.group_sockets import GroupSockets
+from elastic_train.world import Member, World
+
+HOST = "127.0.0.1"
+PEER_TIMEOUT = 60.0
+"""hundreds share a few cores here: silence is no sign of anything"""
+ATTEMPTS = 20
+FULL_PACE = 128
+"""members; more share the pings that so many can send, a member fewer of them"""
+STEP_SECONDS = 0.02
+"""between two looks of rank 0 whether somebody is to be admitted"""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one member has sent since its start, without TCP's own."""
+
+    rank: int
+    pings: int = 0
+    ping_bytes: int = 0
+    calls: int = 0
+    """of other members' stores"""
+    call_bytes: int = 0
+
+
+class Counted:
+    """Another member's store, as a KeyValueStore; counts what is asked of it and said in return."""
+
+    def __init__(self, store: KeyValueStore, count: Callable[[int], None]) -> None:
+        self._store, self._count = store, count
+
+    def get(self, key: str) -> str | None:
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[str]) -> list[str | None]:
+        found = self._store.get_many(keys)
+        self._count(sum(map(len, keys)) + sum(len(text or "") for text in found))
+        return found
+
+    def put(self, key: str, value: str) -> None:
+        self._count(len(key) + len(value))
+        self._store.put(key, value)
+
+    def create(self, key: str, value: str) -> str:
+        found = self._store.create(key, value)
+        self._count(len(key) + len(value) + len(found))
+        return found
+
+    def swap(self, key: str, expected: str, value: str) -> bool:
+        self._count(len(key) + len(expected) + len(value))
+        return self._store.swap(key, expected, value)
+
+    def add(self, key: str, amount: int) -> int:
+        self._count(len(key) + 8)
+        return self._store.add(key, amount)
+
+    def clone(self) -> KeyValueStore:
+        return Counted(self._store.clone(), self._count)
+
+
+class _Finder:
+    """Every newcomer knows one member."""
+
+    def __init__(self, known: Sequence[Address]) -> None:
+        self._known = known
+
+    def is_beginner(self) -> bool:
+        return False
+
+    def addresses(self) -> Sequence[Address]:
+        return self._known
+
+    def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None: ...
+    def keep(self, *, has_world: bool) -> None: ...
+    def describe(self) -> str:
+        return "a member"
+
+    def close(self) -> None: ...
+
+
+class BenchMember:
+    """One member, and its thread."""
+
+    def __init__(self, number: int, most: int, known: Sequence[Address], tell: Callable[..., None]) -> None:
+        around = Surroundings()
+        uid = around.draw_uid()
+        self._tell, self._is_over = tell, threading.Event()
+        self._calls = self._call_bytes = 0
+        self._is_newcomer = bool(known)
+        self.world: World | None = None
+        server, self._links = serve_store(), Links(HOST, uid, interval_for(most), PEER_TIMEOUT)
+        self.store = TorchStore(server.store, timedelta(seconds=OWN_SECONDS))
+        self._watcher = Watcher(
+            self._links, PEER_TIMEOUT, self._is_over.set, lambda world, first: self._membership.tend(world, first),
+            interval=interval_for(most),
+        )  # fmt: skip
+        job = PeerJob(
+            self.store, server.address, lambda address: Counted(reach(address), self._count), _Finder(known),
+            Size(1, most, 0.0), uid=uid, run_id="bench", peer_timeout=PEER_TIMEOUT, max_world_size=None,
+            refused=refusing, draw_uid=around.draw_uid, clock=time.monotonic,
+            in_background=lambda task: threading.Thread(target=task, daemon=True).start(),
+        )  # fmt: skip
+        self.me = Member(
+            host=f"node{number}", local_rank=0, pid=number, agent_pid=number, address=self._links.address,
+            directory_id="run", backend="gloo", max_generation=None, store=server.address, uid=uid,
+        )  # fmt: skip
+        self._membership = Membership(
+            job, self._watcher, Waits(PEER_TIMEOUT, PEER_TIMEOUT, 600.0), uid=uid, address=self._links.address,
+            store_address=server.address, local_world_size=1, max_nodes=most, max_world_size=None, check=lambda: None,
+            say=lambda _text: None, answering=answering, sockets=GroupSockets(), group_store=server.group_store,
+            surroundings=around,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        self._watcher.start()
+        threading.Thread(target=self._live, name="member", daemon=True).start()
+
+    @property
+    def sent(self) -> Sent:
+        rank = -1 if self.world is None else self.world.rank
+        return Sent(rank, self._links.num_messages, self._links.num_bytes, self._calls, self._call_bytes)
+
+    def _count(self, size: int) -> None:
+        self._calls += 1
+        self._call_bytes += size
+
+    def _live(self) -> None:
+        try:
+            membership = self._membership
+            if self._is_newcomer:
+                membership.find()
+            world = membership.first_world(self.me)
+            while True:
+                has_formed = self._train(world)
+                world, _ = membership.next_world(world, has_formed=has_formed)
+        except Exception as error:
+            self._tell("failed", f"{type(error).__name__}: {error}")
+
+    def _train(self, world: World) -> bool:
+        """Until the world is over; whether it was whole."""
+        watcher, membership = self._watcher, self._membership
+        self._is_over.clear()
+        watcher.expect(world)
+        try:
+            membership.wait_for_workers(world)
+        except FormationFailed:
+            return False
+        watcher.enter(world)
+        watcher.do(Activity.COMPUTE)
+        for _ in range(membership_module.SETTLED_REDUCTIONS + 1):
+            membership.note_reduction()
+        self.world = world
+        self._tell("in", self.me.uid, world.generation, time.monotonic())
+        while not self._is_over.wait(STEP_SECONDS if world.rank == 0 else None):
+            if membership.join_vote() == NOW:  # the votes of a step would say so
+                self._tell("admits", time.monotonic())
+                return True
+        return True
+
+
+def interval_for(size: int) -> float:
+    """Seconds between two pings: four times as many members as one machine bears ping a quarter as often."""
+    return ping_interval(PEER_TIMEOUT) * max(1.0, size / FULL_PACE)
+
+
+def serve_store() -> GroupStoreServer:
+    """Raises: DistNetworkError where this machine is so full that the store's thread is not heard for long."""
+    for _ in range(ATTEMPTS - 1):
+        with contextlib.suppress(DistNetworkError):
+            return GroupStoreServer(HOST)
+    return GroupStoreServer(HOST)
+
+
+def run_crew(first: int, count: int, most: int, known: Sequence[Address], pipe: Connection) -> None:
+    """In a process of its own: `count` members, as long as the benchmark lives."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = os.getppid()
+    resource.setrlimit(resource.RLIMIT_NOFILE, 2 * resource.getrlimit(resource.RLIMIT_NOFILE)[1:])
+    membership_module.POLL_SECONDS *= max(1.0, most / 32)  # they share the cores of one machine
+    lock = threading.Lock()
+
+    def tell(*what: Any) -> None:
+        with lock:
+            pipe.send(what)
+
+    with open(os.devnull, "wb") as nowhere:  # what torch says of attempts that are repeated
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        members = [BenchMember(first + index, most, known, tell) for index in range(count)]
+    except Exception as error:
+        tell("failed", f"{type(error).__name__}: {first_line(error)}")
+        return
+    tell("members", [one.me for one in members])
+    while os.getppid() == parent:
+        if not pipe.poll(1.0):
+            continue
+        order = pipe.recv()
+        if order == "count":
+            tell("sent", time.monotonic(), [one.sent for one in members])
+            continue
+        for one in members:
+            if order:
+                one.store.put("admitted", order)
+            one.start()
+    os._exit(0)  # hundreds of threads are not waited for
+
+
+class Crew:
+    """Some members in a process of their own, seen from outside."""
+
+    def __init__(self, first: int, count: int, most: int, known: Sequence[Address] = ()) -> None:
+        self.pipe, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("fork")
+        self.process = context.Process(target=run_crew, args=(first, count, most, known, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.count = count
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()

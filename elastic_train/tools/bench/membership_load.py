@@ -1,0 +1,277 @@
+"""What membership costs a member, by the size of the world: hundreds of members on one machine, without training.
+
+Each has a store, pings and connections of its own, as a worker has; they are some to a process. Per size: what a member
+sends in a second while nothing happens, on average and the busiest (TCP's own not counted); then one member is killed,
+and one joins: until all are in the next world, and could begin to make the process group.
+
+More than 128 share a machine only if each pings less often; what it sends is then counted at the usual pace. What a
+re-form takes is that of one machine that does the work of all.
+
+A row's `theirs` is what it would be if every member pinged every other, and for seconds the line that is fitted to all
+sizes. The last rows are these lines at 10,000 members.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Any
+
+from elastic_train.errors import ElasticTrainError
+from elastic_train.protocol.agreement import Decision
+from elastic_train.protocol.clients import NUM_PROPOSERS, Address
+from elastic_train.protocol.laws import Voters
+from elastic_train.protocol.liveness import ping_interval
+from elastic_train.tools.bench import table
+from elastic_train.tools.bench.members import PEER_TIMEOUT, Crew, Sent, interval_for
+from elastic_train.tools.bench.table import BenchRow
+from elastic_train.world import Member
+
+QUICK = (2, 8, 32)
+THOROUGH = (2, 8, 32, 128, 512)
+FITTED_FROM = 32
+"""members; smaller worlds are dense, and cost less"""
+LARGE = 10_000
+CREW = 32
+"""members to a process"""
+QUIET_SECONDS = 10.0
+DEADLINE_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one size. Per member and second, mean and busiest."""
+
+    members: int
+    messages: tuple[float, float]
+    bytes: tuple[float, float]
+    killed: float
+    joined: float
+    """seconds"""
+    calls: tuple[float, float]
+    """of other members' stores, of one re-form"""
+    call_bytes: tuple[float, float]
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Quick: half a minute; else some minutes."""
+    return table.report("membership", rows_of(measure_all(QUICK if quick else THOROUGH, QUIET_SECONDS)))
+
+
+def measure_all(sizes: Sequence[int], seconds: float) -> list[Found]:
+    """A size that this machine cannot bear ends the series, and is told."""
+    found = []
+    for size in sizes:
+        try:
+            found.append(measure(size, seconds))
+        except TooMany as error:
+            print(f"{size} members: {error}; the rest is by the formula", file=sys.stderr, flush=True)
+            break
+        print(f"{found[-1]}", file=sys.stderr, flush=True)
+    return found
+
+
+class TooMany(ElasticTrainError):
+    """For this machine."""
+
+
+class Crews:
+    """All the crews of one size."""
+
+    def __init__(self, size: int) -> None:
+        rest = size - 1
+        self.size, self.crews = size, list[Crew]()
+        self._members: list[Member] = []
+        self._worlds: dict[str, tuple[int, float]] = {}
+        """generation of each member's last world by uid, and since when it has been in it"""
+        self._generation = -1
+        try:
+            for first in range(min(rest, NUM_PROPOSERS)):
+                self._start(first, 1)  # as busy as a machine of its own lets it be
+            for first in range(NUM_PROPOSERS, rest, CREW):
+                self._start(first, min(CREW, rest - first))
+            self._start(rest, 1)  # the last rank: it dies alone
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self, first: int, count: int, known: Sequence[Address] = ()) -> Crew:
+        """One after the other: a store that is not served in time is given up."""
+        crew = Crew(first, count, self.size, known)
+        self.crews.append(crew)
+        self._members += self._next(crew, "members")[0]
+        return crew
+
+    def form(self) -> None:
+        """A first world that everybody is told."""
+        decision = Decision(0, "bench-0", (), tuple(self._members))
+        worlds = [Voters.of(decision.uid, decision.new).to_json()]
+        text = json.dumps({"decision": json.loads(decision.to_json()), "old": [], "worlds": worlds})
+        for crew in self.crews:
+            crew.pipe.send(text)
+        self._wait_for_world()
+
+    def quiet(self, seconds: float) -> tuple[list[float], list[float]]:
+        """Messages and bytes a second of each member."""
+        before = self.sent()
+        time.sleep(seconds)
+        pairs = list(zip(before, self.sent(), strict=True))
+        pace = interval_for(self.size) / ping_interval(PEER_TIMEOUT)
+        messages = [pace * (b.pings - a.pings) / (tb - ta) for (ta, a), (tb, b) in pairs]
+        return messages, [pace * (b.ping_bytes - a.ping_bytes) / (tb - ta) for (ta, a), (tb, b) in pairs]
+
+    def sent(self) -> list[tuple[float, Sent]]:
+        """When each member was asked, and what it has sent."""
+        found = []
+        for crew in self.crews:
+            crew.pipe.send("count")
+            at, members = self._next(crew, "sent")
+            found += [(at, one) for one in members]
+        return found
+
+    def kill(self) -> float:
+        """Seconds until all others are in the next world."""
+        started = time.monotonic()
+        self.crews.pop().end()
+        del self._worlds[self._members.pop().uid]
+        return self._wait_for_world() - started
+
+    def join(self) -> float:
+        """The same from the moment at which rank 0 ends the world for one that waits."""
+        first = self._members[0].store
+        assert first is not None, "every member serves one"
+        self._start(self.size, 1, [first]).pipe.send("")
+        (started,) = self._next(self.crews[0], "admits")
+        return self._wait_for_world() - float(started)
+
+    def end(self) -> None:
+        for crew in self.crews:
+            crew.end()
+
+    def _wait_for_world(self) -> float:
+        """Until all are in one world after the last; when the last of them was. A world that somebody did not reach in
+        time, on a machine so full, is over at once: then it is the next one that counts."""
+        last = self._generation
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while True:
+            generations = {self._worlds.get(member.uid, (-1, 0.0))[0] for member in self._members}
+            if len(generations) == 1 and min(generations) > last:
+                self._generation = generations.pop()
+                return max(at for _, at in self._worlds.values())
+            ready = wait([crew.pipe for crew in self.crews], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TooMany(f"no world of all within {DEADLINE_SECONDS:.0f} s")
+            for crew in self.crews:
+                if crew.pipe in ready:
+                    self._receive(crew)
+
+    def _next(self, crew: Crew, name: str) -> tuple[Any, ...]:
+        while True:
+            if not crew.pipe.poll(DEADLINE_SECONDS):
+                raise TooMany(f"no answer within {DEADLINE_SECONDS:.0f} s")
+            found, what = self._receive(crew)
+            if found == name:
+                return what
+
+    def _receive(self, crew: Crew) -> tuple[str, tuple[Any, ...]]:
+        try:
+            name, *what = crew.pipe.recv()
+        except EOFError:
+            raise ElasticTrainError("a process of the benchmark has died") from None
+        if name == "failed":
+            raise TooMany(f"a member failed: {what[0]}")
+        if name == "in":
+            uid, generation, at = what
+            self._worlds[uid] = generation, at
+        return name, tuple(what)
+
+
+def measure(size: int, seconds: float) -> Found:
+    job = Crews(size)
+    try:
+        job.form()
+        messages, sizes = job.quiet(seconds)
+        before = job.sent()[:-1]
+        killed = job.kill()
+        after = job.sent()
+        joined = job.join()
+        pairs = [(a, b) for (_, a), (_, b) in zip(before, after, strict=True)]
+        return Found(
+            size, mean_and_most(messages), mean_and_most(sizes), killed, joined,
+            mean_and_most([b.calls - a.calls for a, b in pairs]),
+            mean_and_most([b.call_bytes - a.call_bytes for a, b in pairs]),
+        )  # fmt: skip
+    finally:
+        job.end()
+
+
+def mean_and_most(values: Sequence[float]) -> tuple[float, float]:
+    return statistics.mean(values), max(values)
+
+
+def rows_of(found: Sequence[Found]) -> list[BenchRow]:
+    rows = []
+    lines = {name: line_through(found, name) for name in ("messages", "bytes", "killed", "joined", "calls")}
+    sizes = [one.members for one in found]
+    for size in [*sizes, LARGE]:
+        one = next((one for one in found if one.members == size), None)
+        for name, what, unit in (
+            ("messages", "messages of a member", "1/s"),
+            ("bytes", "bytes of a member", "B/s"),
+            ("killed", "one killed, until all are in the next world", "s"),
+            ("joined", "one joins, likewise", "s"),
+            ("calls", "calls of the proposer for it", ""),
+        ):
+            intercept, slope = lines[name]
+            fitted = max(0.0, intercept + slope * scale(name, size))
+            value = getattr(one, name) if one is not None else fitted
+            ours, most = value if isinstance(value, tuple) else (value, value)
+            case = f"{size:,} members, {what}"
+            if one is None:
+                case += f", by {intercept:.3g} + {slope:.3g} {'log10 n' if name in ('messages', 'bytes') else 'n'}"
+            if name == "calls":
+                rows.append(row(case, most, fitted if size >= FITTED_FROM else most, unit))
+            elif name in ("messages", "bytes"):
+                theirs = all_to_all(found, name, size)
+                rows.append(row(case, ours, theirs, unit))
+                if one is not None:
+                    rows.append(row(f"{size:,} members, the busiest", most, theirs, unit))
+            else:
+                rows.append(row(case, ours, fitted if size >= FITTED_FROM else ours, unit))
+    return rows
+
+
+def row(case: str, ours: float, theirs: float, unit: str) -> BenchRow:
+    return BenchRow(case, ours, theirs, unit, theirs / ours if ours else 0.0, 0.0)
+
+
+def all_to_all(found: Sequence[Found], name: str, size: int) -> float:
+    """What a member would send if it pinged every other: a ping to each, an answer to each."""
+    messages = 2 * (size - 1) / ping_interval(PEER_TIMEOUT)
+    if name == "messages":
+        return messages
+    one = found[-1]
+    return messages * one.bytes[0] / one.messages[0]
+
+
+def scale(name: str, members: int) -> float:
+    """What the fitted line goes by: seconds and the proposer's calls by the members, messages by their logarithm, for
+    they hold numbers with as many digits."""
+    return math.log10(members) if name in ("messages", "bytes") else float(members)
+
+
+def line_through(found: Sequence[Found], name: str) -> tuple[float, float]:
+    """Intercept and slope of the least squares; of the busiest where there is one."""
+    points = [one for one in found if one.members >= FITTED_FROM] or list(found)
+    values = [getattr(one, name) for one in points]
+    numbers = [value[1] if isinstance(value, tuple) else value for value in values]
+    if len(points) < 2:
+        return numbers[0], 0.0
+    slope, intercept = statistics.linear_regression([scale(name, one.members) for one in points], numbers)
+    return intercept, slope

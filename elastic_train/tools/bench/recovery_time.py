@@ -1,0 +1,187 @@
+"""How long a job stands still when a node is killed or joins, by phase, against the limits that are promised.
+
+Real torchrun nodes of this machine train the bundled digits over gloo. One node after the other, drawn by a seed or the
+one that hosts the endpoint, is killed (SIGKILL to its agent and all its workers) and started again, so that deaths and
+joins take turns. All times are from the run's own event files:
+
+- *killed*: from the SIGKILL to the first step that the survivors' next world commits. Its phases are those of the
+  `world` event, as the slowest survivor wrote them; `redo` is the rest: the sight of the death, and the step again.
+- *joined*: from the last step of the old world to the first of the new one, with the same phases; `net` is that without
+  the median step of the new world.
+
+A row's `theirs` is the limit, so that a ratio above 1.0 is within it. The rows below it that are set in have its limit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from elastic_train.errors import ElasticTrainError
+from elastic_train.runlog.events import newest_events
+from elastic_train.tools.audit.record import Record
+from elastic_train.tools.bench import table
+from elastic_train.tools.bench.table import BenchRow, iqr
+from elastic_train.tools.drills.backends import C10d, Etcd3, backend_of
+from elastic_train.tools.drills.cluster import Cluster, Place
+from elastic_train.tools.drills.nodes import wait_until
+
+SEED = 1
+SETTLE_SECONDS = 120.0
+MIN_STEPS = 20
+"""committed in a world before the next change"""
+JOIN_LIMIT = 0.01
+"""seconds that a join may cost the others beyond the step that it comes before"""
+LARGE_JOIN_LIMIT = 0.1
+"""the same with a state of 200 MB"""
+LARGE_TASK = "elastic_train.examples.parity_task:Parity"
+LARGE_FLAGS = ("--task", LARGE_TASK, "--bits", "14", "--hidden", "1470000", "--global-batch-size", "12")
+"""25 M parameters in float32, with as much again of momentum"""
+
+
+@dataclass(frozen=True)
+class RecoveryCase:
+    nodes: int
+    workers: int
+    """of a node"""
+    kills: int
+    limit: float
+    """seconds, of the median"""
+    worst: float
+    of_endpoint: bool = False
+    """whether it is the node that hosts the endpoint that is killed"""
+    flags: tuple[str, ...] = ()
+    join_limit: float = JOIN_LIMIT
+
+    def __str__(self) -> str:
+        state = ", 200 MB of state" if self.flags == LARGE_FLAGS else ""
+        return f"{self.nodes * self.workers} workers on {self.nodes} nodes{state}"
+
+
+THREE = RecoveryCase(3, 1, 20, limit=0.08, worst=0.2)
+EIGHT = RecoveryCase(4, 2, 5, limit=0.25, worst=0.5)
+ENDPOINT = RecoveryCase(3, 1, 20, limit=0.15, worst=0.3, of_endpoint=True)
+LARGE = RecoveryCase(3, 1, 5, limit=2.0, worst=4.0, flags=LARGE_FLAGS, join_limit=LARGE_JOIN_LIMIT)
+THOROUGH = {C10d.name: (THREE, ENDPOINT, EIGHT, LARGE), Etcd3.name: (THREE, EIGHT)}
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Quick: a minute or two; else some ten."""
+    return table.report("recovery", measure_all(C10d.name, quick))
+
+
+def measure_all(backend: str, quick: bool) -> list[BenchRow]:
+    cases = THOROUGH[backend]
+    if quick:
+        cases = tuple(replace(case, kills=3) for case in cases if case.workers == 1 and not case.flags)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="elastic-train-bench-") as scratch:
+        for number, case in enumerate(cases):
+            rows += measure(backend, case, Path(scratch) / f"run-{number}")
+    return rows
+
+
+def measure(backend: str, case: RecoveryCase, run_dir: Path) -> list[BenchRow]:
+    """Kill and bring back, so often as the case says."""
+    chance = random.Random(SEED)
+    record = Record(run_dir)
+    flags = ("--epochs", "1000000", "--eval-every", "1000000", "--no-progress", *case.flags)
+    cluster = Cluster(
+        run_dir, record, flags, num_nodes=case.nodes, num_workers=case.workers, backend=backend_of(backend, None)
+    )
+    kills: list[dict[str, float]] = []
+    joins: list[dict[str, float]] = []
+    try:
+        cluster.backend.start()
+        for place in cluster.places:
+            cluster.start(place)
+        cluster.settle(case.nodes, MIN_STEPS, SETTLE_SECONDS)
+        for number in range(case.kills):
+            hosts = wait_until(lambda: cluster.hosting, "host", SETTLE_SECONDS) if case.of_endpoint else cluster.places
+            victim = chance.choice(hosts)
+            kills.append(kill(cluster, victim))
+            cluster.settle(case.nodes - 1, MIN_STEPS, SETTLE_SECONDS)
+            joins.append(join(cluster, victim))
+            told = f"{case}, {number + 1} of {case.kills}: killed {kills[-1]['all']:.3f} s"
+            print(f"{told}, joined {joins[-1]['all']:.3f} s", file=sys.stderr, flush=True)
+    finally:
+        cluster.close()
+        record.close()
+    killed = f"{backend}, {case}, {'the host of the endpoint' if case.of_endpoint else 'one node'} killed"
+    worst = max(found["all"] for found in kills)
+    return [
+        *rows_of(killed, kills, case.limit),
+        BenchRow(f"{killed}, worst of {case.kills}", worst, case.worst, "s", case.worst / worst, 0.0),
+        *rows_of(
+            f"{backend}, {case}, a node joined", joins, case.join_limit, statistics.median(j["step"] for j in joins)
+        ),
+    ]
+
+
+def rows_of(case: str, found: Sequence[dict[str, float]], limit: float, step: float = 0.0) -> list[BenchRow]:
+    """The median of the whole, then of every phase; `spread` in seconds. The whole may take `step` seconds more."""
+    rows = []
+    for phase in found[0]:
+        seconds = [one[phase] for one in found]
+        median = statistics.median(seconds)
+        name, its_limit = (case, limit + step) if phase == "all" else (f"  {phase}", limit)
+        rows.append(BenchRow(name, median, its_limit, "s", its_limit / max(median, 1e-6), iqr(seconds)))
+    return rows
+
+
+def kill(cluster: Cluster, victim: Place) -> dict[str, float]:
+    """Seconds from the SIGKILL to the survivors' next step: `all`, then by phase."""
+    generation = cluster.watch.generation
+    killed = cluster.kill([victim])
+    return in_phases(cluster, generation, first_step_after(cluster, generation) - killed)
+
+
+def in_phases(cluster: Cluster, generation: int, total: float) -> dict[str, float]:
+    """What those who went on from `generation` in place did in `total` seconds."""
+    worlds = [event for event in all_events(cluster) if event["event"] == "world"]
+    pids = {event["pid"] for event in worlds if event["generation"] == generation}
+    world = [event for event in worlds if event["generation"] == generation + 1]
+    stayed = [event for event in world if event["pid"] in pids]
+    if cluster.watch.generation != generation + 1 or not stayed:
+        raise ElasticTrainError(f"the survivors needed more than one attempt after generation {generation}")
+    slowest = max(stayed, key=lambda event: sum(event["seconds"].values()))["seconds"]
+    # `detect` counts from the start of the step in hand, of which a part may lie before the harm.
+    phases = {name: float(slowest[name]) for name in ("abort", "meet", "init", "sync")}
+    return {"all": total, **phases, "redo": max(0.0, total - sum(phases.values()))}
+
+
+def join(cluster: Cluster, place: Place) -> dict[str, float]:
+    """Seconds that the others stand still for a newcomer: `all`, by phase, `net` and the median `step` afterwards."""
+    generation = cluster.watch.generation
+    cluster.start(place)
+    first_step = first_step_after(cluster, generation)
+    cluster.settle(len(cluster.places), MIN_STEPS, SETTLE_SECONDS)
+    steps = [event for event in all_events(cluster) if event["event"] == "step"]
+    last_step = max(event["time"] for event in steps if event["generation"] == generation)
+    times = sorted(event["time"] for event in steps if event["generation"] == generation + 1)
+    outage = first_step - last_step
+    step = statistics.median(after - before for before, after in itertools.pairwise(times))
+    return {**in_phases(cluster, generation, outage), "net": max(0.0, outage - step), "step": step}
+
+
+def first_step_after(cluster: Cluster, generation: int) -> float:
+    """When a world after `generation` committed its first step; waits for it."""
+
+    def first_step() -> float | None:
+        cluster.watch.poll()
+        world = cluster.watch.world
+        return world.first_step_at if world is not None and world.generation > generation else None
+
+    return float(wait_until(first_step, f"step after generation {generation}", SETTLE_SECONDS))
+
+
+def all_events(cluster: Cluster) -> list[dict[str, Any]]:
+    """The newest of every event file."""
+    return [line for path in (cluster.run_dir / "events").glob("*.jsonl") for line in newest_events(path)]

@@ -1,0 +1,237 @@
+"""How long a newcomer takes, from the start of its torchrun to its first step, by phase, against the promised limit.
+
+Two real torchrun nodes of this machine train the bundled digits over gloo as fast as they can. A third one joins, is
+killed, and joins again. Beside the same two, before and after each join, it is measured what a newcomer cannot do
+without: an interpreter, `import torch`, `import torch._dynamo` (DDP and the optimizers import it). The limit of a join
+is twice the first two, for there is an agent and a worker, once the third, and ALLOWANCE_SECONDS.
+
+A row's `theirs` is the limit, and a ratio above 1.0 is within it. Rows that are set in are the phases, one after the
+other; each stands beside its own part of the limit, those that have none beside ALLOWANCE_SECONDS, which they share.
+Where torchft is installed, a replica of it joins two others (rivals/replicas.py), which has no agent. The two jobs run
+one after the other, so each is counted in terms of the limit that was measured beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from elastic_train.errors import ElasticTrainError
+from elastic_train.tools.audit.record import Record
+from elastic_train.tools.bench import table
+from elastic_train.tools.bench.goodput_of_trace import Torchft, wait_for_world
+from elastic_train.tools.bench.recovery_time import all_events, first_step_after
+from elastic_train.tools.bench.table import BenchRow, iqr
+from elastic_train.tools.drills.cluster import Cluster, Place
+from elastic_train.tools.drills.nodes import Node, clean_environment, dying_with_parent, wait_until
+
+NUM_TRAINING = 2
+"""nodes that train while another one joins"""
+ALLOWANCE_SECONDS = 1.5
+"""for everything that is not an import of torch"""
+MIN_STEPS = 20
+"""committed in a world before the next change"""
+SETTLE_SECONDS = 120.0
+QUICK, THOROUGH = 3, 10
+"""joins"""
+
+PROBE = """
+import json, time
+started = time.monotonic()
+import torch
+imported = time.monotonic()
+import torch._dynamo
+print(json.dumps([imported - started, time.monotonic() - imported]))
+"""
+
+
+@dataclass(frozen=True)
+class Imports:
+    """What no newcomer can do without, in seconds."""
+
+    interpreter: float
+    torch: float
+    dynamo: float
+
+    @property
+    def limit(self) -> float:
+        return 2 * (self.interpreter + self.torch) + self.dynamo + ALLOWANCE_SECONDS
+
+
+@dataclass(frozen=True)
+class JoinTimes:
+    """Seconds of each phase of one join, in their order, and of the imports that were measured beside it."""
+
+    phases: dict[str, float]
+    imports: Imports
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def in_limits(self) -> float:
+        return self.seconds / self.imports.limit
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Quick: about two minutes; else some six."""
+    return table.report("startup", measure(QUICK if quick else THOROUGH))
+
+
+def measure(num_joins: int) -> list[BenchRow]:
+    """So many joins of each contender. Raises: TooSlow where one does not come about."""
+    with tempfile.TemporaryDirectory(prefix="elastic-train-bench-") as scratch:
+        joins = measure_ours(num_joins, Path(scratch) / "run")
+        rows = rows_of(joins)
+        if Torchft.is_installed():
+            theirs = measure_torchft(num_joins, Path(scratch) / "torchft")
+            ours, their = (statistics.median(one.in_limits for one in found) for found in (joins, theirs))
+            spread = iqr([one.in_limits for one in theirs])
+            rows.append(
+                BenchRow("the same, beside torchft without an agent", ours, their, "limits", their / ours, spread)
+            )
+        else:
+            print("torchft is not installed (pip install 'elastic_train[bench]'): without its row", file=sys.stderr)
+    return rows
+
+
+def rows_of(joins: Sequence[JoinTimes]) -> list[BenchRow]:
+    """The whole join beside its limit, pair by pair; then every phase, with its `spread` in seconds."""
+    ratios = [join.imports.limit / join.seconds for join in joins]
+    whole = statistics.median(join.seconds for join in joins)
+    limit = statistics.median(join.imports.limit for join in joins)
+    rows = [
+        BenchRow("from torchrun's start to the first step", whole, limit, "s", statistics.median(ratios), iqr(ratios))
+    ]
+    interpreter, torch, dynamo = map(statistics.median, zip(*(astuple(join.imports) for join in joins), strict=True))
+    parts = {"agent: imports": interpreter + torch, "worker: imports": interpreter + torch + dynamo}
+    for name in joins[0].phases:
+        seconds = [join.phases[name] for join in joins]
+        median, part = statistics.median(seconds), parts.get(name, ALLOWANCE_SECONDS)
+        rows.append(BenchRow(f"  {name}", median, part, "s", part / max(median, 1e-6), iqr(seconds)))
+    return rows
+
+
+# --- ours -------------------------------------------------------------------------------------------------------------
+
+
+def measure_ours(num_joins: int, run_dir: Path) -> list[JoinTimes]:
+    record = Record(run_dir)
+    flags = ("--epochs", "1000000", "--eval-every", "1000000", "--no-progress")
+    cluster = Cluster(run_dir, record, flags, num_nodes=NUM_TRAINING + 1)
+    newcomer = cluster.places[-1]
+    joins: list[JoinTimes] = []
+    try:
+        cluster.backend.start()
+        for place in cluster.places[:-1]:
+            cluster.start(place)
+        cluster.settle(NUM_TRAINING, MIN_STEPS, SETTLE_SECONDS)
+        before = measure_imports()
+        for number in range(num_joins):
+            phases = join(cluster, newcomer)
+            cluster.settle(NUM_TRAINING + 1, MIN_STEPS, SETTLE_SECONDS)
+            cluster.kill([newcomer])
+            cluster.settle(NUM_TRAINING, MIN_STEPS, SETTLE_SECONDS)
+            after = measure_imports()
+            joins.append(JoinTimes(phases, mean_of(before, after)))
+            told = f"{joins[-1].seconds:.2f} s, limit {joins[-1].imports.limit:.2f} s"
+            print(f"join {number + 1} of {num_joins}: {told}", file=sys.stderr, flush=True)
+            before = after
+    finally:
+        cluster.close()
+        record.close()
+    return joins
+
+
+def measure_imports() -> Imports:
+    """Beside whatever else runs. Blocks for two interpreters, one after the other."""
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", "pass"], check=True)
+    interpreter = time.monotonic() - started
+    probe = subprocess.run(
+        [sys.executable, "-c", PROBE], check=True, capture_output=True, text=True, env=clean_environment()
+    )
+    return Imports(interpreter, *json.loads(probe.stdout))
+
+
+def mean_of(before: Imports, after: Imports) -> Imports:
+    return Imports(*map(statistics.fmean, zip(astuple(before), astuple(after), strict=True)))
+
+
+def join(cluster: Cluster, place: Place) -> dict[str, float]:
+    """Start a node there; seconds of each phase until the first step that it takes part in."""
+    generation = cluster.watch.generation
+    started = time.time()
+    cluster.start(place)
+    node = place.node
+    assert node is not None, "started"
+    # The rendezvous says it, which torchrun makes when it has imported everything.
+    wait_until(lambda: b"elastic_train: meeting" in node.log.read_bytes(), "line of the agent", SETTLE_SECONDS)
+    announced = node.log.stat().st_mtime
+    first_step = first_step_after(cluster, generation)
+    pids = {worker.pid for worker in node.workers()}
+    mine = {event["event"]: event for event in all_events(cluster) if event["pid"] in pids}
+    if not {"start", "world"} <= mine.keys() or mine["world"]["generation"] != cluster.watch.generation:
+        raise ElasticTrainError(f"the newcomer is not in the first world after generation {generation}")
+    before, formed = mine["start"]["seconds"], mine["world"]["seconds"]
+    queued = mine["start"]["time"]
+    ends = {
+        "agent: imports": announced,
+        "agent: start of the worker": queued - sum(before.values()),
+        "worker: imports": queued - before["find"] - before["build"],
+        "build": queued - before["find"],
+        "find the job": queued,
+        "join queue": mine["world"]["time"] - formed["init"] - formed["sync"],
+        "process group and state": mine["world"]["time"],
+        "first step": first_step,
+    }
+    # The kernel tells a process's start, and a file's last change, to some milliseconds.
+    moments = accumulate([started, *ends.values()], max)
+    return {name: end - begin for name, (begin, end) in zip(ends, pairwise(moments), strict=True)}
+
+
+# --- torchft ----------------------------------------------------------------------------------------------------------
+
+
+def measure_torchft(num_joins: int, run_dir: Path) -> list[JoinTimes]:
+    """From the start of a replica to the first step that it takes part in, as one phase."""
+    contender = Torchft(run_dir)
+    run_dir.mkdir()
+    joins: list[JoinTimes] = []
+    with ExitStack() as ends:
+        ends.callback(contender.close)
+        contender.start()
+
+        def start(number: int) -> Node:
+            log = run_dir / f"node{number}-{time.time_ns()}.log"
+            command = [*dying_with_parent(), *contender.command(number)]
+            node = Node(command, log, Path.cwd(), clean_environment())
+            ends.callback(node.end)
+            return node
+
+        for number in range(NUM_TRAINING):
+            start(number)
+        wait_for_world(run_dir, NUM_TRAINING)
+        before = measure_imports()
+        for _ in range(num_joins):
+            started = time.monotonic()
+            newcomer = start(NUM_TRAINING)
+            wait_for_world(run_dir, NUM_TRAINING + 1)
+            seconds = time.monotonic() - started
+            newcomer.kill()
+            wait_for_world(run_dir, NUM_TRAINING)
+            after = measure_imports()
+            joins.append(JoinTimes({"all": seconds}, mean_of(before, after)))
+            before = after
+    return joins

@@ -1,0 +1,106 @@
+"""The one table of all benchmarks: rows of ours against theirs, for people and as JSON.
+
+Nothing here imports torch or rich before it needs them.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+from elastic_train.system import num_cores
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One case of a benchmark."""
+
+    case: str
+    ours: float
+    """median, in `unit`"""
+    theirs: float
+    """median, in `unit`"""
+    unit: str
+    ratio: float
+    """median of ours in terms of theirs, pair by pair: 1.0 is equal and above 1.0 is better"""
+    spread: float
+    """interquartile range of the pairs' ratios"""
+
+    @staticmethod
+    def of_rates(case: str, ours: Sequence[float], theirs: Sequence[float], unit: str) -> BenchRow:
+        """From rates (more is better) that were measured in pairs, one right after the other."""
+        ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
+        return BenchRow(
+            case, statistics.median(ours), statistics.median(theirs), unit, statistics.median(ratios), iqr(ratios)
+        )
+
+
+def iqr(values: Sequence[float]) -> float:
+    """Interquartile range; 0 for fewer than two values."""
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low
+
+
+def report(bench: str, rows: Sequence[BenchRow]) -> dict[str, Any]:
+    """What `elastic-train bench NAME --json FILE` writes."""
+    import torch
+
+    return {
+        "bench": bench,
+        "machine": machine(),
+        "torch": str(torch.__version__),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def machine() -> str:
+    """Processor, usable cores and system, in one line."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as info:
+            model = next((line.partition(":")[2].strip() for line in info if line.startswith("model name")), model)
+    except OSError:
+        pass
+    cores = num_cores()
+    return f"{model}, {cores} core{'s' if cores > 1 else ''}, {platform.system()} {platform.release()}"
+
+
+def show(found: dict[str, Any], file: TextIO | None = None) -> None:
+    """Print a report: a table on a terminal, aligned plain text elsewhere."""
+    file = sys.stdout if file is None else file
+    head = ("case", "ours", "theirs", "unit", "ratio", "spread")
+    cells = [
+        (row["case"], _number(row["ours"]), _number(row["theirs"]), row["unit"], f"{row['ratio']:.3f}",
+         f"{row['spread']:.3f}")
+        for row in found["rows"]
+    ]  # fmt: skip
+    title = f"bench {found['bench']}: {found['machine']}, torch {found['torch']}"
+    if file.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=title, title_justify="left")
+        for name in head:
+            table.add_column(name, justify="left" if name in ("case", "unit") else "right", no_wrap=True)
+        for row in cells:
+            table.add_row(*row)
+        Console(file=file).print(table)
+        return
+    print(title, file=file)
+    widths = [max(len(row[column]) for row in (head, *cells)) for column in range(len(head))]
+    for row in (head, *cells):
+        padded = [
+            word.ljust(width) if name in ("case", "unit") else word.rjust(width)
+            for name, word, width in zip(head, row, widths, strict=True)
+        ]
+        print("  ".join(padded).rstrip(), file=file)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

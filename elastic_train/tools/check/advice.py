@@ -1,0 +1,73 @@
+"""What a rule says, and the words for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from elastic_train.tools.check.facts import Gathered, WorkerFacts
+
+
+class Level(StrEnum):
+    BREAKS = "BREAKS"
+    MATTERS = "warning"
+    FINE = "ok"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    level: Level
+    what: str
+    why: str = ""
+    """why it matters; with `do` wherever the level is BREAKS or MATTERS"""
+    do: str = ""
+
+
+def fine(what: str) -> list[Finding]:
+    return [Finding(Level.FINE, what)]
+
+
+def skipped(what: str) -> list[Finding]:
+    return [Finding(Level.SKIPPED, what)]
+
+
+def by_value(gathered: Gathered, value: Callable[[int], str]) -> dict[str, list[int]]:
+    """Ranks by what each has."""
+    return by_value_of([value(rank) for rank in range(len(gathered.workers))])
+
+
+def by_value_of(values: list[str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def errors(gathered: Gathered, error_of: Callable[[WorkerFacts], str | None]) -> list[tuple[str, list[int]]]:
+    """The different errors that workers have met, and the ranks that met each."""
+    found = by_value(gathered, lambda rank: error_of(gathered.workers[rank]) or "")
+    return [(error, ranks) for error, ranks in found.items() if error]
+
+
+def nodes_of(gathered: Gathered, ranks: Iterable[int]) -> str:
+    """The nodes of ranks, in words; a few of them where they are many."""
+    names = list(dict.fromkeys(gathered.name(rank) for rank in ranks))
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more nodes" if len(names) > 5 else "")
+
+
+def listing(values: dict[str, list[int]]) -> str:
+    if len(values) == 1:
+        return next(iter(values))
+    return "; ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in values.items())
+
+
+def first_of_nodes(gathered: Gathered) -> list[tuple[int, WorkerFacts]]:
+    return [(ranks[0], gathered.workers[ranks[0]]) for ranks in gathered.nodes.values()]
+
+
+def rate(bytes_per_second: float) -> str:
+    return f"{8e-9 * bytes_per_second:.2f} Gbit/s"

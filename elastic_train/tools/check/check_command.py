@@ -1,0 +1,173 @@
+"""`elastic-train check`: the order in which things are looked at, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic_train.config import Config, parse
+from elastic_train.errors import FormationFailed, LeftOut, StoreRefused, StoreUnreachable, UsageError
+from elastic_train.protocol.addresses import parse_endpoints
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
+from elastic_train.rendezvous.launch import Launch, max_nodes_of
+from elastic_train.stopping import StopSignal, die_with_parent
+from elastic_train.tools.check.advice import Finding, Level
+from elastic_train.tools.check.facts import Gathered, Wanted
+from elastic_train.tools.check.judgement import is_passed, judge
+from elastic_train.wording import count
+
+if TYPE_CHECKING:
+    from elastic_train.tools.check.endpoint import RendezvousFacts
+
+OWN_ID = "check"
+"""follows the job's run id where its workers meet"""
+LEAST_PEER_TIMEOUT = 30.0
+"""seconds: here nobody is in a hurry to be rid of a slow node, it is to be named"""
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Look, judge, print. Under torchrun every worker calls it. Returns 0, or 1 if something would break the job.
+
+    Raises:
+        UsageError: a flag of the check or of the job is wrong.
+    """
+    refuse_what_cannot_work(arguments)
+    if "RANK" in os.environ:
+        die_with_parent()
+    from elastic_train.training.own_flags import own_flags
+
+    config = replace(parse(arguments.flags, own_flags(arguments.flags)), formation_timeout=arguments.wait)
+    launch = launch_of(config, os.environ)
+    wanted = wanted_of(arguments, launch, os.environ)
+    findings = judge(gather(config, launch, wanted, arguments))
+    is_good = is_passed(findings)
+    if launch.local_rank == 0:  # in each node's own terminal or log
+        print("\n".join([*describe(findings), "PASS" if is_good else "FAIL"]), flush=True)
+    return 0 if is_good else 1
+
+
+def refuse_what_cannot_work(arguments: argparse.Namespace) -> None:
+    """Raises: UsageError; before anything that takes long."""
+    for flag in ("nodes", "workers"):
+        number = getattr(arguments, flag)
+        if number is not None and number < 1:
+            raise UsageError(f"--{flag} {number}: must be at least 1")
+    if arguments.rdzv_backend == "etcd3":
+        etcd_settings(arguments, os.environ)
+    elif arguments.rdzv_endpoint is not None:
+        parse_endpoints(arguments.rdzv_endpoint, "--rdzv-endpoint")
+
+
+def launch_of(config: Config, environ: Mapping[str, str]) -> Launch:
+    launch = Launch.from_environment(environ, config.store_endpoint)
+    if launch.c10d is not None or launch.etcd is not None:
+        # A job of its own, for a training under the same run id would take the check's workers in; and below the run's
+        # keys in etcd, where its user may write.
+        return replace(launch, run_id=f"{launch.run_id}/{OWN_ID}")
+    return launch
+
+
+def wanted_of(arguments: argparse.Namespace, launch: Launch, environ: Mapping[str, str]) -> Wanted:
+    by_scheduler = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_JOB_NUM_NODES") or ""
+    nodes, nodes_by = arguments.nodes, "--nodes"
+    if nodes is None and by_scheduler.isdigit() and ("RANK" in environ or launch.world_size > 1):
+        nodes, nodes_by = int(by_scheduler), "SLURM's allocation"
+    return Wanted(
+        nodes=nodes,
+        nodes_by=nodes_by,
+        max_nodes=max_nodes_of(launch, environ),
+        workers=arguments.workers,
+        grace_seconds=arguments.grace,
+        wants_shared_directory=not arguments.local_snapshots,
+        is_c10d=launch.c10d is not None,
+    )
+
+
+def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.Namespace) -> Gathered:
+    """Everything that the rules look at; of this worker alone where no world comes about."""
+    # Here, for they import torch, and a wrong flag should be told before that.
+    from elastic_train.elastic.connect import Waits, connect_worker
+    from elastic_train.elastic.worker import default_run_name
+    from elastic_train.tools.check.here import TrialDirectory, look_here
+    from elastic_train.tools.check.together import look_together, meet_others
+
+    run_dir = config.run_dir or Path("runs") / default_run_name(launch.run_id.removesuffix(f"/{OWN_ID}"))
+    directory = TrialDirectory(config.snapshot_dir or run_dir / "snapshots")
+    rendezvous = look_at_rendezvous(arguments, launch)
+    membership, mine = None, None
+    try:
+        membership = connect_worker(
+            launch,
+            StopSignal(),
+            Waits(config.formation_timeout, max(config.peer_timeout, LEAST_PEER_TIMEOUT), config.wait_timeout),
+            max_world_size=None,
+            run_dir=None,
+            say=lambda message: print(message, flush=True),
+            warn=lambda message: print(f"warning: {message}", flush=True),
+        )
+        mine = look_here(config, launch, membership.address[0], directory, rendezvous)
+        world = meet_others(membership, launch, mine)
+        workers, shared = look_together(membership, world, mine, directory, tell)
+        return Gathered(wanted, tuple(workers), tuple(shared))
+    except (StoreUnreachable, StoreRefused, FormationFailed, LeftOut) as error:
+        if mine is None:
+            mine = look_here(config, launch, "127.0.0.1", directory, rendezvous)
+        return Gathered(wanted, (mine,), world_error=str(error))
+    finally:
+        if membership is not None:
+            membership.close()
+        directory.close()
+
+
+def look_at_rendezvous(arguments: argparse.Namespace, launch: Launch) -> RendezvousFacts:
+    """The store of torchrun's options, or the one that the check's own name; once a node."""
+    from elastic_train.tools.check.endpoint import RendezvousFacts, look_at_endpoints, look_at_etcd
+
+    if launch.local_rank != 0:
+        return RendezvousFacts()
+    if launch.etcd is not None:
+        return look_at_etcd(launch.etcd, launch.run_id)
+    if arguments.rdzv_backend == "etcd3":
+        return look_at_etcd(etcd_settings(arguments, os.environ), f"{arguments.rdzv_id}/{OWN_ID}")
+    if launch.c10d is not None:
+        return look_at_endpoints(launch.c10d.endpoints)
+    if arguments.rdzv_endpoint is not None:
+        return look_at_endpoints(parse_endpoints(arguments.rdzv_endpoint, "--rdzv-endpoint"))
+    return RendezvousFacts()
+
+
+def etcd_settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> EtcdSettings:
+    """Raises: UsageError."""
+    conf: dict[str, object] = {}
+    for part in filter(None, arguments.rdzv_conf.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise UsageError(f"--rdzv-conf: {part!r} is not KEY=VALUE")
+        conf[key.strip()] = value.strip()
+    return EtcdSettings.from_torchrun(arguments.rdzv_endpoint or "", conf, environ, min_nodes=1, max_nodes=1)
+
+
+def tell(line: str) -> None:
+    """The line with which DDP scripts traditionally begin; each worker prints its own."""
+    print(f"[{os.getpid()}] {line}", flush=True)
+
+
+def describe(findings: list[Finding]) -> list[str]:
+    """What was found, the worst last: that is what a person sees first in a log."""
+    lines = []
+    order = (Level.FINE, Level.SKIPPED, Level.MATTERS, Level.BREAKS)
+    for finding in sorted(findings, key=lambda finding: order.index(finding.level)):
+        lines.append(f"{finding.level.value:<8} {finding.what}")
+        if finding.why:
+            lines.append(f"{'':8}   why: {finding.why}")
+        if finding.do:
+            lines.append(f"{'':8}   do:  {finding.do}")
+    broken = sum(finding.level is Level.BREAKS for finding in findings)
+    warnings = sum(finding.level is Level.MATTERS for finding in findings)
+    if broken or warnings:
+        lines.append(f"{count(broken, 'thing')} would break the job, {count(warnings, 'warning')}")
+    return lines

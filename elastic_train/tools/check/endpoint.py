@@ -1,0 +1,204 @@
+"""Where the workers of a job meet, looked at from one node: does it answer, and may this user write."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from elastic_train.errors import StoreRefused, StoreUnreachable
+from elastic_train.protocol.addresses import split_endpoint
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
+from elastic_train.tools.check.facts import Problem
+from elastic_train.wording import count
+
+CONNECT_SECONDS = 3.0
+CALL_SECONDS = 8.0
+EXPIRY_DAYS = 14
+CHECK_ADDRESS = "check the address, the firewall, and whether it has started"
+SEE_PAGE = "deploy/etcd/README.md has TLS, users and roles"
+
+
+@dataclass(frozen=True)
+class RendezvousFacts:
+    problems: tuple[Problem, ...] = ()
+    is_usable: bool = True
+    """whether the problems leave enough of it to meet at"""
+    notes: tuple[str, ...] = ()
+    expiries: tuple[str, ...] = ()
+    """of certificates that expire soon"""
+
+
+def look_at_endpoints(endpoints: Sequence[str]) -> RendezvousFacts:
+    """Those of c10d before the job. Of several a part may be missing: any one leads to a job that runs."""
+    found = [look_at_endpoint(endpoint) for endpoint in endpoints]
+    return RendezvousFacts(
+        tuple(problem for one in found for problem in one.problems),
+        is_usable=any(one.is_usable for one in found),
+        notes=tuple(note for one in found for note in one.notes),
+    )
+
+
+def look_at_endpoint(endpoint: str) -> RendezvousFacts:
+    """Its name must resolve; whether somebody listens there already, is told."""
+    try:
+        host, port = split_endpoint(endpoint)
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
+    except (ValueError, OSError) as error:
+        return unusable(f"{endpoint} does not resolve: {error}", "check the name, and this machine's name server")
+    where = f"{host}:{port} ({address[0]})"
+    try:
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except ConnectionRefusedError:
+        return RendezvousFacts(notes=(f"{where} answers; nobody listens there yet, as before the first node starts",))
+    except OSError as error:
+        return unusable(f"{where} does not answer: {error}", CHECK_ADDRESS)
+    from elastic_train.protocol.signposts import reach
+
+    try:
+        reach((host, port))
+    except StoreUnreachable:
+        return unusable(
+            f"what listens at {where} is no rendezvous of elastic_train",
+            "another program has that port: choose another --rdzv-endpoint",
+        )
+    return RendezvousFacts(notes=(f"{where} answers as a rendezvous",))
+
+
+def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
+    """Each member by itself, then a write where the job will. Blocks some seconds where a member does not answer."""
+    from elastic_train.rendezvous.etcd import Connections, Etcd  # and with it gRPC
+
+    expiries: list[str] = []
+    if settings.cert is not None:
+        expiries += expiry_told(f"the client certificate {settings.cert}", days_of(settings.cert))
+    key = f"{settings.prefix}/{run_id}/{secrets.token_hex(6)}"
+    met: dict[Problem, list[str]] = {}
+    """by what is wrong, the members that it is wrong with"""
+    for endpoint in settings.endpoints:
+        connections = Connections(replace(settings, endpoints=(endpoint,)))
+        try:
+            Etcd(connections, deadline=CONNECT_SECONDS).get(key)
+        except StoreUnreachable as error:
+            met.setdefault(why_silent(endpoint, settings, error), []).append(endpoint)
+        except StoreRefused as error:
+            problem = Problem(error.what.removeprefix(f"etcd at {endpoint}: "), error.do or SEE_PAGE)
+            met.setdefault(problem, []).append(endpoint)
+        else:
+            if settings.ca is not None:
+                expiries += expiry_told(f"the certificate of etcd at {endpoint}", days_of_server(endpoint, settings))
+        finally:
+            connections.close()
+    problems = tuple(replace(problem, what=f"etcd at {', '.join(at)}: {problem.what}") for problem, at in met.items())
+    if sum(map(len, met.values())) == len(settings.endpoints):
+        return RendezvousFacts(problems, is_usable=False, expiries=tuple(expiries))
+    connections = Connections(settings)
+    try:
+        etcd = Etcd(connections, deadline=CALL_SECONDS)
+        write_once(etcd, key)
+    except (StoreUnreachable, StoreRefused) as error:
+        do = error.do if isinstance(error, StoreRefused) else "see that a majority of its members run, and their logs"
+        what = error.what if isinstance(error, StoreRefused) else str(error)
+        return RendezvousFacts((*problems, Problem(what, do or SEE_PAGE)), is_usable=False, expiries=tuple(expiries))
+    finally:
+        connections.close()
+    who = "anybody" if settings.user is None and settings.cert is None else settings.user or "the client certificate"
+    how = "TLS" if settings.ca is not None else "plain text"
+    where = f"{settings.prefix}/{run_id}"
+    note = f"etcd with {count(len(settings.endpoints), 'member')} over {how}; {who} may write below {where}"
+    return RendezvousFacts(problems, notes=(note,), expiries=tuple(expiries))
+
+
+def unusable(what: str, do: str) -> RendezvousFacts:
+    return RendezvousFacts((Problem(what, do),), is_usable=False)
+
+
+def write_once(etcd: object, key: str) -> None:
+    from elastic_train.rendezvous.etcd import Etcd, Transaction
+
+    assert isinstance(etcd, Etcd)
+    lease = etcd.grant(60)  # so that nothing stays, whatever happens to this process
+    try:
+        etcd.transact(Transaction([], [etcd.put_request(key, b"check", lease)], []))
+    finally:
+        etcd.revoke(lease)
+
+
+def why_silent(endpoint: str, settings: EtcdSettings, error: StoreUnreachable) -> Problem:
+    """What is wrong with a member that gave no answer: gRPC does not tell TLS at one end alone from a lost connection.
+
+    Blocks for some seconds at most.
+    """
+    try:
+        with socket.create_connection(split_endpoint(endpoint), CONNECT_SECONDS) as connection:
+            has_tls = speaks_tls(connection)  # None: it says nothing
+    except OSError as refused:
+        return Problem(f"it does not answer: {refused.strerror or refused}", CHECK_ADDRESS)
+    if has_tls is True and settings.ca is None:
+        return Problem(
+            "it speaks TLS, and no ca= is given",
+            "give ca=FILE in --rdzv-conf, the certificate of its authority; cert= and key= too where it asks for them",
+        )
+    if has_tls is False and settings.ca is not None:
+        return Problem(
+            "it does not speak TLS, and ca= is given",
+            "leave ca=, cert= and key= out of --rdzv-conf, or start it with --cert-file and --key-file",
+        )
+    why = error.__cause__ or error
+    return Problem(f"it takes connections and does not answer: {why}", "see its log, and how busy its machine is")
+
+
+def speaks_tls(connection: socket.socket) -> bool | None:
+    """Whether a TLS server is at the other end; not whether its certificate, or ours, is good. None: no answer."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        context.wrap_socket(connection).close()
+    except TimeoutError:
+        return None
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")  # it asks for a client certificate
+    except OSError:  # an etcd without TLS ends the connection
+        return False
+    return True
+
+
+def days_of_server(endpoint: str, settings: EtcdSettings) -> float | None:
+    """Until the certificate of a member that answers expires; None where it says nothing of that."""
+    host, port = split_endpoint(endpoint)
+    context = ssl.create_default_context(cafile=settings.ca)
+    try:
+        if settings.cert is not None and settings.key is not None:
+            context.load_cert_chain(settings.cert, settings.key)
+        with (
+            socket.create_connection((host, port), CONNECT_SECONDS) as plain,
+            context.wrap_socket(plain, server_hostname=host) as connection,
+        ):
+            certificate = connection.getpeercert() or {}
+    except OSError:  # it has answered gRPC, which is what counts
+        return None
+    expiry = certificate.get("notAfter")
+    return (ssl.cert_time_to_seconds(str(expiry)) - time.time()) / 86400 if expiry else None
+
+
+def days_of(path: str) -> float | None:
+    """Until a certificate in a file expires; None where the `certs` extra is not there to tell."""
+    try:
+        from cryptography import x509
+    except ImportError:
+        return None
+    try:
+        certificate = x509.load_pem_x509_certificate(Path(path).read_bytes())
+    except (OSError, ValueError):  # told by the connection that is made with it
+        return None
+    return (certificate.not_valid_after_utc.timestamp() - time.time()) / 86400
+
+
+def expiry_told(what: str, days: float | None) -> list[str]:
+    if days is None or days >= EXPIRY_DAYS:
+        return []
+    return [f"{what} expires in {days:.0f} days" if days > 0 else f"{what} has expired"]

@@ -1,0 +1,188 @@
+"""What a check gathers, as plain values that JSON can carry from one worker to another."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ALL_REDUCE_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that a worker takes."""
+
+    uuid: str
+    name: str
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with where nodes meet, and what to do about it."""
+
+    what: str
+    do: str
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """What one worker found by itself."""
+
+    host: str
+    machine: str
+    """equal for processes of one kernel, whatever their containers call themselves"""
+    pid: int
+    agent_pid: int
+    """of the node's torchrun; 0 without one"""
+    local_rank: int
+    local_world_size: int
+    address: str
+    """IP address by which the others are to reach it"""
+    versions: dict[str, str]
+    """of python, torch, torchvision, elastic_train; cuda where torch has it, nccl where it is used"""
+    has_hook: bool
+    """whether torchrun loads elastic_train's entry point on this node"""
+    backend: str
+    interface: str | None
+    """network interface that has `address`, which gloo will take"""
+    interfaces: tuple[str, ...]
+    """all of this node, as NAME=ADDRESS where they have an IPv4 address"""
+    wanted_interfaces: dict[str, str]
+    """GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where they are set"""
+    host_addresses: tuple[str, ...]
+    """what this node's own name resolves to; empty where it does not"""
+    num_gpus: int
+    """that torch sees"""
+    num_gpu_devices: int
+    """that the driver shows in /dev"""
+    gpu: Gpu | None
+    device_error: str | None
+    snapshot_dir: str
+    snapshot_dir_error: str | None
+    """why nothing can be written there"""
+    snapshot_dir_free: int
+    shm_free: int
+    """bytes in /dev/shm"""
+    state_error: str | None
+    """why the task, its data or its model cannot be built"""
+    state_bytes: int | None
+    """size of a snapshot; measured by the first worker of a node"""
+    snapshot_seconds: float | None
+    """until a snapshot is durable; measured by the first worker of a node"""
+    num_loaders: int
+    """DataLoader processes, --num-workers"""
+    keep_snapshots: int
+    rendezvous_problems: tuple[Problem, ...] = ()
+    """with the endpoint, or with some of its members"""
+    is_rendezvous_usable: bool = True
+    rendezvous_notes: tuple[str, ...] = ()
+    expiries: tuple[str, ...] = ()
+    """of certificates that expire soon"""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> WorkerFacts:
+        values: dict[str, Any] = json.loads(text)
+        gpu = values.pop("gpu")
+        problems = tuple(Problem(**problem) for problem in values.pop("rendezvous_problems"))
+        lists = ("interfaces", "host_addresses", "rendezvous_notes", "expiries")
+        return WorkerFacts(
+            **values | {name: tuple(values[name]) for name in lists},
+            gpu=None if gpu is None else Gpu(**gpu),
+            rendezvous_problems=problems,
+        )
+
+
+@dataclass(frozen=True)
+class NodeLink:
+    """What was measured between two nodes, by the first worker of the one."""
+
+    to: int
+    """rank of the first worker of the other"""
+    seconds: float
+    """of a small message, one way"""
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class SharedFacts:
+    """What one worker found in looking at the others."""
+
+    unreachable: tuple[int, ...] = ()
+    """ranks whose listener cannot be reached from here"""
+    sees_directory_of: tuple[int, ...] = ()
+    """ranks whose file in the snapshot directory can be seen in this worker's"""
+    clock_offset: float | None = None
+    """seconds that rank 0's clock is ahead of this one"""
+    clock_error: float = 0.0
+    """how far `clock_offset` may be off"""
+    links: tuple[NodeLink, ...] = ()
+    all_reduce_seconds: float | None = None
+    """of ALL_REDUCE_BYTES over all workers, on their devices"""
+    group_error: str | None = None
+    """why there was no process group, or why it broke"""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> SharedFacts:
+        values: dict[str, Any] = json.loads(text)
+        links = tuple(NodeLink(**link) for link in values.pop("links"))
+        lists = ("unreachable", "sees_directory_of")
+        return SharedFacts(**values | {name: tuple(values[name]) for name in lists}, links=links)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked for, as far as it is known."""
+
+    nodes: int | None = None
+    """--nodes, or how many the scheduler has given"""
+    nodes_by: str = "--nodes"
+    """who says so"""
+    max_nodes: int = 1
+    """of torchrun's --nnodes"""
+    workers: int | None = None
+    """of this node, where the check is one process alone"""
+    grace_seconds: float = 30.0
+    """between the signal to stop and the kill"""
+    wants_shared_directory: bool = True
+    is_c10d: bool = False
+    """whether nodes meet under c10d"""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Everything, by rank; `shared` is empty where no world was formed."""
+
+    wanted: Wanted
+    workers: tuple[WorkerFacts, ...]
+    shared: tuple[SharedFacts, ...] = ()
+    world_error: str | None = None
+    """why no world came about; then `workers` holds one alone"""
+
+    @property
+    def nodes(self) -> dict[str, list[int]]:
+        """Ranks by node, as a person calls it: its host name, and the rank of its first worker where two share one."""
+        nodes: dict[tuple[str, str, int], list[int]] = {}
+        for rank, worker in enumerate(self.workers):
+            nodes.setdefault((worker.host, worker.machine, worker.agent_pid), []).append(rank)
+        hosts = [host for host, _, _ in nodes]
+        return {
+            host if hosts.count(host) == 1 else f"{host} (rank {ranks[0]})": ranks
+            for (host, _, _), ranks in nodes.items()
+        }
+
+    def name(self, rank: int) -> str:
+        """The node of a rank, as a person calls it."""
+        return next(name for name, ranks in self.nodes.items() if rank in ranks)
+
+    @property
+    def is_several_machines(self) -> bool:
+        return len({worker.machine for worker in self.workers}) > 1

@@ -1,0 +1,228 @@
+"""What a worker finds by itself: versions, device, addresses, room, and how long a snapshot takes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import secrets
+import shutil
+import socket
+import tempfile
+import traceback
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_train.config import Config
+from elastic_train.elastic.membership import versions
+from elastic_train.elastic.process_group import choose_backend, choose_device
+from elastic_train.elastic.worker import make_state, make_task
+from elastic_train.errors import ElasticTrainError, SnapshotError, UsageError, first_line
+from elastic_train.protocol.addresses import interface_address
+from elastic_train.rendezvous.launch import Launch
+from elastic_train.storage.snapshot import SnapshotWriter
+from elastic_train.tools.check.endpoint import RendezvousFacts
+from elastic_train.tools.check.facts import Gpu, WorkerFacts
+from elastic_train.world import host_name
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+SHARED_MEMORY = Path("/dev/shm")
+MOST_TRIES = 10
+"""to make a directory that others remove; below a file, or in /proc, it will never be there"""
+
+
+def look_here(
+    config: Config, launch: Launch, address: str, directory: TrialDirectory, rendezvous: RendezvousFacts
+) -> WorkerFacts:
+    """Everything that needs no other member. Blocks for the data, the model and a snapshot, as a worker's start does.
+
+    `address` is the IP address by which the others reach this worker.
+    """
+    device, device_error = torch.device("cpu"), None
+    try:
+        device = choose_device(config.device, launch.local_rank)
+    except UsageError as error:
+        device_error = str(error)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    gpu = describe_gpu(device)  # before anything of ours is on it
+    state_error, measured = None, None
+    try:
+        measured = measure_snapshot(config, device, directory, is_writer=launch.local_rank == 0)
+    except ElasticTrainError as error:
+        state_error = str(error)
+    except Exception as error:  # of the user's own task
+        traceback.print_exc()
+        state_error = f"{type(error).__name__}: {first_line(error)}"
+    backend = choose_backend(device)
+    interfaces = {name: interface_address(name) for _, name in socket.if_nameindex()}
+    return WorkerFacts(
+        host=host_name(),
+        machine=BOOT_ID.read_text().strip() if BOOT_ID.exists() else platform.node(),
+        pid=os.getpid(),
+        agent_pid=launch.agent_pid or 0,
+        local_rank=launch.local_rank,
+        local_world_size=launch.local_world_size,
+        address=address,
+        versions=all_versions(backend),
+        has_hook=has_hook(),
+        backend=backend,
+        interface=next((name for name, found in interfaces.items() if found == address), None),
+        interfaces=tuple(f"{name}={found}" if found else name for name, found in interfaces.items()),
+        wanted_interfaces=wanted_interfaces(os.environ),
+        host_addresses=host_addresses(),
+        num_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        num_gpu_devices=sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*")),
+        gpu=gpu,
+        device_error=device_error,
+        snapshot_dir=str(directory.path),
+        snapshot_dir_error=directory.error,
+        snapshot_dir_free=0 if directory.error else shutil.disk_usage(directory.path).free,
+        shm_free=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
+        state_error=state_error,
+        state_bytes=measured[0] if measured else None,
+        snapshot_seconds=measured[1] if measured else None,
+        num_loaders=config.num_workers,
+        keep_snapshots=config.keep_snapshots,
+        rendezvous_problems=rendezvous.problems,
+        is_rendezvous_usable=rendezvous.is_usable,
+        rendezvous_notes=rendezvous.notes,
+        expiries=rendezvous.expiries,
+    )
+
+
+def all_versions(backend: str) -> dict[str, str]:
+    found = {"python": platform.python_version().rpartition(".")[0], **versions()}
+    found["torchvision"] = importlib.metadata.version("torchvision")
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+        if "nccl" in backend:
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return found
+
+
+def has_hook() -> bool:
+    """Whether torchrun on this node would load our entry point."""
+    entries = importlib.metadata.entry_points(group="torchrun.handlers")
+    return any(entry.name == "elastic_train" for entry in entries)
+
+
+def wanted_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if environ.get(name)}
+
+
+def host_addresses() -> tuple[str, ...]:
+    with suppress(OSError):
+        found = socket.getaddrinfo(platform.node(), None, type=socket.SOCK_STREAM)
+        return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return ()
+
+
+def describe_gpu(device: torch.device) -> Gpu | None:
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return Gpu(uuid=str(properties.uuid), name=properties.name, free_bytes=free, total_bytes=total)
+
+
+@dataclass
+class TrialDirectory:
+    """The snapshot directory, in which a check leaves nothing behind: made if need be, and then removed again."""
+
+    path: Path
+    error: str | None = None
+    """why nothing can be written there"""
+
+    def __post_init__(self) -> None:
+        self.path = self.path.absolute()
+        self.made: list[str] = []
+        """directories that were not there before; perhaps another worker makes some of them at the same moment"""
+        self._marks: list[Path] = []
+        self._hold = self.path / f".check-{secrets.token_hex(8)}"
+        """there until the end: the checks of other nodes, each for itself, remove what they made once it is empty"""
+        try:
+            self._take()
+        except OSError as error:
+            self.error = error.strerror or type(error).__name__
+
+    def _take(self) -> None:
+        """Raises: OSError."""
+        for tries_left in reversed(range(MOST_TRIES)):
+            self.made += [str(path) for path in (self.path, *self.path.parents) if not os.path.exists(path)]
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._hold.touch()
+                return
+            except (FileExistsError, FileNotFoundError):  # there, and the next moment removed by another check
+                if tries_left == 0:
+                    raise
+
+    def leave_mark(self, token: str, rank: int) -> None:
+        """A file by which the others see whether they have the same directory."""
+        if self.error is not None:
+            return
+        mark = self._mark(token, rank)
+        try:
+            mark.touch()
+        except OSError as error:
+            self.error = error.strerror or type(error).__name__
+        else:
+            self._marks.append(mark)
+
+    def sees_mark(self, token: str, rank: int) -> bool:
+        return self.error is None and self._mark(token, rank).exists()
+
+    def _mark(self, token: str, rank: int) -> Path:
+        return self.path / f".check-{token}-{rank}"
+
+    def remove_marks(self, made: Collection[str] = ()) -> None:
+        """`made`: what the workers that share this directory have made in its path, all of them together."""
+        for mark in self._marks:
+            mark.unlink(missing_ok=True)
+        self._marks.clear()
+        self.made = sorted({*self.made, *made}, key=len, reverse=True)  # from the innermost
+
+    def close(self) -> None:
+        """Remove what was made; directories that somebody uses meanwhile stay."""
+        self.remove_marks()
+        with suppress(OSError):
+            self._hold.unlink()
+        for path in self.made:
+            with suppress(OSError):
+                os.rmdir(path)
+
+
+def measure_snapshot(
+    config: Config, device: torch.device, directory: TrialDirectory, *, is_writer: bool
+) -> tuple[int, float] | None:
+    """(bytes, seconds until it is durable) of a snapshot of what the flags say; None where this worker writes none.
+
+    Raises:
+        UsageError, DatasetMissing: the task cannot be built, as a worker of the job would find. Whatever the user's own
+            task raises.
+    """
+    task = make_task(config)
+    state = make_state(config, task, device)
+    task.describe()
+    if not is_writer or directory.error is not None:
+        return None
+    for parameter in state.model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    state.optimizer.step()  # moments and the like exist from the first step on
+    try:
+        with tempfile.TemporaryDirectory(prefix=".check-", dir=directory.path) as trial:
+            writer = SnapshotWriter(Path(trial), keep=1, host=host_name(), run_uid="check", task={})
+            written = writer.save(state.state_dict(), step=1, epoch=0, samples_done=0, generation=0, world_size=1)
+    except OSError as error:
+        directory.error = error.strerror or type(error).__name__
+        return None
+    except SnapshotError as error:
+        directory.error = first_line(error)
+        return None
+    return written.bytes, written.total_seconds

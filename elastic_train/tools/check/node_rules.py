@@ -1,0 +1,207 @@
+"""Rules about what a node has: GPUs, data, room, time to save."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from elastic_train.tools.check.advice import (
+    Finding,
+    Level,
+    by_value_of,
+    errors,
+    fine,
+    first_of_nodes,
+    nodes_of,
+    skipped,
+)
+from elastic_train.tools.check.facts import Gathered
+from elastic_train.wording import count, human_bytes
+
+FRAMEWORK_SHARE = 0.9
+"""of a GPU's memory is free on one that nobody else uses"""
+LOADER_BYTES = 256 * 2**20
+"""of /dev/shm for each DataLoader process: a few batches on their way"""
+
+
+def gpus_are_visible_and_not_shared(gathered: Gathered) -> list[Finding]:
+    findings = []
+    workers = gathered.workers
+    for error, ranks in errors(gathered, lambda worker: worker.device_error):
+        findings.append(
+            Finding(
+                Level.BREAKS,
+                f"{nodes_of(gathered, ranks)}: {error}",
+                "the worker will not start",
+                "see that nvidia-smi works there, that the container was given its GPUs, and CUDA_VISIBLE_DEVICES",
+            )
+        )
+    blind = [rank for rank, worker in enumerate(workers) if worker.num_gpu_devices > 0 and worker.num_gpus == 0]
+    if blind and not findings:
+        findings.append(
+            Finding(
+                Level.MATTERS,
+                f"{nodes_of(gathered, blind)} has GPUs in /dev, and torch sees none",
+                "it would train on the CPU",
+                "install a CUDA build of torch that fits the driver, and look at CUDA_VISIBLE_DEVICES",
+            )
+        )
+    with_gpu = [rank for rank, worker in enumerate(workers) if worker.gpu is not None]
+    if with_gpu and len(with_gpu) < len(workers):
+        without = [rank for rank in range(len(workers)) if rank not in with_gpu]
+        findings.append(
+            Finding(
+                Level.BREAKS,
+                f"{nodes_of(gathered, with_gpu)} trains on a GPU, {nodes_of(gathered, without)} on the CPU",
+                "members with another kind of device are refused",
+                "give all the same kind, or say --device cpu for all",
+            )
+        )
+    takers: dict[tuple[str, str], list[int]] = {}
+    for rank, worker in enumerate(workers):
+        if worker.gpu is not None:
+            takers.setdefault((worker.machine, worker.gpu.uuid), []).append(rank)
+    for ranks in takers.values():
+        gpu = workers[ranks[0]].gpu
+        assert gpu is not None
+        if len(ranks) > 1:
+            findings.append(
+                Finding(
+                    Level.MATTERS,
+                    f"ranks {', '.join(map(str, ranks))} on {gathered.name(ranks[0])} share one GPU ({gpu.name})",
+                    "all workers use gloo then, which is slow on GPUs, and these share its memory and its time",
+                    "start one worker for each GPU: --nproc-per-node, CUDA_VISIBLE_DEVICES, one agent for each machine",
+                )
+            )
+        elif gpu.free_bytes < FRAMEWORK_SHARE * gpu.total_bytes:
+            findings.append(
+                Finding(
+                    Level.MATTERS,
+                    f"the GPU of rank {ranks[0]} on {gathered.name(ranks[0])} has {human_bytes(gpu.free_bytes)} free "
+                    f"of {human_bytes(gpu.total_bytes)}",
+                    "somebody else uses it: memory and time will be short",
+                    "see nvidia-smi there",
+                )
+            )
+    alone = workers[0]
+    if (wanted := gathered.wanted.workers) is not None and alone.gpu is not None and alone.num_gpus < wanted:
+        findings.append(
+            Finding(
+                Level.BREAKS,
+                f"{gathered.name(0)} is to have {wanted} workers, and torch sees {count(alone.num_gpus, 'GPU')} there",
+                "a worker without a GPU of its own will not start",
+                "start one worker for each GPU (--nproc-per-node), and look at CUDA_VISIBLE_DEVICES",
+            )
+        )
+    if findings:
+        return findings
+    if not with_gpu:
+        return fine("GPUs: none, training is on the CPU")
+    kinds = by_value_of([gpu.name for worker in workers if (gpu := worker.gpu) is not None])
+    return fine(f"GPUs: one for each worker, {', '.join(f'{len(ranks)} x {name}' for name, ranks in kinds.items())}")
+
+
+def state_can_be_built(gathered: Gathered) -> list[Finding]:
+    findings = []
+    for error, ranks in errors(gathered, lambda worker: worker.state_error):
+        findings.append(
+            Finding(
+                Level.BREAKS,
+                f"{nodes_of(gathered, ranks)}: {error}",
+                "the worker will not start",
+                "put the data there, or correct the flags after --",
+            )
+        )
+    return findings
+
+
+def snapshot_directory_is_one(gathered: Gathered) -> list[Finding]:
+    findings = []
+    workers = gathered.workers
+    for error, ranks in errors(gathered, lambda worker: worker.snapshot_dir_error):
+        is_full = any(os.strerror(code) in error for code in (errno.ENOSPC, errno.EDQUOT))
+        mend = "free space there" if is_full else "mount it, give its user the right to write"
+        findings.append(
+            Finding(
+                Level.BREAKS,
+                f"{nodes_of(gathered, ranks)} cannot write to {workers[ranks[0]].snapshot_dir}: {error}",
+                "nothing could be saved there: a job that is stopped begins again from an older state",
+                f"{mend}, or choose another --run-dir or --snapshot-dir",
+            )
+        )
+    if findings or not gathered.shared:
+        return findings or fine(f"snapshot directory {workers[0].snapshot_dir}: writable")
+    groups = by_value_of([",".join(map(str, shared.sees_directory_of)) for shared in gathered.shared])
+    if len(groups) == 1 and gathered.shared[0].sees_directory_of == tuple(range(len(workers))):
+        alone = "; one node alone, not compared with others'"
+        told = "writable" + (" and the same for all" if len(gathered.nodes) > 1 else alone)
+        return fine(f"snapshot directory {workers[0].snapshot_dir}: {told}")
+    seen = "; ".join(f"{nodes_of(gathered, ranks)}: {workers[ranks[0]].snapshot_dir}" for ranks in groups.values())
+    if not gathered.wanted.wants_shared_directory:
+        return fine(f"snapshot directories, each node its own as --local-snapshots says: {seen}")
+    return [
+        Finding(
+            Level.BREAKS,
+            f"the snapshot directory is not the same for all: {seen}",
+            "rank 0 writes the regular snapshots: if its machine is lost and all others stop, what only it had is gone",
+            "mount one file system on all nodes and name it by --run-dir or --snapshot-dir; if each node is to keep "
+            "its own, say --local-snapshots",
+        )
+    ]
+
+
+def there_is_room(gathered: Gathered) -> list[Finding]:
+    sizes = [worker.state_bytes for worker in gathered.workers if worker.state_bytes is not None]
+    if not sizes:
+        return skipped("room for snapshots: their size is not known")
+    size, findings = max(sizes), []
+    for rank, worker in first_of_nodes(gathered):
+        name = gathered.name(rank)
+        most = (worker.keep_snapshots + 1) * size
+        if worker.snapshot_dir_error is None and worker.snapshot_dir_free < most:
+            findings.append(
+                Finding(
+                    Level.BREAKS if worker.snapshot_dir_free < 2 * size else Level.MATTERS,
+                    f"{worker.snapshot_dir} on {name} has {human_bytes(worker.snapshot_dir_free)} free; "
+                    f"{worker.keep_snapshots} snapshots and the one being written take {human_bytes(most)}",
+                    "a snapshot that does not fit is not taken, and the job goes on without",
+                    "free some space, choose another --snapshot-dir, or lower --keep-snapshots",
+                )
+            )
+        loaders = worker.num_loaders * worker.local_world_size
+        if worker.shm_free < loaders * LOADER_BYTES:
+            findings.append(
+                Finding(
+                    Level.MATTERS,
+                    f"/dev/shm on {name} has {human_bytes(worker.shm_free)} free for {loaders} DataLoader processes",
+                    "a process that fills it up is killed by a bus error",
+                    "enlarge it (docker run --shm-size, an emptyDir with medium: Memory), or lower --num-workers",
+                )
+            )
+    return findings or fine(
+        f"room: a snapshot takes {human_bytes(size)}; enough in the snapshot directory and /dev/shm"
+    )
+
+
+def grace_is_long_enough(gathered: Gathered) -> list[Finding]:
+    measured = [
+        (worker.snapshot_seconds, rank)
+        for rank, worker in enumerate(gathered.workers)
+        if worker.snapshot_seconds is not None
+    ]
+    if not measured:
+        return skipped("grace period: no snapshot could be measured")
+    seconds, rank = max(measured)
+    grace = gathered.wanted.grace_seconds
+    what = (
+        f"a snapshot takes {seconds:.1f} s on {gathered.name(rank)}; between the signal and the kill are {grace:.0f} s"
+    )
+    do = (
+        "raise terminationGracePeriodSeconds, SLURM's KillWait or --signal, and torchrun's --shutdown-timeout, and "
+        "tell this check by --grace"
+    )
+    if seconds > grace:
+        return [Finding(Level.BREAKS, what, "a worker that is told to stop is killed before its state is safe", do)]
+    if 2 * seconds + 5 > grace:
+        return [Finding(Level.MATTERS, what, "the step in hand is finished first, and a busy disk takes longer", do)]
+    return fine(f"grace: {what}")

@@ -1,0 +1,253 @@
+"""What it takes several workers to find out, in a world that is formed as the job's own will be."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from elastic_train.elastic.membership import Membership
+from elastic_train.elastic.process_group import is_communication_error, process_group
+from elastic_train.errors import FormationFailed, first_line
+from elastic_train.protocol.addresses import use_interface_of
+from elastic_train.protocol.probes import Probe, probe
+from elastic_train.rendezvous.launch import Launch
+from elastic_train.rules import common_backend
+from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, NodeLink, SharedFacts, WorkerFacts
+from elastic_train.tools.check.here import TrialDirectory
+from elastic_train.training.collectives import exchange
+from elastic_train.world import Member, World
+
+PROBE_SECONDS = 3.0
+MOST_PROBES = 64
+"""of one worker: in a large world everybody looks at those that come next, so that each is looked at by so many"""
+EXCHANGE_SECONDS = 120.0
+CLOCK_ROUNDS = 5
+LATENCY_ROUNDS = 5
+MOST_PAIRINGS = 7
+"""rounds in which each node measures its link to another one"""
+
+
+def meet_others(membership: Membership, launch: Launch, mine: WorkerFacts) -> World:
+    """The world that the job would begin with; nobody is refused for what it differs in, that is told.
+
+    Raises:
+        FormationFailed, LeftOut, StoreUnreachable, StoreRefused: it does not come about.
+    """
+    use_interface_of(mine.address)
+    return membership.first_world(
+        Member(
+            host=mine.host,
+            local_rank=mine.local_rank,
+            pid=mine.pid,
+            agent_pid=mine.agent_pid,
+            address=(mine.address, 0),
+            directory_id="",
+            backend=mine.backend,
+            max_generation=None,
+            gpu=None if mine.gpu is None else mine.gpu.uuid,
+            node_id=launch.node_id,
+        )
+    )
+
+
+class Exchange:
+    """Values of all workers, through the store: it works where no process group does."""
+
+    def __init__(self, membership: Membership, world: World) -> None:
+        self._store, self._world = membership.job.world_store(world), world
+        self._key = f"{membership.job.world_key(world)}/check"
+
+    def gather(self, name: str, value: str) -> list[str]:
+        """Every rank's `value`, by rank. Every rank calls it.
+
+        Raises:
+            FormationFailed: a worker has ended, or did not come in time.
+        """
+        world = self._world
+        self._store.put(f"{self._key}/{name}/{world.rank}", value)
+        keys = [f"{self._key}/{name}/{rank}" for rank in range(len(world.members))]
+        deadline, next_look = time.monotonic() + EXCHANGE_SECONDS, time.monotonic() + 1.0
+        while True:
+            values = self._store.get_many(keys)
+            missing = [rank for rank, found in enumerate(values) if found is None]
+            if not missing:
+                return [found for found in values if found is not None]
+            now = time.monotonic()
+            if now > next_look:
+                next_look = now + 1.0
+                for rank in missing:
+                    if probe(world.members[rank].address) is Probe.REFUSED and self._is_missing(keys[rank]):
+                        raise FormationFailed(f"{world.members[rank].name} (rank {rank}) has ended; its log says why")
+            if now > deadline:
+                names = ", ".join(world.members[rank].name for rank in missing)
+                raise FormationFailed(f"{names} did not come to the check's step {name!r} in {EXCHANGE_SECONDS:.0f} s")
+            time.sleep(0.02)
+
+    def leave(self) -> None:
+        """The last word: rank 0, which may host the store, waits until everybody has said it."""
+        if self._world.rank == 0:
+            self.gather("through", "")
+        else:
+            self._store.put(f"{self._key}/through/{self._world.rank}", "")
+
+    def _is_missing(self, key: str) -> bool:
+        return self._store.get(key) is None
+
+
+def look_together(
+    membership: Membership, world: World, mine: WorkerFacts, directory: TrialDirectory, tell: Callable[[str], None]
+) -> tuple[list[WorkerFacts], list[SharedFacts]]:
+    """Everybody's facts, by rank. Every rank calls it; blocks for some seconds.
+
+    `tell` gets the line with which DDP scripts traditionally begin.
+
+    Raises:
+        FormationFailed: a worker has ended meanwhile.
+    """
+    exchange = Exchange(membership, world)
+    token = f"{world.generation}-{world.members[0].pid}"
+    directory.leave_mark(token, world.rank)
+    if directory.error is not None:
+        mine = replace(mine, snapshot_dir_error=directory.error)
+    workers = [WorkerFacts.from_json(text) for text in exchange.gather("here", mine.to_json())]
+    ranks = range(len(world.members))
+    shared = SharedFacts(
+        unreachable=tuple(rank for rank in probed_by(world.rank, len(world.members)) if not is_reachable(world, rank)),
+        sees_directory_of=tuple(rank for rank in ranks if directory.sees_mark(token, rank)),
+    )
+    # Only when all have looked may the marks go, and only without them what was made for them.
+    made = [json.loads(text) for text in exchange.gather("made", json.dumps(directory.made))]
+    directory.remove_marks({path for rank in shared.sees_directory_of for path in made[rank]})
+    nodes = first_ranks(workers)
+    try:
+        shared = measure(membership, world, nodes, shared, tell)
+    except Exception as error:
+        if not is_communication_error(error):
+            raise
+        shared = replace(shared, group_error=first_line(error))
+    found = [SharedFacts.from_json(text) for text in exchange.gather("shared", shared.to_json())]
+    exchange.leave()
+    return workers, found
+
+
+def probed_by(rank: int, size: int) -> list[int]:
+    """Whom this rank tries to reach."""
+    return sorted((rank + distance) % size for distance in range(1, min(size, MOST_PROBES + 1)))
+
+
+def is_reachable(world: World, rank: int) -> bool:
+    return any(probe(world.members[rank].address, PROBE_SECONDS) is Probe.ACCEPTED for _ in range(2))
+
+
+def first_ranks(workers: list[WorkerFacts]) -> list[int]:
+    """The first rank of every node."""
+    firsts: dict[tuple[str, str, int], int] = {}
+    for rank, worker in enumerate(workers):
+        firsts.setdefault((worker.host, worker.machine, worker.agent_pid), rank)
+    return list(firsts.values())
+
+
+def measure(
+    membership: Membership, world: World, nodes: list[int], shared: SharedFacts, tell: Callable[[str], None]
+) -> SharedFacts:
+    """Clocks, links and an all-reduce, in a process group formed as for training.
+
+    Raises:
+        FormationFailed, or RuntimeError of the communication library.
+    """
+    backend = common_backend(world.workers)
+    watcher = membership.watcher
+    watcher.expect(world)
+    membership.wait_for_workers(world)
+    with process_group(world, lambda: membership.group_store(world), backend, membership.sockets):
+        watcher.enter(world)
+        tell(f"rank = {dist.get_rank()}, world_size = {dist.get_world_size()}, backend = {backend}")
+        offset, error = measure_clock(world)
+        links = measure_links(world, nodes)
+        seconds = measure_all_reduce(world, "cuda" if "nccl" in backend else "cpu")
+        return replace(shared, clock_offset=offset, clock_error=error, links=tuple(links), all_reduce_seconds=seconds)
+
+
+def measure_clock(world: World) -> tuple[float, float]:
+    """(seconds that rank 0's clock is ahead of this one, how far that may be off): the best of a few questions."""
+    best = (0.0, 0.0)
+    for rank in range(1, world.world_size):
+        if world.rank == 0:
+            for _ in range(CLOCK_ROUNDS):
+                number = torch.zeros(1, dtype=torch.float64)
+                exchange([], [(number, rank)])
+                number[0] = time.time()
+                exchange([(number, rank)], [])
+        elif world.rank == rank:
+            answers = []
+            for _ in range(CLOCK_ROUNDS):
+                number = torch.zeros(1, dtype=torch.float64)
+                asked, started = time.time(), time.perf_counter()
+                exchange([(number, 0)], [])
+                exchange([], [(number, 0)])
+                taken = time.perf_counter() - started
+                answers.append((taken / 2, float(number) - asked - taken / 2))
+            error, offset = min(answers)
+            best = (offset, error)
+    return best
+
+
+def pairings(nodes: list[int]) -> Iterator[list[tuple[int, int]]]:
+    """Rounds in which every node meets another one (one sits out where they are odd), each pair at most once."""
+    seats: list[int | None] = [*nodes]
+    if len(seats) % 2:
+        seats.append(None)
+    for _ in range(min(len(seats) - 1, MOST_PAIRINGS)):
+        half = len(seats) // 2
+        couples = zip(seats[:half], reversed(seats[half:]), strict=True)
+        yield [(a, b) for a, b in couples if a is not None and b is not None]
+        seats = [seats[0], seats[-1], *seats[1:-1]]  # the circle method of round-robin tournaments
+
+
+def measure_links(world: World, nodes: list[int]) -> list[NodeLink]:
+    """This worker's links, if it is the first of its node. Every rank calls it."""
+    links = []
+    for couples in pairings(nodes):
+        dist.barrier()
+        for a, b in couples:
+            if world.rank in (a, b):
+                links.append(measure_link(other=b if world.rank == a else a, begins=world.rank == a))
+    dist.barrier()
+    return links
+
+
+def measure_link(*, other: int, begins: bool) -> NodeLink:
+    def round_trip(data: torch.Tensor) -> float:
+        started = time.perf_counter()
+        for is_sending in (begins, not begins):
+            if is_sending:
+                exchange([(data, other)], [])
+            else:
+                exchange([], [(data, other)])
+        return time.perf_counter() - started
+
+    small, large = torch.zeros(1), torch.zeros(ALL_REDUCE_BYTES // 4)
+    latency = min(round_trip(small) for _ in range(LATENCY_ROUNDS)) / 2
+    seconds = min(round_trip(large) for _ in range(2)) / 2
+    return NodeLink(other, latency, ALL_REDUCE_BYTES / seconds)
+
+
+def measure_all_reduce(world: World, kind: str) -> float:
+    """Seconds of an all-reduce over all workers, the best of three: the first one connects."""
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    data = torch.ones(ALL_REDUCE_BYTES // 4, device=device)
+    found = []
+    for _ in range(3):
+        started = time.perf_counter()
+        dist.all_reduce(data)
+        if kind == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - started)
+    if float(data[-1]) != float(world.world_size) ** 3:
+        raise FormationFailed("an all-reduce gave a wrong sum: do not train on these machines")
+    return min(found)

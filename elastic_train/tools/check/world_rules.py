@@ -1,0 +1,350 @@
+"""Rules about who is here, and how they reach each other."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from statistics import median
+
+from elastic_train.tools.check.advice import Finding, Level, by_value, by_value_of, fine, listing, nodes_of, rate
+from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, Gathered, Problem
+from elastic_train.wording import count, human_bytes
+
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
+WHY_EQUAL = {
+    "python": (Level.MATTERS, "what random numbers and floating point give may differ"),
+    "torch": (Level.BREAKS, "members with other versions are refused, or cannot talk to each other (torch 1.7 and 1.8 "
+              "could not)"),
+    "elastic_train": (Level.BREAKS, "members with other versions are refused"),
+    "torchvision": (Level.BREAKS, "nobody is refused, and models, images and what is drawn for them may differ"),
+    "cuda": (Level.MATTERS, "kernels and what they round may differ"),
+    "nccl": (Level.BREAKS, "members with other versions cannot talk to each other"),
+}  # fmt: skip
+"""what it breaks where two members have different versions"""
+NOTABLE_SKEW_SECONDS = 1.0
+SLOW_SHARE = 0.5
+"""a node whose best link has less than this share of the usual bandwidth is named"""
+
+
+def world_is_the_one_asked_for(gathered: Gathered) -> list[Finding]:
+    if gathered.world_error is not None:
+        has_store = all(worker.is_rendezvous_usable for worker in gathered.workers)
+        return [
+            Finding(
+                Level.BREAKS,
+                f"no world was formed: {gathered.world_error}",
+                "what is below is of this worker alone",
+                "see that all nodes are started, with one endpoint, one run id and one --nnodes"
+                if has_store
+                else "mend the rendezvous first, see below",
+            )
+        ]
+    wanted, num_nodes, num_workers = gathered.wanted, len(gathered.nodes), len(gathered.workers)
+    here = f"{count(num_workers, 'worker')} on {count(num_nodes, 'node')}"
+    if wanted.nodes is not None and num_nodes != wanted.nodes:
+        alone = num_nodes == 1 and wanted.nodes > 1
+        return [
+            Finding(
+                Level.BREAKS,
+                f"the world is {here}, and {wanted.nodes} nodes were asked for ({wanted.nodes_by})",
+                f"perhaps there are {wanted.nodes} worlds of one: each would train by itself and write the same run"
+                if alone
+                else "the nodes that are missing will not train, or are training somewhere else",
+                "give every node the same --rdzv-backend, --rdzv-id and --rdzv-endpoint=HOST:PORT (not localhost, "
+                "torchrun's default) and let --nnodes allow that many; see that the missing nodes have started",
+            )
+        ]
+    if num_nodes < wanted.max_nodes and wanted.nodes is None:
+        return [
+            Finding(
+                Level.MATTERS,
+                f"the world is {here}; --nnodes allows {wanted.max_nodes} nodes",
+                "whoever is not here is not checked",
+                "if all were to be here, say so with --nodes, and look at the endpoint and the run id of those missing",
+            )
+        ]
+    told = "as asked" if wanted.nodes is not None else "--nodes N has this compared with what you meant"
+    return fine(f"world: {here}, {told}")
+
+
+def versions_are_equal(gathered: Gathered) -> list[Finding]:
+    findings = []
+    for name in dict.fromkeys(name for worker in gathered.workers for name in worker.versions):
+        here = by_value(gathered, lambda rank, name=name: gathered.workers[rank].versions.get(name, "none"))  # type: ignore[misc]
+        if name == "nccl":
+            here.pop("none", None)  # of who does not use it
+        if len(here) > 1:
+            level, why = WHY_EQUAL[name]
+            findings.append(
+                Finding(
+                    level,
+                    f"{name} is not the same everywhere: {listing(here)}",
+                    why,
+                    "install one set of versions on all nodes, best as one image",
+                )
+            )
+    mine = ", ".join(f"{name} {version}" for name, version in gathered.workers[0].versions.items())
+    return findings or fine(f"versions: {mine}")
+
+
+def torch_is_known(gathered: Gathered) -> list[Finding]:
+    text = gathered.workers[0].versions["torch"]
+    found = re.match(r"(\d+)\.(\d+)", text)
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    if version < OLDEST_TORCH:
+        return [
+            Finding(
+                Level.BREAKS,
+                f"torch {text} is older than {'.'.join(map(str, OLDEST_TORCH))}",
+                "it was never tried with it",
+                "install a newer torch on all nodes",
+            )
+        ]
+    findings = []
+    if version > NEWEST_TORCH:
+        findings.append(
+            Finding(
+                Level.MATTERS,
+                f"torch {text} is newer than {'.'.join(map(str, NEWEST_TORCH))}, the newest that was tried",
+                "names of torch's own that a re-form needs may have changed",
+                "try a join before you rely on it: elastic-train drill --faults join",
+            )
+        )
+    bare = [rank for rank, worker in enumerate(gathered.workers) if not worker.has_hook]
+    if bare and gathered.wanted.is_c10d:
+        findings.append(
+            Finding(
+                Level.MATTERS,
+                f"torchrun does not load elastic_train's entry point on {nodes_of(gathered, bare)}",
+                "one node trains there as a world that nobody can join, and several end at once",
+                "pip install elastic_train there, in place of a folder on PYTHONPATH",
+            )
+        )
+    return findings or fine(f"torch {text}: tried")
+
+
+# --- how they reach each other ----------------------------------------------------------------------------------------
+
+
+def store_is_usable(gathered: Gathered) -> list[Finding]:
+    met: dict[Problem, list[int]] = {}
+    for rank, worker in enumerate(gathered.workers):
+        for problem in worker.rendezvous_problems:
+            met.setdefault(problem, []).append(rank)
+    findings = []
+    for problem, ranks in met.items():
+        is_usable = all(gathered.workers[rank].is_rendezvous_usable for rank in ranks)
+        findings.append(
+            Finding(
+                Level.MATTERS if is_usable else Level.BREAKS,
+                f"rendezvous, from {nodes_of(gathered, ranks)}: {problem.what}",
+                "nodes meet while enough of the others answer: any one under c10d, a majority of etcd"
+                if is_usable
+                else "without it nobody can meet",
+                problem.do,
+            )
+        )
+    findings += [
+        Finding(
+            Level.MATTERS,
+            what,
+            "from then on nobody can meet, and who trains can tell etcd nothing more",
+            "elastic-train certs --renew, or ask whoever has made it",
+        )
+        for what in dict.fromkeys(what for worker in gathered.workers for what in worker.expiries)
+    ]
+    notes = dict.fromkeys(note for worker in gathered.workers for note in worker.rendezvous_notes)
+    return findings + [Finding(Level.FINE, f"rendezvous: {note}") for note in notes]
+
+
+def names_resolve(gathered: Gathered) -> list[Finding]:
+    findings = []
+    by_host: dict[str, set[str]] = {}
+    for worker in gathered.workers:
+        by_host.setdefault(worker.host, set()).add(worker.machine)
+    for host, machines in by_host.items():
+        if len(machines) > 1:
+            findings.append(
+                Finding(
+                    Level.BREAKS,
+                    f"{len(machines)} machines call themselves {host}",
+                    "event files, snapshots and members are told apart by host name",
+                    "give each its own: hostnamectl hostname NAME",
+                )
+            )
+    lost = [rank for rank, worker in enumerate(gathered.workers) if not worker.host_addresses]
+    if lost:
+        findings.append(
+            Finding(
+                Level.MATTERS,
+                f"the name of {nodes_of(gathered, lost)} does not resolve there",
+                "a rendezvous in which a name serves as address (torchrun's MASTER_ADDR) waits for the name server",
+                "add it to /etc/hosts or the name server, or give torchrun --local-addr=IP",
+            )
+        )
+    return findings or fine(f"names: {', '.join(sorted(by_host))}")
+
+
+def addresses_are_usable(gathered: Gathered) -> list[Finding]:
+    findings = []
+    addresses = [ipaddress.ip_address(worker.address.split("%")[0]) for worker in gathered.workers]
+    loopback = [rank for rank, address in enumerate(addresses) if address.is_loopback]
+    if loopback and gathered.is_several_machines:
+        findings.append(
+            Finding(
+                Level.BREAKS,
+                f"{nodes_of(gathered, loopback)} can be reached at {addresses[loopback[0]]} only, from itself",
+                "members on other machines cannot connect to it",
+                "name the endpoint by an address that is not loopback, or see to a default route there",
+            )
+        )
+    if len({address.version for address in addresses}) > 1:
+        v6 = [rank for rank, address in enumerate(addresses) if address.version == 6]
+        findings.append(
+            Finding(
+                Level.BREAKS,
+                f"{nodes_of(gathered, v6)} has an IPv6 address, the others IPv4",
+                "gloo takes one kind; a pair with different kinds cannot connect",
+                "name the endpoint by an IPv4 address on every node, or by an IPv6 address on every node",
+            )
+        )
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        bad = {}
+        for rank, worker in enumerate(gathered.workers):
+            wanted = worker.wanted_interfaces.get(variable)
+            names = {interface.partition("=")[0] for interface in worker.interfaces}
+            if wanted is not None and not any(matches(wanted, name, variable) for name in names):
+                bad[rank] = wanted
+        if bad:
+            rank, wanted = next(iter(bad.items()))
+            findings.append(
+                Finding(
+                    Level.BREAKS,
+                    f"{variable}={wanted} names no interface of {nodes_of(gathered, bad)}",
+                    "the process group cannot be formed",
+                    f"unset it, or take one of {', '.join(gathered.workers[rank].interfaces)}",
+                )
+            )
+    if findings:
+        return findings
+    findings = fine(
+        f"interface that gloo takes: {listing(by_value(gathered, lambda rank: gloo_takes(gathered, rank)))}"
+    )
+    if any("nccl" in worker.backend for worker in gathered.workers):
+        taken = by_value(gathered, lambda rank: nccl_takes(gathered, rank))
+        findings += fine(f"interface that NCCL takes, where it has no InfiniBand: {listing(taken)}")
+    return findings
+
+
+def gloo_takes(gathered: Gathered, rank: int) -> str:
+    worker = gathered.workers[rank]
+    return worker.wanted_interfaces.get("GLOO_SOCKET_IFNAME") or worker.interface or f"the one with {worker.address}"
+
+
+def nccl_takes(gathered: Gathered, rank: int) -> str:
+    """By NCCL's documentation: what NCCL_SOCKET_IFNAME says, else any, loopback and docker bridges last."""
+    worker = gathered.workers[rank]
+    if "NCCL_SOCKET_IFNAME" in worker.wanted_interfaces:
+        return worker.wanted_interfaces["NCCL_SOCKET_IFNAME"]
+    names = [interface.partition("=")[0] for interface in worker.interfaces]
+    usual = [name for name in names if not name.startswith(("lo", "docker"))]
+    return " or ".join(usual or names)
+
+
+def matches(wanted: str, name: str, variable: str) -> bool:
+    """Whether an interface is one that the variable names: gloo wants a name, NCCL prefixes, =NAME and ^NOT."""
+    parts = wanted.lstrip("^=").split(",")
+    if variable == "GLOO_SOCKET_IFNAME":
+        return name in parts
+    if wanted.startswith("^"):
+        return not any(name.startswith(part) for part in parts)
+    return name in parts if wanted.startswith("=") else any(name.startswith(part.split(":")[0]) for part in parts)
+
+
+def everybody_reaches_everybody(gathered: Gathered) -> list[Finding]:
+    pairs = [(rank, other) for rank, shared in enumerate(gathered.shared) for other in shared.unreachable]
+    findings = []
+    if pairs:
+        some = ", ".join(f"{gathered.name(a)} to {gathered.name(b)}" for a, b in pairs[:5])
+        more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
+        findings.append(
+            Finding(
+                Level.BREAKS,
+                f"no TCP connection from {some}{more}",
+                "every worker connects to every other one, in both directions, at ports that the system chooses",
+                "let the nodes of the job reach each other at all ports (firewall, security group, NetworkPolicy)",
+            )
+        )
+    errors = by_value_of([shared.group_error or "" for shared in gathered.shared])
+    errors.pop("", None)
+    if errors and not pairs:
+        seen = "; ".join(f"{nodes_of(gathered, ranks)}: {text}" for text, ranks in list(errors.items())[:3])
+        findings.append(
+            Finding(
+                Level.BREAKS,
+                f"no process group that works; {seen}",
+                "nothing can be trained together",
+                "look at interfaces and versions above; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose an interface",
+            )
+        )
+    if findings or not gathered.shared:
+        return findings
+    if len(gathered.workers) == 1:
+        return fine(f"{gathered.workers[0].backend} works; one worker alone: no connection to others was tried")
+    return fine(f"connections: every worker reaches every other one, and {gathered.workers[0].backend} works")
+
+
+def clocks_agree(gathered: Gathered) -> list[Finding]:
+    known = {
+        rank: (shared.clock_offset, shared.clock_error)
+        for rank, shared in enumerate(gathered.shared)
+        if shared.clock_offset is not None
+    }
+    if len(known) < 2:
+        return []
+    worst = max(known, key=lambda rank: abs(known[rank][0]) - known[rank][1])
+    offset, error = known[worst]
+    sure = abs(offset) - error
+    what = (
+        f"the clock of {gathered.name(worst)} is {abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} that of "
+    )
+    if sure >= NOTABLE_SKEW_SECONDS:
+        return [
+            Finding(
+                Level.MATTERS,
+                what + gathered.name(0),
+                "training does not mind, but logs of different nodes cannot be put in order, and certificates may look "
+                "expired, or not yet valid",
+                "run chrony or systemd-timesyncd on every node",
+            )
+        ]
+    return fine(f"clocks: within {max(abs(offset), error):.3f} s")
+
+
+def no_node_is_slow(gathered: Gathered) -> list[Finding]:
+    best = {
+        gathered.name(rank): max(link.bytes_per_second for link in shared.links)
+        for rank, shared in enumerate(gathered.shared)
+        if shared.links
+    }
+    seconds = [shared.all_reduce_seconds for shared in gathered.shared if shared.all_reduce_seconds is not None]
+    if not best or not seconds:
+        return []
+    usual = median(best.values())
+    findings = []
+    for name, bandwidth in best.items():
+        # With two nodes both have the same link, and nobody can tell whose it is.
+        if bandwidth < SLOW_SHARE * usual:
+            findings.append(
+                Finding(
+                    Level.MATTERS,
+                    f"{name} is slow: {rate(bandwidth)} at its best, where {rate(usual)} is usual here",
+                    "every step waits for the slowest member",
+                    "look at its cable, its interface (above) and what else runs there, or leave it out",
+                )
+            )
+    latency = median(link.seconds for shared in gathered.shared for link in shared.links)
+    return findings or fine(
+        f"network: {rate(usual)} and {1e3 * latency:.2f} ms between nodes (one way), "
+        f"all-reduce of {human_bytes(ALL_REDUCE_BYTES)} in {1e3 * max(seconds):.1f} ms"
+    )

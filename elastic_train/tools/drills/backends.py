@@ -1,0 +1,144 @@
+"""Where the nodes of a drill meet: at each other, under c10d, or in an etcd cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
+from elastic_train.tools.drills.etcd_cluster import EtcdCluster
+from elastic_train.tools.drills.network import HUB_ADDRESS, Network
+from elastic_train.tools.drills.nodes import TooSlow, free_port, is_listening, wait_until
+
+PORT = 29400
+"""torchrun's default; nodes with an address of their own all have it"""
+ANSWER_SECONDS = 10.0
+ENDING_SECONDS = 60.0
+"""for processes that have been told to end, or whose node has; tenths of a second, where the machine is not starved"""
+ETCD_MEMBERS = 3
+
+
+class Backend(Protocol):
+    """What torchrun's `--rdzv-backend` names, run by the drill."""
+
+    name: str
+    members: EtcdCluster | None
+
+    def torchrun_flags(self) -> list[str]:
+        """Once it has been started."""
+
+    def start(self) -> None:
+        """Blocks until it answers; nothing where it runs already."""
+
+    def stop(self) -> list[str]:
+        """Politely, when the job is over; what the job has left in it, and it on this machine."""
+
+    def close(self) -> None:
+        """End whatever still runs."""
+
+
+class C10d:
+    """The nodes themselves. The endpoint lists the addresses of all; as processes they have one in common."""
+
+    name = "c10d"
+    members = None
+    """of an etcd cluster that faults may harm"""
+
+    def __init__(self, network: Network | None) -> None:
+        self._network = network
+        self.port = free_port() if network is None else PORT
+
+    def torchrun_flags(self) -> list[str]:
+        hosts = ["localhost"] if self._network is None else self._network.addresses
+        return ["--rdzv-backend=c10d", f"--rdzv-endpoint={','.join(f'{host}:{self.port}' for host in hosts)}"]
+
+    def start(self) -> None:
+        """Nothing: the first node begins."""
+
+    def stop(self) -> list[str]:
+        return [f"port {self.port} is still open"] if self._network is None and is_listening(self.port) else []
+
+    def close(self) -> None:
+        """Nothing runs but the nodes."""
+
+
+class Etcd3:
+    """An etcd cluster of three members on this machine, or the user's own.
+
+    Args:
+        run_id: of the drill's job, whose keys are looked for when it is over.
+        endpoint: the user's, as --rdzv-endpoint takes it; None for one of the drill's.
+    """
+
+    name = "etcd3"
+
+    def __init__(self, network: Network | None, run_id: str, endpoint: str | None) -> None:
+        self._run_id, self._endpoint = run_id, endpoint
+        self.members: EtcdCluster | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="elastic-train-etcd-")
+        if endpoint is None:
+            where = {"host": HUB_ADDRESS, "prefix": network.hub_prefix()} if network else {}
+            self.members = EtcdCluster(Path(self._folder.name), ETCD_MEMBERS, **where)  # type: ignore[arg-type]
+        self._is_running = False
+
+    def torchrun_flags(self) -> list[str]:
+        endpoint = self._endpoint if self.members is None else self.members.endpoint
+        return ["--rdzv-backend=etcd3", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={self._run_id}"]
+
+    def start(self) -> None:
+        if self._is_running:
+            return
+        if self.members is None:
+            self._keys(ANSWER_SECONDS)  # nodes would wait for it a minute
+        else:
+            self.members.start()
+        self._is_running = True
+
+    def stop(self) -> list[str]:
+        keys: list[str] = []
+
+        def is_empty() -> bool:
+            keys[:] = self._keys(ENDING_SECONDS)
+            return not keys
+
+        with contextlib.suppress(TooSlow):
+            wait_until(is_empty, "empty etcd", ENDING_SECONDS)
+        self.close()
+        return [f"key {key} is still in etcd" for key in keys]
+
+    def _keys(self, seconds: float) -> Sequence[str]:
+        if self.members is not None:
+            return self.members.keys()
+        assert self._endpoint is not None, "it has one or the other"
+        return keys_of(self._endpoint, self._run_id, seconds)
+
+    def close(self) -> None:
+        self._is_running = False
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._folder.cleanup)
+            if self.members is not None:
+                ends.callback(self.members.end)
+
+
+def keys_of(endpoint: str, run_id: str, seconds: float) -> Sequence[str]:
+    """The keys of a run in a user's cluster, which has so long to answer. Raises as every call of etcd.py does."""
+    from elastic_train.rendezvous.etcd import Connections, Etcd
+
+    settings = EtcdSettings.from_torchrun(endpoint, {}, os.environ, min_nodes=1, max_nodes=1)
+    connections = Connections(settings)
+    try:
+        entries, _ = Etcd(connections, deadline=seconds).below(f"{settings.prefix}/{run_id}/")
+    finally:
+        connections.close()
+    return [entry.key for entry in entries]
+
+
+def backend_of(
+    name: str, network: Network | None, *, run_id: str = "drill", endpoint: str | None = None
+) -> C10d | Etcd3:
+    """The one that `--backend` names. `endpoint`: of an etcd cluster that is there."""
+    return Etcd3(network, run_id, endpoint) if name == Etcd3.name else C10d(network)

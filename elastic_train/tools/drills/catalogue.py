@@ -1,0 +1,18 @@
+"""Every fault that there is, by name."""
+
+from __future__ import annotations
+
+from elastic_train.tools.drills import clock_faults, etcd_faults, faults, network_faults, resource_faults
+from elastic_train.tools.drills.harm import Fault
+
+FAULTS: dict[str, type[Fault]] = {
+    fault.name: fault
+    for fault in (
+        faults.Kill, faults.KillRankZero, faults.KillTwo, faults.KillAgain, faults.KillWorker, faults.KillAgent,
+        faults.Stop, faults.Hang, faults.Pause, faults.Slow, faults.Join, faults.KillAll, faults.Damage,
+        faults.KillEndpoint, network_faults.Partition, network_faults.OneWayDrop, network_faults.PowerLoss,
+        network_faults.PacketLoss, network_faults.SlowLink, etcd_faults.KillEtcd, etcd_faults.FreezeEtcdLeader,
+        resource_faults.OutOfMemory, resource_faults.DiskFull, clock_faults.SetClock,
+    )
+}  # fmt: skip
+"""name -> class"""

@@ -1,0 +1,152 @@
+"""From the command line of `elastic-train drill` to what the drill is to do; every check on a flag is here."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from elastic_train.config import Config, parse
+from elastic_train.errors import UsageError
+from elastic_train.tools.drills.backends import Etcd3
+from elastic_train.tools.drills.catalogue import FAULTS
+from elastic_train.tools.drills.drill import STEPS_PER_SECOND, Settings
+from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.schedule import DEFAULT_FAULTS, Planned, default_plan, random_plan, read_scenario
+from elastic_train.training.own_flags import own_flags
+
+BUNDLED_TASK = "elastic_train.tools.drills.task:PacedDigits"
+TASK_FLAGS = ("--task", "--dataset", "--model")
+OWNED_FLAGS = ("--run-dir", "--fresh", "--snapshot-dir")
+"""flags of the worker that the drill sets itself, or that would spoil it"""
+SNAPSHOT_EVERY = 100
+"""steps"""
+EVERY_SECONDS = 5.0
+SHARE_TRAINED = 0.8
+"""of a long schedule, about: the rest is incidents, and fewer nodes are slower"""
+
+
+def list_faults() -> list[str]:
+    """One line for each fault there is."""
+    width = max(map(len, FAULTS))
+    return [
+        f"{name:<{width}}  {kind.says}"
+        f"{' (needs network namespaces)' if kind.needs_network else ''}"
+        f"{f' (--backend {kind.backend})' if kind.backend else ''}"
+        for name, kind in FAULTS.items()
+    ]
+
+
+def may_use_namespaces(arguments: argparse.Namespace) -> bool:
+    """Whether the nodes are to be network namespaces where this machine allows that."""
+    return arguments.nodes_as != "processes" and arguments.rdzv_endpoint is None
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """Raises UsageError naming the flag."""
+    for name, least in (("nodes", 2), ("workers", 1)):
+        if getattr(arguments, name) < least:
+            raise UsageError(f"--{name} {getattr(arguments, name)}: must be at least {least}")
+    for name in ("duration", "every"):
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            raise UsageError(f"--{name} {value}: must be a positive number of seconds")
+    seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
+    if arguments.rdzv_endpoint is not None and arguments.backend != Etcd3.name:
+        raise UsageError("--rdzv-endpoint: of an etcd cluster; it goes with --backend etcd3")
+    if arguments.rdzv_endpoint is not None and arguments.nodes_as == "namespaces":
+        raise UsageError("--nodes-as namespaces: nodes there reach nothing but each other; leave out --rdzv-endpoint")
+    why_not = Network.why_not() if may_use_namespaces(arguments) else None
+    if arguments.nodes_as == "namespaces" and why_not is not None:
+        raise UsageError(f"--nodes-as namespaces: not on this machine: {why_not}")
+    has_network = may_use_namespaces(arguments) and why_not is None
+    plan = plan_of(arguments, seed, has_network)
+    is_bundled = not any(given.partition("=")[0] in TASK_FLAGS for given in arguments.flags)
+    is_long = arguments.every is not None or arguments.faults is not None
+    steps = int(max(10.0, plan[-1].at) * 1.2 * STEPS_PER_SECOND * (SHARE_TRAINED if is_long else 1.0))
+    steps += SNAPSHOT_EVERY * sum(FAULTS[planned.fault].snapshots for planned in plan)
+    last_step = steps if is_bundled else None
+    flags = [*default_flags(last_step), *arguments.flags]
+    config = checked(flags, arguments.flags)
+    run_dir = arguments.run_dir or Path("runs") / f"drill-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise UsageError(f"--run-dir {run_dir} is there already; a drill starts with an empty one")
+    return Settings(
+        run_dir=run_dir.absolute(),
+        seed=seed,
+        plan=plan,
+        flags=flags,
+        num_nodes=arguments.nodes,
+        num_workers=arguments.workers,
+        global_batch_size=config.global_batch_size,
+        peer_timeout=config.peer_timeout,
+        last_step=last_step,
+        wants_network=has_network,
+        why_no_network=why_not,
+        backend=arguments.backend,
+        etcd_endpoint=arguments.rdzv_endpoint,
+    )
+
+
+def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list[Planned]:
+    """The schedule that the flags ask for. Raises UsageError."""
+    sizes = {name: kind.size for name, kind in FAULTS.items()}
+    least = {name: kind.least_nodes() for name, kind in FAULTS.items()}
+    if arguments.scenario is not None:
+        if arguments.faults is not None or arguments.every is not None:
+            raise UsageError("--scenario says what happens when: it goes without --faults and --every")
+        plan = read_scenario(arguments.scenario, list(FAULTS))
+        _require_available([planned.fault for planned in plan], arguments.backend, has_network)
+        return plan
+    if arguments.faults is None and arguments.every is None:
+        if arguments.nodes < len(DEFAULT_FAULTS) - 1:
+            every = arguments.duration / (len(DEFAULT_FAULTS) + 1)
+            return random_plan(seed, DEFAULT_FAULTS, arguments.duration, every, arguments.nodes, sizes, least)
+        return default_plan(seed, arguments.duration, arguments.nodes, sizes)
+    if arguments.faults is not None:
+        names = arguments.faults.split(",")
+        unknown = sorted(set(names) - set(FAULTS))
+        if unknown:
+            raise UsageError(f"--faults: no {', '.join(map(repr, unknown))}; --list shows what there is")
+        _require_available(names, arguments.backend, has_network)  # also those that this seed does not draw
+    else:
+        names = [name for name in FAULTS if _why_not(name, arguments.backend, has_network) is None]
+    every = arguments.every or EVERY_SECONDS
+    return random_plan(seed, names, arguments.duration, every, arguments.nodes, sizes, least)
+
+
+def _require_available(names: Iterable[str], backend: str, has_network: bool) -> None:
+    """Raises UsageError naming the first fault that this drill cannot do."""
+    for name in sorted(set(names)):
+        if (why_not := _why_not(name, backend, has_network)) is not None:
+            raise UsageError(f"{name}: {why_not}")
+
+
+def _why_not(name: str, backend: str, has_network: bool) -> str | None:
+    """Why this drill cannot do a fault; None if it can. May have to try it, which takes a moment."""
+    kind = FAULTS[name]
+    if kind.backend not in (None, backend):
+        return f"goes with --backend {kind.backend} only"
+    if kind.needs_network and not has_network:
+        return "needs network namespaces, which this machine or --nodes-as does not allow"
+    return None if (why_not := kind.why_not()) is None else f"not on this machine: {why_not}"
+
+
+def default_flags(last_step: int | None) -> list[str]:
+    """The worker's, before the user's own, which win."""
+    bundled = ["--task", BUNDLED_TASK, "--epochs", "1000000", "--max-steps", str(last_step)] if last_step else []
+    return [
+        *bundled, "--reduction", "ordered", "--ledger", "--no-progress", "--peer-timeout", "5",
+        "--snapshot-every", str(SNAPSHOT_EVERY), "--eval-every", "1000000",
+    ]  # fmt: skip
+
+
+def checked(flags: Sequence[str], own: Sequence[str]) -> Config:
+    """The worker's configuration; a user's task is imported for its flags. Raises UsageError where the worker would,
+    or where the drill must decide."""
+    for given in own:
+        if given.partition("=")[0] in OWNED_FLAGS:
+            raise UsageError(f"{given}: the drill sets that itself")
+    return parse(flags, own_flags(list(flags)))

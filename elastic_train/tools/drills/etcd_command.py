@@ -1,0 +1,90 @@
+"""`elastic-train etcd --members 3`: a local etcd cluster to try a job on, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from elastic_train.errors import UsageError
+from elastic_train.tools.drills.etcd_cluster import EtcdCluster, EtcdMember, make_tls
+from elastic_train.wording import count
+
+POLL_SECONDS = 0.2
+
+
+def serve_etcd(arguments: argparse.Namespace) -> int:
+    """Start the members, say how to use them, and end them all on SIGINT or SIGTERM.
+
+    Raises:
+        EtcdMissing: there is no etcd on this machine. TooSlow: it does not become healthy. UsageError: the folder
+            cannot be written; or is not empty, and members of an earlier start would look for each other at ports that
+            are gone.
+    """
+    if arguments.dir is not None:
+        try:
+            arguments.dir.mkdir(parents=True, exist_ok=True)
+            if any(arguments.dir.iterdir()):
+                raise UsageError(f"--dir {arguments.dir}: is not empty")
+            tempfile.TemporaryFile(dir=arguments.dir).close()
+        except OSError as error:
+            raise UsageError(f"--dir {arguments.dir}: {error.strerror}") from error
+    ended: list[int] = []
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda received, _frame: ended.append(received))
+    folder = (arguments.dir or Path(tempfile.mkdtemp(prefix="elastic-train-etcd-"))).absolute()
+    try:
+        cluster = EtcdCluster(folder, arguments.members, make_tls(folder) if arguments.tls else None)
+        with ExitStack() as ends:
+            ends.callback(cluster.end)  # also the members of a start that fails half way
+            cluster.start()
+            print("\n".join(describe(cluster, folder, keeps=arguments.dir is not None)), flush=True)
+            watch(cluster, lambda: bool(ended))
+    finally:
+        if arguments.dir is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def describe(cluster: EtcdCluster, folder: Path, *, keeps: bool) -> list[str]:
+    tls = cluster.tls
+    conf = [f"--rdzv-conf=ca={tls.ca},cert={tls.client_cert},key={tls.client_key}"] if tls else []
+    # One of its own: tries without one would all be the run of runs/default, and the second would go on with the first.
+    command = ["torchrun", "--rdzv-backend=etcd3", f"--rdzv-endpoint={cluster.endpoint}", "--rdzv-id=try-1", *conf]
+    size = len(cluster.members)
+    spare = (size - 1) // 2
+    return [
+        f"elastic-train: etcd, {count(size, 'member')}, {'TLS' if tls else 'plain text'}, "
+        f"in {folder}{'' if keeps else ' (removed at the end)'}; Ctrl-C ends it",
+        *(f"  {member.name} at {member.endpoint}, pid {pid_of(member)}" for member in cluster.members),
+        f"{spare} of them may be killed at a time. In other terminals:" if spare else "In other terminals:",
+        "",
+        f"  {' '.join(command)} --nnodes 1:4 -m elastic_train",
+        "",
+        "Another --rdzv-id is another run, with a directory of its own below runs/.",
+    ]
+
+
+def pid_of(member: EtcdMember) -> int:
+    assert member.process is not None, "it was started"
+    return member.process.pid
+
+
+def watch(cluster: EtcdCluster, is_over: Callable[[], bool]) -> None:
+    """Until `is_over()`; says when a member has ended, or when all have and nothing is left to wait for."""
+    alive = list(cluster.members)
+    while alive and not is_over():
+        for member in list(alive):
+            # Ctrl-C goes to the members of this terminal too.
+            if member.process is not None and member.process.poll() is not None and not is_over():
+                alive.remove(member)
+                print(
+                    f"elastic-train: {member.name} has ended, {len(alive)} of {len(cluster.members)} are left",
+                    flush=True,
+                )
+        time.sleep(POLL_SECONDS)

@@ -1,0 +1,202 @@
+"""What every fault of a drill is: it says when it may strike, strikes, knows when it is over, and is undone.
+
+A fault strikes once (`strike`, which returns what shows that it really did). It says what it waits for (`not_yet`) and
+when the job has got over it (`is_over`). What has to be put right again, it puts right in `undo`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import psutil
+
+from elastic_train.tools.drills.backends import C10d
+from elastic_train.tools.drills.cluster import Cluster, Place
+from elastic_train.tools.drills.nodes import is_running
+
+if TYPE_CHECKING:
+    from elastic_train.storage.snapshot import SnapshotInfo
+
+RECOVERY_LIMIT_SECONDS = 30.0
+"""from a death to the next committed step; measured in tenths, but machines are loaded"""
+
+
+class NotStruck(Exception):
+    """A fault found that it could not do what it is for; the message says why."""
+
+
+@dataclass
+class Harm:
+    """One fault at work."""
+
+    cluster: Cluster
+    rng: random.Random
+    peer_timeout: float
+    """seconds, the worker's flag"""
+    targets: list[Place] = field(default_factory=list)
+    generation: int = -1
+    """of the world that it struck"""
+    members: tuple[str, ...] = ()
+    """of the targets when it struck"""
+    undone_at_step: int | None = None
+    """committed steps when it was undone; None before"""
+    detail: str = ""
+    """of what was struck, where it is not the targets"""
+
+    @property
+    def target(self) -> str:
+        return self.detail or ", ".join(place.name for place in self.targets)
+
+
+class Fault:
+    """Base of all. `size` says by how much it changes the number of nodes."""
+
+    name: ClassVar[str]
+    says: ClassVar[str]
+    """one line for --list"""
+    size: ClassVar[int] = -1
+    needs_company: ClassVar[bool] = False
+    """whether it has no effect on a node that trains alone"""
+    needs_network: ClassVar[bool] = False
+    """whether its nodes must be network namespaces"""
+    needs_clocks: ClassVar[bool] = False
+    """whether its nodes must have clocks of their own (faketime.py)"""
+    backend: ClassVar[str | None] = None
+    """the only one that it goes with; None: any"""
+    undo_after: ClassVar[float | None] = None
+    """seconds from the recovery, or for a fault without one from the strike, to `undo`; None: nothing to undo"""
+    snapshots: ClassVar[int] = 0
+    """that are written while it lasts"""
+
+    changes_world: ClassVar[bool] = True
+    """whether a new generation is what it leads to"""
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        """What else it needs that this machine lacks; None if it lacks nothing."""
+        return None
+
+    @classmethod
+    def least_nodes(cls) -> int:
+        """How many healthy ones there must be."""
+        return max(1 - cls.size, 2 if cls.needs_company else 1)
+
+    def limit_seconds(self, harm: Harm) -> float:
+        """From the strike to the next step, at most."""
+        return RECOVERY_LIMIT_SECONDS
+
+    def not_yet(self, cluster: Cluster) -> str | None:
+        """What it waits for; None when it may strike."""
+        if not cluster.is_settled:
+            return "the world is not settled"
+        if len(cluster.inside) < self.least_nodes():
+            return f"only {len(cluster.inside)} healthy nodes are in"
+        return None
+
+    def choose(self, harm: Harm) -> list[Place]:
+        """Whom it strikes. Raises NotStruck."""
+        return harm.rng.sample(harm.cluster.inside, max(1, -self.size))
+
+    def strike(self, harm: Harm) -> str:
+        """Do it; returns what shows that it happened. Raises NotStruck."""
+        raise NotImplementedError
+
+    def may_take(self, harm: Harm) -> list[Place]:
+        """The nodes that the job may lose by it; the audit reports every other that is lost."""
+        return harm.targets
+
+    def is_over(self, harm: Harm) -> bool:
+        """Whether a step was committed that this fault stood in the way of: here, in a world without the targets."""
+        world = harm.cluster.watch.world
+        return world is not None and has_stepped_anew(harm) and not set(world.members) & set(harm.members)
+
+    def undo(self, harm: Harm) -> None:
+        """Put right what can be."""
+
+    def is_cleared(self, harm: Harm) -> bool:
+        """Whether nothing of it is left, so that the job may be counted as healthy again."""
+        return True
+
+
+class Silence(Fault):
+    """A node says nothing any more, and nobody can tell whether it lives."""
+
+    def limit_seconds(self, harm: Harm) -> float:
+        return 3 * harm.peer_timeout + RECOVERY_LIMIT_SECONDS
+
+    def choose(self, harm: Harm) -> list[Place]:
+        """Under c10d, of two nodes the one with the higher rank: where the other is silent it waits for that one."""
+        found = sorted(harm.cluster.inside, key=lambda place: harm.cluster.rank_of(place) or 0)
+        has_arbiter = harm.cluster.backend.name != C10d.name
+        return [harm.rng.choice(found[1:] if len(found) == 2 and not has_arbiter else found)]
+
+
+class Absence(Silence):
+    """Silence that ends: the node finds out that it was left out, and comes back in its own processes."""
+
+    size = 0
+    needs_company = True
+    undo_after = 1.0
+
+    def is_cleared(self, harm: Harm) -> bool:
+        place = harm.targets[0]
+        if place.is_running and not harm.cluster.is_in(place):
+            return False
+        place.affliction = None
+        return True
+
+
+class Disturbance(Fault):
+    """Something that passes: the job goes on with everybody, or has got over it, when it is undone."""
+
+    size = 0
+    undo_after = 3.0
+    changes_world = False
+
+    def may_take(self, harm: Harm) -> list[Place]:
+        return []
+
+    def is_over(self, harm: Harm) -> bool:
+        return harm.undone_at_step is not None and harm.cluster.watch.step > harm.undone_at_step
+
+
+def has_stepped_anew(harm: Harm) -> bool:
+    """Whether a later generation has committed a step, whoever is in it."""
+    world = harm.cluster.watch.world
+    return world is not None and world.generation > harm.generation and world.first_step_at is not None
+
+
+def with_rank_zero(cluster: Cluster) -> list[Place]:
+    """The healthy node that has rank 0, if there is one."""
+    return [place for place in cluster.inside if cluster.rank_of(place) == 0]
+
+
+def workers_of(place: Place) -> list[psutil.Process]:
+    return place.node.workers() if place.node is not None else []
+
+
+def choose_worker(harm: Harm) -> psutil.Process:
+    """One of the target's. Raises: NotStruck where none is left."""
+    workers = workers_of(harm.targets[0])
+    if not workers:
+        raise NotStruck("it had no worker any more")
+    return harm.rng.choice(workers)
+
+
+def wait_gone(process: psutil.Process) -> None:
+    """Raises: NotStruck where it does not end."""
+    deadline = time.monotonic() + 10.0
+    while is_running(process):
+        if time.monotonic() > deadline:
+            raise NotStruck(f"process {process.pid} did not end")
+        time.sleep(0.005)
+
+
+def snapshots_of(cluster: Cluster) -> list[SnapshotInfo]:
+    """Newest first."""
+    from elastic_train.storage.snapshot import find_snapshots
+
+    return find_snapshots(cluster.run_dir / "snapshots", warn=lambda _: None)

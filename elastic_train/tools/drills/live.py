@@ -1,0 +1,103 @@
+"""What a person sees of a drill: a line per event, and in a terminal the timeline of the nodes below them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+from elastic_train.tools.drills.cluster import Cluster, NodeState
+from elastic_train.wording import count
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.live import Live
+
+COLUMNS = 60
+"""of the timeline"""
+MARKS = {
+    NodeState.STARTING: ("░", "cyan"),
+    NodeState.IN: ("█", "green"),
+    NodeState.FROZEN: ("▒", "blue"),
+    NodeState.CUT_OFF: ("▒", "magenta"),
+    NodeState.OUT: ("░", "yellow"),
+    NodeState.ENDED: (" ", "dim"),
+}
+
+
+class Timeline:
+    """A context manager: shows what goes on in a cluster. Without a terminal it prints the lines alone."""
+
+    def __init__(
+        self, cluster: Cluster, *, last_step: int | None, seconds: float, now: Callable[[], float] = time.monotonic,
+        file: TextIO | None = None,
+    ) -> None:  # fmt: skip
+        """`seconds`: what the whole drill is expected to take; the timeline's columns are a share of it."""
+        self._cluster, self._last_step, self._now = cluster, last_step, now
+        self._file = file or sys.stdout
+        self._started = now()
+        self._column_seconds = max(1.0, seconds / COLUMNS)
+        self._columns: dict[str, list[NodeState]] = {place.name: [] for place in cluster.places}
+        self._live: Live | None = None
+
+    def __enter__(self) -> Timeline:
+        if self._file.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(self._table(), console=Console(file=self._file), refresh_per_second=4, auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            self._live.stop()
+            self._live = None
+
+    @property
+    def elapsed(self) -> float:
+        return self._now() - self._started
+
+    def say(self, line: str) -> None:
+        text = f"{int(self.elapsed // 60):02d}:{self.elapsed % 60:04.1f}  {line}"
+        if self._live is not None:
+            self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        else:
+            print(text, file=self._file, flush=True)
+
+    def refresh(self) -> None:
+        """Call some times a second."""
+        column = int(self.elapsed / self._column_seconds)
+        for place in self._cluster.places:
+            states = self._columns[place.name]
+            states += [place.state] * (column + 1 - len(states))
+            states[column] = place.state
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+
+    def _table(self) -> Group:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        watch = self._cluster.watch
+        step = f"step {watch.step}" + (f" of {self._last_step}" if self._last_step else "")
+        loss = "" if watch.loss is None else f", loss {watch.loss:.4f}"
+        world = watch.world
+        told = f"generation {world.generation}, {count(len(world.members), 'worker')}" if world else "no world yet"
+        grid = Table.grid(padding=(0, 1))
+        for place in self._cluster.places:
+            bar = Text()
+            for state in self._columns[place.name][-COLUMNS:]:
+                mark, style = MARKS[state]
+                bar.append(mark, style=style)
+            rank = self._cluster.rank_of(place)
+            label = f"{place.state}" + (f", rank {rank}" if rank is not None and place.state is NodeState.IN else "")
+            grid.add_row(Text(place.name), bar, Text(label, style=MARKS[place.state][1]))
+        # Not the grid's own title, which would be wrapped to the width of the grid.
+        return Group(Text(f"{self.elapsed:.0f} s, {told}, {step}{loss}", no_wrap=True, overflow="ellipsis"), grid)

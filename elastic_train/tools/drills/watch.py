@@ -1,0 +1,107 @@
+"""Follows a live run by its event files, reading only what is new."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class SeenWorld:
+    """One generation, as far as its members have written it down."""
+
+    generation: int
+    members: tuple[str, ...]
+    """by rank"""
+    time: float
+    """Unix seconds, of the first who wrote"""
+    first_step_at: float | None = None
+    """when the first step in it was committed"""
+
+
+@dataclass(frozen=True)
+class SeenWarning:
+    member: str
+    time: float
+    """Unix seconds"""
+    message: str
+
+
+@dataclass
+class RunWatch:
+    """What the event files have told so far."""
+
+    run_dir: Path
+    step: int = 0
+    """the newest committed one"""
+    loss: float | None = None
+    generation: int = -1
+    """the newest; -1 before the first"""
+    world: SeenWorld | None = None
+    """of that generation; None again once its processes are known to be gone"""
+    last_step_at: float = 0.0
+    names: set[str] = field(default_factory=set)
+    """every member that ever wrote, as `host/local_rank/pid`"""
+    outcomes: dict[str, str] = field(default_factory=dict)
+    """member -> how it ended"""
+    warnings: list[SeenWarning] = field(default_factory=list)
+    _offsets: dict[Path, int] = field(default_factory=dict)
+
+    def poll(self) -> None:
+        """Read what was written since the last call."""
+        for path in (self.run_dir / "events").glob("*.jsonl"):
+            offset = self._offsets.get(path, 0)
+            try:
+                with path.open("rb") as file:
+                    file.seek(offset)
+                    data = file.read()
+            except FileNotFoundError:  # moved aside
+                continue
+            whole = data.rfind(b"\n") + 1
+            self._offsets[path] = offset + whole
+            member = "/".join(path.stem.rsplit("-", 2))
+            self.names.add(member)
+            for raw in data[:whole].splitlines():
+                self._take(member, raw)
+
+    def _take(self, member: str, raw: bytes) -> None:
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            return
+        event = line.get("event")
+        if event == "step":
+            if line["generation"] >= self.generation and line["step"] >= self.step:
+                self.step, self.loss = int(line["step"]), float(line["loss"])
+            committed_at = _time(line)
+            self.last_step_at = max(self.last_step_at, committed_at)
+            world = self.world
+            if world is not None and world.generation == line["generation"] and world.first_step_at is None:
+                world.first_step_at = committed_at
+        elif event == "world":
+            if line["generation"] > self.generation:
+                self.generation = int(line["generation"])
+                self.step = int(line["step"])  # less than before where it restarted from a snapshot
+                self.world = SeenWorld(int(line["generation"]), tuple(line["members"]), _time(line))
+        elif event == "warning":
+            self.warnings.append(SeenWarning(member, _time(line), str(line["message"])))
+        elif event == "done":
+            self.outcomes[member] = str(line.get("outcome"))
+
+    def forget_world(self) -> None:
+        """Every process of it is gone. New ones may have the same names: pids in containers repeat."""
+        self.poll()
+        self.world = None
+
+    @property
+    def is_finished(self) -> bool:
+        return not {"finished", "already_finished"}.isdisjoint(self.outcomes.values())
+
+
+def _time(line: dict[str, Any]) -> float:
+    """Unix seconds, by this process's clock: the writer's may be set off. The other they have in common, on one
+    machine."""
+    return float(line["monotonic"]) + time.time() - time.monotonic()

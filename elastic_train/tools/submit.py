@@ -1,0 +1,161 @@
+"""`elastic-train submit slurm`: fill in a batch script of deploy/slurm and hand it to sbatch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elastic_train.config import check_task_stands_alone, parse, task_of
+from elastic_train.errors import ElasticTrainError, UsageError
+from elastic_train.rendezvous.etcd_settings import parse_endpoints, require_known
+
+SCRIPTS = Path(__file__).parent / "data"
+"""the scripts of deploy/slurm, so that they come with an installation too"""
+OWNED_FLAGS = {
+    "--run-dir": "it is submit's own: before the --",
+    "--fresh": "a job that SLURM starts again would begin anew; give another --run-dir",
+}
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """What a batch script is filled with; None and nothing leave what stands there."""
+
+    nodes: str = "1:4"
+    """as torchrun's --nnodes: `4` is a fixed allocation, `1:4` an elastic job"""
+    allocate: int | None = None
+    """nodes to ask for, if not the most of `nodes`: more are spares, with fewer other jobs of the name are to join"""
+    is_array: bool = False
+    """each node is a job of its own, which SLURM starts, ends and requeues by itself; they meet in etcd"""
+    name: str | None = None
+    etcd: str | None = None
+    etcd_conf: str | None = None
+    run_dir: str | None = None
+    setup: str | None = None
+    workers: int | None = None
+    is_checked: bool = True
+    """whether `elastic-train check` looks at the nodes first"""
+    has_local_snapshots: bool = False
+    """whether each node is to keep its own snapshots, in which the check then sees no fault"""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """of sbatch, by long name without dashes; "" for a switch"""
+    flags: Sequence[str] = ()
+    """of the worker"""
+
+
+def write_script(job: SlurmJob) -> str:
+    """The batch script. Raises UsageError naming the flag."""
+    fewest, most = _nodes(job.nodes)
+    is_fixed = fewest is None
+    _check(job, is_fixed)
+    if job.allocate and job.allocate < (fewest or 1) and not job.etcd:
+        raise UsageError(
+            f"--allocate {job.allocate}: training starts with {fewest} nodes, and another job joins only with --etcd"
+        )
+    script = (SCRIPTS / ("fixed.sbatch" if is_fixed else "elastic.sbatch")).read_text(encoding="utf-8")
+    asked = job.allocate or most
+    options = {"nodes": str(1 if job.is_array else asked)}
+    if job.is_array:
+        options |= {"array": f"0-{asked - 1}", "output": "slurm-%A_%a.log"}
+    for name, value in (options | dict(job.options)).items():
+        script = set_option(script, name, value)
+    variables = {
+        "SETUP": job.setup if job.setup is not None else _setup_of_this_environment(),
+        "NNODES": None if is_fixed else job.nodes,
+        "JOB": job.name,
+        "RUN_DIR": job.run_dir,
+        "ETCD": job.etcd,
+        "ETCD_CONF": job.etcd_conf,
+        "CHECK": None if job.is_checked else "",
+        "WORKERS": None if job.workers is None else str(job.workers),
+    }
+    if job.has_local_snapshots:
+        script = set_variable(script, "CHECK_FLAGS", "(--local-snapshots)")
+    for name, text in variables.items():
+        if text is not None:
+            script = set_variable(script, name, shlex.quote(text) if text else "")
+    return set_variable(script, "FLAGS", f"({shlex.join(job.flags)})") if job.flags else script
+
+
+def _nodes(text: str) -> tuple[int | None, int]:
+    match = re.fullmatch(r"(?:(\d+):)?(\d+)", text)
+    fewest, most = (int(part) if part else None for part in match.groups()) if match else (0, 0)
+    if not most or fewest == 0 or (fewest or 1) > most:
+        raise UsageError(f"--nodes {text}: give 4 for exactly four, or 1:4 for an elastic job of one to four")
+    return fewest, most
+
+
+def _check(job: SlurmJob, is_fixed: bool) -> None:
+    if is_fixed:
+        elastic_only = {"--allocate": job.allocate, "--array": job.is_array, "--etcd": job.etcd, "--name": job.name}
+        for flag, value in elastic_only.items():
+            if value:
+                raise UsageError(f"{flag}: a fixed allocation has none; --nodes 1:{job.nodes} is an elastic job")
+    if job.is_array and not job.etcd:
+        raise UsageError("--array: jobs of one node each meet in etcd; give --etcd H1:2379,H2:2379,H3:2379")
+    if job.has_local_snapshots and not job.is_checked:
+        raise UsageError("--local-snapshots: it is for the check, which --no-check leaves out")
+    if job.etcd_conf and not job.etcd:
+        raise UsageError("--etcd-conf goes with --etcd")
+    if job.etcd:
+        parse_endpoints(job.etcd)
+        try:
+            require_known(dict(part.partition("=")[::2] for part in (job.etcd_conf or "").split(",") if part))
+        except UsageError as error:
+            raise UsageError(f"--etcd-conf: {error}") from error
+    for flag, value in {"--allocate": job.allocate, "--workers": job.workers}.items():
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} {value}: must be at least 1")
+    for name in ("nodes", "array", "ntasks-per-node"):
+        if name in job.options:
+            raise UsageError(f"--sbatch {name}: follows from --nodes, --allocate and --array")
+    for given in job.flags:
+        owned = OWNED_FLAGS.get(given.partition("=")[0])
+        if owned is not None:
+            raise UsageError(f"{given}: {owned}")
+    check_task_stands_alone(job.flags)
+    if task_of(job.flags) is None:  # a task may have flags of its own, which only the nodes know
+        parse(job.flags)
+
+
+def _setup_of_this_environment() -> str | None:
+    activate = Path(sys.prefix) / "bin" / "activate"
+    return f"source {shlex.quote(str(activate))}" if activate.exists() else None
+
+
+def set_option(script: str, name: str, value: str) -> str:
+    """`#SBATCH --name=value` in place of the line that is there, else after the last one; quoted for sbatch where it
+    must be. Raises UsageError."""
+    if re.fullmatch(r"[a-z][a-z-]*", name) is None:
+        raise UsageError(f"--sbatch {name}: is no option of sbatch")
+    if len(value.splitlines()) > 1:
+        raise UsageError(f"--{name} {value!r}: sbatch takes one line")
+    if re.search(r"[\s#'\"\\]", value):
+        value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+    option = f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}"
+    line = re.compile(rf"^#SBATCH --{re.escape(name)}(?![\w-])[^\n]*$", re.MULTILINE)
+    if line.search(script):
+        return line.sub(lambda _: option, script, count=1)
+    last = list(re.finditer(r"^#SBATCH [^\n]*\n", script, re.MULTILINE))[-1]
+    return f"{script[: last.end()]}{option}\n{script[last.end() :]}"
+
+
+def set_variable(script: str, name: str, value: str) -> str:
+    """`NAME=value` in place of the line that is there; `value` is in the shell's own words."""
+    return re.sub(rf"^{name}=[^\n]*$", lambda _: f"{name}={value}", script, count=1, flags=re.MULTILINE)
+
+
+def submit(script: str) -> str:
+    """What sbatch says. Raises ElasticTrainError where it is missing or refuses."""
+    try:
+        done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise ElasticTrainError("there is no sbatch here; --dry-run prints the script") from error
+    if done.returncode != 0:
+        raise ElasticTrainError(f"sbatch refused it: {done.stderr.strip() or done.returncode}")
+    return done.stdout.strip()

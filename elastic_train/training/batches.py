@@ -1,0 +1,137 @@
+"""The batches of a world: from its position in the run to the end of training, one list of micro-batches per step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from elastic_train.config import Config
+from elastic_train.stopping import die_with_parent
+from elastic_train.training.datasets import EpochDataset, as_fetched
+from elastic_train.training.sampler import MicroBatch, StepSampler
+from elastic_train.training.state import TrainState
+from elastic_train.training.tasks import mapped
+from elastic_train.world import World
+
+
+class RunSampler:
+    """A `batch_sampler` over all epochs that are left, so that loader processes start once per world, not per epoch."""
+
+    def __init__(self, state: TrainState, world: World, config: Config, first_ranks: int | None) -> None:
+        self._first_ranks = world.world_size if first_ranks is None else first_ranks
+        self._start = (state.epoch, state.samples_done, state.step)
+        self._last_step = state.last_step
+        self._arguments: dict[str, Any] = {
+            "length": state.length,
+            "seed": config.seed,
+            "global_batch_size": config.global_batch_size,
+            "rank": world.rank,
+            "world_size": world.world_size,
+            "virtual_ranks": config.virtual_ranks if config.reduction == "ordered" else None,
+            "micro_batch_size": state.micro_batch_size,
+            "max_steps": state.last_step,
+        }
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        epoch, samples_done, step = self._start
+        if self._first_ranks < self._arguments["world_size"] and step < self._last_step:
+            first = list(self._first_step())
+            yield from first
+            step += 1
+            samples_done += first[0].step_samples
+        while step < self._last_step:
+            sampler = StepSampler(epoch=epoch, samples_done=samples_done, steps_done=step, **self._arguments)
+            for micro_batch in sampler:
+                step = micro_batch.step
+                yield micro_batch
+            epoch, samples_done = epoch + 1, 0
+
+    def _first_step(self) -> Iterator[MicroBatch]:
+        """Split over the first ranks alone; the others get an empty micro-batch."""
+        epoch, samples_done, step = self._start
+        rank, ranks = self._arguments["rank"], self._first_ranks
+        split = {**self._arguments, "rank": min(rank, ranks - 1), "world_size": ranks, "max_steps": step + 1}
+        for micro_batch in StepSampler(epoch=epoch, samples_done=samples_done, steps_done=step, **split):
+            if rank < ranks:
+                yield micro_batch
+            elif micro_batch.is_last:
+                yield replace(micro_batch, indices=micro_batch.indices[:0], shard=micro_batch.step_samples)
+
+
+def steps(
+    dataset: Dataset[Any],
+    collate: Any,
+    state: TrainState,
+    world: World,
+    config: Config,
+    device: torch.device,
+    first_ranks: int | None = None,
+) -> Iterator[list[tuple[MicroBatch, Any]]]:
+    """This rank's micro-batches, a list per step, from `state`'s position to the end of training.
+
+    Reading ahead changes nothing: the position is what is committed.
+
+    Args:
+        first_ranks: how many ranks have samples in the first step, where newcomers do not have the weights yet (fast
+            reduction only); None for all.
+    """
+    reader = EpochDataset(dataset, seed=config.seed, collate=collate)
+    sampler = RunSampler(state, world, config, first_ranks)
+    fetched: Iterable[tuple[MicroBatch, Any]]
+    if config.num_workers == 0:
+        fetched = map(reader.__getitems__, sampler)  # what a DataLoader would do, without its cost per batch
+        if device.type == "cuda":
+            fetched = ((micro_batch, pinned(batch)) for micro_batch, batch in fetched)
+    else:
+        fetched = DataLoader(
+            reader,
+            batch_sampler=sampler,  # type: ignore[arg-type]  # yields MicroBatch, not lists
+            collate_fn=as_fetched,
+            pin_memory=device.type == "cuda",
+            **loader_options(config),
+        )
+    step: list[tuple[MicroBatch, Any]] = []
+    for micro_batch, batch in fetched:
+        step.append((micro_batch, batch))
+        if micro_batch.is_last:
+            yield step
+            step = []
+
+
+def pinned(batch: Any) -> Any:
+    """The batch with its tensors in pinned memory, from which a copy to a GPU need not be waited for; those that are on
+    a device already stay there, where a DataLoader would raise."""
+
+    def pin(value: Any) -> Any:
+        is_elsewhere = isinstance(value, torch.Tensor) and value.device.type != "cpu"
+        return value if is_elsewhere or not hasattr(value, "pin_memory") else value.pin_memory()
+
+    return mapped(batch, pin)
+
+
+def loader_options(config: Config, at_most: int | None = None) -> dict[str, Any]:
+    """What a DataLoader takes for its processes, `at_most` as many."""
+    num_workers = config.num_workers if at_most is None else min(config.num_workers, at_most)
+    if num_workers == 0:
+        return {}
+    return {
+        "num_workers": num_workers,
+        "prefetch_factor": config.prefetch_factor,
+        "multiprocessing_context": config.multiprocessing_context,
+        "worker_init_fn": start_loader_process,
+    }
+
+
+def start_loader_process(_worker: int) -> None:
+    """The `worker_init_fn` of every DataLoader whose processes live beside training."""
+    # torchrun and terminals signal a worker's whole process group. A loader that dies of that takes the step in hand
+    # and the snapshot of the stop with it: to stop is for the trainer alone to decide.
+    os.setpgid(0, 0)
+    # A loader that outlived its trainer would hold the trainer's sockets and lock files open.
+    die_with_parent()
+    torch.set_num_threads(1)

@@ -1,0 +1,135 @@
+"""By what members see that they train on the same data, in the same order: a few of its names and items.
+
+A folder that one node lists in another order, or in which a file was replaced, has the same length and breaks
+exactly-once unseen. Cheap for any number of items.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from elastic_train.training.datasets import EpochDataset
+
+NUM_ENTRIES = 64
+"""of each list that the data set holds about its items"""
+MAX_DEPTH = 4
+"""of data sets within data sets"""
+MAX_INNER = 16
+"""data sets side by side in one"""
+SHOWN = 40
+"""characters of a name in a message"""
+
+
+def identify(
+    dataset: Dataset[Any], *, seed: int, collate: Callable[[list[Any]], Any], may_read: bool
+) -> dict[str, str]:
+    """What must agree between members, by name; empty where nothing can be found out.
+
+    `names`: of lists with an entry for each item (files, labels) some entries, with paths below what these have in
+    common. `items`: whole numbers, types and shapes of the first item, the one in the middle and the last one, where
+    they can be read twice with the same outcome; other numbers as well of a TensorDataset. No texts: an item may hold
+    its path.
+
+    Args:
+        may_read: whether to read items. Not where loader processes do: files that a data set opens when it is first
+            read must not be inherited by them.
+    """
+    found = {}
+    names = _names_of(dataset)
+    if names:
+        shown = next((entry for entry in names[0] if isinstance(entry, str)), "")
+        found["names"] = _digest(names) + (f" ({shown[:SHOWN]!r} is the first)" if shown else "")
+    if may_read:
+        length = len(dataset)  # type: ignore[arg-type]  # Dataset declares no __len__
+        places = sorted({0, length // 2, length - 1})
+        # As they lie in memory, or after transforms, which another processor may round differently.
+        read = _read_items(EpochDataset(dataset, seed, collate), places, is_exact=type(dataset) is TensorDataset)
+        if read is not None:
+            found["items"] = read
+    return found
+
+
+def _names_of(dataset: Any) -> list[Any]:
+    try:
+        return list(_lists(dataset, MAX_DEPTH))
+    except Exception:  # of the user's code: what it is good for shows in training
+        return []
+
+
+def _lists(dataset: Any, depth: int) -> Iterator[list[Any]]:
+    length = len(dataset)
+    if length == 0:
+        return
+    for _, value in sorted(getattr(dataset, "__dict__", {}).items()):
+        if isinstance(value, list | tuple) and len(value) == length:
+            places = np.unique(np.linspace(0, length - 1, NUM_ENTRIES).astype(int)).tolist()
+            entries = [value[place] for place in places]
+            if all(map(_is_plain, entries)):
+                yield _below_common(entries)
+        for inner in value[:MAX_INNER] if isinstance(value, list | tuple) else [value]:
+            if isinstance(inner, Dataset) and hasattr(inner, "__len__") and depth:
+                yield from _lists(inner, depth - 1)
+
+
+def _is_plain(entry: Any) -> bool:
+    if isinstance(entry, list | tuple):
+        return len(entry) < 10 and all(map(_is_plain, entry))
+    return isinstance(entry, str | int | os.PathLike)
+
+
+def _below_common(entries: Sequence[Any]) -> list[Any]:
+    """Flat, and paths without the folder in which a node keeps its data."""
+    flat = [part for entry in entries for part in (entry if isinstance(entry, list | tuple) else (entry,))]
+    texts = [os.fspath(part) if isinstance(part, os.PathLike) else part for part in flat]
+    folders = {os.path.dirname(text) for text in texts if isinstance(text, str) and os.sep in text}
+    if not folders or len({os.path.isabs(folder) for folder in folders}) > 1:
+        return texts
+    root = os.path.commonpath(folders)
+    return [os.path.relpath(text, root) if isinstance(text, str) and os.sep in text else text for text in texts]
+
+
+def _read_items(dataset: EpochDataset, places: list[int], *, is_exact: bool) -> str | None:
+    def read() -> str:
+        return _digest(dataset.read(np.array(places, dtype=np.int64)), has_floats=is_exact, has_texts=False)
+
+    try:
+        found = read()
+        return found if read() == found else None  # what draws from elsewhere says nothing
+    except Exception:  # of the user's code: the first step raises it where it can be told
+        return None
+
+
+def _digest(value: Any, *, has_floats: bool = True, has_texts: bool = True) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+
+    def add(value: Any) -> None:
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            value = torch.from_numpy(np.ascontiguousarray(value))
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            if has_floats or not (value.is_floating_point() or value.is_complex()):
+                digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, Mapping):
+            for key in value:
+                digest.update(repr(key).encode())
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            digest.update(f"[{len(value)}".encode())
+            for entry in value:
+                add(entry)
+        elif value is None or isinstance(value, int):
+            digest.update(repr(value).encode())
+        else:
+            digest.update(type(value).__name__.encode())
+            if (has_floats and isinstance(value, float)) or (has_texts and isinstance(value, str)):
+                digest.update(repr(value).encode())
+
+    add(value)
+    return digest.hexdigest()

@@ -1,0 +1,159 @@
+"""Evaluation on the test set, sharded over the ranks: every sample once, and the same result for every world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from elastic_train.config import Config
+from elastic_train.errors import UsageError
+from elastic_train.rules import Activity
+from elastic_train.training.batches import loader_options
+from elastic_train.training.collectives import all_reduce, broadcast, broadcast_bytes
+from elastic_train.training.datasets import EpochDataset, as_fetched
+from elastic_train.training.group_sockets import GroupSockets, require_unbroken
+from elastic_train.training.sampler import MicroBatch
+from elastic_train.training.state import modes_kept
+from elastic_train.training.tasks import Task
+from elastic_train.world import World
+
+BLOCK_SAMPLES = 256
+"""most samples per forward pass"""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over the whole test set, the same on every rank."""
+
+    num_samples: int
+    metrics: dict[str, float]
+
+    @property
+    def accuracy(self) -> float | None:
+        return self.metrics.get("correct")
+
+
+class BlockSampler:
+    """A `batch_sampler` over this rank's blocks of the test set; rank 0 always has the first one.
+
+    Args:
+        size: samples of a block; the same for every world size, so that sums do not depend on that.
+    """
+
+    def __init__(self, length: int, world: World, size: int) -> None:
+        self.length = length
+        self._size = size
+        self.num_blocks = -(-length // size)
+        self.blocks = range(world.rank, self.num_blocks, world.world_size)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for block in self.blocks:
+            start, stop = block * self._size, min((block + 1) * self._size, self.length)
+            yield MicroBatch(
+                epoch=0, step=0, shard=block, indices=np.arange(start, stop), step_samples=self.length, is_last=False
+            )
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
+@torch.no_grad()
+def share_buffers(model: nn.Module, world: World, sockets: GroupSockets) -> None:
+    """Make rank 0's buffers everybody's, all or none; every rank calls it.
+
+    In fast mode BatchNorm's running statistics differ between ranks; those of rank 0 are what a snapshot holds.
+
+    Raises:
+        FormationFailed: the process group was broken off. RuntimeError: from the communication library.
+    """
+    if world.world_size == 1:
+        return
+    buffers = list(model.buffers())
+    received = [buffer.clone() for buffer in buffers]
+    for buffer in received:
+        broadcast(buffer, 0)
+    require_unbroken(sockets)
+    for buffer, of_rank_0 in zip(buffers, received, strict=True):
+        buffer.copy_(of_rank_0)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    task: Task,
+    dataset: Any,
+    world: World,
+    device: torch.device,
+    config: Config,
+    *,
+    block_samples: int = BLOCK_SAMPLES,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    do: Callable[[Activity], None] = lambda _activity: None,
+) -> Evaluation:
+    """Every rank calls it; each runs its blocks, and the sums of all blocks are added in block order.
+
+    Args:
+        block_samples: most samples of a forward pass.
+        autocast: makes a context for each forward pass.
+        do: is told of every block, each of which may take its time, and when this rank begins to wait for the others.
+    """
+    sampler = BlockSampler(len(dataset), world, block_samples)
+    loader = DataLoader(
+        EpochDataset(dataset, seed=config.seed, collate=task.collate),
+        batch_sampler=sampler,  # type: ignore[arg-type]  # yields MicroBatch, not lists
+        collate_fn=as_fetched,
+        **loader_options(config, at_most=len(sampler)),
+    )
+    sums: dict[str, torch.Tensor] = {}
+    with modes_kept(model):
+        model.eval()
+        do(Activity.COMPUTE)
+        for micro_batch, batch in loader:
+            with autocast():
+                values = task.evaluate(model, task.to_device(batch, device))
+            for name, value in require_sums(task, values).items():
+                by_block = sums.setdefault(name, torch.zeros(sampler.num_blocks, dtype=torch.float64))
+                by_block[micro_batch.shard] = value.double().cpu()
+            do(Activity.COMPUTE)
+    do(Activity.REDUCE)
+    names = _agreed_names(sums, world)
+    table = torch.stack([sums.get(name, torch.zeros(sampler.num_blocks, dtype=torch.float64)) for name in names])
+    if world.world_size > 1:
+        all_reduce(table)  # every entry is one rank's value plus zeros: exact
+    totals = [sum(row, start=0.0) for row in table.tolist()]
+    return Evaluation(
+        num_samples=sampler.length,
+        metrics={name: total / sampler.length for name, total in zip(names, totals, strict=True)},
+    )
+
+
+def require_sums(task: Task, values: Any) -> dict[str, torch.Tensor]:
+    """Raises: UsageError where a task's evaluation gave something else than scalars by name."""
+    if not isinstance(values, dict):
+        raise UsageError(
+            f"{type(task).__name__}.evaluate gave a {type(values).__name__}: it must give a dict of scalars by name, "
+            "sums over the samples of the batch"
+        )
+    found = {name: value if isinstance(value, torch.Tensor) else torch.tensor(value) for name, value in values.items()}
+    for name, value in found.items():
+        if value.dim() != 0:
+            raise UsageError(
+                f"{type(task).__name__}.evaluate gave {name!r} of shape {tuple(value.shape)}: it must be a scalar, the "
+                "sum over the samples of the batch"
+            )
+    return found
+
+
+def _agreed_names(sums: dict[str, torch.Tensor], world: World) -> list[str]:
+    """The metrics' names on every rank; a rank without blocks knows none, rank 0 always knows them."""
+    if world.world_size == 1:
+        return sorted(sums)
+    own = "\n".join(sorted(sums)).encode() if world.rank == 0 else None
+    return broadcast_bytes(own, 0).decode().split("\n")

@@ -1,0 +1,186 @@
+"""The sockets of the process group in which a step is reduced: another thread may break it off."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from elastic_train.errors import FormationFailed
+from elastic_train.system import open_sockets
+
+ABORT_SECONDS = 60.0
+"""that NCCL's abort is waited for; it may wait until every rank aborts (NVIDIA/nccl#1013)"""
+KEEP_SECONDS = 1.0
+"""that the connections of a group that is broken off stay, and that gloo has to end; most often it takes a few ms"""
+
+
+class GroupSockets:
+    """The sockets of the present process group, so that another thread can break off what blocks on them.
+
+    gloo has no abort (pytorch/pytorch#130345): `shutdown(2)` from a side thread makes the blocked collective raise, and
+    on the store client that the group was made with, a blocked `init_process_group`. The sockets are those that
+    appeared while the group was made; a number is only touched while it still names the same socket. Listening ones
+    are left alone: gloo aborts the process when its `accept` fails.
+
+    A send of gloo's that meets a broken connection hangs (collectives.py). So that few do, only the reading ends, and
+    the connection stays until `release`, or for KEEP_SECONDS, in which the others break off their own. Where all
+    members are alive, votes end a world.
+
+    NCCL has an abort, after which what was under way ends with garbage and no error: whoever uses the result of a
+    collective asks `is_shut` first.
+
+    A group that is over is kept until `release`: gloo takes 20 to 40 ms to end one, for its threads look up every
+    10 ms, and the next world need not wait for that.
+
+    Args:
+        spared_port: of the store that this process serves: its callers wait for answers, whatever becomes of a group.
+    """
+
+    def __init__(self, spared_port: int | None = None) -> None:
+        self._spared_port = spared_port
+        self._lock = threading.Lock()
+        self._before: dict[int, str] | None = None
+        self._sockets: dict[int, str] = {}
+        self._nccl: dist.ProcessGroup | None = None
+        self._over: list[dist.ProcessGroup] = []
+        self._kept: dict[str, socket.socket] = {}
+        """connections that were broken off, and that the others may still write to"""
+        self._shut_at: float | None = None
+        """when the present group was broken off, on the monotonic clock"""
+        self._hangs = False
+        self.has_nccl = False
+        """whether the present group, or the last one, has NCCL in it"""
+        self._abort: threading.Thread | None = None
+        # A forked DataLoader process holds copies, and would hide this process's death from its peers.
+        os.register_at_fork(after_in_child=self._close_all)
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether the present group was broken off."""
+        return self._shut_at is not None
+
+    def require_hope(self) -> None:
+        """As `collectives.Breakable`."""
+        if self._shut_at is not None and time.monotonic() - self._shut_at > KEEP_SECONDS:
+            self._hangs = True
+            raise FormationFailed("the process group was broken off, and Gloo does not end what was under way")
+
+    def begin(self) -> None:
+        """What is opened from now on belongs to the group that is being made."""
+        self.release()
+        with self._lock:
+            self._before, self._shut_at, self._hangs = open_sockets(), None, False
+
+    def complete(self, nccl: dist.ProcessGroup | None = None) -> None:
+        """The group stands; what is opened from now on does not belong to it. `nccl` is it, if NCCL is in it."""
+        with self._lock:
+            self._sockets, self._before, self._nccl = self._present(), None, nccl
+            self.has_nccl = nccl is not None
+
+    def take(self, sockets: dict[int, str]) -> None:
+        """A group is to be installed that was formed with these."""
+        self.release()
+        with self._lock:
+            self._sockets, self._before, self._shut_at, self._hangs = sockets, None, None, False
+            self.has_nccl = False
+
+    def forget(self, group: dist.ProcessGroup | None = None) -> None:
+        """The group is over; torch does not know it any more. NCCL's ends at once."""
+        with self._lock:
+            if self._hangs:
+                # A thread of it hangs, for which its end would wait: it has none, not even at the end of the process.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            elif group is not None and self._nccl is None:
+                self._over.append(group)
+            self._sockets, self._before, self._nccl = {}, None, None
+
+    def release(self) -> None:
+        """Let go of the groups that are over, on a thread of its own, and of their connections. An exception that holds
+        a group, by the frames that it went through, should be gone by then."""
+        self._close_kept()
+        if self._over:
+            over, self._over = self._over, []
+            # No daemon: a process that ends while a group does is aborted.
+            threading.Thread(target=over.clear, name="release").start()
+
+    def _close_kept(self) -> None:
+        with self._lock:
+            kept, self._kept = self._kept, {}
+        for connection in kept.values():
+            connection.close()
+
+    def shut(self) -> None:
+        """Break off this member's part in every collective. Called from any thread; does not block."""
+        if not self._kept and not sys.is_finalizing():  # then no thread starts, and all is closed in a moment
+            timer = threading.Timer(KEEP_SECONDS, self._close_kept)
+            timer.daemon = True
+            timer.start()
+        with self._lock:
+            if self._shut_at is None:
+                self._shut_at = time.monotonic()
+            if self._nccl is not None:
+                # On a thread of its own: it may wait until every rank aborts (NVIDIA/nccl#1013).
+                self._abort = threading.Thread(target=self._nccl.abort, name="abort", daemon=True)
+                self._abort.start()
+                self._nccl = None
+            for fd, name in self._present().items():
+                with suppress(OSError):
+                    # The number may be given to another file between look and use, a copy may not.
+                    copy = os.dup(fd)
+                    if os.readlink(f"/proc/self/fd/{copy}") != name:
+                        os.close(copy)
+                        continue
+                    connection = socket.socket(fileno=copy)
+                    is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if is_listening or name in self._kept or self._is_spared(connection):
+                        connection.close()
+                        continue
+                    self._kept[name] = connection
+                    connection.shutdown(socket.SHUT_RD)
+
+    def wait_for_abort(self, seconds: float = ABORT_SECONDS) -> None:
+        """Until NCCL's abort, if there was one, has ended: torch would destroy what it still works on. In torch 2.15
+        neither takes a lock. Blocks for `seconds` at most."""
+        with self._lock:
+            abort, self._abort, self._nccl = self._abort, None, None  # from here on there is nothing to abort
+        if abort is not None:
+            abort.join(seconds)
+
+    def _is_spared(self, connection: socket.socket) -> bool:
+        is_ip = connection.family in (socket.AF_INET, socket.AF_INET6)
+        return is_ip and connection.getsockname()[1] == self._spared_port
+
+    def _present(self) -> dict[int, str]:
+        if self._before is None:
+            return self._sockets
+        return {fd: name for fd, name in open_sockets().items() if self._before.get(fd) != name}
+
+    def _close_all(self) -> None:
+        for connection in self._kept.values():
+            connection.close()
+        for fd, name in self._sockets.items():
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{fd}") == name:
+                    os.close(fd)
+
+
+def require_unbroken(sockets: GroupSockets, device: torch.device | None = None) -> None:
+    """For after a collective whose result is about to be used: NCCL's, once aborted, end with garbage and no error.
+
+    Args:
+        device: blocks until it has done what it was given, where the result was not read yet; None where it was.
+
+    Raises: FormationFailed where the process group was broken off.
+    """
+    if device is not None and sockets.has_nccl and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
+    if sockets.is_shut:
+        raise FormationFailed("the process group was broken off")

@@ -1,0 +1,341 @@
+"""The gradients of one step, from every rank's micro-batches to one gradient in every rank's `.grad`.
+
+This is the seam between the modes of `--reduction`: a `Reduction` runs forward and backward over a rank's
+micro-batches and leaves the gradient of the mean loss over the whole step's samples, the same on every rank. With it
+travel the step's loss and the members' votes (such as "I was told to stop"), so that a decision about what follows a
+step costs no message of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_train.errors import UsageError
+from elastic_train.rules import Activity
+from elastic_train.training.collectives import all_reduce, broadcast, wait
+from elastic_train.training.sampler import MicroBatch
+from elastic_train.world import World
+
+Batch = Any
+Share = Sequence[tuple[MicroBatch, Batch]]
+"""a rank's part of a step: micro-batches with their data, None for an empty one"""
+Loss = Callable[[nn.Module, MicroBatch, Batch], torch.Tensor]
+"""(module, micro-batch, its data or None if it is empty) -> mean loss over the micro-batch's samples, a scalar"""
+
+
+STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+"""the buffers of torch's normalising layers"""
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What all ranks know after a step's reduction."""
+
+    loss: float
+    """mean over all samples of the step"""
+    votes: tuple[int, ...]
+    """the ranks' votes, summed entry by entry"""
+
+
+class Reduction(Protocol):
+    """One way of turning micro-batches into the step's gradient; every rank calls `run` once per step."""
+
+    def run(
+        self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
+    ) -> StepTotals:
+        """Forward, backward and reduce. Blocks until every rank has taken part.
+
+        Args:
+            micro_batches: this rank's share of the step, at least one (perhaps empty) micro-batch.
+            loss: computes a micro-batch's mean loss with the module that it is given.
+            scale: multiplies a loss before its backward pass (fp16 loss scaling).
+            votes: this rank's votes, as many on every rank.
+
+        Raises:
+            RuntimeError: from the communication library, when a peer is lost. FormationFailed: it did not say so.
+        """
+        ...
+
+
+class FastReduction:
+    """All-reduces of DDP's buckets, overlapping the backward pass; sums in an order that depends on the world size.
+
+    Micro-batches but the last accumulate under `no_sync`. Gradients are weighted by sample count: each loss is
+    multiplied by its share of the step's samples, and by the world size where DDP divides by it.
+
+    On the CPU a communication hook has the buckets summed in place while the backward pass goes on, and `run` waits for
+    them after it, so that the wait can end when gloo's does not (collectives.py).
+
+    Loss and votes are the gradient of one more parameter, which DDP puts into its first bucket: a message of their own
+    costs as much as the whole gradient of a small model. Being the first root of the backward pass, they are on their
+    way before any other gradient. In float32, so the loss travels as this rank's part of the mean, not of the sum. With
+    options of DDP that make it look into the graph, where that parameter is not, they have a message of their own.
+
+    BatchNorm's running statistics are each rank's own: in train mode nothing reads them, and whoever needs them takes
+    rank 0's (`evaluation.share_buffers`, a snapshot). A model with other buffers gets those of rank 0 before each step,
+    as with DDP, in a message for each type of numbers.
+
+    Built alike on every rank of a world, whose models must be equal; nothing is broadcast here.
+
+    Args:
+        num_votes: as many as `run` is given.
+        do: told in every step when this rank may begin to wait for others, and when it computes again.
+        options: DDP's own, such as `find_unused_parameters`.
+
+    Raises:
+        UsageError: the model is spread over devices of several kinds, and there are several ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        device: torch.device,
+        num_votes: int = 2,
+        do: Callable[[Activity], None] = lambda _activity: None,
+        **options: Any,
+    ) -> None:
+        self._world_size = world.world_size
+        self._device = device
+        self._module: nn.Module = model
+        self._totals = nn.Parameter(torch.zeros(1 + num_votes, device=device))
+        self._no_votes = torch.zeros(1 + num_votes, device=device)
+        self._rides_along = not any(options.values())
+        self._works: list[Any] = []
+        self._divisor = 1
+        self._do = do
+        self._waits_in_forward = self._waits_in_backward = False
+        self._shared: nn.Module | None = None
+        """whose buffers are rank 0's"""
+        if world.world_size > 1:
+            require_one_kind_of_device(parameter.device for parameter in model.parameters())
+            ddp = DistributedDataParallel(
+                _Carrier(model, self._totals) if self._rides_along else model,
+                device_ids=ddp_device_ids(parameter.device for parameter in model.parameters()),
+                gradient_as_bucket_view=True,  # spares a copy of every gradient
+                init_sync=False,  # the models are equal, but for a newcomer's in a step without samples
+                broadcast_buffers=False,
+                **options,
+            )
+            if not has_only_statistics(model):
+                self._shared = model
+            self._waits_in_forward = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
+            if device.type == "cpu":
+                # Without a reference to `self`, which holds the DDP, and without annotations, which DDP would check.
+                ddp.register_comm_hook(self._works, lambda works, bucket: _begin_sum(works, bucket, do))
+            else:
+                self._divisor = world.world_size
+                self._waits_in_backward = True
+            # DDP has taken note of all parameters and buffers. From here on its module is the model itself, as a loss
+            # that looks at `module.module` expects.
+            ddp.module = model
+            self._module = ddp
+
+    def run(
+        self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
+    ) -> StepTotals:
+        self._works.clear()  # of a step that an error has ended
+        totals = self._make_totals(votes)
+        if self._shared is not None:
+            self._share_buffers(self._shared)
+        for micro_batch, batch in micro_batches:
+            with self._synchronise_at(micro_batch):
+                if self._waits_in_forward:
+                    self._do(Activity.REDUCE)
+                mean = loss(self._module, micro_batch, batch)
+                weight = len(micro_batch.indices) * self._divisor / micro_batch.step_samples
+                if batch is not None:
+                    totals[0].add_(mean.detach(), alpha=weight)
+                scaled = scale(mean if weight == 1.0 else mean * weight)
+                if self._waits_in_backward and micro_batch.is_last:
+                    self._do(Activity.REDUCE)
+                with zero_gradients(self._module) if batch is None else nullcontext():
+                    if self._world_size > 1 and micro_batch.is_last and self._rides_along:
+                        self._totals.grad = None
+                        torch.autograd.backward([scaled, self._totals], [None, totals])
+                    else:
+                        scaled.backward()  # type: ignore[no-untyped-call]
+        while self._works:
+            wait(self._works.pop(0))
+        if self._world_size > 1 and self._rides_along:
+            assert self._totals.grad is not None, "the last micro-batch has set it"
+            totals = self._totals.grad
+        elif self._world_size > 1:
+            all_reduce(totals)
+            totals /= self._divisor
+        # The only place where a step waits for the device. Where DDP divides, votes are not quite integers.
+        mean_loss, *all_votes = totals.tolist()
+        return StepTotals(mean_loss, tuple(round(vote) for vote in all_votes))
+
+    @torch.no_grad()
+    def _share_buffers(self, model: nn.Module) -> None:
+        self._do(Activity.REDUCE)
+        for buffers in _by_type(model.buffers()):  # anew: a forward pass may put another one in a buffer's place
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            broadcast(flat, 0)
+            begin = 0
+            for buffer in buffers:
+                buffer.copy_(flat[begin : begin + buffer.numel()].view(buffer.shape))
+                begin += buffer.numel()
+        if not self._waits_in_backward:  # else it waits where the device does
+            self._do(Activity.COMPUTE)
+
+    def _make_totals(self, votes: Sequence[int]) -> torch.Tensor:
+        """(loss, votes...) of this rank times what DDP divides by, on its device, before its first micro-batch."""
+        if not any(votes):
+            return self._no_votes.clone()
+        is_cuda = self._device.type == "cuda"
+        # From pinned memory, else the copy would wait until the device has done all that it was given.
+        totals = torch.tensor([0, *(vote * self._divisor for vote in votes)], dtype=torch.float32, pin_memory=is_cuda)
+        return totals.to(self._device, non_blocking=True) if is_cuda else totals
+
+    def _synchronise_at(self, micro_batch: MicroBatch) -> Any:
+        if isinstance(self._module, DistributedDataParallel) and not micro_batch.is_last:
+            return self._module.no_sync()
+        return nullcontext()
+
+
+def _by_type(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for buffer in buffers:
+        found.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+    return list(found.values())
+
+
+def _begin_sum(
+    works: list[Any], bucket: dist.GradBucket, do: Callable[[Activity], None]
+) -> torch.futures.Future[torch.Tensor]:
+    """DDP's communication hook: the sum over the ranks has begun. It takes place in the bucket, of which the gradients
+    are views; a sparse one DDP waits for."""
+    if bucket.is_last():  # what is left of the backward pass is of its input alone
+        do(Activity.REDUCE)
+    gradients = bucket.buffer()
+    work = dist.all_reduce(gradients, async_op=True)
+    assert work is not None, "asynchronous"
+    future: torch.futures.Future[torch.Tensor]
+    if gradients.is_sparse:
+        future = work.get_future().then(lambda done: done.value()[0])
+        return future
+    works.append(work)
+    future = torch.futures.Future()
+    future.set_result(gradients)
+    return future
+
+
+@contextmanager
+def zero_gradients(module: nn.Module) -> Iterator[None]:
+    """Have a backward pass give zeros, which DDP waits for, to every parameter that takes part in it.
+
+    For a rank without samples: the loss of the single one that stands in may be NaN (a variance over the batch), and
+    NaN times a weight of 0 is NaN.
+    """
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def ddp_device_ids(devices: Iterable[torch.device]) -> list[torch.device] | None:
+    """DDP's `device_ids` for a model with parameters on these devices: None on the CPU, and where it is spread out."""
+    distinct = set(devices)
+    return list(distinct) if len(distinct) == 1 and all(device.type == "cuda" for device in distinct) else None
+
+
+def hush_statistics(module: nn.Module) -> list[nn.Module]:
+    """Have BatchNorm's layers use their statistics and not change them, so that an absent sample leaves no trace there;
+    returns the layers, to be put back into train mode.
+
+    These alone, because other models than ours give something else in eval mode, or take part in collectives
+    (SyncBatchNorm) in train mode only.
+    """
+    hushed: list[nn.Module] = [
+        layer
+        for layer in module.modules()
+        if layer.training and isinstance(layer, _NormBase) and not isinstance(layer, nn.SyncBatchNorm)
+    ]
+    for layer in hushed:
+        layer.training = False
+    return hushed
+
+
+def has_only_statistics(model: nn.Module) -> bool:
+    """Whether the model's buffers are running statistics of torch's own normalising layers, and nothing else: a layer
+    derived from them may read its statistics in training."""
+    return all(
+        type(layer).__module__.startswith("torch.nn.modules.") and layer._buffers.keys() <= STATISTICS
+        for layer in model.modules()
+        if layer._buffers
+    )
+
+
+def require_one_kind_of_device(devices: Iterable[torch.device]) -> None:
+    """Raises: UsageError for a model of which parts are on the CPU and parts on GPUs, which DDP does not take."""
+    kinds = sorted({device.type for device in devices})
+    if len(kinds) > 1:
+        raise UsageError(
+            f"the model has parts on {' and '.join(kinds)}: DDP takes several GPUs of one process, but devices of one "
+            "kind only; train it in one worker, or put all parts on GPUs"
+        )
+
+
+class Clipping:
+    """Another reduction, with the norm of its gradient limited: that of the mean over the whole step, on every rank.
+
+    Args:
+        max_norm: in units of the loss, whatever the scaler has made of it.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        max_norm: float,
+    ) -> None:
+        self._reduction = reduction
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._max_norm = max_norm
+
+    def run(
+        self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
+    ) -> StepTotals:
+        """As `Reduction.run`."""
+        totals = self._reduction.run(micro_batches, loss, scale, votes)
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizer)
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        with one_thread():  # ranks of machines with other numbers of cores would round the norm differently
+            nn.utils.clip_grad_norm_(parameters, self._max_norm)
+        return totals
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
+
+
+class _Carrier(nn.Module):
+    """What DDP is built from, and never called: the model's parameters and one more."""
+
+    def __init__(self, model: nn.Module, totals: nn.Parameter) -> None:
+        super().__init__()
+        self.model = model
+        self.totals = totals

@@ -1,0 +1,356 @@
+"""TrainState: everything that training is, and the only thing that a snapshot or a peer has to hand over."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from elastic_train.branches import Branches, branches_of
+from elastic_train.runlog.goodput import PhaseClock
+from elastic_train.training.averaging import AveragedWeights
+from elastic_train.training.sampler import steps_per_epoch
+
+Buffers = dict[str, torch.Tensor | None]
+"""of one layer, as its forward pass finds them"""
+Remembered = dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]
+"""which tensor each of them was, and a copy of what it held"""
+
+
+class Stateful(Protocol):
+    """Anything else that belongs to the state: a learning rate scheduler, a scaler, averaged weights."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values only."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take over what `state_dict` gave, perhaps in another process and on another device."""
+
+
+class TrainState:
+    """Model, optimizer, scaler and position of one run; usable by itself.
+
+    The position is `samples_done` samples into `epoch`, after `step` committed steps. Nothing else about the past
+    matters: samples, learning rate and randomness are functions of it. There is no RNG state on purpose.
+
+    Args:
+        model: any module, not wrapped in DDP; loaded in place.
+        optimizer: of its parameters.
+        scaler: for fp16, where the loop steps through it.
+        length: samples of the training set.
+        global_batch_size: samples of a whole step, over all ranks.
+        epochs, max_steps: where training ends, whichever comes first.
+        schedule: `constant` or `cosine` learning rate by committed step, or a function of (committed steps, last step)
+            that gives its share of the peak; None leaves learning rates alone, and a snapshot's are taken over with it.
+        micro_batch_size: most samples per forward pass on a rank; None for what a rank has in the first world.
+        extras: what else is saved and restored, by name.
+        has_own_optimizer: its groups may hold more than flags say (some optimizers keep what they have learned there):
+            a snapshot's are taken over, as torch does, but for the learning rate.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        length: int,
+        global_batch_size: int,
+        epochs: int,
+        max_steps: int | None = None,
+        schedule: str | Callable[[int, int], float] | None = None,
+        micro_batch_size: int | None = None,
+        extras: Mapping[str, Stateful] | None = None,
+        has_own_optimizer: bool = False,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.extras: dict[str, Stateful] = dict(extras or {})
+        self.epoch = 0
+        self.step = 0
+        self.samples_done = 0
+        self.run_uid = ""
+        """names this run from its first step on; a snapshot of another run is never continued by mistake"""
+        self.superseded: tuple[str, ...] = ()
+        """uids of the runs that --fresh has put this one in the place of"""
+        self.micro_batch_size = micro_batch_size
+        """most samples per forward pass on a rank"""
+        self.last_loss: float | None = None
+        self.last_commit: dict[str, Any] | None = None
+        """the `step` event of the newest committed step, which whoever takes this state over writes where rank 0 died
+        before it could"""
+        self.last_accuracy: tuple[int, float] | None = None
+        """(committed steps, test accuracy) of the newest evaluation"""
+        self.evaluated_step = -1
+        """committed steps at the newest evaluation"""
+        self.incidents: list[dict[str, Any]] = []
+        """what interrupted this run, over all of its restarts; the last entries of `result.json`"""
+        self.generation: int | None = None
+        """of the world that it is trained in now"""
+        self.generations = 0
+        """worlds that this run has had"""
+        self.branches: Branches = ()
+        """that this state has gone through, where the run was split"""
+        self.fingerprint: dict[str, Any] = {}
+        """what the bits of an ordered run depend on, as it was where its newest steps were trained"""
+        self.clock = PhaseClock()
+        self.length = length
+        self.global_batch_size = global_batch_size
+        self.num_epochs = epochs
+        self.last_step = total_steps(length, global_batch_size, epochs, max_steps)
+        if not model.training:  # as a whole; then that is no choice of layers
+            model.train()
+        self._modes = [(module, module.training) for module in model.modules()]
+        self._remembered: list[tuple[Buffers, Remembered]] | None = None
+        self._is_step_open = False
+        self._is_updating = False
+        optimizer.register_step_pre_hook(self._note_update)
+        self._schedule = schedule
+        self._has_own_optimizer = has_own_optimizer
+        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._apply_schedule()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps of the training are committed."""
+        return self.step >= self.last_step
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """The optimizer's, by group, before the schedule."""
+        return list(self._base_lrs)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the weights are those of a commit: not from the optimizer's step to the commit that follows, nor
+        after a loading that failed half way."""
+        return not self._is_updating
+
+    @property
+    def averaged(self) -> AveragedWeights | None:
+        """The moving average of the weights, where there is one among the extras."""
+        found = self.extras.get("ema")
+        return found if isinstance(found, AveragedWeights) else None
+
+    def next_step_samples(self) -> int:
+        """Samples of the step in hand: the global batch, fewer in the last step of an epoch."""
+        return min(self.global_batch_size, self.length - self.samples_done)
+
+    def _note_update(self, *_arguments: Any) -> None:
+        self._is_updating = True
+
+    def set_modes(self) -> None:
+        """Put every module of the model into the mode, `train()` or `eval()`, that it had when this state was made."""
+        _set_modes(self._modes)
+
+    def remember(self) -> None:
+        """A step begins: keep what it may change before its reduction is through, BatchNorm's statistics."""
+        self._is_step_open = True
+        if self._remembered is None:  # once, because walking through a large model costs more than many a step
+            self._remembered = [(layer._buffers, {}) for layer in self.model.modules() if layer._buffers]
+        if self._remembered:
+            with torch.no_grad():
+                for buffers, kept in self._remembered:
+                    _remember(buffers, kept)
+
+    def rollback(self) -> bool:
+        """Back to the last commit, after a step that failed in its reduction: the weights were not touched yet.
+
+        Returns whether there was a step in hand; else nothing is touched.
+        """
+        if not self._is_step_open:
+            return False
+        self._is_step_open = False
+        self.put_back_buffers()
+        return True
+
+    def put_back_buffers(self) -> None:
+        """BatchNorm's statistics are again what they were when the step in hand began."""
+        with torch.no_grad():
+            for buffers, kept in self._remembered or ():
+                _put_back(buffers, kept)
+
+    def commit(self, loss: float) -> bool:
+        """The one place where a step becomes done, with its mean loss over all samples. True at the end of an epoch."""
+        self._is_step_open = False
+        self.samples_done += self.next_step_samples()
+        self.step += 1
+        self.last_loss = loss
+        if self.averaged is not None:
+            self.averaged.update(self.model)
+        self.last_commit = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "loss": loss,
+            "samples_done": self.samples_done,
+            "generation": self.generation,
+        }
+        has_ended_epoch = self.samples_done >= self.length
+        if has_ended_epoch:
+            self.epoch += 1
+            self.samples_done = 0
+        self._apply_schedule()
+        self._is_updating = False
+        return has_ended_epoch
+
+    def note_loss(self, loss: float) -> None:
+        """The newest step's mean over all samples, where it was not known at the commit."""
+        assert self.last_commit is not None, "a step was committed"
+        self.last_loss = self.last_commit["loss"] = loss
+
+    def _apply_schedule(self) -> None:
+        if self._schedule is None:
+            return
+        if isinstance(self._schedule, str):
+            factor = learning_rate_factor(self._schedule, self.step, self.last_step)
+        else:
+            factor = self._schedule(self.step, self.last_step)
+        for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base_lr * factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values only, so that `torch.load(weights_only=True)` can read it."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": {
+                "name": self._schedule if isinstance(self._schedule, str) else None,
+                "base_lrs": self._base_lrs,
+                "last_step": self.last_step,
+            },
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "extras": {name: extra.state_dict() for name, extra in self.extras.items()},
+            "position": {"epoch": self.epoch, "step": self.step, "samples_done": self.samples_done},
+            "run": {
+                "uid": self.run_uid,
+                "superseded": list(self.superseded),
+                "micro_batch_size": self.micro_batch_size,
+                "last_loss": self.last_loss,
+                "last_commit": self.last_commit,
+                "last_accuracy": list(self.last_accuracy) if self.last_accuracy else None,
+                "evaluated_step": self.evaluated_step,
+                "incidents": self.incidents,
+                "generations": self.generations,
+                "branches": [list(one) for one in self.branches],
+                "fingerprint": self.fingerprint,
+                "clock": self.clock.state_dict(),
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, but for the clock, which the caller decides about.
+
+        Hyper-parameters (learning rate, momentum, ...) stay those of this process's flags, where there is a schedule;
+        of an optimizer of the task's own the learning rate alone. An extra of which it holds nothing stays as it is.
+
+        Raises:
+            KeyError, TypeError, ValueError, RuntimeError: it is of another model, optimizer or kind of extras.
+        """
+        self._is_step_open, self._is_updating = False, True
+        self.model.load_state_dict(state["model"])
+        loaded = state["optimizer"]
+        if self._schedule is not None and not self._has_own_optimizer:
+            loaded = {"state": loaded["state"], "param_groups": self.optimizer.state_dict()["param_groups"]}
+        self.optimizer.state.clear()  # before the new one is made: on a GPU there may be no room for both
+        self.optimizer.load_state_dict(loaded)
+        extras = state.get("extras", {})
+        for name in self.extras.keys() & extras.keys():
+            self.extras[name].load_state_dict(extras[name])
+        if self.scaler is not None and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        position, run = state["position"], state["run"]
+        self.epoch, self.step = int(position["epoch"]), int(position["step"])
+        self.samples_done = int(position["samples_done"])
+        self.run_uid = str(run["uid"])
+        self.superseded = tuple(run.get("superseded", ()))
+        if self.micro_batch_size is None:
+            self.micro_batch_size = run["micro_batch_size"]
+        self.last_loss = run["last_loss"]
+        self.last_commit = run.get("last_commit")
+        self.last_accuracy = (
+            (int(run["last_accuracy"][0]), float(run["last_accuracy"][1])) if run["last_accuracy"] else None
+        )
+        self.evaluated_step = int(run.get("evaluated_step", -1))
+        self.incidents = list(run["incidents"])
+        self.generations = int(run["generations"])
+        self.branches = branches_of(run.get("branches", ()))
+        self.fingerprint = dict(run.get("fingerprint", {}))
+        self._apply_schedule()
+        self._is_updating = False
+
+
+def _remember(buffers: Buffers, kept: Remembered) -> None:
+    for name, buffer in buffers.items():
+        last, copy = kept.get(name, (None, None))
+        if buffer is last and buffer is not None and copy is not None:
+            copy.copy_(buffer)
+        else:  # a forward pass may put another tensor in its place, of another size perhaps
+            kept[name] = (buffer, None if buffer is None else buffer.detach().clone())
+
+
+def _put_back(buffers: Buffers, kept: Remembered) -> None:
+    for name, (buffer, copy) in kept.items():
+        if buffer is not None and copy is not None:
+            buffer.copy_(copy)
+        buffers[name] = buffer
+
+
+def total_steps(length: int, global_batch_size: int, epochs: int, max_steps: int | None) -> int:
+    """Committed steps after which training is finished."""
+    steps = epochs * steps_per_epoch(length, global_batch_size)
+    return steps if max_steps is None else min(steps, max_steps)
+
+
+def learning_rate_factor(schedule: str, step: int, last_step: int) -> float:
+    """Share of the peak learning rate after `step` of `last_step` committed steps.
+
+    `cosine` is the half period of SGDR (Loshchilov and Hutter, 2017, equation 5) without restarts.
+    """
+    if schedule == "constant" or last_step == 0:
+        return 1.0
+    return 0.5 * (1.0 + math.cos(math.pi * min(step, last_step) / last_step))
+
+
+def build_optimizer(
+    parameter_groups: list[dict[str, Any]], *, name: str, lr: float, momentum: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """`sgd` or `adamw`; a value that a group sets for itself wins."""
+    if name == "adamw":
+        return torch.optim.AdamW(parameter_groups, lr=lr, weight_decay=weight_decay)
+    return torch.optim.SGD(parameter_groups, lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Leave every module in the mode, `train()` or `eval()`, in which it was: users freeze some of them."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        _set_modes(modes)
+
+
+def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    for module, is_training in modes:
+        module.training = is_training
+
+
+def state_sha256(model_state: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over a model's `state_dict()`.
+
+    For each key in sorted order: the key as UTF-8, `str(dtype)`, `str(tuple(shape))`, and the contiguous bytes on
+    the CPU, with nothing in between.
+    """
+    digest = hashlib.sha256()
+    for key in sorted(model_state):
+        tensor = model_state[key].detach().cpu().contiguous()
+        digest.update(key.encode() + str(tensor.dtype).encode() + str(tuple(tensor.shape)).encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,225 @@
+"""Whether the members of a world hold the same weights and optimizer state, found out beside its first step.
+
+A re-form goes on from what the survivors have in memory. Should one of them hold something else (an update by an
+aborted collective, a bit that fell over, the user's own code), all would train on with it and nobody would see it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_train.errors import StatesDiffer, first_line
+from elastic_train.rules import right_hashes
+from elastic_train.training import determinism
+from elastic_train.training.collectives import all_gather
+from elastic_train.training.side_thread import SideThread
+from elastic_train.training.state import TrainState
+
+CHUNK_BYTES = {"cpu": 2**20, "cuda": 2**24}
+"""what is hashed at a time: it fits a processor's cache, and keeps a GPU busy"""
+CANNOT_SAY = 0
+"""in a hash's place"""
+KIND = ("machine", "cpu_capability", "device", "gpu")
+"""of determinism.fingerprint(): machines that differ in these may round an optimizer's update differently"""
+
+
+class StateComparison:
+    """One rank's part in comparing hashes, in a world's first step that all its members begin with a state.
+
+    Args:
+        voters: ranks that brought the state into this world; the others have got theirs from one of them.
+        with_buffers: whether the model's buffers are equal on all ranks, too.
+        is_able: whether this rank's hash means anything; without, it takes part and says nothing.
+    """
+
+    def __init__(
+        self, state: TrainState, device: torch.device, voters: Sequence[int], *, with_buffers: bool, is_able: bool
+    ) -> None:
+        self._state = state
+        self._device = device
+        self._voters = voters
+        self._with_buffers = with_buffers
+        self._is_able = is_able
+        self._thread: SideThread | None = None
+        self._hash = CANNOT_SAY
+        self.why_not: str | None = None
+        """why this rank could not make a hash"""
+        self.is_lost_in_loading = False
+        """afterwards: whether a state that was taken over is not bit for bit the one that was sent"""
+
+    def begin(self) -> None:
+        """The state is hashed on a thread from now on, and must not change until `finish_hash`, but for the buffers."""
+        if not self._is_able:
+            return
+        try:
+            parts = dict(tensors_of(self._state))
+            if self._with_buffers:
+                parts |= {f"buffer {name}": buffer.clone() for name, buffer in _buffers_of(self._state.model)}
+        except Exception as error:  # of an optimizer of the user's own
+            self.why_not = first_line(error)
+            return
+
+        def work() -> None:
+            try:
+                self._hash = hash_of(parts)
+            except Exception as error:  # of a tensor of its own kind
+                self.why_not = first_line(error)
+
+        # No daemon: a process that ends while a thread is inside of torch may be aborted.
+        self._thread = SideThread(work, "hash", is_daemon=False)
+
+    def finish_hash(self, check: Callable[[], None]) -> None:
+        """Blocks until this rank's is made: the state may change. `check` is called again and again, and may raise."""
+        if self._thread is not None:
+            self._thread.finish(check)
+            self._thread = None  # and with it what the hash was made of
+
+    def compare(self) -> None:
+        """Before a step is applied; every rank calls it. Blocks until all ranks have.
+
+        Raises:
+            StatesDiffer: not all that brought the state hold the same, on every rank alike.
+            RuntimeError, FormationFailed: a peer was lost.
+        """
+        told = all_gather(torch.tensor([kind_of_machine(self._device), self._hash]))
+        able = [rank for rank, (_, value) in enumerate(told) if value != CANNOT_SAY]
+        voters = [rank for rank in self._voters if rank in able]
+        right = right_hashes([(told[rank][0], told[rank][1]) for rank in voters])
+        if right is None:
+            raise StatesDiffer(range(len(told)), len(voters), has_majority=False)
+        wrong = [rank for rank in able if told[rank][1] not in right]
+        if not right.issuperset(told[rank][1] for rank in voters):
+            raise StatesDiffer(wrong, len(voters), has_majority=True)  # others may have got theirs from a wrong one
+        self.is_lost_in_loading = bool(voters and wrong)
+
+
+def _buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that a state dict has: the others are handed to nobody."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, value in model.state_dict().items():
+        if name not in parameters and isinstance(value, Tensor):
+            yield name, value
+
+
+@cache
+def kind_of_machine(device: torch.device) -> int:
+    fingerprint = determinism.fingerprint(device)
+    return _digest("/".join(str(fingerprint.get(name, "")) for name in KIND).encode())
+
+
+def tensors_of(state: TrainState) -> Iterator[tuple[str, Any]]:
+    """What must be equal on all ranks after each commit, by name: tensors as they lie in memory, and plain values.
+
+    A parameter that no optimizer owns and no gradient changes is left out: a forward pass may write each rank's own.
+    """
+    owned = {id(parameter) for group in state.optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in state.model.named_parameters():
+        if parameter.requires_grad or id(parameter) in owned:
+            yield f"parameter {name}", parameter.detach()
+    held = {key: value for key, value in state.optimizer.state_dict().items() if key != "param_groups"}
+    yield from _leaves("optimizer", held)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from _leaves(f"{name} {key}", value[key])
+    elif isinstance(value, list | tuple):
+        for place, entry in enumerate(value):
+            yield from _leaves(f"{name} {place}", entry)
+    elif isinstance(value, Tensor) and value.numel() == 1:
+        yield name, value.detach().cpu()  # torch leaves a step count on either device, by how it came there
+    elif isinstance(value, Tensor | int | float | str):
+        yield name, value
+
+
+def hash_of(parts: Mapping[str, Any]) -> int:
+    """A hash of 64 bits over names, types, shapes and bytes. Blocks; 3 GB/s or so on one core. Copies no large tensor.
+
+    Of each chunk it takes the sum over its 32-bit words, each times an odd 64-bit number of its place, modulo 2**64
+    (multilinear hashing, Carter and Wegman, 1979): no change of a single word is lost. It is a check against accidents
+    and not against an attacker.
+    """
+    text = []
+    tensors: dict[torch.device, list[Tensor]] = {}
+    for name in sorted(parts):
+        value = parts[name]
+        if not isinstance(value, Tensor):
+            text.append(f"{name} {value!r}")
+        elif value.layout is torch.strided:
+            text.append(f"{name} {value.dtype} {tuple(value.shape)}")
+            tensors.setdefault(value.device, []).append(value.detach())
+    for device, found in tensors.items():
+        text += map(str, _sums(found, device))
+    return _digest(";".join(text).encode())
+
+
+def hash_of_plain(state: Any) -> int:
+    """A hash of 64 bits over what is neither a tensor nor an object of its own kind in a state dict, such as counters
+    and best values."""
+    return _digest(json.dumps(_plain(state), sort_keys=True).encode())
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {str(key): _plain(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [_plain(value) for value in state]
+    return state if isinstance(state, str | int | float | None) else None
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+@torch.no_grad()
+def _sums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
+    """One number for each chunk. Chunks lie within a tensor; what is left at their ends is packed into more of them."""
+    size = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"])
+    factors = _factors(size // 4, device)
+    room = torch.empty_like(factors)
+    sums: list[Tensor] = []
+
+    def add(data: Tensor) -> None:
+        for words in torch.split(data.view(torch.int32), size // 4):
+            products = room[: words.numel()].copy_(words).mul_(factors[: words.numel()])
+            sums.append(products.sum())
+
+    rest: list[Tensor] = []
+    num_left = 0
+    padding = torch.zeros(4, dtype=torch.uint8, device=device)
+    for tensor in tensors:
+        data = tensor.contiguous().view(-1).view(torch.uint8)
+        num_whole = data.numel() // size * size
+        if data.storage_offset() % 4 and num_whole:
+            data = data.clone()
+        if num_whole:
+            add(data[:num_whole])
+        rest.append(data[num_whole:])
+        num_left += data.numel() - num_whole
+        if num_left >= size:
+            add(_packed(rest, padding))
+            rest.clear()
+            num_left = 0
+    if rest:
+        add(_packed(rest, padding))
+    return [int(one) for one in torch.stack(sums).tolist()]
+
+
+@cache
+def _factors(number: int, device: torch.device) -> Tensor:
+    """Odd numbers, the same in every process."""
+    generator = torch.Generator().manual_seed(1979)
+    return (torch.randint(-(2**62), 2**62, (number,), dtype=torch.int64, generator=generator) * 2 + 1).to(device)
+
+
+def _packed(parts: Sequence[Tensor], padding: Tensor) -> Tensor:
+    together = torch.cat([*parts, padding])
+    return together[: together.numel() // 4 * 4]

@@ -1,0 +1,379 @@
+"""What is trained. `Task` is the one thing a user writes; `ImageClassification` is the bundled one.
+
+# mytask.py, trained with  -m elastic_train --task mytask:Parity
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from elastic_train.training.tasks import Task
+
+class Parity(Task):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+
+    def train_dataset(self):
+        bits = torch.arange(256).unsqueeze(1).bitwise_right_shift(torch.arange(8)) % 2
+        return TensorDataset(bits.float(), bits.sum(1) % 2)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypedDict, get_type_hints
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+
+from elastic_train.errors import UsageError
+from elastic_train.training import datasets, models
+
+
+class OptimizerDefaults(TypedDict):
+    """Values for the flags of the same names that were left out."""
+
+    optimizer: str
+    """`sgd` or `adamw`."""
+    lr: float
+    """At the highest, for the default global batch of 64."""
+    momentum: float
+    """For `sgd` only."""
+    weight_decay: float
+    schedule: str
+    """`constant` or `cosine`."""
+
+
+class Task:
+    """A model, its data and its loss. The trainer knows nothing else about what it trains.
+
+    Only `build_model` and `train_dataset` must be written; the rest fits the classification of `(inputs, labels)`.
+    The trainer makes one instance per worker. A constructor may take one argument, annotated with a dataclass: its
+    fields become flags of the command line, with their docstrings as help; all members must give the same, but for
+    values of type Path, which are each node's own. Every worker must come to the same data and the same model: take
+    random numbers from torch in `build_model`, which is called with torch seeded, and nowhere else.
+    """
+
+    name: str = "Task"
+    """Set to the class's name where it does not set its own."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return self.name
+
+    def build_model(self) -> nn.Module:
+        """A freshly initialised model on the CPU. Called once, with torch seeded."""
+        raise NotImplementedError(f"{type(self).__name__} must define build_model()")
+
+    def train_dataset(self) -> Dataset[Any]:
+        """A map-style data set: `__len__` and `__getitem__`, the same on every worker. Called once.
+
+        Its `__getitem__` may draw from torch, random and numpy: they are seeded by (seed, epoch, index) before each
+        call. A method `gather(indices: Tensor, epoch: int) -> batch`, if there is one, is used in its place.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define train_dataset()")
+
+    def test_dataset(self) -> Dataset[Any] | None:
+        """Like `train_dataset`; None, the default, means that nothing is evaluated. Called once."""
+        return None
+
+    @cached_property
+    def train_set(self) -> Dataset[Any]:
+        """`train_dataset()`, made at the first use. The trainer reads this."""
+        return self.train_dataset()
+
+    @cached_property
+    def test_set(self) -> Dataset[Any] | None:
+        """`test_dataset()`, made at the first use. The trainer reads this."""
+        return self.test_dataset()
+
+    collate = staticmethod(default_collate)
+    """`(samples: list) -> batch`: of some items of a data set; never called with none, nor for one with `gather`.
+
+    May be overridden by a method. Torch's own function, so that a TensorDataset can be seen to need no collating.
+    """
+
+    def forward(self, model: nn.Module, inputs: Any) -> Tensor:
+        """The outputs that the default `loss` and `evaluate` judge. Call `model` itself: it may be DDP's wrapper."""
+        outputs: Tensor = model(inputs)
+        return outputs
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean over the batch's samples, a scalar to differentiate. The default is the cross-entropy.
+
+        Raises:
+            UsageError: the default, for a model with a single output: its cross-entropy is 0 whatever it is.
+        """
+        inputs, labels = batch
+        outputs = self.forward(model, inputs)
+        if outputs.ndim == 2 and outputs.shape[1] == 1:
+            raise UsageError(
+                f"the loss of {self.name} is the default, the cross-entropy over classes, and its model has one "
+                "output: give the task a loss(self, model, batch)"
+            )
+        return F.cross_entropy(outputs, labels)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """Sums over the batch's samples, scalars, with the same names for every batch. Called without gradients.
+
+        The trainer adds them up, divides by the number of samples, and reports "correct" as the accuracy. The default
+        gives "loss" and "correct", or "loss" alone where a task has a loss of its own.
+        """
+        if type(self).loss is not Task.loss:
+            return {"loss": self.loss(model, batch) * self.num_samples(batch)}
+        inputs, labels = batch
+        outputs = self.forward(model, inputs)
+        return {
+            "loss": F.cross_entropy(outputs.float(), labels, reduction="sum"),
+            "correct": (outputs.argmax(dim=1) == labels).sum(),
+        }
+
+    def num_samples(self, batch: Any) -> int:
+        """The default is the length of the first tensor in the batch."""
+        for tensor in _tensors(batch):
+            return len(tensor)
+        raise TypeError(
+            f"{type(self).__name__}: no tensor in a batch of type {type(batch).__name__}; define num_samples(batch)"
+        )
+
+    def to_device(self, batch: Any, device: torch.device) -> Any:
+        """The batch with its tensors on `device`; goes into tuples, lists, dicts and what has a `to`."""
+        return _moved(batch, device)
+
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """What the optimizer is built from, always in the same order. The default is all that needs a gradient."""
+        return [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """An optimizer of the task's own; None, the default, builds the one of `--optimizer`. `model` is on its
+        device."""
+        return None
+
+    def schedule(self) -> Callable[[int, int], float] | None:
+        """A learning rate schedule of the task's own: from (committed steps, steps of the whole training) to the share
+        of what the optimizer's groups were given. None, the default, is `--schedule`."""
+        return None
+
+    def defaults(self, optimizer: str | None = None) -> OptimizerDefaults:
+        """For the flags that the user left out; `optimizer` is the one asked for, if any."""
+        if optimizer == "sgd":
+            return _sgd(lr=0.01)
+        return _adamw(lr=1e-3)
+
+    def describe(self) -> dict[str, str | int | float]:
+        """What must agree between members, and with a snapshot, for them to train the same thing."""
+        test_set = self.test_set
+        return {
+            "task": self.name,
+            "train_length": _length(self.train_set),
+            "test_length": 0 if test_set is None else _length(test_set),
+        }
+
+
+class ImageClassification(Task):
+    """A bundled data set with a model by name. `seed` is what augmentation is made from."""
+
+    name = "image-classification"
+
+    def __init__(
+        self,
+        dataset: str = "digits",
+        model: str = "cnn",
+        data_dir: str | os.PathLike[str] = "data",
+        seed: int = 0,
+        *,
+        image_size: int | None = None,
+    ) -> None:
+        """Reads no data yet. Raises: UsageError for unknown names."""
+        datasets.check_dataset_name(dataset)
+        models.check_model_name(model)
+        self.dataset = dataset
+        self.model = model
+        self.data_dir = Path(data_dir)
+        self.seed = seed
+        self._image_size = image_size
+
+    @cached_property
+    def data(self) -> datasets.ImageData:
+        """Read at the first use. Raises: DatasetMissing."""
+        return datasets.load(self.dataset, self.data_dir, self.seed, image_size=self._image_size)
+
+    @cached_property
+    def input_form(self) -> models.InputForm:
+        return models.input_form(self.model, self.data.channels, self.data.image_size)
+
+    def build_model(self) -> nn.Module:
+        data = self.data
+        return models.build_model(self.model, channels=data.channels, classes=data.classes, image_size=data.image_size)
+
+    def train_dataset(self) -> Dataset[Any]:
+        return self.data.train
+
+    def test_dataset(self) -> Dataset[Any] | None:
+        return self.data.test
+
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """On the CPU in torch's fused form: its default takes several times as long for a small model. Not for any
+        model, for momentum in this form wants dense gradients, and each from the first step on."""
+        [group] = super().parameter_groups(model)
+        is_on_cpu = all(parameter.device.type == "cpu" for parameter in group["params"])
+        return [{**group, "fused": True} if is_on_cpu else group]
+
+    def forward(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        outputs: Tensor = model(models.fit_images(inputs, self.input_form))
+        return outputs
+
+    def defaults(self, optimizer: str | None = None) -> OptimizerDefaults:
+        if optimizer is None:
+            optimizer = "adamw" if models.prefers_adamw(self.model) else "sgd"
+        if optimizer == "sgd":
+            return _sgd(lr=models.sgd_lr(self.model))
+        return _adamw(lr=models.adamw_lr(self.model))
+
+    def describe(self) -> dict[str, str | int | float]:
+        return {
+            **super().describe(),
+            "dataset": self.dataset,
+            "model": self.model,
+            "classes": self.data.classes,
+            "image_size": self.data.image_size,
+        }
+
+
+def build_task(
+    dataset: str = "digits",
+    model: str = "cnn",
+    data_dir: str | os.PathLike[str] = "data",
+    seed: int = 0,
+) -> Task:
+    """The bundled task for the flags of the same names. Raises: UsageError for unknown names."""
+    return ImageClassification(dataset, model, data_dir, seed)
+
+
+def load_task(spec: str) -> type[Task]:
+    """The user's task class for `MODULE:NAME`; the current directory is searched too, as with `python -m`.
+
+    What goes wrong inside the user's module is left as it is, with its traceback.
+    Raises: UsageError where there is no such module or name, or where it is no Task.
+    """
+    module_name, _, class_name = spec.partition(":")
+    if not class_name or not all(part.isidentifier() for part in module_name.split(".")):
+        raise UsageError(f"--task {spec}: write it as MODULE:NAME, such as mytask:MyTask")
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+        importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as exc:
+        # Only where it is the named module, or a package above it: not one that the user's code imports.
+        if exc.name is None or not f"{module_name}.".startswith(f"{exc.name}."):
+            raise
+        raise UsageError(
+            f"--task {spec}: no module named {exc.name} in {os.getcwd()} or elsewhere on Python's path"
+        ) from exc
+    found = getattr(module, class_name, None)
+    if found is None:
+        tasks = [name for name, value in vars(module).items() if _is_task_class(value)]
+        close = get_close_matches(class_name, tasks, n=1, cutoff=0.4) or tasks[:1]
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UsageError(f"--task {spec}: {module.__file__} has no {class_name}{hint}")
+    if not _is_task_class(found):
+        raise UsageError(f"--task {spec}: {class_name} is not a subclass of elastic_train.training.tasks.Task")
+    task_class: type[Task] = found
+    return task_class
+
+
+def flags_class(task_class: type[Task]) -> type | None:
+    """The dataclass that a task's constructor takes, whose fields are flags; None where it takes nothing.
+
+    Raises:
+        UsageError: it takes something that no flag can give.
+    """
+    wanted = _constructor_arguments(task_class)
+    return next(iter(wanted.values()), None)
+
+
+def make_own_task(task_class: type[Task], own_flags: Any) -> Task:
+    """The user's task with the values of its flags. Raises: as `flags_class`; whatever its constructor raises."""
+    return task_class(**dict.fromkeys(_constructor_arguments(task_class), own_flags))
+
+
+def _constructor_arguments(task_class: type[Task]) -> dict[str, type]:
+    signature = inspect.signature(task_class)
+    hints = get_type_hints(task_class.__init__)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    wanted = {
+        name: hints.get(name)
+        for name, parameter in signature.parameters.items()
+        if parameter.kind not in variadic
+        and (parameter.default is inspect.Parameter.empty or dataclasses.is_dataclass(hints.get(name)))
+    }
+    if len(wanted) > 1 or not all(
+        isinstance(hint, type) and dataclasses.is_dataclass(hint) for hint in wanted.values()
+    ):
+        arguments = ", ".join(signature.parameters)
+        raise UsageError(
+            f"--task: {task_class.__name__}({arguments}) cannot be made from flags: its constructor may take one "
+            "argument, annotated with a dataclass"
+        )
+    return {name: hint for name, hint in wanted.items() if hint is not None}
+
+
+def _is_task_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Task) and value is not Task
+
+
+def _sgd(lr: float) -> OptimizerDefaults:
+    return {"optimizer": "sgd", "lr": lr, "momentum": 0.9, "weight_decay": 5e-4, "schedule": "cosine"}
+
+
+def _adamw(lr: float) -> OptimizerDefaults:
+    return {"optimizer": "adamw", "lr": lr, "momentum": 0.9, "weight_decay": 1e-2, "schedule": "cosine"}
+
+
+def _length(dataset: Dataset[Any]) -> int:
+    return len(dataset)  # type: ignore[arg-type]  # Dataset declares no __len__
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        for value in batch:
+            yield from _tensors(value)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device, non_blocking=True)
+        return value.to(device) if hasattr(value, "to") else value
+
+    return mapped(batch, moved)
+
+
+def mapped(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """The batch with `function` of everything in it that is no dict, tuple or list."""
+    if isinstance(batch, dict):
+        return {key: mapped(value, function) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
+        return type(batch)(*(mapped(value, function) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(mapped(value, function) for value in batch)
+    return function(batch)

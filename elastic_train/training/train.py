@@ -1,0 +1,198 @@
+"""The training loop and one step of it. Nothing here knows about failure or about changes of the world."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from elastic_train.errors import TrainingDiverged, UsageError
+from elastic_train.rules import NOW
+from elastic_train.training.reduction import Loss, Reduction, Share, hush_statistics
+from elastic_train.training.sampler import MicroBatch
+from elastic_train.training.state import TrainState
+from elastic_train.training.tasks import Task
+
+Votes = tuple[int, int, int]
+"""what a rank says in each step: it was told to stop, 0 or 1; it leaves now, 0 or 1; what rank 0 knows of newcomers,
+0, SOON or NOW (protocol/plan.py)"""
+NO_VOTES: Votes = (0, 0, 0)
+JOINING = 2
+"""index of the last one"""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float
+    """mean over all samples of the step, the same on every rank"""
+    votes: tuple[int, ...]
+    """the ranks' votes, summed; the same on every rank"""
+
+
+class Outcome(StrEnum):
+    """Why the loop ended; the same on every rank, at the same step."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """every rank was told to stop"""
+    SOME_LEAVE = "some_leave"
+    """some ranks were told to stop and leave; the others go on without them"""
+    SOME_JOIN = "some_join"
+    """members are ready to be taken in; all ranks go on with them"""
+
+
+class Observer(Protocol):
+    """Who is told what the loop does: the ledger, events, the progress bar."""
+
+    def before_reduction(self, micro_batches: Share) -> None:
+        """A rank's micro-batches are about to be reduced; nothing of the step has been computed."""
+
+    def after_commit(self, state: TrainState, result: StepResult, micro_batches: Share) -> None:
+        """`state` has committed the step of these micro-batches."""
+
+
+class Snapshots(Protocol):
+    """When and how `state` is saved."""
+
+    def is_due(self, state: TrainState) -> bool: ...
+    def save(self, state: TrainState) -> None:
+        """Returns once `state` may change again; the bytes reach the disk behind it."""
+
+
+def train(
+    state: TrainState,
+    steps: Iterable[Share],
+    reduction: Reduction,
+    loss: Loss,
+    evaluate: Callable[[TrainState], None],
+    snapshots: Snapshots,
+    votes: Callable[[], Votes],
+    world_size: int,
+    observer: Observer,
+) -> Outcome:
+    """Advance `state` to the end of training, or to the step at which all ranks agree to stop; every rank calls it.
+
+    `votes` is asked once a step.
+
+    Raises:
+        TrainingDiverged: as `train_step`.
+        RuntimeError: from the communication library, when a peer is lost.
+    """
+    for micro_batches in steps:
+        observer.before_reduction(micro_batches)
+        result = train_step(state, micro_batches, reduction, loss, votes())
+        has_ended_epoch = state.commit(result.loss)
+        observer.after_commit(state, result, micro_batches)
+        if has_ended_epoch or state.is_finished:
+            evaluate(state)
+        if snapshots.is_due(state):
+            snapshots.save(state)
+        told_to_stop, leaving, joining = result.votes
+        if told_to_stop == world_size or state.is_finished:
+            break
+        if joining == NOW or leaving:  # who leaves is in a world that is decided, and leaves that one
+            return Outcome.SOME_JOIN if joining == NOW else Outcome.SOME_LEAVE
+    return Outcome.FINISHED if state.is_finished else Outcome.STOPPED
+
+
+def train_step(
+    state: TrainState, micro_batches: Share, reduction: Reduction, loss: Loss, votes: tuple[int, ...]
+) -> StepResult:
+    """One optimizer step over the global batch; `state` is not committed yet.
+
+    Raises:
+        TrainingDiverged: the loss is NaN or infinite, on every rank alike; the weights are those before the step.
+    """
+    state.remember()
+    drop_gradients(state.optimizer)
+    scale = state.scaler.scale if state.scaler else _unscaled
+    totals = reduction.run(micro_batches, loss, scale, votes=votes)
+    if not math.isfinite(totals.loss):
+        if not _is_left_to_scaler(state):
+            raise TrainingDiverged(
+                f"the loss of step {state.step + 1} (epoch {state.epoch + 1}) is {totals.loss}; the last good snapshot "
+                "is kept. Lower --lr, or look at the data of that step (--ledger writes it)"
+            )
+        state.put_back_buffers()  # an overflow in one forward pass must not stay in BatchNorm's statistics
+    if state.scaler:
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+    else:
+        state.optimizer.step()
+    return StepResult(loss=totals.loss, votes=totals.votes)
+
+
+def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """What torch's `zero_grad(set_to_none=True)` does, without the profiler's range around it: 10 us in a step."""
+    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+        optimizer.zero_grad(set_to_none=True)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def _unscaled(loss: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
+def _is_left_to_scaler(state: TrainState) -> bool:
+    """fp16 overflows now and then: the scaler skips the step and halves the scale, down to 1 before it is an error."""
+    return state.scaler is not None and state.scaler.get_scale() > 1.0
+
+
+def task_loss(task: Task, *, seed: int, precision: str, device: torch.device, stand_in: Callable[[], Any]) -> Loss:
+    """The loss of a micro-batch under `--precision`, with the randomness that belongs to it.
+
+    `stand_in` makes a batch of one sample, for a rank that has none in a step: it must take part in the reduction,
+    which takes neither its loss nor its gradients.
+    """
+    autocast = autocast_of(precision, device)
+
+    def loss(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> torch.Tensor:
+        seed_model_draws(seed, micro_batch.step, micro_batch.shard, device)
+        with autocast():
+            if batch is not None:
+                return scalar(task, task.loss(module, task.to_device(batch, device)))
+            hushed = hush_statistics(module)
+            try:
+                return scalar(task, task.loss(module, task.to_device(stand_in(), device)))
+            finally:
+                for layer in hushed:
+                    layer.training = True
+
+    return loss
+
+
+def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the context in which a forward pass has `--precision`."""
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return nullcontext if dtype is None else partial(torch.autocast, device.type, dtype=dtype)
+
+
+def scalar(task: Task, loss: torch.Tensor) -> torch.Tensor:
+    """Raises: UsageError where a task's loss is not the mean of the batch."""
+    if loss.dim() != 0:
+        raise UsageError(
+            f"{type(task).__name__}.loss gave a tensor of shape {tuple(loss.shape)}: it must give a scalar, the mean "
+            "over the samples of the batch"
+        )
+    return loss
+
+
+def seed_model_draws(seed: int, step: int, shard: int, device: torch.device) -> None:
+    """Make what the model draws (dropout) a function of (seed, step, shard of the step)."""
+    digest = hashlib.blake2b(struct.pack("<qqq", seed, step, shard), digest_size=8, person=b"model-draws").digest()
+    value = int.from_bytes(digest, "little") >> 1
+    torch.default_generator.manual_seed(value)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(value)
