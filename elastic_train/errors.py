@@ -171,6 +171,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def cause_of(error: OSError) -> str:
+    """What the system says, without number and path."""
+    return error.strerror or str(error)
+
+
 def tell(error: ElasticTrainError, *, rank: str, is_debug: bool) -> None:
     """The last line of a worker that gives up, on stderr; with `is_debug` the traceback before it."""
     if is_debug:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from elastic_train.elastic.loading import load
 from elastic_train.errors import FormationFailed
-from elastic_train.storage.snapshot import deserialize_state, is_odd, rebuilt, serialize_state
+from elastic_train.storage.state_bytes import deserialize_state, is_odd, rebuilt, serialize_state
 from elastic_train.training.collectives import GROUP_TIMEOUT, barrier
 from elastic_train.training.side_thread import SideThread
 from elastic_train.training.state import TrainState

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from elastic_train.errors import SnapshotError, first_line
-from elastic_train.storage.snapshot import rebuilt
+from elastic_train.storage.state_bytes import rebuilt
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count
 

@@ -8,7 +8,8 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.errors import OwnershipLost, SnapshotError
 from elastic_train.observe.reporting import Reporter
 from elastic_train.runlog.goodput import Phase
-from elastic_train.storage.snapshot import SnapshotResult, SnapshotWriter
+from elastic_train.storage.snapshot import SnapshotResult
+from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.training.state import TrainState
 from elastic_train.world import World
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_train.errors import SnapshotError
-from elastic_train.storage.snapshot import SnapshotInfo, SnapshotWriter, newest_whole
+from elastic_train.storage.snapshot import SnapshotInfo, newest_whole
+from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.world import host_name
 
 if TYPE_CHECKING:

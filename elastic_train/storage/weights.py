@@ -15,15 +15,8 @@ from torch import Tensor, nn
 
 from elastic_train.errors import SnapshotError, UsageError
 from elastic_train.storage.run_directory import write_atomic
-from elastic_train.storage.snapshot import (
-    SnapshotInfo,
-    deserialize_state,
-    is_snapshot,
-    load_state,
-    newest_whole,
-    read_info,
-    snapshots_in,
-)
+from elastic_train.storage.snapshot import SnapshotInfo, is_snapshot, load_state, newest_whole, read_info, snapshots_in
+from elastic_train.storage.state_bytes import deserialize_state
 
 SAFETENSORS_TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

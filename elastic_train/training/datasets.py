@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from elastic_train.errors import DatasetMissing, UsageError
+from elastic_train.errors import DatasetMissing, UsageError, first_line
 from elastic_train.training.augment import Augmentation, SeededItems, augment, random_bits
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
@@ -327,7 +327,7 @@ def _load_torchvision(name: str, data_dir: Path, seed: int) -> ImageData:
             source = _torchvision_class(name)(str(data_dir), train=is_train, download=False)
         except _UNREADABLE as exc:
             raise DatasetMissing(
-                f"{name} is not in {data_dir}, or is damaged there ({_first_line(exc)}): "
+                f"{name} is not in {data_dir}, or is damaged there ({first_line(exc)}): "
                 "fetch it with --download, or say with --data-dir where it is"
             ) from exc
         images = torch.as_tensor(source.data)
@@ -359,7 +359,7 @@ def _load_imagefolder(data_dir: Path, image_size: int | None) -> ImageData:
     try:
         train, test = datasets.ImageFolder(str(train_dir)), datasets.ImageFolder(str(test_dirs[0]))
     except FileNotFoundError as exc:
-        raise DatasetMissing(f"no images for --dataset imagefolder in {data_dir}: {_first_line(exc)}") from exc
+        raise DatasetMissing(f"no images for --dataset imagefolder in {data_dir}: {first_line(exc)}") from exc
     if train.classes != test.classes:
         differing = sorted(set(train.classes) ^ set(test.classes))
         raise DatasetMissing(
@@ -407,7 +407,7 @@ def download(name: str, data_dir: Path, timeout: timedelta = timedelta(hours=1))
             _fetch(name, data_dir)
     except _UNREADABLE as exc:
         raise DatasetMissing(
-            f"cannot download {name} into {data_dir}: {_first_line(exc)}; "
+            f"cannot download {name} into {data_dir}: {first_line(exc)}; "
             "or place it there by hand, or say with --data-dir where it is"
         ) from exc
 
@@ -440,8 +440,3 @@ def _torchvision_class(name: str) -> Any:
     from torchvision import datasets
 
     return getattr(datasets, _TORCHVISION_SETS[name].class_name)
-
-
-def _first_line(exc: BaseException) -> str:
-    text = str(exc).strip() or type(exc).__name__
-    return text.splitlines()[0].rstrip(".")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elastic_train.storage.snapshot import SnapshotWriter
+from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.training.state import state_sha256
 
 LENGTH, BATCH, PER_EPOCH = 10, 4, 3

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from elastic_train.storage.snapshot import SnapshotWriter
+from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.tools.audit.audit import CheckOutcome, audit
 from elastic_train.world import host_name
 from tests.drills.planting import (

@@ -13,7 +13,8 @@ from elastic_train.elastic.restore import describe_offer, require_line, require_
 from elastic_train.errors import BranchesMixed, Refused, StoreUnreachable
 from elastic_train.protocol.encounters import SUPERSEDED, Encounters
 from elastic_train.protocol.store import MemoryStore
-from elastic_train.storage.snapshot import SnapshotInfo, SnapshotWriter, find_snapshots, set_aside
+from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, set_aside
+from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.world import World
 from tests.unit.test_world import member
 

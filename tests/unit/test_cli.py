@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 from elastic_train import cli
-from elastic_train.storage.snapshot import SnapshotWriter
+from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.tools import bench
 from elastic_train.tools.bench import table
 from elastic_train.tools.bench.table import BenchRow

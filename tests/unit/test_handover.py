@@ -14,7 +14,7 @@ from torch import nn
 
 from elastic_train.elastic.handover import flat, flat_or_none, neighbours, put_together, take_apart
 from elastic_train.elastic.loading import load
-from elastic_train.storage.snapshot import deserialize_state, serialize_state
+from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.side_thread import SideThread
 from elastic_train.training.state import TrainState, state_sha256
 

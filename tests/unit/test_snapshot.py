@@ -24,20 +24,19 @@ import torch
 
 import elastic_train
 from elastic_train.errors import OwnershipLost, SnapshotDamaged, SnapshotError
-from elastic_train.storage import snapshot
+from elastic_train.storage import snapshot_writer, state_bytes
 from elastic_train.storage.run_directory import RunDirectory
 from elastic_train.storage.snapshot import (
     SnapshotInfo,
     SnapshotResult,
-    SnapshotWriter,
-    deserialize_state,
     find_snapshots,
     load_state,
     newest_whole,
     read_info,
-    serialize_state,
     verify,
 )
+from elastic_train.storage.snapshot_writer import SnapshotWriter
+from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 
 DEADLINE = 30.0
 ROOT = str(Path(elastic_train.__file__).parent.parent)
@@ -546,7 +545,7 @@ def test_mutation_right_after_the_call_in_a_loop(tmp_path: Path) -> None:
 
 
 def test_host_buffers_are_used_again() -> None:
-    buffers = snapshot._HostBuffers()
+    buffers = state_bytes.HostBuffers()
 
     def addresses(state: dict[str, Any]) -> list[int]:
         copied = buffers.copy(state)
@@ -567,7 +566,7 @@ def test_host_buffers_are_used_again() -> None:
 
 
 def test_buffers_are_there_before_the_first_snapshot() -> None:
-    buffers = snapshot._HostBuffers()
+    buffers = state_bytes.HostBuffers()
     state = {"a": torch.randn(1000), "sparse": torch.eye(3).to_sparse(), "b": [torch.randn(10, 20).t(), 3]}
     buffers.prepare(state)
     assert buffers._allocation is not None
@@ -651,7 +650,7 @@ class FaultyDisk:
         def open_file(path: Path, mode: str) -> Any:
             return File(io.FileIO(path, "wb")) if mode == "wb" else open(path, mode)
 
-        monkeypatch.setattr(snapshot, "open", open_file, raising=False)
+        monkeypatch.setattr(snapshot_writer, "open", open_file, raising=False)
         for name in ("mkdir", "fsync", "rename"):
             monkeypatch.setattr(os, name, self.wrap(name, getattr(os, name)))
 
@@ -771,8 +770,8 @@ KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from elastic_train.storage.snapshot import *
-from elastic_train.storage.snapshot import SnapshotWriter, find_snapshots, load_state
+from elastic_train.storage.snapshot import find_snapshots, load_state
+from elastic_train.storage.snapshot_writer import SnapshotWriter
 
 directory, seed = Path(sys.argv[1]), int(sys.argv[2])
 order = random.Random(seed)
@@ -849,7 +848,7 @@ import torch
 from pathlib import Path
 from elastic_train.errors import OwnershipLost
 from elastic_train.storage.run_directory import RunDirectory
-from elastic_train.storage.snapshot import SnapshotWriter
+from elastic_train.storage.snapshot_writer import SnapshotWriter
 
 directory = RunDirectory(sys.argv[1])
 directory.create()
@@ -924,7 +923,7 @@ def test_only_a_full_disk_is_to_be_freed(
     def refuse(*_arguments: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(snapshot, "_write_state", refuse)
+    monkeypatch.setattr(snapshot_writer, "_write_state", refuse)
     with pytest.raises(SnapshotError, match="cannot be written") as caught:
         save(make_writer(tmp_path), step=1)
     assert ("free some space" in str(caught.value)) is told

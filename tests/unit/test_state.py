@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.storage.snapshot import deserialize_state, serialize_state
+from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.reduction import StepTotals
 from elastic_train.training.state import (
     TrainState,

@@ -10,7 +10,7 @@ from torch import nn
 
 from elastic_train.errors import StatesDiffer
 from elastic_train.rules import right_hashes
-from elastic_train.storage.snapshot import deserialize_state, serialize_state
+from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_hash import CANNOT_SAY, CHUNK_BYTES, StateComparison, hash_of, tensors_of
 

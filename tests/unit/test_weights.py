@@ -11,7 +11,7 @@ from safetensors.torch import load as load_safetensors
 from torch import nn
 
 from elastic_train.errors import SnapshotError, UsageError
-from elastic_train.storage.snapshot import SnapshotWriter
+from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.weights import SAFETENSORS_TYPES, export_weights, initialise, read_safetensors, read_weights
 from elastic_train.training.averaging import AveragedWeights
 

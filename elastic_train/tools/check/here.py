@@ -25,7 +25,7 @@ from elastic_train.elastic.worker import make_state, make_task
 from elastic_train.errors import ElasticTrainError, SnapshotError, UsageError, first_line
 from elastic_train.protocol.addresses import interface_address
 from elastic_train.rendezvous.launch import Launch
-from elastic_train.storage.snapshot import SnapshotWriter
+from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.tools.check.endpoint import RendezvousFacts
 from elastic_train.tools.check.facts import Gpu, WorkerFacts
 from elastic_train.world import host_name

@@ -1,0 +1,267 @@
+"""A state to bytes and back: torch's format, from copies in host memory, hashed as it is written."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import re
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, cast
+
+from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of, first_line
+
+if TYPE_CHECKING:  # torch takes seconds to import, and listing snapshots does not need it
+    import torch
+
+_PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes)
+
+NUMBERS_AT_ONCE = 2**24
+"""of which a writer looks whether one is NaN: so many bytes of memory"""
+
+
+@dataclass(frozen=True)
+class SnapshotFile:
+    """What the manifest promises about one file."""
+
+    bytes: int
+    sha256: str
+
+
+def serialize_state(state: dict[str, Any]) -> bytes:
+    """The bytes of a state dict of tensors and plain values, the tensors moved to the CPU.
+
+    Raises:
+        SnapshotError: something in it is neither; `deserialize_state` would refuse it.
+    """
+    buffer = io.BytesIO()
+    write_state(HostBuffers().copy(state), buffer)
+    return buffer.getvalue()
+
+
+def deserialize_state(
+    data: bytes, map_location: str | torch.device | None = "cpu", *, source: str = "snapshot"
+) -> dict[str, Any]:
+    """The state dict in the bytes of `serialize_state`, its tensors on `map_location`. Never runs code that the bytes
+    bring along. `source` names them in an error.
+
+    Raises:
+        SnapshotError: they hold something else than tensors and plain values, or cannot be read.
+    """
+    return read_state(io.BytesIO(data), map_location, source)
+
+
+def read_state(file: IO[bytes], map_location: str | torch.device | None, source: str) -> dict[str, Any]:
+    import pickle
+
+    import torch
+
+    if file.read(4) != b"PK\x03\x04":  # torch.load has readers for older formats, which nothing of ours needs
+        raise SnapshotError(
+            f"{source} was refused: it is no zip archive, as torch.save writes them; nothing of it was run"
+        )
+    file.seek(0)
+    try:
+        state = torch.load(file, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"(?:GLOBAL|function|class) (\w+(?:\.\w+)+)|Unsupported operand \d+", str(error))
+        what = f" ({found[1] or found[0]})" if found else ""
+        raise SnapshotError(
+            f"{source} was refused: it holds something else than tensors and plain values{what}; "
+            "nothing of it was run; use a snapshot that elastic_train wrote"
+        ) from error
+    except OSError as error:
+        raise SnapshotDamaged(f"{source} cannot be read: {cause_of(error)}") from error
+    except Exception as error:  # crafted or torn bytes make the reader fail in any way; none of them is our bug
+        raise SnapshotError(f"{source} cannot be read: {first_line(error)}") from error
+    if not isinstance(state, dict):
+        raise SnapshotError(f"{source} was refused: it holds a {type(state).__name__}, not a state dict")
+    return state
+
+
+def write_state(state: dict[str, Any], file: object) -> None:
+    import torch
+    from torch.utils.serialization import config
+
+    # The zip's own CRC costs a third of the time; the manifest has a SHA-256, and torch.load does not look at it.
+    with config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]  # put there at import
+        torch.save(state, cast("IO[bytes]", file))
+
+
+class HostBuffers:
+    """Copies of a state in host memory that is used again for the next copy of a state of the same shape."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+        self._sources: list[tuple[object, ...]] = []
+        self._used = 0
+        self._cuda_devices: set[torch.device] = set()
+        self._allocation: threading.Thread | None = None
+
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Make the buffers for a state of this shape, where there are none yet, on a thread: what the kernel takes to
+        provide the memory is several times what a copy takes. Returns at once.
+
+        Raises:
+            SnapshotError: as `copy`.
+        """
+        if self._buffers or self._allocation is not None:
+            return
+        wanted: list[torch.Tensor] = []
+        rebuilt(state, wanted.append)
+        if any(tensor.is_cuda for tensor in wanted):
+            return  # not beside a CUDA graph that is being captured, which pinned memory may break
+
+        def allocate() -> None:
+            for tensor in wanted:
+                if not is_odd(tensor):
+                    try:
+                        self._add(tensor)
+                    except RuntimeError:  # no memory: `copy` meets it where it can be told
+                        return
+                    memory = self._buffers[-1].untyped_storage()
+                    ctypes.memset(memory.data_ptr(), 0, memory.nbytes())  # on this core alone; the others train
+
+        self._allocation = threading.Thread(target=allocate, name="snapshot-buffers")
+        self._allocation.start()
+
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state with every tensor copied and every container built anew. Valid until the next call.
+
+        Raises:
+            SnapshotError: a leaf is neither a tensor nor a plain value; names it.
+        """
+        import torch
+
+        if self._allocation is not None:
+            self._allocation.join()
+            self._allocation = None
+        self._used = 0
+        self._cuda_devices.clear()
+        with torch.no_grad():
+            copied = rebuilt(state, self._copy_tensor)
+        for device in self._cuda_devices:
+            torch.cuda.current_stream(device).synchronize()
+        del self._buffers[self._used :], self._sources[self._used :]
+        return cast("dict[str, Any]", copied)
+
+    def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_odd(tensor):
+            return tensor.detach().to("cpu", copy=True)
+        index = self._used
+        self._used += 1
+        if index == len(self._buffers):
+            self._add(tensor)
+        elif self._sources[index] != self._shape(tensor):
+            self._buffers[index] = self._allocate(tensor)
+            self._sources[index] = self._shape(tensor)
+        buffer = self._buffers[index]
+        buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+        if tensor.is_cuda:
+            self._cuda_devices.add(tensor.device)
+        return buffer
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        self._buffers.append(self._allocate(tensor))
+        self._sources.append(self._shape(tensor))
+
+    @staticmethod
+    def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
+        return tensor.shape, tensor.dtype, tensor.stride(), tensor.is_cuda
+
+    @staticmethod
+    def _allocate(tensor: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        # pinned for a GPU: all its copies then run behind one another without a wait after each
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+
+
+def is_odd(tensor: torch.Tensor) -> bool:
+    """Whether it is more than numbers in one piece of memory, as sparse ones are: it is copied as a whole."""
+    import torch
+
+    return tensor.layout != torch.strided or tensor.is_quantized
+
+
+def rebuilt(value: Any, of_tensor: Callable[[torch.Tensor], Any], where: str = "state") -> Any:
+    """A state with every container built anew, of its own kind, and `of_tensor` of every tensor.
+
+    Raises:
+        SnapshotError: a leaf is neither a tensor nor a plain value; names it.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return of_tensor(value)
+    kind = type(value)
+    if kind in _PLAIN_TYPES or kind in (torch.Size, torch.dtype):
+        return value
+    if kind is list or kind is tuple:
+        return kind(rebuilt(item, of_tensor, f"{where}[{i}]") for i, item in enumerate(value))
+    if kind in (dict, OrderedDict, Counter):  # torch's MultiStepLR counts its milestones
+        copied: dict[Any, Any] = kind()
+        for key, item in value.items():
+            if type(key) not in _PLAIN_TYPES:
+                raise _refused(key, f"a key of {where}")
+            copied[key] = rebuilt(item, of_tensor, f"{where}[{key!r}]")
+        if kind is OrderedDict:
+            vars(copied).update(vars(value))  # Module.state_dict() keeps module versions there, in _metadata
+        return copied
+    raise _refused(value, where)
+
+
+def _refused(value: object, where: str) -> SnapshotError:
+    kind = type(value)
+    return SnapshotError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}: a snapshot takes tensors and plain Python values "
+        "only; convert it in the state_dict() that it comes from"
+    )
+
+
+class HashingFile:
+    """What torch.save writes to: a file, and the SHA-256 and size of what went into it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._hash = hashlib.sha256()
+        self._bytes = 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        # Called from C++, which turns an exception into an unrelated one; hence kept, and raised by the writer.
+        num_bytes = memoryview(data).nbytes
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+            else:
+                self._hash.update(data)
+                self._bytes += num_bytes
+        return num_bytes
+
+    def flush(self) -> None:
+        """Called by torch.save; the writer flushes and fsyncs by itself."""
+
+    def written(self) -> SnapshotFile:
+        return SnapshotFile(bytes=self._bytes, sha256=self._hash.hexdigest())
+
+
+def require_numbers(model: object, step: int) -> None:
+    """Raises: SnapshotError where a weight is NaN: such a snapshot would be the newest, and every start would take it.
+    Infinite ones are left alone: buffers have them, such as masks."""
+    import torch
+
+    for name, tensor in model.items() if isinstance(model, Mapping) else ():
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            continue
+        parts: Iterable[torch.Tensor] = torch.split(tensor.reshape(-1), NUMBERS_AT_ONCE)
+        if any(bool(part.isnan().any()) for part in parts):
+            raise SnapshotError(
+                f"snapshot of step {step} not written: {name} holds NaN, though the loss was finite; older ones are "
+                "untouched. Lower the learning rate, or clip gradients, and start again from them"
+            )
