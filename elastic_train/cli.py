@@ -231,7 +231,8 @@ def show_status(arguments: argparse.Namespace) -> int:
 
         watch_status(arguments.run_dir, sys.stdout)
         return 0
-    from elastic_train.observe.status import read_status, show
+    from elastic_train.observe.status import read_status
+    from elastic_train.observe.status_table import show
 
     now = time.time()
     show(read_status(arguments.run_dir, now), now, sys.stdout)

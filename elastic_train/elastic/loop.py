@@ -22,7 +22,7 @@ from elastic_train.protocol.pace import FIRST_SECONDS
 from elastic_train.rules import Activity
 from elastic_train.runlog.goodput import Phase
 from elastic_train.training.collectives import gather_json
-from elastic_train.training.datasets import EpochDataset
+from elastic_train.training.epoch_dataset import EpochDataset
 from elastic_train.training.evaluation import BLOCK_SAMPLES, evaluate, share_buffers
 from elastic_train.training.group_sockets import require_unbroken
 from elastic_train.training.ordered import OrderedReduction

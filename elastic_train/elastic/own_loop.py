@@ -46,7 +46,7 @@ from elastic_train.rules import NOW, Activity
 from elastic_train.stopping import StopSignal, die_with_parent
 from elastic_train.system import require_system_for_training
 from elastic_train.training.collectives import gather_json, reduced, wait
-from elastic_train.training.datasets import length_of
+from elastic_train.training.epoch_dataset import length_of
 from elastic_train.training.group_sockets import require_unbroken
 from elastic_train.training.reduction import Share, hush_statistics
 from elastic_train.training.state import Stateful, TrainState

@@ -30,7 +30,8 @@ from elastic_train.system import keep_freed_memory, num_cores
 from elastic_train.training import determinism
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.data_identity import identify
-from elastic_train.training.datasets import download, length_of
+from elastic_train.training.datasets import download
+from elastic_train.training.epoch_dataset import length_of
 from elastic_train.training.ordered import check_model
 from elastic_train.training.state import TrainState, build_optimizer
 from elastic_train.training.tasks import Task, build_task, load_task, make_own_task

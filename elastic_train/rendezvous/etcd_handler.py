@@ -36,7 +36,8 @@ from torch.distributed.elastic.rendezvous.api import (
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable, first_line
 from elastic_train.protocol.addresses import address_towards_any
 from elastic_train.protocol.group_store import GroupStoreServer
-from elastic_train.rendezvous.etcd import Connections, Etcd
+from elastic_train.rendezvous.etcd import Etcd
+from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_job import open_job, take_away
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from elastic_train.errors import LeftOut, StoreUnreachable
 from elastic_train.protocol.central import Standing
 from elastic_train.protocol.probes import Probe, probe
-from elastic_train.rendezvous.etcd import Entry, Etcd, Transaction
+from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import Guard, text_of
+from elastic_train.rendezvous.etcd_watch import Entry
 
 MIN_LEASE_SECONDS = 60.0
 NOTICE_SECONDS = 5.0

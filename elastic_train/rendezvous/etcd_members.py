@@ -15,7 +15,8 @@ from dataclasses import replace
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
 from elastic_train.protocol.central import CentralJob, ListingStore
 from elastic_train.protocol.entrance import Size
-from elastic_train.rendezvous.etcd import ATTEMPT_SECONDS, Connections, Etcd
+from elastic_train.rendezvous.etcd import Etcd
+from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS, Connections
 from elastic_train.rendezvous.etcd_job import NOTICE_SECONDS, open_job, take_away
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror

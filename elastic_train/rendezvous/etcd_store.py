@@ -16,16 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_train.errors import LeftOut, StoreUnreachable
-from elastic_train.rendezvous.etcd import (
-    Compacted,
-    Entry,
-    Etcd,
-    LeaseLost,
-    Transaction,
-    TransactionResult,
-    Transient,
-    Watch,
-)
+from elastic_train.rendezvous.etcd import Etcd, Transaction, TransactionResult
+from elastic_train.rendezvous.etcd_errors import Compacted, LeaseLost, Transient
+from elastic_train.rendezvous.etcd_watch import Entry, Watch
 
 STAMP_BYTES = 12
 MIRROR_LAG_SECONDS = 1.0

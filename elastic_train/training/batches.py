@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from elastic_train.config import Config
 from elastic_train.stopping import die_with_parent
-from elastic_train.training.datasets import EpochDataset, as_fetched
+from elastic_train.training.epoch_dataset import EpochDataset, as_fetched
 from elastic_train.training.sampler import MicroBatch, StepSampler
 from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import mapped

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from elastic_train.training.datasets import EpochDataset
+from elastic_train.training.epoch_dataset import EpochDataset
 
 NUM_ENTRIES = 64
 """of each list that the data set holds about its items"""

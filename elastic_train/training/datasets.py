@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Dataset
 
 from elastic_train.errors import DatasetMissing, UsageError, first_line
-from elastic_train.training.augment import Augmentation, SeededItems, augment, random_bits
+from elastic_train.training.augment import Augmentation, augment, random_bits
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
 
@@ -167,84 +167,6 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         bits = random_bits(self._seed, 0, numbers, stream, num_pixels) >> np.uint64(40)
         values = torch.from_numpy(bits.astype(np.float32)).mul_(2**-23).sub_(1)
         return values.reshape(len(numbers), *self._shape)
-
-
-class HasEpochAndIndices(Protocol):
-    """What `EpochDataset` reads of a micro-batch: which samples of which epoch."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def indices(self) -> npt.NDArray[np.int64]: ...
-
-
-M = TypeVar("M", bound=HasEpochAndIndices)
-T = TypeVar("T")
-
-
-class EpochDataset(Dataset[Any]):
-    """Any map-style data set, for a DataLoader whose `batch_sampler` yields micro-batches.
-
-    Fetching gives `(micro_batch, batch)`, and `batch` is None where the micro-batch has no samples. A data set with
-    a method `gather(indices: int64 Tensor, epoch: int) -> batch` is asked once per micro-batch. Any other is read item
-    by item, with the global generators of torch, random and numpy seeded by (seed, epoch, index) before each, so that
-    its transforms do not depend on who runs them; then `collate` makes the batch of the items. A TensorDataset with the
-    default collate gives the same batch without going through its items.
-    """
-
-    def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any] = default_collate) -> None:
-        length_of(dataset)  # for its error: nothing here could be read from one without a length
-        self.dataset = dataset
-        self._items = SeededItems(seed)
-        self._collate = collate
-        self._gather: Callable[[Tensor, int], Any] | None = getattr(dataset, "gather", None)
-        if type(dataset) is TensorDataset and collate is default_collate:
-            self._gather = self._select
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]  # Dataset declares no __len__
-
-    def __getitems__(self, micro_batch: M) -> tuple[M, Any]:
-        if len(micro_batch.indices) == 0:
-            return micro_batch, None
-        return micro_batch, self.read(micro_batch.indices, micro_batch.epoch)
-
-    def read(self, indices: npt.NDArray[np.int64], epoch: int = 0) -> Any:
-        """The batch of these samples, one at least."""
-        if self._gather is not None:
-            return self._gather(torch.from_numpy(indices.copy()), epoch)  # torch.tensor() takes ten times as long
-        return self._collate(self._items.read(self.dataset.__getitem__, indices, epoch))
-
-    def _select(self, indices: Tensor, _epoch: int) -> list[Tensor]:
-        """What default_collate makes of a TensorDataset's items."""
-        assert isinstance(self.dataset, TensorDataset)
-        return [tensor.index_select(0, indices.to(tensor.device)) for tensor in self.dataset.tensors]
-
-
-def length_of(dataset: Dataset[Any]) -> int:
-    """Samples of a map-style data set. Raises: UsageError for one of another kind."""
-    if isinstance(dataset, DataLoader):
-        raise UsageError(
-            "a DataLoader was given: give its data set (loader.dataset); the batch size is --global-batch-size, and "
-            "--num-workers its processes"
-        )
-    if isinstance(dataset, IterableDataset):
-        raise UsageError(
-            f"{type(dataset).__name__} is an IterableDataset, whose samples have no index to share out by; give a "
-            "map-style data set with __len__ and __getitem__"
-        )
-    if not hasattr(dataset, "__len__"):
-        raise UsageError(
-            f"{type(dataset).__name__} has no length, and its samples no index to share out by; give a map-style data "
-            "set with __len__ and __getitem__"
-        )
-    return len(dataset)
-
-
-def as_fetched(fetched: T) -> T:
-    """The `collate_fn` for a DataLoader over `EpochDataset`, which has already made the batch."""
-    return fetched
 
 
 def check_dataset_name(name: str) -> None:

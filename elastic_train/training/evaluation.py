@@ -17,7 +17,7 @@ from elastic_train.errors import UsageError
 from elastic_train.rules import Activity
 from elastic_train.training.batches import loader_options
 from elastic_train.training.collectives import all_reduce, broadcast, broadcast_bytes
-from elastic_train.training.datasets import EpochDataset, as_fetched
+from elastic_train.training.epoch_dataset import EpochDataset, as_fetched
 from elastic_train.training.group_sockets import GroupSockets, require_unbroken
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import modes_kept

@@ -17,7 +17,9 @@ import pytest
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.rendezvous.certificates import make_certificates
-from elastic_train.rendezvous.etcd import Connections, Etcd, LeaseLost, Transaction
+from elastic_train.rendezvous.etcd import Etcd, Transaction
+from elastic_train.rendezvous.etcd_connections import Connections
+from elastic_train.rendezvous.etcd_errors import LeaseLost
 from elastic_train.rendezvous.etcd_job import open_job, take_away
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Guard, Mirror
@@ -70,9 +72,8 @@ def at_endpoint_of(etcd: Etcd, cluster: EtcdCluster, index: int) -> None:
 )
 def test_the_client_loads_under_the_protobuf_that_is_there(earlier: str) -> None:
     """Its generated code does not: TypeError, unless protobuf is switched to its slow form before its first import."""
-    code = (
-        f"{earlier}from elastic_train.rendezvous.etcd import import_etcd3; print(import_etcd3().etcdrpc.Compare.EQUAL)"
-    )
+    load = "from elastic_train.rendezvous.etcd_client import import_etcd3"
+    code = f"{earlier}{load}; print(import_etcd3().etcdrpc.Compare.EQUAL)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "0", done.stderr
 
@@ -244,7 +245,7 @@ class Deaf:
                 self.num_lost += 1
                 for act in between:
                     act()  # type: ignore[operator]
-                from elastic_train.rendezvous.etcd import Transient
+                from elastic_train.rendezvous.etcd_errors import Transient
 
                 raise Transient("the answer was lost")
             return answer
@@ -476,7 +477,8 @@ def test_a_stranger_authority_is_told_at_once_and_in_one_line(secure: tuple[Etcd
     settings = secure_settings(cluster, password, ca=str(stranger.ca))
     code = f"""
 from elastic_train.errors import StoreRefused
-from elastic_train.rendezvous.etcd import Connections, Etcd
+from elastic_train.rendezvous.etcd import Etcd
+from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 try:
     Etcd(Connections(EtcdSettings.from_json({settings.to_json()!r})), deadline={PATIENCE}).get("/team/x")

@@ -20,7 +20,8 @@ from torch.distributed import HashStore, TCPStore
 
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.store import KeyValueStore, MemoryStore, TorchStore
-from elastic_train.rendezvous.etcd import Connections, Etcd
+from elastic_train.rendezvous.etcd import Etcd
+from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror
 from tests.etcd_cluster import etcd_running
 

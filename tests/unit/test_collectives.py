@@ -25,7 +25,8 @@ import torch._dynamo  # as process_group() does: it takes its time
 import torch.distributed as dist
 from types import SimpleNamespace
 from elastic_train.training import collectives
-from elastic_train.elastic.process_group import GroupSockets, is_communication_error, process_group
+from elastic_train.training.group_sockets import GroupSockets
+from elastic_train.elastic.process_group import is_communication_error, process_group
 
 rank, port, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)

@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from elastic_train.errors import DatasetMissing, UsageError
 from elastic_train.training import datasets
 from elastic_train.training.augment import Augmentation
-from elastic_train.training.datasets import EpochDataset, SyntheticImages, TensorImages, as_fetched
+from elastic_train.training.datasets import SyntheticImages, TensorImages
+from elastic_train.training.epoch_dataset import EpochDataset, as_fetched
 from elastic_train.training.tasks import Task
 
 CIFAR10_MINI = Path(__file__).parents[2].parent / "shared/data/cifar10-mini"

@@ -36,7 +36,8 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_train.elastic.formed_group import form
-from elastic_train.elastic.process_group import GroupSockets, process_group
+from elastic_train.training.group_sockets import GroupSockets
+from elastic_train.elastic.process_group import process_group
 from elastic_train.system import open_sockets
 from elastic_train.world import Member, World
 

@@ -23,16 +23,10 @@ from torch import Tensor, nn
 
 from elastic_train.errors import UsageError
 from elastic_train.tools.bench.reduction_speed import local_world
-from elastic_train.training import determinism, ordered
-from elastic_train.training.ordered import (
-    Buffers,
-    OrderedReduction,
-    TreeExchange,
-    are_siblings,
-    push,
-    subtrees,
-    tree_sum,
-)
+from elastic_train.training import determinism, ordered_tree
+from elastic_train.training.ordered import OrderedReduction
+from elastic_train.training.ordered_buffers import Buffers
+from elastic_train.training.ordered_tree import TreeExchange, are_siblings, push, subtrees, tree_sum
 from elastic_train.training.sampler import MicroBatch, split
 
 CPU = torch.device("cpu")
@@ -218,7 +212,7 @@ def test_every_world_size_gives_the_bits_of_one_process(
     groups: dict[int, GlooThreads], num_leaves: int, is_small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_small:
-        monkeypatch.setattr(ordered, "SMALL_ELEMENTS", -1)
+        monkeypatch.setattr(ordered_tree, "SMALL_ELEMENTS", -1)
     leaves = awkward(num_leaves, (1009, 5, 64), seed=num_leaves)
     expected = expected_bits(num_leaves, leaves)
     for world_size in range(1, num_leaves + 1):
@@ -234,7 +228,7 @@ def test_awkward_sizes(groups: dict[int, GlooThreads], data: st.DataObject) -> N
     sizes = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=3), "sizes")
     leaves = awkward(num_leaves, sizes, data.draw(st.integers(0, 2**32), "seed"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ordered, "SMALL_ELEMENTS", data.draw(st.sampled_from([-1, 30, 1000]), "small"))
+        patch.setattr(ordered_tree, "SMALL_ELEMENTS", data.draw(st.sampled_from([-1, 30, 1000]), "small"))
         found = reduced(groups[world_size], num_leaves, leaves, data.draw(st.integers(1, 50), "chunk"))
     assert found == [expected_bits(num_leaves, leaves)] * world_size
 

@@ -205,7 +205,7 @@ def test_shutting_twice_and_from_many_threads_is_harmless(keep: list[socket.sock
 
 FORKED = """
 import json, os, socket
-from elastic_train.elastic.process_group import GroupSockets
+from elastic_train.training.group_sockets import GroupSockets
 
 def pair():
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -360,7 +360,9 @@ from torch.nn.parallel import DistributedDataParallel
 import elastic_train.elastic.process_group
 from elastic_train.config import Config
 from elastic_train.errors import FormationFailed
-from elastic_train.elastic.process_group import FORM_TIMEOUT, GroupSockets, is_communication_error, process_group
+from elastic_train.protocol.group_store import FORM_TIMEOUT
+from elastic_train.training.group_sockets import GroupSockets
+from elastic_train.elastic.process_group import is_communication_error, process_group
 from elastic_train.protocol.store import TorchStore
 from elastic_train.system import open_sockets
 from elastic_train.world import World

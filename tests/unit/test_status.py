@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from elastic_train.errors import RunDirectoryError
-from elastic_train.observe import status
-from elastic_train.observe.status import RunState, Status, describe, process_is_alive, read_ends
+from elastic_train.observe import status, status_files
+from elastic_train.observe.status import RunState, Status
+from elastic_train.observe.status_files import process_is_alive, read_ends
+from elastic_train.observe.status_table import describe
 from elastic_train.runlog.goodput import process_start_ticks
 from elastic_train.storage.snapshot import FORMAT_VERSION
 from elastic_train.wording import duration, human_bytes
@@ -361,7 +363,7 @@ def test_a_run_directory_in_which_nothing_was_written_yet(tmp_path: Path) -> Non
 
 
 def test_processes_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "host_name", lambda: "here")
+    monkeypatch.setattr(status_files, "host_name", lambda: "here")
 
     def started(host: str, pid: int, time: float, **fields: Any) -> dict[str, Any]:
         return {"event": "start", "host": host, "pid": pid, "time": time, **fields}
@@ -418,7 +420,7 @@ def test_before_the_first_world_there_are_no_members(files: Files) -> None:
 def test_a_run_whose_owner_died_before_any_event(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"], stdin=subprocess.DEVNULL)
     child.wait()
-    (tmp_path / "owner.json").write_text(json.dumps({"host": status.host_name(), "pid": child.pid, "time": NOW}))
+    (tmp_path / "owner.json").write_text(json.dumps({"host": status_files.host_name(), "pid": child.pid, "time": NOW}))
     found = status.read_status(tmp_path, NOW)
     assert found.state is RunState.DEAD
     assert "its processes are gone" in dict(describe(found, NOW))["note"]
@@ -435,7 +437,7 @@ def test_a_drill_that_was_killed(files: Files, has_events: bool) -> None:
     folder.mkdir()
 
     def state_with(pid: int, **settings: object) -> Status:
-        known = {"started": time.time(), "host": status.host_name(), "pid": pid, **settings}
+        known = {"started": time.time(), "host": status_files.host_name(), "pid": pid, **settings}
         (folder / "drill.json").write_text(json.dumps(known))
         return status.read_status(files.run_dir, NOW)
 

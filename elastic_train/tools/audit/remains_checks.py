@@ -91,7 +91,7 @@ def check_leftovers(history: History) -> Found:
     """Nothing is left of a run that has ended: no process, no temporary file, no port."""
     if not history.is_finished:
         raise Skip("the run has not finished")
-    from elastic_train.observe.status import process_is_alive
+    from elastic_train.observe.status_files import process_is_alive
 
     findings = [
         f"{name} is a temporary file" for name in (*history.names, *_names_elsewhere(history)) if _is_temporary(name)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TextIO
 
 from elastic_train.errors import RunDirectoryError
-from elastic_train.observe.status import RunState, Status, as_table, describe, read_status
+from elastic_train.observe.status import RunState, Status, read_status
+from elastic_train.observe.status_table import as_table, describe
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.lost_time import lost_time
 

@@ -71,7 +71,8 @@ def look_at_endpoint(endpoint: str) -> RendezvousFacts:
 
 def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
     """Each member by itself, then a write where the job will. Blocks some seconds where a member does not answer."""
-    from elastic_train.rendezvous.etcd import Connections, Etcd  # and with it gRPC
+    from elastic_train.rendezvous.etcd import Etcd
+    from elastic_train.rendezvous.etcd_connections import Connections
 
     expiries: list[str] = []
     if settings.cert is not None:

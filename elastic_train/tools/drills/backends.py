@@ -126,7 +126,8 @@ class Etcd3:
 
 def keys_of(endpoint: str, run_id: str, seconds: float) -> Sequence[str]:
     """The keys of a run in a user's cluster, which has so long to answer. Raises as every call of etcd.py does."""
-    from elastic_train.rendezvous.etcd import Connections, Etcd
+    from elastic_train.rendezvous.etcd import Etcd
+    from elastic_train.rendezvous.etcd_connections import Connections
 
     settings = EtcdSettings.from_torchrun(endpoint, {}, os.environ, min_nodes=1, max_nodes=1)
     connections = Connections(settings)

@@ -1,0 +1,102 @@
+"""What a failed call to etcd means: which of its errors pass, and which do not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from elastic_train.errors import StoreRefused
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
+
+REMEDIES = {
+    "invalid user ID or password": "correct user= and the first line of password_file= in --rdzv-conf",
+    "user name is empty": "give user= and password_file= in --rdzv-conf, or cert= and key= of the user's certificate",
+    "authentication is not enabled": "leave user= out of --rdzv-conf: this etcd knows no users yet",
+}
+"""by words of etcd's own"""
+
+
+class LeaseLost(Exception):
+    """A key was to be put under a lease that has run out, or was revoked."""
+
+
+class Compacted(Exception):
+    """A revision of the past is not kept any more."""
+
+
+class Transient(Exception):
+    """An attempt failed in a way that another one may not."""
+
+    endpoint = ""
+    """at which; empty where it did not come to one"""
+
+
+class TokenRefused(Transient):
+    """The client's token has expired, or is from before a change of the users."""
+
+
+class TlsRefused(Transient):
+    """A member and this side do not accept each other's certificates; other members may be in order."""
+
+    def __init__(self, endpoint: str, what: str, do: str, *, may_heal: bool = False) -> None:
+        super().__init__(f"{endpoint}: {what}")
+        self.what, self.do = what, do
+        self.may_heal = may_heal
+        """a clock may be about to be set"""
+
+
+def judge_tls(text: str, endpoint: str, settings: EtcdSettings) -> TlsRefused | None:
+    """What gRPC says of a connection, where it is that one side refuses the other's certificate."""
+    if "Hostname Verification Check failed" in text:
+        return TlsRefused(
+            endpoint,
+            f"its certificate is not for {endpoint.rpartition(':')[0]}",
+            "name it in --rdzv-endpoint as its certificate does, or make one for this name too (elastic-train certs "
+            "--hosts)",
+        )
+    if found := re.search(r"CERTIFICATE_VERIFY_FAILED(?:: ([^:]+))?", text):
+        why = found[1] or "its check has failed"
+        if "expired" in why or "not yet valid" in why:
+            do = "renew it (elastic-train certs DIR --hosts ... --renew), or set this machine's clock"
+            return TlsRefused(endpoint, f"its certificate is not accepted: {why}", do, may_heal=True)
+        return TlsRefused(
+            endpoint,
+            f"its certificate is not signed by ca={settings.ca} ({why})",
+            "give ca= in --rdzv-conf the certificate of the authority that has signed etcd's",
+        )
+    if re.search(r"ALERT_(\w+_)?CERTIFICATE|ALERT_UNKNOWN_CA", text):
+        if settings.cert is None:
+            return TlsRefused(
+                endpoint, "it asks for a client certificate", "give cert=FILE and key=FILE in --rdzv-conf"
+            )
+        return TlsRefused(
+            endpoint,
+            f"it does not accept the client certificate cert={settings.cert}",
+            "give one in --rdzv-conf that has not expired, signed by the authority that etcd trusts (its "
+            "--trusted-ca-file)",
+        )
+    return None
+
+
+def judge(error: Any) -> Exception:
+    """What a gRPC error means: Transient, TokenRefused, LeaseLost, Compacted, or StoreRefused for all that stays."""
+    import grpc
+
+    code, text = error.code(), (error.details() or "").strip()
+    codes = grpc.StatusCode
+    if code == codes.UNAUTHENTICATED or "revision of auth store is old" in text:
+        return TokenRefused(text)
+    if code == codes.NOT_FOUND and "lease not found" in text:
+        return LeaseLost(text)
+    if code == codes.OUT_OF_RANGE:
+        return Compacted(text)
+    if code == codes.RESOURCE_EXHAUSTED and "too many requests" not in text:
+        return StoreRefused(f"it refuses to write: {text}", "a full database must be compacted and defragmented")
+    if code == codes.PERMISSION_DENIED:
+        return StoreRefused(
+            f"{text}: the user's role does not allow this key prefix",
+            "give the prefix= (--rdzv-conf) and the --rdzv-id that the role has, or grant it PREFIX/RUN_ID/",
+        )
+    if code in (codes.INVALID_ARGUMENT, codes.FAILED_PRECONDITION, codes.UNIMPLEMENTED):
+        return StoreRefused(text, next((do for words, do in REMEDIES.items() if words in text), ""))
+    return Transient(text.splitlines()[0][:200] if text else str(code.name).lower().replace("_", " "))

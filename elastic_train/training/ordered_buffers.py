@@ -1,0 +1,132 @@
+"""Buffers, BatchNorm's statistics among them, moved on by the same tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from elastic_train.errors import UsageError
+
+
+class Buffers:
+    """A model's buffers through one step: put back before every micro-batch, moved on at the end, or not at all."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._floats: dict[torch.dtype, list[_Place]] = {}
+        self._counters: list[_Place] = []
+        self._constants: list[_Place] = []
+        seen: set[int] = set()
+        for prefix, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or id(buffer) in seen:
+                    continue
+                seen.add(id(buffer))
+                place = _Place(module, name, f"{prefix}.{name}" if prefix else name)
+                if buffer.is_floating_point():
+                    self._floats.setdefault(buffer.dtype, []).append(place)
+                elif buffer.numel() == 1 and not buffer.is_complex():
+                    self._counters.append(place)
+                else:
+                    self._constants.append(place)
+        self._averaged = [place for places in self._floats.values() for place in places]
+        self._tensors: dict[_Place, Tensor] = {}
+        self._flat: dict[torch.dtype, Tensor] = {}
+        self._values: list[Tensor] = []
+        self._versions: list[int] = []
+
+    @property
+    def sizes(self) -> dict[torch.dtype, int]:
+        return {dtype: sum(place.get().numel() for place in places) for dtype, places in self._floats.items()}
+
+    @property
+    def num_counters(self) -> int:
+        return len(self._counters)
+
+    def save(self) -> None:
+        self._tensors = {place: place.get() for place in (*self._averaged, *self._counters, *self._constants)}
+        self._flat = {dtype: self._concatenated(places) for dtype, places in self._floats.items()}
+        self._values = [part for dtype, places in self._floats.items() for part in self._cut(self._flat[dtype], places)]
+        self._values += [self._tensors[place].clone() for place in self._counters]
+        self._versions = [self._tensors[place]._version for place in self._constants]
+
+    def restore(self) -> None:
+        """The very tensors that were there at `save`, with their values of then."""
+        changing = [*self._averaged, *self._counters]
+        for place in changing:
+            if place.get() is not self._tensors[place]:
+                place.put(self._tensors[place])
+        if changing:
+            torch._foreach_copy_([self._tensors[place] for place in changing], self._values)
+
+    def changes(self) -> dict[torch.dtype, Tensor]:
+        """What has changed since `save` in the float buffers, one flat tensor per data type.
+
+        Raises:
+            UsageError: a buffer has changed in a way that cannot be averaged.
+        """
+        for place in self._averaged:
+            now, before = place.get(), self._tensors[place]
+            if now is not before and (now.shape != before.shape or now.dtype != before.dtype):
+                raise UsageError(
+                    f"--reduction ordered: a forward pass replaced the buffer {place.path} of shape "
+                    f"{tuple(before.shape)} by one of shape {tuple(now.shape)}; the change cannot be averaged"
+                )
+        for place, version in zip(self._constants, self._versions, strict=True):
+            before = self._tensors[place]
+            if place.get() is not before or before._version != version:
+                raise UsageError(
+                    f"--reduction ordered: a forward pass changed the {before.dtype} buffer {place.path}; only float "
+                    "buffers and counters of one element may change"
+                )
+        changes = {}
+        for dtype, places in self._floats.items():
+            now, saved = self._concatenated(places), self._flat[dtype]
+            # Not `now - saved` alone: a mask holds infinities, whose difference is NaN.
+            changes[dtype] = (now - saved).masked_fill_(now == saved, 0.0)
+        return changes
+
+    def counter_changes(self) -> Tensor:
+        """What has changed since `save` in each counter, as float64."""
+        saved = self._values[len(self._averaged) :]
+        return torch.stack(
+            [(place.get().long() - value.long()).double().reshape(()) for place, value in zip(
+                self._counters, saved, strict=True)]
+        )  # fmt: skip
+
+    def move(self, changes: dict[torch.dtype, Tensor], counter_changes: Sequence[float]) -> None:
+        """The buffers of `save`, changed by this."""
+        self.restore()
+        for dtype, places in self._floats.items():
+            torch._foreach_add_([self._tensors[place] for place in places], self._cut(changes[dtype], places))
+        for place, change in zip(self._counters, counter_changes, strict=True):
+            counter = self._tensors[place]
+            counter.copy_(counter.long() + int(change))
+
+    def _concatenated(self, places: Sequence[_Place]) -> Tensor:
+        return torch.cat([place.get().detach().reshape(-1) for place in places])
+
+    def _cut(self, flat: Tensor, places: Sequence[_Place]) -> list[Tensor]:
+        """Views of `flat` in the shapes of buffers."""
+        tensors = [self._tensors[place] for place in places]
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a module keeps a buffer; a forward pass may put another tensor there."""
+
+    module: nn.Module
+    name: str
+    path: str
+
+    def get(self) -> Tensor:
+        tensor = self.module._buffers[self.name]
+        assert tensor is not None
+        return tensor
+
+    def put(self, tensor: Tensor) -> None:
+        self.module._buffers[self.name] = tensor
