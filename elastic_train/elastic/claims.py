@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from elastic_train.protocol.arbiter import Arbiter, ArbiterSilent, Claims
-from elastic_train.storage.run_directory import fsync_directory
+from elastic_train.storage.atomic_files import fsync_directory
 
 ANSWER_SECONDS = 2.0
 """that a shared file system may take for a claim"""

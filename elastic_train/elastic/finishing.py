@@ -9,7 +9,7 @@ from typing import Any
 from elastic_train.config import as_json
 from elastic_train.elastic.worker import Worker
 from elastic_train.runlog.goodput import goodput
-from elastic_train.storage.run_directory import write_atomic
+from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.training.collectives import barrier, broadcast_bytes, gather_json
 from elastic_train.training.state import state_sha256
 from elastic_train.world import World

@@ -24,7 +24,8 @@ from elastic_train.rendezvous.launch import Launch, max_nodes_of
 from elastic_train.rendezvous.slurm import unused_tasks_warning
 from elastic_train.runlog.events import EventLog, Ledger
 from elastic_train.stopping import StopSignal
-from elastic_train.storage.run_directory import RunDirectory, require_writable
+from elastic_train.storage.atomic_files import require_writable
+from elastic_train.storage.run_directory import RunDirectory
 from elastic_train.storage.weights import initialise
 from elastic_train.system import keep_freed_memory, num_cores
 from elastic_train.training import determinism

@@ -26,7 +26,6 @@ import json
 import os
 import re
 import secrets
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +35,20 @@ from typing import Any
 
 from elastic_train.errors import NewerGeneration, OwnershipLost, RunDirectoryError, RunDirectoryInUse
 from elastic_train.runlog.events import newest_events
+from elastic_train.storage.atomic_files import (
+    create_once,
+    fsync_directory,
+    write_atomic,
+)
+from elastic_train.storage.holders import (
+    Holder,
+    close_lock,
+    open_for_lock,
+    process_stat,
+    process_state,
+    read_holders,
+    try_flock,
+)
 
 _CLAIM_LOCK = ".claim.lock"
 _OWNER_RECORD = "owner.json"
@@ -48,40 +61,10 @@ _CLOCKS_DIFFER = 3600.0
 """seconds, between two machines, or between one and a file server; where it is more, a start may miss the last step of
 the last generation, and never a generation"""
 _FLOCK_MISSING = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
-_LINK_MISSING = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
-"""link(2) fails so on FAT, SMB and object stores behind FUSE"""
-
-# Descriptors that carry an flock of this process; see the module docstring about fork.
-_locked_fds: set[int] = set()
-
-
-def _close_locks_in_child() -> None:
-    for fd in _locked_fds:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-    _locked_fds.clear()
-
-
-os.register_at_fork(after_in_child=_close_locks_in_child)
-
-
-@dataclass(frozen=True)
-class _Holder:
-    """One worker that has, or had, the lock of its job."""
-
-    host: str
-    pid: int
-    time: float
-    started: str = ""
-    """When the process started, in the kernel's own count; tells it from a later one with the same pid."""
-
-    def __str__(self) -> str:
-        since = datetime.fromtimestamp(self.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        return f"host {self.host}, pid {self.pid}, since {since}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Owner(_Holder):
+class _Owner(Holder):
     job_token: str
     generation: int
 
@@ -146,7 +129,7 @@ class RunDirectory:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            _close(_open_for_lock(self.path / _CLAIM_LOCK))
+            close_lock(open_for_lock(self.path / _CLAIM_LOCK))
             if not os.access(self.path, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
@@ -169,7 +152,7 @@ class RunDirectory:
         try:
             if not path.exists():
                 with contextlib.suppress(FileExistsError):
-                    _create_once(path, secrets.token_hex(_IDENTITY_LENGTH // 2).encode())
+                    create_once(path, secrets.token_hex(_IDENTITY_LENGTH // 2).encode())
             deadline = time.monotonic() + patience.total_seconds()
             while len(data := path.read_bytes()) < _IDENTITY_LENGTH and time.monotonic() < deadline:
                 time.sleep(0.01)  # its maker is about to write it, see `_create_once`
@@ -229,7 +212,7 @@ class RunDirectory:
                 )
         except OSError as error:
             if self._token is None and self._lock_fd is not None:
-                _close(self._lock_fd)
+                close_lock(self._lock_fd)
                 self._lock_fd = None
             raise self._unusable("cannot be claimed", error) from error
         self._token = job_token
@@ -264,7 +247,7 @@ class RunDirectory:
         with contextlib.suppress(OSError, RunDirectoryError), self._claim_lock(timedelta(seconds=1)):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._owner_lock_path(token).unlink()
-        _close(fd)
+        close_lock(fd)
 
     def move_aside(self) -> Path | None:
         """Move what the directory holds, all but the locks and the owner's record, into a new sibling named
@@ -349,16 +332,16 @@ class RunDirectory:
     @contextlib.contextmanager
     def _claim_lock(self, patience: timedelta) -> Iterator[None]:
         """Hold `.claim.lock`. Raises OSError where flock is not supported, RunDirectoryError after `patience`."""
-        fd = _open_for_lock(self.path / _CLAIM_LOCK)
+        fd = open_for_lock(self.path / _CLAIM_LOCK)
         try:
-            if not _try_flock(fd, fcntl.LOCK_EX, patience):
+            if not try_flock(fd, fcntl.LOCK_EX, patience):
                 raise RunDirectoryError(
                     f"run directory {self.path} cannot be claimed: another process has held {_CLAIM_LOCK} "
                     f"for {patience.total_seconds():g} s; stop that process, or choose another --run-dir"
                 )
             yield
         finally:
-            _close(fd)
+            close_lock(fd)
 
     def _claim_locked(self, job_token: str, generation: int, host: str) -> None:
         self._refuse_if_replaced(job_token, generation)
@@ -385,22 +368,22 @@ class RunDirectory:
             match = _OWNER_LOCK.fullmatch(path.name)
             if match is None or match["token"] == job_token:
                 continue
-            fd = _open_for_lock(path)
+            fd = open_for_lock(path)
             try:
-                if _try_flock(fd, fcntl.LOCK_EX):
+                if try_flock(fd, fcntl.LOCK_EX):
                     path.unlink()
                     continue
-                holders = _read_holders(fd)
-                states = [_process_state(holder) if holder.host == host else "?" for holder in holders]
+                holders = read_holders(fd)
+                states = [process_state(holder) if holder.host == host else "?" for holder in holders]
                 if "T" in states and all(state in ("T", None) for state in states):
                     continue  # stopped; the new owner record fences it out before it can run on
                 living = [holder for holder, state in zip(holders, states, strict=True) if state not in ("T", None)]
-                if holders and not living and _try_flock(fd, fcntl.LOCK_EX, _LEFT_CHILD_PATIENCE):
+                if holders and not living and try_flock(fd, fcntl.LOCK_EX, _LEFT_CHILD_PATIENCE):
                     path.unlink()
                     continue
             finally:
-                _close(fd)
-            named: _Holder | None = owner if owner is not None and owner.job_token == match["token"] else None
+                close_lock(fd)
+            named: Holder | None = owner if owner is not None and owner.job_token == match["token"] else None
             if living and (named is None or not any(named.pid == one.pid for one in living)):
                 named = living[0]
             who = str(named) if named is not None else f"unknown, see {path.name}"
@@ -412,17 +395,17 @@ class RunDirectory:
             )
 
     def _lock_job(self, job_token: str, host: str) -> None:
-        fd = _open_for_lock(self._owner_lock_path(job_token))
+        fd = open_for_lock(self._owner_lock_path(job_token))
         try:
             # Exclusive locks on it are only tried under the claim lock, which we have: this cannot fail for long.
-            if not _try_flock(fd, fcntl.LOCK_SH):
+            if not try_flock(fd, fcntl.LOCK_SH):
                 raise OSError(errno.EWOULDBLOCK, f"{self._owner_lock_path(job_token).name} is locked exclusively")
-            _, started = _process_stat(os.getpid())
+            _, started = process_stat(os.getpid())
             line = json.dumps({"host": host, "pid": os.getpid(), "time": self._now(), "started": started})
             os.lseek(fd, 0, os.SEEK_END)
             os.write(fd, line.encode() + b"\n")
         except BaseException:
-            _close(fd)
+            close_lock(fd)
             raise
         self._lock_fd, self._lock_pid = fd, os.getpid()
 
@@ -479,128 +462,3 @@ def _seconds(value: Any) -> float:
 
 def _stops(generation: int) -> str:
     return f"this process (pid {os.getpid()}, generation {generation}) writes nothing more"
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace a file so that a reader sees the old bytes or the new ones, also after a power cut. Blocks for two
-    fsyncs. Raises OSError, and leaves the old file and no temporary one."""
-    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    fsync_directory(path.parent)
-
-
-def _create_once(path: Path, data: bytes) -> None:
-    """Make a file that nobody has made before. Readers see it whole; without link(2) it is empty for a moment, and for
-    good where its maker ends in that moment. Raises FileExistsError and other OSErrors."""
-    draft = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
-    write_atomic(draft, data)
-    try:
-        os.link(draft, path)
-    except OSError as error:
-        if error.errno not in _LINK_MISSING:
-            raise
-        # rename(2) would replace the name that others may have read already
-        with open(path, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        draft.unlink()
-
-
-def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable, where its file system can (some network ones answer EINVAL)."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-    finally:
-        os.close(fd)
-
-
-def _open_for_lock(path: Path) -> int:
-    # read and write: NFS wants the first for a shared lock and the second for an exclusive one
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    _locked_fds.add(fd)
-    return fd
-
-
-def _close(fd: int) -> None:
-    _locked_fds.discard(fd)
-    os.close(fd)
-
-
-def require_writable(folder: Path, what: str) -> None:
-    """Make a folder where it is missing, and check that files can be made in it.
-
-    Raises:
-        RunDirectoryError: it cannot be made, or not be written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        why = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or error
-        raise RunDirectoryError(f"{what} {folder} cannot be written to: {why}; choose another one") from error
-
-
-def _try_flock(fd: int, operation: int, patience: timedelta = timedelta(0)) -> bool:
-    deadline = time.monotonic() + patience.total_seconds()
-    while True:
-        try:
-            fcntl.flock(fd, operation | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.005)
-        else:
-            return True
-
-
-def _read_holders(fd: int) -> list[_Holder]:
-    holders = []
-    os.lseek(fd, 0, os.SEEK_SET)
-    with open(os.dup(fd), "rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                record = json.loads(line)
-                holder = _Holder(
-                    host=str(record["host"]),
-                    pid=int(record["pid"]),
-                    time=float(record["time"]),
-                    started=str(record["started"]),
-                )
-                holders.append(holder)
-    return holders
-
-
-def _process_state(holder: _Holder) -> str | None:
-    """The state letter of a process of this host: 'T' is stopped. None where it has ended, '?' where unknown."""
-    state, started = _process_stat(holder.pid)
-    is_another = bool(started and holder.started) and started != holder.started
-    return None if state in ("Z", "X") or is_another else state
-
-
-def _process_stat(pid: int) -> tuple[str | None, str]:
-    """State letter and start time of a process; (None, "") where there is none, ("?", "") without a /proc."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # the name in parentheses may itself hold parentheses and spaces
-            fields = file.read().rpartition(b")")[2].split()
-        return fields[0].decode(), fields[19].decode()
-    except (FileNotFoundError, ProcessLookupError):
-        return (None if os.path.isdir("/proc/self") else "?"), ""
-    except (OSError, IndexError):
-        return "?", ""

@@ -17,7 +17,7 @@ from typing import Any
 
 from elastic_train.branches import Branches
 from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of
-from elastic_train.storage.run_directory import fsync_directory
+from elastic_train.storage.atomic_files import fsync_directory
 from elastic_train.storage.snapshot import (
     FORMAT_VERSION,
     MANIFEST_FILE,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.errors import SnapshotError, UsageError
-from elastic_train.storage.run_directory import write_atomic
+from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.storage.snapshot import SnapshotInfo, is_snapshot, load_state, newest_whole, read_info, snapshots_in
 from elastic_train.storage.state_bytes import deserialize_state
 

@@ -24,8 +24,9 @@ import pytest
 import elastic_train
 from elastic_train.elastic.starting import newest_step
 from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryInUse
-from elastic_train.storage import run_directory
-from elastic_train.storage.run_directory import RunDirectory, Traces, require_writable, write_atomic
+from elastic_train.storage import atomic_files, holders, run_directory
+from elastic_train.storage.atomic_files import require_writable, write_atomic
+from elastic_train.storage.run_directory import RunDirectory, Traces
 
 DEADLINE = 30.0
 HOST = "node-a"
@@ -290,7 +291,7 @@ def test_a_forked_child_does_not_hold_the_directory(
 
 def test_a_child_that_did_keep_the_lock_is_named(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_directory, "_LEFT_CHILD_PATIENCE", timedelta(seconds=0.02))
-    started = run_directory._process_stat(os.getpid())[1]
+    started = holders.process_stat(os.getpid())[1]
     lock = directory.path / ".owner-first.lock"
     lock.write_text(json.dumps({"host": HOST, "pid": os.getpid(), "time": 0, "started": started + "0"}))
     with open(lock) as file:
@@ -563,10 +564,10 @@ def test_fsync_of_a_directory_that_cannot(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "fsync", fail)
     code = errno.EINVAL
-    run_directory.fsync_directory(tmp_path)
+    atomic_files.fsync_directory(tmp_path)
     code = errno.EIO
     with pytest.raises(OSError, match="Input/output error"):
-        run_directory.fsync_directory(tmp_path)
+        atomic_files.fsync_directory(tmp_path)
 
 
 # --- its name ---------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.runlog.events import JsonLines, read_lines
-from elastic_train.storage.run_directory import write_atomic
+from elastic_train.storage.atomic_files import write_atomic
 
 FOLDER = "drill"
 PACE_FILE = "pace"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import RunDirectoryError
-from elastic_train.storage.run_directory import write_atomic
+from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.tools.audit.audit import Audit
 from elastic_train.tools.audit.charts import Axis, Mark, Segment, bar, curve, lanes, legend, nice_step, table
 from elastic_train.tools.audit.history import History, PastWorld

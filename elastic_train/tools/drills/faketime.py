@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from elastic_train.storage.run_directory import write_atomic
+from elastic_train.storage.atomic_files import write_atomic
 
 LIBRARY = "libfaketime.so.1"
 REREAD_SECONDS = 1.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import ElasticTrainError
-from elastic_train.storage.run_directory import write_atomic
+from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.record import read_json
 from elastic_train.tools.drills.nodes import clean_environment, dying_with_parent

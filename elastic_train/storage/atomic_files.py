@@ -1,0 +1,78 @@
+"""Files that are whole or absent, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import tempfile
+from pathlib import Path
+
+from elastic_train.errors import RunDirectoryError
+
+_LINK_MISSING = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+"""link(2) fails so on FAT, SMB and object stores behind FUSE"""
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace a file so that a reader sees the old bytes or the new ones, also after a power cut. Blocks for two
+    fsyncs. Raises OSError, and leaves the old file and no temporary one."""
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    fsync_directory(path.parent)
+
+
+def create_once(path: Path, data: bytes) -> None:
+    """Make a file that nobody has made before. Readers see it whole; without link(2) it is empty for a moment, and for
+    good where its maker ends in that moment. Raises FileExistsError and other OSErrors."""
+    draft = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
+    write_atomic(draft, data)
+    try:
+        os.link(draft, path)
+    except OSError as error:
+        if error.errno not in _LINK_MISSING:
+            raise
+        # rename(2) would replace the name that others may have read already
+        with open(path, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        draft.unlink()
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable, where its file system can (some network ones answer EINVAL)."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(fd)
+
+
+def require_writable(folder: Path, what: str) -> None:
+    """Make a folder where it is missing, and check that files can be made in it.
+
+    Raises:
+        RunDirectoryError: it cannot be made, or not be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or error
+        raise RunDirectoryError(f"{what} {folder} cannot be written to: {why}; choose another one") from error
