@@ -15,6 +15,7 @@ CHECKED_BY = {
     r"slurm/\w+\.sbatch": "shellcheck, and a real SLURM",
     r"docker/Dockerfile(\.dockerignore)?": "hadolint",
     r"monitoring/dashboard\.json": "test_monitoring.py",
+    r"README\.md": "test_security.py",
     r"[a-z]+/README\.md": "the links, here",
 }
 FILES = sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""The firewall that the README's "Security" has one type, in a network of its own."""
+"""The firewall that the page on security has one type, in a network of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from tests.deploy.tools import DEPLOY
 
-README = (DEPLOY.parent / "README.md").read_text()
+PAGE = (DEPLOY / "README.md").read_text()
 MESH, OPEN = "10.8.0", "192.0.2"
 """the subnet of wg0, and that of the other interface"""
 
@@ -96,7 +96,7 @@ def host() -> Iterator[Host]:
 @pytest.mark.parametrize("before", [(), ("iptables", "-A", "INPUT", "-p", "tcp", "-j", "ACCEPT")], ids=["none", "open"])
 def test_the_endpoint_of_a_mesh_is_for_the_mesh_and_its_own_host(host: Host, before: Sequence[str]) -> None:
     """Whatever rule the host has already."""
-    commands = [shlex.split(code) for code in re.findall(r"`(iptables [^`]+)`", README)]
+    commands = [shlex.split(code) for code in re.findall(r"`(iptables [^`]+)`", PAGE)]
     assert commands
     for command in ([before] if before else []) + commands:
         run(*host.inside("host", command))

@@ -1,4 +1,4 @@
-"""The README shows the examples as they are, and whatever it says to type can be typed: every flag, every command."""
+"""The pages show the examples as they are, and whatever they say to type can be typed: every flag, every command."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch.distributed.run import get_args_parser
 
 from elastic_train.cli import make_parser
@@ -20,7 +22,9 @@ from elastic_train.elastic.own_loop import NOT_FOR_OWN_LOOPS
 from elastic_train.examples.parity_task import Flags
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "deploy" / "README.md", *sorted((ROOT / "elastic_train").rglob("README.md"))]
+TEXT = "\n\n".join(page.read_text() for page in PAGES)
+FRONT = PAGES[0].read_text()
 
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
@@ -34,14 +38,25 @@ def example(name: str) -> str:
 
 
 def test_the_task_is_the_one_that_is_tested() -> None:
-    assert example("parity_task.py").split('"""\n\n', 1)[1].strip() in README
+    assert example("parity_task.py").split('"""\n\n', 1)[1].strip() in TEXT
+
+
+def test_the_task_of_the_front_page_is_one() -> None:
+    names: dict[str, Any] = {}
+    exec(FRONT.split("```python\n")[1].split("```")[0], names)
+    task = names["Parity"]()
+    inputs, labels = zip(*(task.train_dataset()[index] for index in range(256)), strict=True)
+    assert task.build_model()(torch.stack(inputs)).shape == (256, 2)
+    assert sum(labels) == 128
 
 
 def test_the_diff_is_that_of_the_examples() -> None:
     plain, elastic = (example(name).splitlines() for name in ("plain_ddp.py", "elastic_ddp.py"))
     changed = [line for line in difflib.unified_diff(plain, elastic, lineterm="", n=0) if line[0] in "+-"][2:]
-    shown = README.split("```diff\n")[1].split("```")[0].splitlines()
-    assert [line for line in shown if line[:1] in ("+", "-")] == changed
+    blocks = [block.split("```")[0].splitlines() for block in TEXT.split("```diff\n")[1:]]
+    assert len(blocks) == 2, "the front page has it with less around it"
+    for shown in blocks:
+        assert [line for line in shown if line[:1] in ("+", "-")] == changed
     new, gone = (sum(line.startswith(sign) and len(line) > 1 for line in changed) for sign in "+-")
     assert (new, gone) == (9, 14), "as the README says"
 
@@ -57,7 +72,7 @@ def test_etcd_needs_nothing_that_is_not_installed() -> None:
     assert names >= {"etcd3", "tenacity"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "deploy/etcd/README.md", "deploy/monitoring/README.md"])
+@pytest.mark.parametrize("page", ["deploy/etcd/README.md", "deploy/monitoring/README.md"])
 def test_every_extra_that_is_named_exists(page: str) -> None:
     named = re.findall(r"(?:elastic_train|'\.)\[([\w,]+)\]'", (ROOT / page).read_text())
     assert named
@@ -69,7 +84,7 @@ def test_every_extra_that_is_named_exists(page: str) -> None:
 
 def typed() -> list[str]:
     """What stands in indented blocks, line by line, and in backquotes."""
-    text = FENCED.sub("", README)
+    text = FENCED.sub("", TEXT)
     prose = "\n".join(line for line in text.splitlines() if not line.startswith("    "))
     lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
     return sorted({*lines, *(" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose))})
@@ -99,13 +114,13 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
 def test_every_flag_exists() -> None:
     ours = {flag(field.name) for of in (Config, Flags) for field in dataclasses.fields(of) if field.name != "own_flags"}
     known = {*ours, *options_of(make_parser()), *options_of(get_args_parser()), *OF_OTHER_PROGRAMS}
-    shown = {name for text in (*typed(), *FENCED.findall(README)) for name in FLAG.findall(text)}
+    shown = {name for text in (*typed(), *FENCED.findall(TEXT)) for name in FLAG.findall(text)}
     assert len(shown) > 40
     assert shown <= known, shown - known
 
 
 def test_every_row_of_the_table_that_is_flags_alone_is_a_command_line() -> None:
-    table = README.split("## What you have", 1)[1].split("## ", 1)[0]
+    table = TEXT.split("## What you have", 1)[1].split("## ", 1)[0]
     rows = [row.split(" | ")[1] for row in table.splitlines()[4:] if row.startswith("| ")]
     flags = [found[1] for row in rows if (found := re.match(r"`(--[^`]+)`", row))]
     assert len(flags) >= 4
@@ -140,8 +155,14 @@ def test_every_command_of_torchrun(words: list[str]) -> None:
     assert program in ("elastic_train", "elastic_train.check", "train.py", "elastic_train/examples/elastic_ddp.py")
 
 
+def test_the_front_page_is_short_and_leads_to_all_others() -> None:
+    assert len(FRONT.splitlines()) <= 130
+    linked = {(ROOT / link).resolve() for link in re.findall(r"\]\(([\w/]+\.md)\)", FRONT)}
+    assert linked == {*PAGES[1:], *(ROOT / "deploy").glob("*/README.md")}
+
+
 def test_the_tree_names_what_there_is() -> None:
-    tree = README.split("\n    elastic_train/\n")[1].split("\n    deploy/")[0]
+    tree = TEXT.split("\n    elastic_train/\n")[1].split("\n    deploy/")[0]
     package, folders = ROOT / "elastic_train", [ROOT / "elastic_train"]
     named = set()
     for line in tree.splitlines():
