@@ -341,13 +341,12 @@ class LoopObserver:
             )
 
     def after_commit(self, state: TrainState, result: StepResult, micro_batches: Share) -> None:
-        self.tell_commit(state, result.loss, micro_batches)
+        self.tell_commit(state, result.loss, micro_batches[0][0])
         self.note_commit()
         self.follow_votes(result.votes)
 
-    def tell_commit(self, state: TrainState, loss: float, micro_batches: Share) -> None:
-        """The newest step is committed, and this its mean loss."""
-        first = micro_batches[0][0]
+    def tell_commit(self, state: TrainState, loss: float, first: MicroBatch) -> None:
+        """The newest step is committed, and this its mean loss; `first` is one of its micro-batches."""
         self._reporter.step(state, loss, epoch=first.epoch, samples=first.step_samples)
 
     def note_commit(self) -> None:

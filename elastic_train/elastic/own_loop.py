@@ -49,6 +49,7 @@ from elastic_train.training.collectives import gather_json, reduced, wait
 from elastic_train.training.epoch_dataset import length_of
 from elastic_train.training.group_sockets import require_unbroken
 from elastic_train.training.reduction import Share, hush_statistics
+from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import Stateful, TrainState
 from elastic_train.training.state_hash import hash_of_plain
 from elastic_train.training.tasks import Task
@@ -227,7 +228,7 @@ class Training:
         if self._lost is None and self._outcome is None:  # else the votes were those of the step before
             votes = self._loop.votes()
         numbers = [own_part, *self._extras_hashes(), *votes]
-        totals = _LateTotals(share, known_loss, has_stepped, torch.tensor(numbers, dtype=torch.float64))
+        totals = _LateTotals(share[0][0], known_loss, has_stepped, torch.tensor(numbers, dtype=torch.float64))
         if self._lost is None and self.world.world_size > 1:
             try:
                 totals.work = dist.all_reduce(totals.sums, async_op=True)
@@ -362,7 +363,7 @@ class Training:
         self.state.commit(loss)
         self._late = late
         if late is None:
-            self._observer.tell_commit(self.state, loss, share)
+            self._observer.tell_commit(self.state, loss, share[0][0])
         self._observer.note_commit()
         self.turn_to_own_code()
 
@@ -411,7 +412,7 @@ class Training:
             return
         loss = totals.mean_loss if is_known else totals.known_loss
         self.state.note_loss(loss)
-        self._observer.tell_commit(self.state, loss, totals.share)
+        self._observer.tell_commit(self.state, loss, totals.first)
 
     def _follow(self, votes: Votes) -> None:
         """Do what all have decided, after the step in hand."""
@@ -496,7 +497,8 @@ class Training:
 class _LateTotals:
     """Sums over the ranks that belong to a step, which may still be under way when it is committed."""
 
-    share: Share
+    first: MicroBatch
+    """of the step; the batch itself would only take memory"""
     known_loss: float
     has_stepped: bool
     """the optimizer; else a GradScaler has skipped the step"""
