@@ -48,7 +48,7 @@ from elastic_train.system import require_system_for_training
 from elastic_train.training.collectives import gather_json, reduced, wait
 from elastic_train.training.epoch_dataset import length_of
 from elastic_train.training.group_sockets import require_unbroken
-from elastic_train.training.reduction import Share, hush_statistics
+from elastic_train.training.reduction import Share, hush_statistics, share_buffers
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import Stateful, TrainState
 from elastic_train.training.state_hash import hash_of_plain
@@ -153,7 +153,10 @@ class Training:
         self.turn_to_own_code()
         if self.world.world_size > 1:
             ddp.register_comm_hook(self, _average_by_samples)
-        ddp.register_forward_pre_hook(self._enter_forward)
+        shares_buffers = ddp.broadcast_buffers and self.world.world_size > 1 and self.device.type == "cpu"
+        if shares_buffers:
+            ddp.broadcast_buffers = False  # it is the hook that does it
+        ddp.register_forward_pre_hook(partial(self._enter_forward, shares_buffers=shares_buffers))
         if self.device.type == "cpu":  # a GPU has the buffers later, and waits within a SyncBatchNorm
             self._hooks.append(ddp.module.register_forward_pre_hook(_ForwardBegins(self)))
         self._loop.remember_parallel(ddp)
@@ -443,13 +446,19 @@ class Training:
         self.settle()
         self._has_reduced = True
 
-    def _enter_forward(self, module: DistributedDataParallel, _arguments: Any) -> None:
-        """DDP shares the buffers before the module's own forward pass; a SyncBatchNorm waits within it."""
+    def _enter_forward(self, ddp: DistributedDataParallel, _arguments: Any, *, shares_buffers: bool) -> None:
+        """The buffers are shared before the module's own forward pass; a SyncBatchNorm waits within it.
+
+        Args:
+            shares_buffers: here, where DDP would.
+        """
         if self._share is not None:
             self._watcher.do(Activity.REDUCE)
             if self._is_stand_in:
                 # Until the commit, because activation checkpoints run forward passes again in the backward pass.
-                self._hushed += hush_statistics(module)
+                self._hushed += hush_statistics(ddp)
+        if shares_buffers and ddp.require_forward_param_sync:
+            share_buffers(ddp.module)
 
     def leave_collective(self) -> None:
         """The module's own forward pass begins."""

@@ -7,7 +7,7 @@ hung up meets this often. So the training thread does not wait inside gloo: it l
 that hangs behind (`GroupSockets.require_hope`).
 
 With NCCL, which has an abort, works are waited for as usual, those on the CPU too. So are, inside of DDP, its copies of
-buffers and first weights, what its options make it exchange, sparse gradients, and buckets on a GPU under gloo. For
+first weights, what its options make it exchange, sparse gradients, and buckets and buffers on a GPU under gloo. For
 these the watcher's `give_up` is what is left.
 """
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_train.errors import UsageError
 from elastic_train.rules import Activity
-from elastic_train.training.collectives import all_reduce, broadcast, wait
+from elastic_train.training.collectives import all_reduce, wait
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.world import World
 
@@ -146,7 +146,10 @@ class FastReduction:
         self._works.clear()  # of a step that an error has ended
         totals = self._make_totals(votes)
         if self._shared is not None:
-            self._share_buffers(self._shared)
+            self._do(Activity.REDUCE)
+            share_buffers(self._shared)
+            if not self._waits_in_backward:  # else it waits where the device does
+                self._do(Activity.COMPUTE)
         for micro_batch, batch in micro_batches:
             with self._synchronise_at(micro_batch):
                 if self._waits_in_forward:
@@ -176,19 +179,6 @@ class FastReduction:
         mean_loss, *all_votes = totals.tolist()
         return StepTotals(mean_loss, tuple(round(vote) for vote in all_votes))
 
-    @torch.no_grad()
-    def _share_buffers(self, model: nn.Module) -> None:
-        self._do(Activity.REDUCE)
-        for buffers in _by_type(model.buffers()):  # anew: a forward pass may put another one in a buffer's place
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            broadcast(flat, 0)
-            begin = 0
-            for buffer in buffers:
-                buffer.copy_(flat[begin : begin + buffer.numel()].view(buffer.shape))
-                begin += buffer.numel()
-        if not self._waits_in_backward:  # else it waits where the device does
-            self._do(Activity.COMPUTE)
-
     def _make_totals(self, votes: Sequence[int]) -> torch.Tensor:
         """(loss, votes...) of this rank times what DDP divides by, on its device, before its first micro-batch."""
         if not any(votes):
@@ -202,6 +192,21 @@ class FastReduction:
         if isinstance(self._module, DistributedDataParallel) and not micro_batch.is_last:
             return self._module.no_sync()
         return nullcontext()
+
+
+@torch.no_grad()
+def share_buffers(model: nn.Module) -> None:
+    """Give the buffers of rank 0 to every rank, in a message for each type of numbers. Raises as `collectives.wait`.
+
+    As DDP does before a forward pass, whose own wait may not end when a peer is lost.
+    """
+    flats = [(buffers, torch.cat([one.reshape(-1) for one in buffers])) for buffers in _by_type(model.buffers())]
+    works = [dist.broadcast(flat, 0, async_op=True) for _, flat in flats]
+    for (buffers, flat), work in zip(flats, works, strict=True):
+        wait(work)
+        if dist.get_rank() > 0:
+            for buffer, part in zip(buffers, torch.split(flat, [one.numel() for one in buffers]), strict=True):
+                buffer.data.copy_(part.view(buffer.shape))  # a graph may have saved it, and not need what it was
 
 
 def _by_type(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -279,6 +279,32 @@ def test_a_step_whose_gradients_are_not_summed_is_known_at_once(cluster: Cluster
     assert {e["pid"] for e in told if e["step"] <= 13} == {nodes[0].process.pid}
 
 
+GATHERED = """
+def gathered(mean):
+    means = [torch.zeros(8) for _ in range(2)]
+    torch.distributed.all_gather(means, mean)
+    return means
+
+"""
+
+
+def test_buffers_are_rank_0s_in_each_forward_pass_and_it_is_not_ddp_that_sends_them(cluster: Cluster) -> None:
+    """Its own wait for them may not end when a peer is lost."""
+    text = SCRIPT.replace("torch.nn.Tanh()", "torch.nn.BatchNorm1d(8), torch.nn.Tanh()")
+    for old, new in (
+        ("    ddp = training.parallel()\n",
+         "    ddp = training.parallel()\n    assert not ddp.broadcast_buffers\n    seen = []\n"
+         "    training.model.register_forward_pre_hook(lambda *_: seen.append(model[1].running_mean.clone()))\n"),
+        ("            BEFORE_COMMIT\n",
+         "            assert torch.equal(*gathered(seen.pop()))\n"
+         "            assert not torch.equal(*gathered(model[1].running_mean))\n"),
+        ("def train(", GATHERED + "def train("),
+    ):  # fmt: skip
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    cluster.finish(start_workers(cluster, 2, text.replace("lr=0.1", "lr=0.01"), "--global-batch-size", "14"))
+
+
 SCALED = """
 import torch
 from torch.utils.data import TensorDataset
