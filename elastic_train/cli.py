@@ -41,11 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ElasticTrainError as error:
         print(f"elastic-train: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    except ModuleNotFoundError as error:
-        if error.name != "fcntl":  # which Windows has not
-            raise
-        print("elastic-train: error: this command needs Linux or macOS: use WSL2", file=sys.stderr, flush=True)
-        return 1
     except BrokenPipeError:
         _discard_output()
         return 128 + signal.SIGPIPE  # as a program that the signal ends: `| head` is no error

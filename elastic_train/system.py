@@ -11,7 +11,6 @@ from contextlib import suppress
 
 from elastic_train.errors import UnsupportedSystem
 
-NAMES = {"darwin": "macOS", "win32": "Windows"}
 INSTEAD = "use a container (deploy/docker)"
 MALLOC_LIMITS = {-3: 32 * 2**20, -1: 64 * 2**20}
 """M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h -> bytes, the most that glibc's own adjustment comes to"""
@@ -24,8 +23,8 @@ def require_linux(what: str) -> None:
         UnsupportedSystem: this is another system, where `what` does not work.
     """
     if sys.platform != "linux":
-        wsl = " or WSL2" if sys.platform == "win32" else ""
-        raise UnsupportedSystem(f"{what} needs Linux, and this is {_name()}: {INSTEAD}{wsl}")
+        name = {"darwin": "macOS"}.get(sys.platform, sys.platform)
+        raise UnsupportedSystem(f"{what} needs Linux, and this is {name}: {INSTEAD}")
 
 
 def require_system_for_training(environ: Mapping[str, str]) -> None:
@@ -41,10 +40,6 @@ def require_system_for_training(environ: Mapping[str, str]) -> None:
             "several workers need Linux, and this is macOS: without torchrun (python -m elastic_train) a world of one "
             f"trains here, else {INSTEAD}"
         )
-
-
-def _name() -> str:
-    return NAMES.get(sys.platform, sys.platform)
 
 
 def num_cores() -> int:

@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-import elastic_train
 from elastic_train import __main__, cli
-from elastic_train.errors import UnsupportedSystem
 from elastic_train.system import keep_freed_memory, num_cores
 
-PLATFORMS = {"darwin": "macOS", "win32": "Windows", "freebsd15": "freebsd15"}
+PLATFORMS = {"darwin": "macOS", "freebsd15": "freebsd15"}
 
 
 def a_worker_says(capsys: pytest.CaptureFixture[str]) -> str:
@@ -27,16 +25,15 @@ def a_worker_says(capsys: pytest.CaptureFixture[str]) -> str:
     return said
 
 
-@pytest.mark.parametrize("platform", ["win32", "freebsd15"])
 @pytest.mark.parametrize("launcher", [{}, {"RANK": "0"}])
 def test_a_worker_says_what_it_needs(
-    platform: str, launcher: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launcher: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(sys, "platform", "freebsd15")
     monkeypatch.setattr(sys, "argv", ["elastic_train"])
     monkeypatch.setattr(os, "environ", {**os.environ, **launcher})
     monkeypatch.delattr(__main__, "die_with_parent")  # Linux's alone
-    assert f"training needs Linux, and this is {PLATFORMS[platform]}" in a_worker_says(capsys)
+    assert "training needs Linux, and this is freebsd15" in a_worker_says(capsys)
 
 
 @pytest.mark.parametrize(("flags", "launcher"), [([], {"RANK": "0"}), (["--spawn", "2"], {})])
@@ -64,58 +61,11 @@ def test_commands_that_need_several_workers(
     assert f"needs Linux, and this is {PLATFORMS[platform]}" in said
 
 
-def test_a_script_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_fcntl(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'fcntl'", name="fcntl")
-
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(elastic_train, "import_module", without_fcntl)
-    with pytest.raises(UnsupportedSystem, match="Windows"):
-        _ = elastic_train.run
-
-
 def test_cores_are_counted_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_cores() == len(os.sched_getaffinity(0))
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.delattr(os, "sched_getaffinity")
     assert num_cores() >= 1
-
-
-# --- in a process that has no more than such a system -----------------------------------------------------------------
-
-AS_WINDOWS = """
-import os, runpy, signal, sys
-sys.platform = "win32"
-sys.modules["fcntl"] = None
-for name in ("register_at_fork", "fork", "getuid", "geteuid", "sched_getaffinity", "killpg", "getloadavg", "O_CLOEXEC"):
-    delattr(os, name)
-for name in ("SIGKILL", "SIGHUP", "SIGUSR1", "SIGPIPE"):
-    delattr(signal, name)
-sys.argv = sys.argv[1:]
-runpy.run_module(sys.argv[0], run_name="__main__")
-"""
-
-
-def on_windows(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", AS_WINDOWS, *command], capture_output=True, text=True, timeout=100, check=False
-    )
-
-
-def test_windows_prepares_jobs_for_others(tmp_path: Path) -> None:
-    """What the README says of it; torch itself is not part of this, for its own build for Windows is another."""
-    for command in (["--help"], ["submit", "slurm", "--dry-run"], ["certs", str(tmp_path / "certs"), "--hosts", "h"]):
-        done = on_windows("elastic_train.cli", *command)
-        assert (done.returncode, done.stderr) == (0, ""), command
-
-
-def test_windows_trains_nothing_and_reads_no_run() -> None:
-    done = on_windows("elastic_train")
-    assert done.returncode == 1
-    assert done.stderr.endswith("training needs Linux, and this is Windows: use a container (deploy/docker) or WSL2\n")
-    done = on_windows("elastic_train.cli", "audit", "x")
-    assert done.returncode == 1
-    assert done.stderr == "elastic-train: error: this command needs Linux or macOS: use WSL2\n"
 
 
 AS_MACOS = """
