@@ -126,12 +126,13 @@ class SeededItems:
 
     What the training process draws does not notice. torch's generator is seeded for every item, which may ask it for
     `initial_seed()`. Python's and numpy's take longer to be seeded than many an item to be read: they are where an item
-    of the first batch has drawn from them. Where it is a later one, which their states show, its batch is read anew.
+    of the first batch has drawn from them. Where it is a later one, which their states show, its batch is read anew. A
+    draw that leaves the state as it was (an item that puts it back) is not seen.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._drawn: frozenset[_Generator] | None = None
+        self._drawn: frozenset[str] | None = None
         """of `_COSTLY`, those from which items draw, as far as that is known"""
 
     def read(self, get: Callable[[int], T], indices: npt.NDArray[np.int64], epoch: int) -> list[T]:
@@ -139,25 +140,35 @@ class SeededItems:
         # At once: one by one costs ten times that.
         all_bits = random_bits(self._seed, epoch, indices, _STREAM_ITEM)[:, 0].tolist()
         seeds = list(zip(indices.tolist(), all_bits, strict=True))
-        torch_state, states = torch.get_rng_state(), {generator: generator.state() for generator in _COSTLY}
+        torch_state, states = torch.get_rng_state(), _states()
         is_as_before = False
         try:
             if self._drawn is None:
                 items, self._drawn = _read_and_watch(get, seeds)
                 return items
-            items = _read(get, seeds, self._drawn)
-            unseeded = states.keys() - self._drawn
-            drawn = {generator for generator in unseeded if generator.state() != states[generator]}
-            if drawn:
-                self._drawn |= drawn
-                return _read(get, seeds, self._drawn)
-            is_as_before = not self._drawn
-            return items
+            try:
+                items = _read(get, seeds, self._drawn)
+            except Exception:  # over numbers that it might not have drawn
+                if not self._note_drawn(states):
+                    raise
+            else:
+                if not self._note_drawn(states):
+                    is_as_before = not self._drawn
+                    return items
+            return _read(get, seeds, self._drawn)
         finally:
             torch.set_rng_state(torch_state)
             if not is_as_before:
-                for generator, state in states.items():
-                    generator.put_back(state)
+                for name, state in states.items():
+                    _COSTLY[name].put_back(state)
+
+    def _note_drawn(self, before: dict[str, Any]) -> bool:
+        """Whether there was a draw from a generator that was not seeded; it will be."""
+        assert self._drawn is not None, "the first batch was read"
+        unseeded = before.keys() - self._drawn
+        drawn = {name for name in unseeded if _COSTLY[name].state() != before[name]}
+        self._drawn |= drawn
+        return bool(drawn)
 
 
 @dataclass(frozen=True)
@@ -180,20 +191,24 @@ def _put_back_numpy(state: tuple[Any, ...]) -> None:
     np.random.set_state((name, np.frombuffer(key, dtype=np.uint32), *rest))
 
 
-_COSTLY = (
-    _Generator(random.seed, random.getstate, random.setstate),
-    _Generator(lambda bits: np.random.seed(bits >> 32), _numpy_state, _put_back_numpy),
-)
+_COSTLY = {
+    "random": _Generator(random.seed, random.getstate, random.setstate),
+    "numpy": _Generator(lambda bits: np.random.seed(bits >> 32), _numpy_state, _put_back_numpy),
+}
 
 
-def _seed(bits: int, costly: Iterable[_Generator]) -> None:
+def _states() -> dict[str, Any]:
+    return {name: generator.state() for name, generator in _COSTLY.items()}
+
+
+def _seed(bits: int, costly: Iterable[str]) -> None:
     # Not torch.manual_seed: it seeds the accelerators as well, from which dropout draws.
     torch.default_generator.manual_seed(bits >> 1)
-    for generator in costly:
-        generator.seed(bits)
+    for name in costly:
+        _COSTLY[name].seed(bits)
 
 
-def _read(get: Callable[[int], T], seeds: Iterable[tuple[int, int]], costly: Iterable[_Generator]) -> list[T]:
+def _read(get: Callable[[int], T], seeds: Iterable[tuple[int, int]], costly: Iterable[str]) -> list[T]:
     items = []
     for index, bits in seeds:
         _seed(bits, costly)
@@ -201,13 +216,13 @@ def _read(get: Callable[[int], T], seeds: Iterable[tuple[int, int]], costly: Ite
     return items
 
 
-def _read_and_watch(get: Callable[[int], T], seeds: Iterable[tuple[int, int]]) -> tuple[list[T], frozenset[_Generator]]:
+def _read_and_watch(get: Callable[[int], T], seeds: Iterable[tuple[int, int]]) -> tuple[list[T], frozenset[str]]:
     """The items, and the generators from which one of them has drawn."""
     items: list[T] = []
-    drawn: set[_Generator] = set()
+    drawn: set[str] = set()
     for index, bits in seeds:
         _seed(bits, _COSTLY)
-        fresh = {generator: generator.state() for generator in _COSTLY}
+        fresh = _states()
         items.append(get(index))
-        drawn |= {generator for generator, state in fresh.items() if generator.state() != state}
+        drawn |= {name for name, generator in _COSTLY.items() if generator.state() != fresh[name]}
     return items, frozenset(drawn)

@@ -179,3 +179,18 @@ def test_an_item_that_fails_leaves_no_trace() -> None:
         with pytest.raises(KeyError):
             read(items, fail, 1)
         assert draw_from_all() == undisturbed
+
+
+def test_an_item_that_fails_over_unseeded_numbers_is_read_again() -> None:
+    def get(index: int) -> float:
+        if index < 3:
+            return 0.0
+        drawn = random.random()
+        assert drawn in seeded, "a number that no seed explains"
+        return drawn
+
+    seeded: set[float] = set()
+    read(SeededItems(5), lambda _: seeded.add(random.random()), 3)
+    items = SeededItems(5)
+    read(items, get, 1, 2)
+    assert read(items, get, 2, 3) == [0.0, *seeded]
