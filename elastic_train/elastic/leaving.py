@@ -168,7 +168,7 @@ class WaysOut:
         worker.reporter.warn(
             f"{error}; it was {who}{place}, and comes back as a newcomer{saved}",
             was=membership.uid,
-            **worker.reporter.void_commit(state),
+            **worker.reporter.void_commits(state),
             **({"discarded": discarded} if discarded else {}),
         )
         worker.reporter.leave()

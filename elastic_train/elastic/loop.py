@@ -100,7 +100,11 @@ class WorldLoop(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Put the state back to a commit, on another thread: the one that trains waits, and will not come back."""
+        """Put the state back to a commit, on another thread: the one that trains waits, and will not come back.
+
+        Raises:
+            TrainingDiverged: the newest commit is not worth to be saved.
+        """
         ...
 
     def close(self) -> None:
@@ -358,6 +362,11 @@ class LoopObserver:
         watcher.pace.note_step(now - self._loop.step_started, now - self._committed_at)
         self._committed_at = now
         self._loop.step_started = now
+
+    @property
+    def seconds_since_commit(self) -> float:
+        """Since this rank's commit before the step in hand, or since its world began."""
+        return time.monotonic() - self._committed_at
 
     def follow_votes(self, votes: tuple[int, ...]) -> None:
         """What all have said in a step, once that is known."""

@@ -67,6 +67,8 @@ NOT_FOR_OWN_LOOPS = (
 
 EVERY = 100
 """steps from one that waits for all ranks, to compare the extras, to the next, where no snapshots are taken"""
+LONG_STEP_SECONDS = 1.0
+"""steps that take as long wait for all ranks: it costs little, and a grace period may be short"""
 MAX_HASH = 2**20
 """of the extras: the sum of the squares of thousands is exact in float64"""
 
@@ -108,7 +110,8 @@ class Training:
         self._every = worker.config.snapshot_every or EVERY
         self._has_reduced = False
         """whether the step in hand has had its gradients summed by DDP"""
-        self._has_committed = False
+        self._step_seconds = math.inf
+        """of the newest step whose totals have come, a mean over the ranks"""
         self._late: _LateTotals | None = None
         """of the newest committed step"""
         self._diverged: TrainingDiverged | None = None
@@ -197,7 +200,8 @@ class Training:
 
         The mean loss, and whether the world ends, are known one step later, so that no rank waits for the others here.
         It does, until every rank has committed, in the first step of a world, at the end of an epoch, where a snapshot
-        is due, in every 100th step where none are, and where DDP has not summed the gradients (`no_sync`).
+        is due, in every 100th step where none are, where DDP has not summed the gradients (`no_sync`), and where steps
+        take a second or more.
 
         Whatever happens from here on, its samples count as trained. What is done before the optimizer's step (that of
         a scheduler, say) is done once more where a lost peer makes the step be redone. Collectives of the function's
@@ -221,17 +225,18 @@ class Training:
         has_stepped, self._is_applied = self._is_applied, True
         own_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
         own_part = 0.0 if self._is_stand_in else own_loss * self.weight  # a stand-in's may be NaN
+        self.settle()
         # The best that is known of the mean, should a peer be lost.
         known_loss = (self.state.last_loss or 0.0) if self._is_stand_in else own_loss
-        self.settle()
         if self._diverged is not None:
             raise self._diverged
         is_late, votes = self._may_be_late(), NO_VOTES
         self._outcome, self._next_outcome = self._next_outcome, None
         if self._lost is None and self._outcome is None:  # else the votes were those of the step before
             votes = self._loop.votes()
-        numbers = [own_part, *self._extras_hashes(), *votes]
-        totals = _LateTotals(share[0][0], known_loss, has_stepped, torch.tensor(numbers, dtype=torch.float64))
+        numbers = [own_part, *self._extras_hashes(), *votes, self._observer.seconds_since_commit]
+        sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        totals = _LateTotals(share[0][0], known_loss, has_stepped, sums)
         if self._lost is None and self.world.world_size > 1:
             try:
                 totals.work = dist.all_reduce(totals.sums, async_op=True)
@@ -276,7 +281,9 @@ class Training:
         if totals is None:
             return
         is_known = self._has_come(totals)
-        self._late = None  # not before: another thread may have to give up this one
+        if self._late is not totals:  # another thread has given up this one, and has told of the step
+            return
+        self._late = None
         self._take_in(totals, is_known=is_known)
         if is_known and self._diverged is None:
             self._follow(totals.votes)
@@ -301,15 +308,19 @@ class Training:
         """The optimizer has stepped."""
         self._is_applied = True
 
-    def commit_what_is_applied(self) -> None:
-        """A peer was lost. Where the weights are those after the step in hand, the step is done. Does not block.
+    def settle_at_once(self) -> None:
+        """As `settle`, but does not block: the world is over, and what has not come yet never will.
 
         Raises:
-            TrainingDiverged: the step before has come to nothing, and with it that in hand.
+            TrainingDiverged: the newest step has come to nothing.
         """
-        self._settle_at_once()
+        self._give_up_totals()
         if self._diverged is not None:
             raise self._diverged
+
+    def commit_what_is_applied(self) -> None:
+        """A peer was lost, and the step before is settled. Where the weights are those after the step in hand, the step
+        is done. Does not block."""
         if self._share is None or not self._is_applied:
             return
         self._worker.reporter.warn(
@@ -321,7 +332,7 @@ class Training:
 
     def close(self) -> None:
         """Lets go of everything that belongs to the world."""
-        self._settle_at_once()
+        self._give_up_totals()
         self._steps = iter(())
         self._share = self._lost = None
         while self._hooks:
@@ -338,7 +349,7 @@ class Training:
             if saver.is_due(state):
                 self.settle()  # only this rank does, where a snapshot was put off: what it finds has to wait
                 self.turn_to_own_code()
-                if self._diverged is None:
+                if self._diverged is None and self._lost is None:  # else nobody knows whether the loss was finite
                     saver.save(state)
 
     def _next_batch(self) -> Any:
@@ -361,7 +372,7 @@ class Training:
 
     def _commit(self, loss: float, late: "_LateTotals | None" = None) -> None:
         share = self._step_in_hand()
-        self._share, self._has_committed = None, True
+        self._share = None
         self._unhush()
         self.state.commit(loss)
         self._late = late
@@ -375,9 +386,8 @@ class Training:
         state = self.state
         is_last_of_epoch = state.samples_done + state.next_step_samples() >= state.length
         return (
-            self.world.world_size > 1
-            and self._has_reduced  # it stands, as every rank has taken part in it
-            and self._has_committed
+            self._has_reduced  # it stands, as every rank has taken part in it
+            and self._step_seconds < LONG_STEP_SECONDS  # who is told to stop may not have the time for two
             and self._lost is None
             and self._next_outcome is None
             and not is_last_of_epoch
@@ -394,10 +404,11 @@ class Training:
         except (RuntimeError, FormationFailed) as error:
             self._note_lost(error)
             return False
+        self._watcher.do(Activity.COMPUTE)
+        self._step_seconds = totals.seconds / self.world.world_size
         return True
 
-    def _settle_at_once(self) -> None:
-        """The world is over: what has not come yet never will."""
+    def _give_up_totals(self) -> None:
         totals, self._late = self._late, None
         if totals is None:
             return
@@ -441,9 +452,9 @@ class Training:
 
     def note_gradients(self) -> None:
         """The backward pass is over: this rank waits for its peers from now on."""
-        self._watcher.do(Activity.REDUCE)
         # Before any rank can have the sum: rank 0 has written down every step but that in hand, whenever it is lost.
         self.settle()
+        self._watcher.do(Activity.REDUCE)
         self._has_reduced = True
 
     def _enter_forward(self, ddp: DistributedDataParallel, _arguments: Any, *, shares_buffers: bool) -> None:
@@ -488,6 +499,7 @@ class Training:
     def _warn_of_extras(self) -> None:
         """Every rank calls it; a lost peer shows as in any collective."""
         self._loop.has_warned_of_extras = True
+        self._watcher.do(Activity.REDUCE)
         mine = self._hash_by_extra()
         found = gather_json(mine)
         names = [name for name in sorted(mine) if any(other[name] != mine[name] for other in found)]
@@ -512,7 +524,7 @@ class _LateTotals:
     has_stepped: bool
     """the optimizer; else a GradScaler has skipped the step"""
     sums: torch.Tensor
-    """mean loss, hash of the extras, its square, and the votes"""
+    """mean loss, hash of the extras, its square, the votes, and each rank's seconds since its commit before"""
     work: Any = None
     """None in a world of one"""
 
@@ -522,8 +534,12 @@ class _LateTotals:
 
     @property
     def votes(self) -> Votes:
-        told_to_stop, leaving, joining = self.sums[3:].tolist()
+        told_to_stop, leaving, joining = self.sums[3:6].tolist()
         return int(told_to_stop), int(leaving), int(joining)
+
+    @property
+    def seconds(self) -> float:
+        return float(self.sums[6])
 
     @property
     def has_diverged(self) -> bool:
@@ -615,6 +631,7 @@ class OwnLoop:
             return end.outcome
         except Exception as error:
             self._membership.watcher.announce_broken()  # whatever the function, or its debugger, takes its time for
+            training.settle_at_once()  # what NaN has led to says less than that there was one
             if is_communication_error(error):
                 training.commit_what_is_applied()
                 begin_scalers_anew(state)
@@ -638,8 +655,8 @@ class OwnLoop:
     def abandon(self) -> None:
         """As `WorldLoop.abandon`."""
         if self._training is not None:
-            with suppress(TrainingDiverged):  # the writer of snapshots looks for itself
-                self._training.commit_what_is_applied()
+            self._training.settle_at_once()
+            self._training.commit_what_is_applied()
         self._worker.state.rollback()
 
     def close(self) -> None:
@@ -745,7 +762,8 @@ def run(
         model: not wrapped in DDP, where it shall be trained; every worker starts with rank 0's weights, or a snapshot.
         optimizer: of the model's parameters.
         dataset: map-style, the same on every worker. Its `__getitem__` may draw from torch, random and numpy, which
-            are seeded by (seed, epoch, index).
+            are seeded by (seed, epoch, index). One that puts Python's or numpy's generator back as it was, or only
+            reads its state, has to seed it itself.
         config: what `-m elastic_train` takes as flags, see `parse_flags`; `Config(epochs=3, ledger=True)`.
         collate: a list of items to a batch.
         extras: what else belongs to the state (schedulers, a GradScaler, averaged weights), by name.

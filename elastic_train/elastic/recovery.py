@@ -426,8 +426,7 @@ class Run:
         self._has_state = True
         if world.rank == source:
             logged = [entry["logged"] for entry in told if entry["logged"] is not None]
-            if max(logged, default=state.step - 1) == state.step - 1:
-                worker.reporter.write_commit(state)
+            worker.reporter.write_missing_commits(state, max(logged, default=state.step - 1))
         voters = [rank for rank, step in enumerate(steps) if step == steps[source]]
         if had_state:
             return None, voters
@@ -590,7 +589,10 @@ class Run:
         """Not on the training thread, which waits for a collective that will not end."""
         if self._world is None or not self._has_state:
             return "there is nothing to save"
-        self.loop.abandon()
+        try:
+            self.loop.abandon()
+        except TrainingDiverged as diverged:
+            return str(diverged)
         if not self._worker.state.is_whole:
             return "its state is of no commit, and is not saved"
         return self._ways_out.save_for_nobody(self._world)

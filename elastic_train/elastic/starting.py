@@ -173,8 +173,8 @@ class Start:
         seen = gather_json({"reached": self._traces.reached, "logged": self._traces.logged})
         note_restart(state, restored, newest_step([entry["reached"] for entry in seen]))
         logged = newest_step([entry["logged"] for entry in seen])
-        if world.rank == restored.from_rank and logged == state.step - 1:
-            worker.reporter.write_commit(state)  # the rank 0 that committed it died before it could
+        if logged is not None and world.rank == restored.from_rank:
+            worker.reporter.write_missing_commits(state, logged)
         if worker.config.reduction == "ordered":
             self._compare_fingerprints(world)
         return restored

@@ -50,8 +50,8 @@ class Reporter:
         self._last_scalars = 0.0
         self._first_step = 1
         self._last_snapshot_step: int | None = None
-        self._last_written: dict[str, Any] | None = None
-        """the newest `step` event of this worker"""
+        self._written: list[dict[str, Any]] = []
+        """the two newest `step` events of this worker"""
 
     def leave(self) -> None:
         """This worker is in no world any more, and may come back."""
@@ -118,7 +118,7 @@ class Reporter:
             self.metrics.step(state, loss, samples)
         if self._world is None or self._world.rank != 0:
             return
-        self.write_commit(state)
+        self._write_commit(state.last_commits[-1])
         self._rate.add(samples)
         now = time.monotonic()
         if now - self._last_refresh >= REFRESH_SECONDS or state.is_finished:
@@ -157,22 +157,28 @@ class Reporter:
         steps = (int(line["step"]) for line in newest_events(path) if line.get("event") == "step")
         return max(next(steps, before), before)
 
-    def write_commit(self, state: TrainState) -> None:
-        """The event of the newest committed step: from rank 0, or from who takes over where it died before it could.
+    def write_missing_commits(self, state: TrainState, logged: int) -> None:
+        """Write the events of committed steps above `logged`, for a rank 0 that died before it could.
 
-        No more than one is ever missing: the others cannot complete the next step without rank 0.
+        One may be missing, or two where the loss of a step comes after its commit. Where more are, `logged` is not all
+        that was written.
         """
-        if state.last_commit is not None:
-            self.events.write("step", **state.last_commit)
-            self._last_written = state.last_commit
+        if logged >= state.step - len(state.last_commits):
+            for commit in state.last_commits:
+                if commit["step"] > logged:
+                    self._write_commit(commit)
 
-    def void_commit(self, state: TrainState) -> dict[str, Any]:
-        """What a member that was left out says of its newest `step` event, where the state's last commit is in it: it
-        may be that nobody else has applied that step, and where another has written it, that one counts."""
-        commit = state.last_commit
-        if commit is None or commit is not self._last_written:
+    def _write_commit(self, commit: dict[str, Any]) -> None:
+        self.events.write("step", **commit)
+        self._written = [*self._written[-1:], commit]
+
+    def void_commits(self, state: TrainState) -> dict[str, Any]:
+        """What a member that was left out says of its newest `step` events, where they are of the state's last commits:
+        it may be that nobody else has applied these steps, and where another has written one, that one counts."""
+        mine = [commit for commit in state.last_commits if any(commit is written for written in self._written)]
+        if not mine:
             return {}
-        return {"void": {"generation": commit["generation"], "step": commit["step"]}}
+        return {"void": [{"generation": commit["generation"], "step": commit["step"]} for commit in mine]}
 
     def evaluation(self, state: TrainState, metrics: dict[str, float]) -> None:
         named = {"accuracy" if name == "correct" else name: value for name, value in metrics.items()}

@@ -83,9 +83,9 @@ class TrainState:
         self.micro_batch_size = micro_batch_size
         """most samples per forward pass on a rank"""
         self.last_loss: float | None = None
-        self.last_commit: dict[str, Any] | None = None
-        """the `step` event of the newest committed step, which whoever takes this state over writes where rank 0 died
-        before it could"""
+        self.last_commits: list[dict[str, Any]] = []
+        """the `step` events of the two newest committed steps, which whoever takes this state over writes where rank 0
+        died before it could; the newest is the last"""
         self.last_accuracy: tuple[int, float] | None = None
         """(committed steps, test accuracy) of the newest evaluation"""
         self.evaluated_step = -1
@@ -185,13 +185,14 @@ class TrainState:
         self.last_loss = loss
         if self.averaged is not None:
             self.averaged.update(self.model)
-        self.last_commit = {
+        event = {
             "step": self.step,
             "epoch": self.epoch,
             "loss": loss,
             "samples_done": self.samples_done,
             "generation": self.generation,
         }
+        self.last_commits = [*self.last_commits[-1:], event]
         has_ended_epoch = self.samples_done >= self.length
         if has_ended_epoch:
             self.epoch += 1
@@ -202,8 +203,7 @@ class TrainState:
 
     def note_loss(self, loss: float) -> None:
         """The newest step's mean over all samples, where it was not known at the commit."""
-        assert self.last_commit is not None, "a step was committed"
-        self.last_loss = self.last_commit["loss"] = loss
+        self.last_loss = self.last_commits[-1]["loss"] = loss
 
     def _apply_schedule(self) -> None:
         if self._schedule is None:
@@ -233,7 +233,7 @@ class TrainState:
                 "superseded": list(self.superseded),
                 "micro_batch_size": self.micro_batch_size,
                 "last_loss": self.last_loss,
-                "last_commit": self.last_commit,
+                "last_commits": self.last_commits,
                 "last_accuracy": list(self.last_accuracy) if self.last_accuracy else None,
                 "evaluated_step": self.evaluated_step,
                 "incidents": self.incidents,
@@ -273,7 +273,7 @@ class TrainState:
         if self.micro_batch_size is None:
             self.micro_batch_size = run["micro_batch_size"]
         self.last_loss = run["last_loss"]
-        self.last_commit = run.get("last_commit")
+        self.last_commits = list(run.get("last_commits", ()))
         self.last_accuracy = (
             (int(run["last_accuracy"][0]), float(run["last_accuracy"][1])) if run["last_accuracy"] else None
         )

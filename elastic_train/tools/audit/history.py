@@ -154,7 +154,7 @@ class History:
 
     def _voided(self, found: Sequence[Step]) -> set[tuple[int, int, str]]:
         """(generation, step, writer) of the steps that a member took back when it was left out, and others wrote."""
-        lines = [(line["void"], writer(line)) for line in self.of("warning") if "void" in line]
+        lines = [(void, writer(line)) for line in self.of("warning") for void in line.get("void", ())]
         return {
             (int(void["generation"]), int(void["step"]), member)
             for void, member in lines
