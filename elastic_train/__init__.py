@@ -13,7 +13,8 @@ from elastic_train.version import VERSION
 
 if TYPE_CHECKING:
     from elastic_train.config import Config
-    from elastic_train.elastic.own_loop import Training, parse_flags, run
+    from elastic_train.elastic.own_loop import parse_flags, run
+    from elastic_train.elastic.session import Training
     from elastic_train.errors import ElasticTrainError, SnapshotError, TrainingDiverged, UsageError
     from elastic_train.storage.snapshot_store import SnapshotStore
     from elastic_train.training.sampler import MicroBatch, StepSampler
@@ -33,7 +34,7 @@ _HOMES = {
     "StepSampler": "training.sampler",
     "Task": "training.tasks",
     "TrainState": "training.state",
-    "Training": "elastic.own_loop",
+    "Training": "elastic.session",
     "TrainingDiverged": "errors",
     "UsageError": "errors",
     "World": "world",

@@ -35,7 +35,7 @@ def main() -> int:
         with quick_imports():
             import torch._dynamo  # noqa: F401  # else the optimizer imports it, outside of this block
 
-            from elastic_train.elastic.recovery import run
+            from elastic_train.elastic.run import run
             from elastic_train.rendezvous.launch import Launch
 
         return run(config, Launch.from_environment(os.environ, config.store_endpoint), stop)

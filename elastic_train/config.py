@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_type_hints
+from typing import Any, Literal, NoReturn
 
 from elastic_train.errors import UsageError
 from elastic_train.wording import unrecognized
@@ -27,108 +27,157 @@ def switch() -> bool:
     return off
 
 
+def at_least(least: float, default: Any) -> Any:
+    """A field with a number that must not be below `least`."""
+    return dataclasses.field(default=default, metadata={"least": least})
+
+
+def positive(default: float | None) -> Any:
+    """A field with a finite number above 0."""
+    return dataclasses.field(default=default, metadata={"is_positive": True})
+
+
 @dataclass(frozen=True)
-class Config:
-    """Train a model with PyTorch DDP; stop, resume and change the number of machines at any step."""
+class TaskFlags:
+    """What the bundled trainer trains, and how its model is made: the same on every node."""
 
     dataset: Literal["digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic"] = "digits"
     """what to train on; digits comes with the installation"""
-    data_dir: Path = Path("data")
-    """where torchvision's data lies (imagefolder: the folder that holds train/ and test/)"""
-    download: bool = switch()
-    """let torchvision download the data set into --data-dir, once per node"""
-    num_workers: int = 0
-    """DataLoader processes per rank; 0 loads in the training process, right for data in memory. They live as long as a
-    world, not an epoch"""
-    prefetch_factor: int | None = None
-    """batches that each of these reads ahead; default: torch's, 2"""
-    multiprocessing_context: Literal["fork", "spawn"] | None = None
-    """how these are started; default: Python's; spawn for data sets that hold what must not be forked"""
     model: str = "cnn"
     """cnn, mlp, or any torchvision classification model, e.g. resnet18"""
     task: str | None = None
     """MODULE:NAME of your own Task, instead of --dataset and --model"""
-
-    init_from: Path | None = None
-    """start a new run from these weights: a snapshot, a run, or a file of torch.save or safetensors"""
-
-    epochs: int = 30
-    """passes over the training set"""
-    max_steps: int | None = None
-    """end after this many optimizer steps, if that comes before --epochs"""
-    global_batch_size: int = 64
-    """samples per optimizer step over all ranks; the same for every world size"""
-    virtual_ranks: int = 8
-    """fixed shards of a step in ordered mode; must divide --global-batch-size"""
-    reduction: Literal["fast", "ordered"] = "fast"
-    """fast: DDP's own all-reduce; ordered: the same bits for every world size"""
-    strict: bool = switch()
-    """in ordered mode: an operator without a deterministic form is an error, not a warning"""
-    micro_batch_size: int | None = None
-    """most samples per forward pass on a rank; default: what a rank has in the first world"""
-    eval_every: int = 5
-    """epochs between evaluations on the test set; there is always one at the end"""
-
     optimizer: Literal["auto", "sgd", "adamw"] = "auto"
     """auto: what suits the task"""
-    lr: float | None = None
+    lr: float | None = positive(None)
     """peak learning rate; default: what suits the task"""
-    momentum: float | None = None
+    momentum: float | None = at_least(0, None)
     """of sgd; default: what suits the task"""
-    weight_decay: float | None = None
+    weight_decay: float | None = at_least(0, None)
     """default: what suits the task"""
     schedule: Literal["auto", "constant", "cosine"] = "auto"
     """learning rate by committed step; auto: what suits the task"""
-    clip_grad_norm: float | None = None
-    """largest norm of the gradient of a step, over the whole batch; default: no limit"""
-    ema_decay: float | None = None
-    """keep averaged weights too, each step weighing 1 - this; they are what is evaluated"""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16 and fp16 by autocast; fp16 with a GradScaler that is part of the state"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is one"""
     channels_last: bool = switch()
     """keep convolutions' weights in the memory format that tensor cores like"""
     compile: bool = switch()
     """torch.compile the model; the first step of a process takes long"""
     parallel: Literal["ddp", "dp"] = "ddp"
     """dp: all GPUs from one process by nn.DataParallel, without torchrun; slower than ddp"""
-    spawn: int | None = None
-    """start this many workers on this machine, without torchrun"""
+    eval_every: int = at_least(1, 5)
+    """epochs between evaluations on the test set; there is always one at the end"""
+
+    def check(self) -> None:
+        """Raises: UsageError: names the flag, its value and what would work."""
+        if self.optimizer == "adamw" and self.momentum is not None:
+            raise UsageError(f"--momentum {self.momentum}: adamw has none; it belongs to --optimizer sgd")
+        if self.task is not None and ":" not in self.task:
+            raise UsageError(f"--task {self.task}: write MODULE:NAME, e.g. my_package.my_task:MyTask")
+
+
+@dataclass(frozen=True)
+class StepFlags:
+    """How a step is computed from a loss: the same on every node."""
+
+    reduction: Literal["fast", "ordered"] = "fast"
+    """fast: DDP's own all-reduce; ordered: the same bits for every world size"""
+    virtual_ranks: int = at_least(1, 8)
+    """fixed shards of a step in ordered mode; must divide --global-batch-size"""
+    strict: bool = switch()
+    """in ordered mode: an operator without a deterministic form is an error, not a warning"""
+    micro_batch_size: int | None = at_least(1, None)
+    """most samples per forward pass on a rank; default: what a rank has in the first world"""
+    clip_grad_norm: float | None = positive(None)
+    """largest norm of the gradient of a step, over the whole batch; default: no limit"""
+    ema_decay: float | None = None
+    """keep averaged weights too, each step weighing 1 - this; they are what is evaluated"""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """bf16 and fp16 by autocast; fp16 with a GradScaler that is part of the state"""
     find_unused_parameters: bool = switch()
     """DDP's: some parameters get no gradient in some steps"""
     static_graph: bool = switch()
     """DDP's: the same parameters are used in the same way in every step"""
-    seed: int = 0
+
+    def check(self) -> None:
+        """Raises: UsageError: names the flag, its value and what would work."""
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise UsageError(f"--ema-decay {self.ema_decay}: must be between 0 and 1, such as 0.999")
+        if self.strict and self.reduction != "ordered":
+            raise UsageError("--strict belongs to --reduction ordered; fast promises no bits")
+
+
+@dataclass(frozen=True)
+class PlaceFlags:
+    """Where a node has what the bundled trainer needs; nodes may differ."""
+
+    data_dir: Path = Path("data")
+    """where torchvision's data lies (imagefolder: the folder that holds train/ and test/)"""
+    download: bool = switch()
+    """let torchvision download the data set into --data-dir, once per node"""
+    init_from: Path | None = None
+    """start a new run from these weights: a snapshot, a run, or a file of torch.save or safetensors"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is one"""
+    spawn: int | None = at_least(1, None)
+    """start this many workers on this machine, without torchrun"""
+
+
+@dataclass(frozen=True)
+class JobFlags:
+    """A job, whatever it trains: the same on every node."""
+
+    epochs: int = at_least(1, 30)
+    """passes over the training set"""
+    max_steps: int | None = at_least(1, None)
+    """end after this many optimizer steps, if that comes before --epochs"""
+    global_batch_size: int = at_least(1, 64)
+    """samples per optimizer step over all ranks; the same for every world size"""
+    seed: int = at_least(0, 0)
     """seeds the weights, the order of samples, augmentation and dropout"""
+    snapshot_every: int = at_least(0, 100)
+    """steps between snapshots; 0 keeps only those at a stop and at the end"""
+    keep_snapshots: int = at_least(1, 3)
+    """newest snapshots kept"""
+    stall_timeout: float | None = positive(None)
+    """seconds: a member that is alive and outside the collective in which all others wait is expelled after this, but
+    1,800 s at least before its first commit; default: the larger of 300 s and 20 median steps"""
+    on_split: Literal["wait", "go-on"] = "wait"
+    """members are silent and not proven dead: wait for contact where the others may train on, or go on as a branch"""
+
+    def check(self) -> None:
+        """Raises: UsageError: names the flag, its value and what would work."""
+        if self.seed >= 2**63:
+            raise UsageError(f"--seed {self.seed}: must be below 2**63")
+
+
+@dataclass(frozen=True)
+class NodeFlags:
+    """What a node brings along, whatever it trains; nodes may differ."""
 
     run_dir: Path | None = None
     """everything a run leaves is here, and an existing run is continued; default: runs/<run id>"""
     fresh: bool = switch()
     """start anew: an existing run in --run-dir is moved aside"""
-    snapshot_every: int = 100
-    """steps between snapshots; 0 keeps only those at a stop and at the end"""
     snapshot_dir: Path | None = None
     """where snapshots go; default: <run-dir>/snapshots"""
-    keep_snapshots: int = 3
-    """newest snapshots kept"""
-    peer_timeout: float = 10.0
+    num_workers: int = at_least(0, 0)
+    """DataLoader processes per rank; 0 loads in the training process, right for data in memory. They live as long as a
+    world, not an epoch"""
+    prefetch_factor: int | None = at_least(1, None)
+    """batches that each of these reads ahead; default: torch's, 2"""
+    multiprocessing_context: Literal["fork", "spawn"] | None = None
+    """how these are started; default: Python's; spawn for data sets that hold what must not be forked"""
+    peer_timeout: float = positive(10.0)
     """seconds: a peer silent this long is taken for dead (hang, partition)"""
-    stall_timeout: float | None = None
-    """seconds: a member that is alive and outside the collective in which all others wait is expelled after this, but
-    1,800 s at least before its first commit; default: the larger of 300 s and 20 median steps"""
-    min_nodes: int | None = None
-    """fewer nodes than this wait for others instead of training; default: from --nnodes"""
-    wait_timeout: float = 600.0
+    wait_timeout: float = positive(600.0)
     """seconds to wait for --min-nodes, or for silent nodes without which it may not go on, before giving up"""
-    on_split: Literal["wait", "go-on"] = "wait"
-    """members are silent and not proven dead: wait for contact where the others may train on, or go on as a branch"""
+    formation_timeout: float = positive(300.0)
+    """seconds to wait for all members when a world forms: for imports, and for the state that one reads or sends"""
+    min_nodes: int | None = at_least(1, None)
+    """fewer nodes than this wait for others instead of training; default: from --nnodes"""
     store_endpoint: str | None = None
     """HOST:PORT of the rendezvous, where it cannot be found out from torchrun's own flags"""
     local_rank: int | None = None
     """given by torch.distributed.launch; what counts is LOCAL_RANK in the environment"""
-    formation_timeout: float = 300.0
-    """seconds to wait for all members when a world forms: for imports, and for the state that one reads or sends"""
     ledger: bool = switch()
     """also write which samples each step used, under <run-dir>/ledger"""
     metrics_port: int | None = None
@@ -140,13 +189,89 @@ class Config:
     debug: bool = switch()
     """tracebacks of expected errors, and verbose logs"""
 
-    own_flags: Any = dataclasses.field(default=None, metadata={"cmd": False})
+    def check(self) -> None:
+        """Raises: UsageError: names the flag, its value and what would work."""
+        if self.metrics_port is not None and not 1 <= self.metrics_port <= 65535:
+            raise UsageError(f"--metrics-port {self.metrics_port}: must be a port, 1 to 65535")
+        for name in ("prefetch_factor", "multiprocessing_context"):
+            if self.num_workers == 0 and (value := getattr(self, name)) is not None:
+                raise UsageError(f"{flag(name)} {value} is for DataLoader processes: give --num-workers, 1 at least")
+        for name in ("run_dir", "snapshot_dir"):
+            if (path := getattr(self, name)) is not None and IS_URL.match(str(path)):
+                raise UsageError(
+                    f"{flag(name)} {path}: no URL works here, only a folder; mount what it names, and give that"
+                )
+
+
+@dataclass(frozen=True)
+class Config(NodeFlags, JobFlags, PlaceFlags, StepFlags, TaskFlags):
+    """Train a model with PyTorch DDP; stop, resume and change the number of machines at any step.
+
+    What all flags say, flat. Each of the classes above is a scope: a group in `--help`, checked in itself.
+    """
+
+    own_flags: Any = None
     """the values of the task's own flags, a dataclass; None where it has none"""
 
+    def check(self) -> None:
+        """Every check on a value or between two values.
 
-def parse(arguments: Sequence[str], own_flags: type | None = None, *, left_out: Collection[str] = ()) -> Config:
-    """The checked configuration; `own_flags` is a dataclass whose fields are flags too. Fields that are `left_out` are
-    no flags, and their names are free for own ones.
+        Raises:
+            UsageError: names the flag, its value and what would work.
+        """
+        for entry in dataclasses.fields(self):
+            check_number(entry, getattr(self, entry.name))
+        for scope in (TaskFlags, StepFlags, JobFlags, NodeFlags):
+            scope.check(self)
+        if self.reduction == "ordered" and self.global_batch_size % self.virtual_ranks:
+            near = nearest_multiples(self.global_batch_size, self.virtual_ranks)
+            raise UsageError(
+                f"--virtual-ranks {self.virtual_ranks} does not divide --global-batch-size "
+                f"{self.global_batch_size}: take a batch of {' or '.join(map(str, near))}"
+            )
+        if self.micro_batch_size is not None and self.micro_batch_size > self.global_batch_size:
+            raise UsageError(
+                f"--micro-batch-size {self.micro_batch_size} is larger than --global-batch-size "
+                f"{self.global_batch_size}: a rank never has more than the global batch"
+            )
+        for name in ("find_unused_parameters", "static_graph"):
+            if getattr(self, name) and (self.reduction == "ordered" or self.parallel == "dp"):
+                raise UsageError(f"{flag(name)} is for DDP: --reduction fast and --parallel ddp")
+        if self.parallel == "dp" and (self.spawn is not None or self.reduction == "ordered"):
+            raise UsageError(
+                "--parallel dp is one process that reduces by itself: without --spawn and --reduction ordered"
+            )
+        if self.download and self.task is None and self.dataset not in DOWNLOADABLE:
+            raise UsageError(f"--download: {self.dataset} is not downloaded; that is for {', '.join(DOWNLOADABLE)}")
+
+
+BUNDLED = (TaskFlags, PlaceFlags)
+"""scopes of the bundled trainer; a training function of one's own decides these things itself"""
+SHARED = (JobFlags, StepFlags, NodeFlags)
+"""scopes of every training"""
+
+
+def names_of(*scopes: type) -> frozenset[str]:
+    """The fields of some scopes."""
+    return frozenset(entry.name for scope in scopes for entry in dataclasses.fields(scope))
+
+
+def check_number(entry: dataclasses.Field[Any], value: Any) -> None:
+    """Raises: UsageError where a number is out of its field's range."""
+    least = entry.metadata.get("least")
+    if value is None:
+        return
+    if least is not None and not value >= least:
+        raise UsageError(f"{flag(entry.name)} {value}: must be at least {least}")
+    if "is_positive" in entry.metadata and not (value > 0 and math.isfinite(value)):
+        raise UsageError(f"{flag(entry.name)} {value}: must be a positive number")
+
+
+def parse(
+    arguments: Sequence[str], own_flags: type | None = None, *, scopes: Sequence[type] = (*BUNDLED, *SHARED)
+) -> Config:
+    """The checked configuration; `own_flags` is a dataclass whose fields are flags too. Those of other scopes are no
+    flags, and their names are free for own ones.
 
     Raises:
         UsageError: an unknown flag or a bad value. `--help` prints and raises SystemExit(0).
@@ -164,21 +289,27 @@ def parse(arguments: Sequence[str], own_flags: type | None = None, *, left_out: 
         allow_abbrev=False,
         add_option_string_dash_variants=DashVariant.DASH,
     )
-    flags = _without(left_out) if left_out else Config
-    parser.add_arguments(flags, dest="config")
+    for scope in scopes:
+        parser.add_arguments(scope, dest=_dest(scope))
     if own_flags is not None:
-        check_own_flags(own_flags, flags)
+        check_own_flags(own_flags, names_of(*scopes))
         parser.add_arguments(own_flags, dest="own_flags")
     _require_values(arguments)
     parsed, unknown = parser.parse_known_args(list(arguments))
     if unknown:
         known = [name for action in parser._actions for name in action.option_strings]
         raise UsageError(unrecognized(unknown, known, "--help lists all flags"))
-    config = Config(**{**vars(parsed.config), "own_flags": getattr(parsed, "own_flags", None)})
-    check(config)
-    if "task" not in left_out:
+    given = {name: value for scope in scopes for name, value in vars(getattr(parsed, _dest(scope))).items()}
+    config = Config(**given, own_flags=getattr(parsed, "own_flags", None))
+    config.check()
+    if TaskFlags in scopes:
         check_task_stands_alone(arguments)
     return config
+
+
+def _dest(scope: type) -> str:
+    """`step`, as --help names the group."""
+    return scope.__name__.removesuffix("Flags").lower()
 
 
 def _require_values(arguments: Sequence[str]) -> None:
@@ -191,21 +322,6 @@ def _require_values(arguments: Sequence[str]) -> None:
                 f"{name or before} has no value: is a variable not set? Leave the flag out for the default"
             )
         before = argument
-
-
-def _without(left_out: Collection[str]) -> type:
-    """`Config` with fewer fields, for a parser."""
-    from simple_parsing.docstring import get_attribute_docstring
-
-    hints = get_type_hints(Config)
-    kept = []
-    for entry in dataclasses.fields(Config):
-        if entry.name not in left_out:
-            text = get_attribute_docstring(Config, entry.name).docstring_below
-            arguments = {**entry.metadata.get("custom_args", {}), "help": text}
-            metadata = {**entry.metadata, "custom_args": arguments}
-            kept.append((entry.name, hints[entry.name], dataclasses.field(default=entry.default, metadata=metadata)))
-    return dataclasses.make_dataclass(Config.__name__, kept, namespace={"__doc__": Config.__doc__}, frozen=True)
 
 
 def task_of(arguments: Sequence[str]) -> str | None:
@@ -233,71 +349,11 @@ def check_task_stands_alone(arguments: Sequence[str]) -> None:
             )
 
 
-def check_own_flags(own_flags: type, flags: type = Config) -> None:
+def check_own_flags(own_flags: type, ours: Collection[str]) -> None:
     """Raises: UsageError where a field is named like one of our flags."""
-    ours = {entry.name for entry in dataclasses.fields(flags)}
     for entry in dataclasses.fields(own_flags):
         if entry.name in ours:
             raise UsageError(f"{own_flags.__name__}.{entry.name}: {flag(entry.name)} exists already; rename the field")
-
-
-def check(config: Config) -> None:
-    """Every check on a value or between two values.
-
-    Raises:
-        UsageError: names the flag, its value and what would work.
-    """
-    at_least = {
-        "epochs": 1, "max_steps": 1, "global_batch_size": 1, "virtual_ranks": 1, "micro_batch_size": 1,
-        "eval_every": 1, "min_nodes": 1, "spawn": 1, "keep_snapshots": 1, "snapshot_every": 0, "num_workers": 0,
-        "prefetch_factor": 1, "seed": 0, "momentum": 0.0, "weight_decay": 0.0,
-    }  # fmt: skip
-    for name, least in at_least.items():
-        value = getattr(config, name)
-        if value is not None and not value >= least:
-            raise UsageError(f"{flag(name)} {value}: must be at least {least}")
-    for name in ("lr", "clip_grad_norm", "formation_timeout", "peer_timeout", "stall_timeout", "wait_timeout"):
-        value = getattr(config, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UsageError(f"{flag(name)} {value}: must be a positive number")
-    if config.metrics_port is not None and not 1 <= config.metrics_port <= 65535:
-        raise UsageError(f"--metrics-port {config.metrics_port}: must be a port, 1 to 65535")
-    if config.seed >= 2**63:
-        raise UsageError(f"--seed {config.seed}: must be below 2**63")
-    if config.reduction == "ordered" and config.global_batch_size % config.virtual_ranks:
-        near = nearest_multiples(config.global_batch_size, config.virtual_ranks)
-        raise UsageError(
-            f"--virtual-ranks {config.virtual_ranks} does not divide --global-batch-size "
-            f"{config.global_batch_size}: take a batch of {' or '.join(map(str, near))}"
-        )
-    for name in ("prefetch_factor", "multiprocessing_context"):
-        if config.num_workers == 0 and (value := getattr(config, name)) is not None:
-            raise UsageError(f"{flag(name)} {value} is for DataLoader processes: give --num-workers, 1 at least")
-    if config.ema_decay is not None and not 0 < config.ema_decay < 1:
-        raise UsageError(f"--ema-decay {config.ema_decay}: must be between 0 and 1, such as 0.999")
-    for name in ("find_unused_parameters", "static_graph"):
-        if getattr(config, name) and (config.reduction == "ordered" or config.parallel == "dp"):
-            raise UsageError(f"{flag(name)} is for DDP: --reduction fast and --parallel ddp")
-    if config.parallel == "dp" and (config.reduction == "ordered" or config.spawn is not None):
-        raise UsageError("--parallel dp is one process that reduces by itself: without --spawn and --reduction ordered")
-    if config.strict and config.reduction != "ordered":
-        raise UsageError("--strict belongs to --reduction ordered; fast promises no bits")
-    if config.micro_batch_size is not None and config.micro_batch_size > config.global_batch_size:
-        raise UsageError(
-            f"--micro-batch-size {config.micro_batch_size} is larger than --global-batch-size "
-            f"{config.global_batch_size}: a rank never has more than the global batch"
-        )
-    if config.download and config.task is None and config.dataset not in DOWNLOADABLE:
-        raise UsageError(f"--download: {config.dataset} is not downloaded; that is for {', '.join(DOWNLOADABLE)}")
-    for name in ("run_dir", "snapshot_dir"):
-        if (path := getattr(config, name)) is not None and IS_URL.match(str(path)):
-            raise UsageError(
-                f"{flag(name)} {path}: no URL works here, only a folder; mount what it names, and give that"
-            )
-    if config.optimizer == "adamw" and config.momentum is not None:
-        raise UsageError(f"--momentum {config.momentum}: adamw has none; it belongs to --optimizer sgd")
-    if config.task is not None and ":" not in config.task:
-        raise UsageError(f"--task {config.task}: write MODULE:NAME, e.g. my_package.my_task:MyTask")
 
 
 def max_world_size(config: Config) -> int:

@@ -139,7 +139,7 @@ class Beat:
     seconds: float
     """that it has lasted, by the member's own clock"""
     limit: float
-    """seconds that it may last, by the member's own account (pace.py)"""
+    """seconds that it may last, by the member's own account (heartbeat.py)"""
 
     @property
     def is_late(self) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from elastic_train.errors import UnsupportedSystem
 
@@ -47,6 +49,15 @@ def num_cores() -> int:
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def processor_facts(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+    """What Linux tells of the first processor, by name; empty where there is no such file."""
+    try:
+        first = cpuinfo.read_text(errors="replace").partition("\n\n")[0]
+    except OSError:
+        return {}
+    return dict(re.findall(r"^(\S[^\t:]*?)\s*:\s*(.*?)\s*$", first, flags=re.MULTILINE))
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,3 +152,23 @@ class World:
         """Whether this is the lowest rank among those that share its run directory."""
         mine = self.me.directory_id
         return next(rank for rank, other in enumerate(self.members) if other.directory_id == mine) == self.rank
+
+
+def to_runs(ranks: Iterable[int]) -> str:
+    """Such as `0-3,7`; in the order given."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def from_runs(text: str) -> tuple[int, ...]:
+    """Raises: ValueError."""
+    found: list[int] = []
+    for run in text.split(",") if text else ():
+        first, _, last = run.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)

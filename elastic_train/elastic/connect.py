@@ -19,22 +19,24 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from elastic_train.elastic.claims import run_directory_arbiter
 from elastic_train.elastic.formed_group import FORM_TIMEOUT as AHEAD_TIMEOUT
 from elastic_train.elastic.formed_group import FormedGroup, can_form, form
-from elastic_train.elastic.membership import Membership, Surroundings
+from elastic_train.elastic.membership import Membership
+from elastic_train.elastic.next_world import Surroundings
 from elastic_train.errors import StoreUnreachable, first_line
 from elastic_train.protocol.addresses import address_towards, address_towards_any, split_endpoint
-from elastic_train.protocol.clients import Address
 from elastic_train.protocol.encounters import Encounters
-from elastic_train.protocol.entrance import Finder, Size
 from elastic_train.protocol.group_store import GroupStoreServer
+from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.job import Job
+from elastic_train.protocol.join_queue import Finder, Size
 from elastic_train.protocol.links import Links
 from elastic_train.protocol.liveness import Watcher, ping_interval
-from elastic_train.protocol.pace import Pace
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.probes import Probe, probe_all, refusing
 from elastic_train.protocol.signposts import Launcher, Signposts, reach
-from elastic_train.protocol.store import TorchStore, connect
+from elastic_train.protocol.store import Address, TorchStore, connect
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.launch import Launch, max_nodes_of
+from elastic_train.runlog.reader import read_json
 from elastic_train.stopping import StopSignal
 from elastic_train.system import close_sockets_at
 from elastic_train.training.group_sockets import GroupSockets
@@ -70,7 +72,7 @@ class Return:
 
 @dataclass(frozen=True)
 class Waits:
-    """Seconds; `membership.Limits`."""
+    """Seconds; `next_world.Limits`."""
 
     formation_timeout: float
     peer_timeout: float
@@ -78,120 +80,172 @@ class Waits:
     stall_timeout: float | None = None
 
 
-def connect_worker(
-    launch: Launch,
-    stop: StopSignal,
-    waits: Waits,
-    *,
-    max_world_size: int | None,
-    run_dir: Path | None,
-    say: Callable[[str], None],
-    warn: Callable[[str], None],
-    back: Return | None = None,
-    goes_on: bool = False,
-) -> Membership:
-    """A membership that has found its job, or the place where it begins. Blocks until then.
+@dataclass(frozen=True)
+class Applicant:
+    """A worker that looks for its job."""
 
-    Args:
-        say: tells the person in front of this node what is being waited for.
-        warn: tells, and notes in the run's events, what is not as it should be.
-        back: where this process was another member before.
-        goes_on: as `PeerJob`'s; without effect but under c10d.
+    launch: Launch
+    stop: StopSignal
+    waits: Waits
+    max_world_size: int | None
+    """as `Membership`'s"""
+    run_dir: Path | None
+    """that says where members of the job are, and who may go on; None where nothing is written"""
+    say: Callable[[str], None]
+    """tells the person in front of this node what is being waited for"""
+    warn: Callable[[str], None]
+    """tells, and notes in the run's events, what is not as it should be"""
+    back: Return | None = None
+    """where this process was another member before"""
+    goes_on: bool = False
+    """as `PeerJob`'s; without effect but under c10d"""
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """What this process opens before it meets anybody, for others to reach it."""
+
+    uid: str
+    host: str
+    """its IP address towards the others"""
+    links: Links
+    server: GroupStoreServer
+    sockets: GroupSockets
+    around: Surroundings
+
+
+def connect_worker(applicant: Applicant) -> Membership:
+    """A membership that has found its job, or the place where it begins. Blocks until then.
 
     Raises:
         StoreUnreachable, StoreRefused: where it meets the others does not answer.
         Stopped: this worker was told to stop.
     """
-    around = Surroundings()
-    uid = around.draw_uid()
-    host = local_address(launch, warn)
-    # The earlier the thread of its canary is started, the sooner that ends where this process is killed.
-    links = Links(host, uid, ping_interval(waits.peer_timeout), waits.peer_timeout, warn)
-    server = GroupStoreServer(host)
-    sockets = GroupSockets(spared_port=server.address[1])
-    is_fixed = not launch.is_open
-    job: Job
+    launch, waits = applicant.launch, applicant.waits
+    own = open_endpoints(applicant)
     encounters: Encounters | None = None
     if launch.etcd is not None:
-        from elastic_train.rendezvous.etcd_members import EtcdJob  # and with it gRPC
-
-        job = EtcdJob(
-            launch.etcd, launch.run_id, uid=uid, peer_timeout=waits.peer_timeout, max_world_size=max_world_size,
-            check=stop.check, say=say, refused=refusing, draw_uid=around.draw_uid,
-        )  # fmt: skip
+        job: Job = etcd_job(applicant, launch.etcd, own)
     else:
-        own = TorchStore(server.store, timedelta(seconds=OWN_SECONDS))
-        finder = finder_of(launch, waits, run_dir, stop, back)
-        if goes_on and launch.c10d is not None:
-            encounters = Encounters(
-                own,
-                reach,
-                finder,
-                uid=uid,
-                run_id=launch.run_id,
-                in_background=lambda task: around.start("encounters", task),
-            )
-        job = PeerJob(
-            own,
-            server.address,
-            reach,
-            finder,
-            size_of(launch),
-            uid=uid,
-            run_id=launch.run_id,
-            peer_timeout=waits.peer_timeout,
-            max_world_size=max_world_size,
-            refused=refusing,
-            draw_uid=around.draw_uid,
-            clock=time.monotonic,
-            arbiter=None if launch.c10d is None or run_dir is None else run_directory_arbiter(run_dir),
-            in_background=lambda task: around.start("ahead", task),
-            goes_on=encounters is not None,
-        )
+        job, encounters = peer_job(applicant, own)
     watcher = Watcher(
-        links,
+        own.links,
         waits.peer_timeout,
-        sockets.shut,
+        own.sockets.shut,
         lambda world, is_spokesman: membership.tend(world, is_spokesman),
         store_grace=None if launch.etcd is None else launch.etcd.grace,
-        warn=warn,
-        give_up=lambda why: membership.give_up(why, warn),
+        warn=applicant.warn,
+        give_up=lambda why: membership.give_up(why, applicant.warn),
         pace=Pace(waits.peer_timeout, waits.stall_timeout, waits.formation_timeout),
     )
+    begin_timeout, too_late = begin_limit(applicant)
     membership = Membership(
         job,
         watcher,
         waits,
-        uid=uid,
-        address=links.address,
-        store_address=server.address,
+        uid=own.uid,
+        address=own.links.address,
+        store_address=own.server.address,
         local_world_size=launch.local_world_size,
         max_nodes=max_nodes_of(launch, os.environ),
-        max_world_size=max_world_size,
-        check=stop.check,
-        say=say,
+        max_world_size=applicant.max_world_size,
+        check=applicant.stop.check,
+        say=applicant.say,
         answering=answering,
-        order=launch.rank if is_fixed else 0,
-        begin_timeout=waits.formation_timeout if is_fixed else math.inf if back is None else back.seconds_left(),
-        too_late=(
-            f"not all workers came within {waits.formation_timeout:.0f} s (--formation-timeout); the log of one that "
-            "is missing says why"
-            if is_fixed
-            else f"it was left out, and not taken in again within {waits.wait_timeout:.0f} s (--wait-timeout)"
-        ),
-        sockets=sockets,
-        group_store=server.group_store,
-        form=(lambda world: form_ahead(world, server, host)) if can_form() else None,
+        order=0 if launch.is_open else launch.rank,
+        begin_timeout=begin_timeout,
+        too_late=too_late,
+        sockets=own.sockets,
+        group_store=own.server.group_store,
+        form=(lambda world: form_ahead(world, own.server, own.host)) if can_form() else None,
         encounters=encounters,
-        surroundings=around,
+        surroundings=own.around,
     )
     try:
-        membership.find()
+        membership.arrival.find()
     except BaseException:
         membership.close()
         raise
-    watcher.start()
+    watcher.thread.start()
     return membership
+
+
+def open_endpoints(applicant: Applicant) -> Endpoints:
+    """Open them. Blocks and warns as `local_address`."""
+    waits, warn = applicant.waits, applicant.warn
+    around = Surroundings()
+    uid = around.draw_uid()
+    host = local_address(applicant.launch, warn)
+    # The earlier the thread of its canary is started, the sooner that ends where this process is killed.
+    links = Links(host, uid, ping_interval(waits.peer_timeout), waits.peer_timeout, warn)
+    server = GroupStoreServer(host)
+    return Endpoints(uid, host, links, server, GroupSockets(spared_port=server.address[1]), around)
+
+
+def etcd_job(applicant: Applicant, settings: EtcdSettings, own: Endpoints) -> Job:
+    """The job in etcd. Blocks until etcd answers, and raises as `connect_worker`."""
+    from elastic_train.rendezvous.etcd_members import EtcdJob  # and with it gRPC
+
+    return EtcdJob(
+        settings,
+        applicant.launch.run_id,
+        uid=own.uid,
+        peer_timeout=applicant.waits.peer_timeout,
+        max_world_size=applicant.max_world_size,
+        check=applicant.stop.check,
+        say=applicant.say,
+        refused=refusing,
+        draw_uid=own.around.draw_uid,
+    )
+
+
+def peer_job(applicant: Applicant, own: Endpoints) -> tuple[PeerJob, Encounters | None]:
+    """The job in its members' own stores, and what looks for other branches of the run, where a side may go on as one.
+    Blocks as `finder_of`."""
+    launch, run_dir, around = applicant.launch, applicant.run_dir, own.around
+    store = TorchStore(own.server.store, timedelta(seconds=OWN_SECONDS))
+    finder = finder_of(launch, applicant.waits, run_dir, applicant.stop, applicant.back)
+    encounters: Encounters | None = None
+    if applicant.goes_on and launch.c10d is not None:
+        encounters = Encounters(
+            store,
+            reach,
+            finder,
+            uid=own.uid,
+            run_id=launch.run_id,
+            in_background=lambda task: around.start("encounters", task),
+        )
+    job = PeerJob(
+        store,
+        own.server.address,
+        reach,
+        finder,
+        size_of(launch),
+        uid=own.uid,
+        run_id=launch.run_id,
+        peer_timeout=applicant.waits.peer_timeout,
+        max_world_size=applicant.max_world_size,
+        refused=refusing,
+        draw_uid=around.draw_uid,
+        clock=time.monotonic,
+        arbiter=None if launch.c10d is None or run_dir is None else run_directory_arbiter(run_dir),
+        in_background=lambda task: around.start("ahead", task),
+        goes_on=encounters is not None,
+    )
+    return job, encounters
+
+
+def begin_limit(applicant: Applicant) -> tuple[float, str]:
+    """(seconds until this worker has to be in a world, where nobody else looks after that; what was not done then)."""
+    waits, back = applicant.waits, applicant.back
+    if not applicant.launch.is_open:
+        return waits.formation_timeout, (
+            f"not all workers came within {waits.formation_timeout:.0f} s (--formation-timeout); the log of one that "
+            "is missing says why"
+        )
+    return math.inf if back is None else back.seconds_left(), (
+        f"it was left out, and not taken in again within {waits.wait_timeout:.0f} s (--wait-timeout)"
+    )
 
 
 def form_ahead(world: World, server: GroupStoreServer, address: str) -> FormedGroup:
@@ -223,7 +277,7 @@ def finder_of(
             [split_endpoint(endpoint) for endpoint in launch.c10d.endpoints],
             launch.run_id,
             is_host=launch.c10d.is_host,
-            patience=waits.formation_timeout if back is None else back.seconds_left(),
+            timeout=waits.formation_timeout if back is None else back.seconds_left(),
             earlier=lambda: (*known, *read_members(run_dir, launch.run_id)),
         )
     start = f"restart-{launch.restart_count}"
@@ -299,14 +353,12 @@ def local_address(launch: Launch, warn: Callable[[str], None]) -> str:
 
 def read_members(run_dir: Path | None, run_id: str) -> list[Address]:
     """Stores of members, by what the run directory says; perhaps all are gone."""
-    if run_dir is None:
+    told = None if run_dir is None else read_json(run_dir / MEMBERS_FILE)
+    if told is None or told.get("run_id") != run_id:
         return []
     try:
-        told = json.loads((run_dir / MEMBERS_FILE).read_bytes())
-        if told["run_id"] != run_id:
-            return []
         return [(str(host), int(port)) for host, port in told["stores"]]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return []
 
 

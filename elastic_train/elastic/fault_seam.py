@@ -1,4 +1,4 @@
-"""The fault seam: does harm to this worker at a named point, when ELASTIC_TRAIN_FAULT asks for it.
+"""The fault seam: injects a fault into this worker at a named point, when ELASTIC_TRAIN_FAULT asks for it.
 
 Drills and tests use it to hit a moment that no signal from outside could be timed for. The variable holds faults
 separated by `;`, each `ACTION@POINT` with conditions after a colon:

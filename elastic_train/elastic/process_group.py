@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -70,6 +70,35 @@ def process_group(
         dist.destroy_process_group()
         sockets.forget(group)
         sys.excepthook = excepthook
+
+
+class PresentGroup:
+    """The process group of the world that a worker is in, while there is one.
+
+    No ExitStack: where the group's end raises another error than the one that ended it, a stack's frame would keep both
+    alive, and with them all that they refer to.
+    """
+
+    def __init__(self) -> None:
+        self._group: AbstractContextManager[None] | None = None
+
+    def enter(self, group: AbstractContextManager[None]) -> None:
+        group.__enter__()
+        self._group = group
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End it, if there is one; `error` is what has broken it."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.__exit__(*((None, None, None) if error is None else (type(error), error, error.__traceback__)))
+
+    def break_off(self, error: Exception) -> Exception:
+        """The same; returns what is to be judged: `error`, or that of the group's end."""
+        try:
+            self.close(error)
+        except Exception as later:
+            return later
+        return error
 
 
 def _make_group(

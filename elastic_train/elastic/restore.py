@@ -87,11 +87,47 @@ def restore(
     offers = [offer for offer in offers if offer.run_uid == run_uid]
     if others:
         warn(f"snapshots of another run are not used: {others[0].path} and the like")
+    from_rank = _restore_newest(state, world, offers, superseded, task=task, warn=warn, check=check)
+    if from_rank is not None:
+        return Restored("snapshot", state.step, from_rank)
+    if lost is not None:
+        raise SnapshotError(f"{lost}, and no snapshot of their run can be seen here")
+    _require_none_written(gather_json(written()))
+    state.run_uid, state.superseded = run_uid, superseded
+    if state.micro_batch_size is None:
+        state.micro_batch_size = -(-state.global_batch_size // world.world_size)
+    # Equal by their seed already, if the machines are; rank 0's are everybody's in any case.
+    hand_out(state, range(world.world_size), check)
+    return Restored("scratch", 0, 0)
+
+
+def _restore_newest(
+    state: TrainState,
+    world: World,
+    offers: list[SnapshotInfo],
+    superseded: tuple[str, ...],
+    *,
+    task: Mapping[str, Any],
+    warn: Warn,
+    check: Check,
+) -> int | None:
+    """Bring every rank to the newest snapshot of the run that is whole. As `restore`; every rank calls it.
+
+    Args:
+        offers: of the run, newest first; those that are read leave the list.
+        superseded: uids of runs that this one is in the place of, beside those that the snapshot names.
+
+    Returns:
+        The rank that the others have it from; None where there is no whole one.
+
+    Raises:
+        TaskMismatch, SnapshotError: as `restore`, of the newest one.
+    """
     while True:
         heads = gather_json(_head(offers[0]) if offers else None)
         owner = newest_offer([head and head["age"] for head in heads])
         if owner is None:
-            break
+            return None
         found: dict[str, Any] = {}
         if heads[world.rank] == heads[owner]:  # who has the same file on a disk of its own reads that
             found = _read(state, offers.pop(0), task, warn)
@@ -109,16 +145,7 @@ def restore(
         hand_out(state, [whole[0], *without], check)
         if state.generation is None:  # else this process has counted its own time all along
             state.clock.load_state_dict(told[whole[0]]["read"])
-        return Restored("snapshot", state.step, whole[0])
-    if lost is not None:
-        raise SnapshotError(f"{lost}, and no snapshot of their run can be seen here")
-    _require_none_written(gather_json(written()))
-    state.run_uid, state.superseded = run_uid, superseded
-    if state.micro_batch_size is None:
-        state.micro_batch_size = -(-state.global_batch_size // world.world_size)
-    # Equal by their seed already, if the machines are; rank 0's are everybody's in any case.
-    hand_out(state, range(world.world_size), check)
-    return Restored("scratch", 0, 0)
+        return whole[0]
 
 
 def _head(offer: SnapshotInfo) -> dict[str, Any]:

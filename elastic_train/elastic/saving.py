@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import OwnershipLost, SnapshotError
 from elastic_train.observe.reporting import Reporter
@@ -17,10 +18,10 @@ from elastic_train.world import World
 class Saver:
     """Saves the state of one worker, whatever worlds it goes through; rank 0 writes the regular snapshots."""
 
-    def __init__(self, worker: Worker, job_token: str) -> None:
+    def __init__(self, worker: Worker, files: RunFiles) -> None:
         self._worker = worker
         self._reporter: Reporter = worker.reporter
-        self.job_token = job_token
+        self._files = files
         self._every = worker.config.snapshot_every
         self._is_overdue = False
         self._world: World | None = None
@@ -101,7 +102,7 @@ class Saver:
 
     def _check_owner(self) -> None:
         assert self._world is not None
-        self._worker.directory.check_owner(self.job_token, self._world.generation)
+        self._files.check_owner(self._world.generation)
 
     def _tell(self, result: SnapshotResult) -> None:
         for warning in result.warnings:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elastic_train.config import Config, as_json, flag, own_values
+from elastic_train.config import Config, NodeFlags, PlaceFlags, as_json, flag, names_of, own_values
 from elastic_train.elastic.fault_seam import VARIABLE as FAULT_VARIABLE
 from elastic_train.elastic.fault_seam import FaultSeam
 from elastic_train.elastic.membership import versions
@@ -38,12 +38,7 @@ from elastic_train.training.state import TrainState, build_optimizer
 from elastic_train.training.tasks import Task, build_task, load_task, make_own_task
 from elastic_train.world import World, host_name
 
-LOCAL_FLAGS = frozenset(
-    {"data_dir", "download", "num_workers", "prefetch_factor", "multiprocessing_context",
-     "run_dir", "snapshot_dir", "fresh", "device", "store_endpoint",
-     "formation_timeout", "peer_timeout", "min_nodes", "wait_timeout", "ledger", "no_progress", "debug", "init_from",
-     "local_rank", "spawn", "metrics_port", "metrics_host"}
-)  # fmt: skip
+LOCAL_FLAGS = names_of(PlaceFlags, NodeFlags)
 """flags that members need not agree on"""
 
 
@@ -81,6 +76,10 @@ class Worker:
             local_rank=world.local_rank,
             host=world.me.host,
         )
+
+    def share_cores(self, world: World) -> None:
+        """Share this host's cores among the workers of `world` that it has."""
+        set_threads(world, self.config)
 
     def agreement(self) -> dict[str, Any]:
         """What must be equal on all members of a world."""
@@ -124,35 +123,14 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
     """
     imported_at = time.monotonic()
     keep_freed_memory(os.environ)
-    if config.parallel == "dp" and launch.world_size > 1:
-        raise UsageError(
-            f"--parallel dp is one process for all GPUs, and this is one of {launch.world_size}: leave one out"
-        )
-    if config.init_from is not None and not config.init_from.exists():  # before a directory is made for the run
-        raise SnapshotError(f"{config.init_from} cannot be read: {os.strerror(errno.ENOENT)} (--init-from)")
+    check_start(config, launch)
     faults = FaultSeam(os.environ.get(FAULT_VARIABLE, ""), launch.agent_pid)
     device = choose_device(config.device, launch.local_rank) if parts is None else parts.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    directory = RunDirectory(config.run_dir or Path("runs") / default_run_name(launch.run_id))
-    directory.create()
-    if config.snapshot_dir is not None:
-        require_writable(config.snapshot_dir, "--snapshot-dir")
+    directory = make_directory(config, launch.run_id)
     host = host_name()
-    events = EventLog(
-        directory.events_dir,
-        host=host,
-        local_rank=launch.local_rank,
-        rank=launch.rank,
-        world_size=launch.world_size,
-    )
-    reporter = Reporter(
-        events=events,
-        ledger=Ledger(directory.ledger_dir, host=host, local_rank=launch.local_rank) if config.ledger else None,
-        tensorboard_dir=directory.tensorboard_dir,
-        wants_bar=not config.no_progress,
-        debug=config.debug,
-    )
+    reporter = make_reporter(config, launch, directory, host)
     try:
         if config.metrics_port is not None and launch.local_rank == 0:
             reporter.metrics = Metrics(
@@ -166,21 +144,12 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
             determinism.switch_on(strict=config.strict, warn=reporter.warn)
         task = make_task(config) if parts is None else parts.task
         state = make_state(config, task, device) if parts is None else parts.state
-        if state.length == 0:
-            raise UsageError(f"the training set of {task.name} is empty: there is nothing to train on")
-        if config.reduction == "ordered":
-            check_model(state.model)
-        if warning := unused_tasks_warning(os.environ):
-            reporter.warn(warning)
-        if config.parallel == "dp":
-            reporter.warn(
-                "--parallel dp copies the model to every GPU in each step and computes the loss on one: "
-                "torchrun --standalone --nproc-per-node GPUS, or --spawn GPUS, is faster"
-            )
+        check_state(config, task, state)
+        warn_of_waste(config, reporter)
         task.describe()  # reads the test set too: a fault in it should show now
         data = identify(task.train_set, seed=config.seed, collate=task.collate, may_read=config.num_workers == 0)
     except BaseException as error:
-        events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
+        reporter.events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
         raise
     return Worker(
         config,
@@ -197,6 +166,65 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
         time.monotonic(),
         data,
     )
+
+
+def check_start(config: Config, launch: Launch) -> None:
+    """What can be told before a directory is made for the run.
+
+    Raises:
+        UsageError: the flags do not go with this launch.
+        SnapshotError: --init-from names no file.
+    """
+    if config.parallel == "dp" and launch.world_size > 1:
+        raise UsageError(
+            f"--parallel dp is one process for all GPUs, and this is one of {launch.world_size}: leave one out"
+        )
+    if config.init_from is not None and not config.init_from.exists():
+        raise SnapshotError(f"{config.init_from} cannot be read: {os.strerror(errno.ENOENT)} (--init-from)")
+
+
+def make_directory(config: Config, run_id: str) -> RunDirectory:
+    """Raises: RunDirectoryError where it, or --snapshot-dir, cannot be written to."""
+    directory = RunDirectory(config.run_dir or Path("runs") / default_run_name(run_id))
+    directory.create()
+    if config.snapshot_dir is not None:
+        require_writable(config.snapshot_dir, "--snapshot-dir")
+    return directory
+
+
+def make_reporter(config: Config, launch: Launch, directory: RunDirectory, host: str) -> Reporter:
+    return Reporter(
+        events=EventLog(
+            directory.events_dir,
+            host=host,
+            local_rank=launch.local_rank,
+            rank=launch.rank,
+            world_size=launch.world_size,
+        ),
+        ledger=Ledger(directory.ledger_dir, host=host, local_rank=launch.local_rank) if config.ledger else None,
+        tensorboard_dir=directory.tensorboard_dir,
+        wants_bar=not config.no_progress,
+        debug=config.debug,
+    )
+
+
+def check_state(config: Config, task: Task, state: TrainState) -> None:
+    """Raises: UsageError where there is nothing to train on, or the model cannot be trained in ordered mode."""
+    if state.length == 0:
+        raise UsageError(f"the training set of {task.name} is empty: there is nothing to train on")
+    if config.reduction == "ordered":
+        check_model(state.model)
+
+
+def warn_of_waste(config: Config, reporter: Reporter) -> None:
+    """Warn where the machines can do more than they are asked for."""
+    if warning := unused_tasks_warning(os.environ):
+        reporter.warn(warning)
+    if config.parallel == "dp":
+        reporter.warn(
+            "--parallel dp copies the model to every GPU in each step and computes the loss on one: "
+            "torchrun --standalone --nproc-per-node GPUS, or --spawn GPUS, is faster"
+        )
 
 
 def make_task(config: Config) -> Task:

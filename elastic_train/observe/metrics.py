@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from elastic_train.errors import UsageError
+from elastic_train.errors import UsageError, cause_of
 from elastic_train.observe.rate import Rate
 from elastic_train.runlog.goodput import goodput
 from elastic_train.system import close_in_forked_children
@@ -102,7 +102,7 @@ class Metrics:
             self._server, _ = start_http_server(self._port, self._host, registry)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise UsageError(f"--metrics-host {self._host}: {error.strerror or error}") from error
+                raise UsageError(f"--metrics-host {self._host}: {cause_of(error)}") from error
             if not self._has_warned:
                 self._has_warned = True
                 self._warn(

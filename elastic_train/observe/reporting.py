@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_train.observe.metrics import Metrics, Snapshot
 from elastic_train.observe.rate import Rate
-from elastic_train.runlog.events import EventLog, Ledger, file_name, newest_events
+from elastic_train.runlog.events import EventLog, Ledger, file_name
+from elastic_train.runlog.reader import newest_first
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count
 from elastic_train.world import World
@@ -154,7 +155,7 @@ class Reporter:
         if not path.exists():
             return None
         before = self._first_step - 1  # when its world began, all that was committed had been written down
-        steps = (int(line["step"]) for line in newest_events(path) if line.get("event") == "step")
+        steps = (int(line["step"]) for line in newest_first(path) if line.get("event") == "step")
         return max(next(steps, before), before)
 
     def write_missing_commits(self, state: TrainState, logged: int) -> None:

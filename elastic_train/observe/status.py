@@ -10,38 +10,29 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from elastic_train.errors import RunDirectoryError, SnapshotError
 from elastic_train.observe.status_files import (
-    Line,
+    IsAlive,
+    WorkerLines,
     dict_of,
     drill_is_alive,
     float_of,
     int_of,
     process_is_alive,
-    read_ends,
-    read_json,
+    read_workers,
     time_of,
 )
+from elastic_train.runlog.reader import Line, read_json
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots
 from elastic_train.wording import count, duration
 
-if TYPE_CHECKING:
-    pass
-
-NEWEST_FILES = 64
-"""event files that are read at most; a run that was restarted often has one per worker and start"""
 SILENT_AFTER_SECONDS = 30.0
 RATE_SECONDS = 30.0
 """how much of the end of a run its samples per second are taken over"""
-
-IsAlive = Callable[[Line], bool | None]
-"""a process's `start` event -> whether it lives; None where this machine cannot tell"""
 
 
 class RunState(StrEnum):
@@ -99,39 +90,6 @@ class Status:
     notes: tuple[str, ...] = ()
 
 
-@dataclass
-class _Worker:
-    """What one event file tells: one process."""
-
-    lines: list[Line]
-    """head and tail, in the order of writing; not empty"""
-    written: float
-    """when the newest was, Unix seconds by the clock of the file system, which is the same for all"""
-    first: Line = field(init=False)
-    last: Line = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.first, self.last = self.lines[0], self.lines[-1]
-
-    @property
-    def generation(self) -> int | None:
-        return max((g for line in self.lines if (g := int_of(line, "generation")) is not None), default=None)
-
-    @property
-    def outcome(self) -> str | None:
-        """Of its `done` event."""
-        return str(self.last.get("outcome")) if self.last["event"] == "done" else None
-
-    @property
-    def last_time(self) -> float:
-        """Of its last line by its own clock, unless that is ahead: no line is newer than its file."""
-        return min(float(self.last["time"]), self.written)
-
-    def is_alive(self, ask: IsAlive) -> bool | None:
-        starts = [line for line in self.lines if line["event"] == "start"]
-        return ask(starts[-1] if starts else self.first)  # in containers a later process may have the name of an older
-
-
 def read_status(run_dir: Path, now: float, is_alive: IsAlive | None = None) -> Status:
     """Where the run in `run_dir` stood at `now` (Unix seconds).
 
@@ -140,7 +98,7 @@ def read_status(run_dir: Path, now: float, is_alive: IsAlive | None = None) -> S
     """
     try:
         names = set(os.listdir(run_dir))
-        workers = _read_workers(run_dir / "events")
+        workers = read_workers(run_dir / "events")
     except FileNotFoundError as error:
         raise RunDirectoryError(f"{run_dir} does not exist; --run-dir of the training says where the run is") from error
     except OSError as error:
@@ -157,27 +115,10 @@ def read_status(run_dir: Path, now: float, is_alive: IsAlive | None = None) -> S
     return _status(run_dir, workers, now, is_alive or process_is_alive)
 
 
-def _status(run_dir: Path, workers: list[_Worker], now: float, is_alive: IsAlive) -> Status:
+def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsAlive) -> Status:
     is_drill = (run_dir / "drill").is_dir()
-    generation = max((g for worker in workers if (g := worker.generation) is not None), default=None)
-    current = [worker for worker in workers if worker.generation == generation]
-    newest_time = max((float(worker.last["time"]) for worker in current), default=0.0)
-    newcomers = [
-        worker
-        for worker in workers
-        if generation is not None and worker.generation is None and float(worker.last["time"]) > newest_time
-    ]
-    state, notes = _classify(current, now, is_alive), []
-    if state is RunState.RUNNING and generation is None:
-        state = RunState.STARTING
-    if not workers and (owner := read_json(run_dir / "owner.json") or ({} if is_drill else None)) is not None:
-        state = RunState.DEAD if is_alive(owner) is False else state
-    attempt = _classify(newcomers, now, is_alive) if newcomers and state is not RunState.RUNNING else None
-    if attempt is RunState.RUNNING:
-        state = RunState.STARTING
-    elif attempt is not None:
-        notes.append(_attempt_note(attempt, newcomers, now))
-
+    generation, current, newcomers = _newest_start(workers)
+    state, notes = _state(run_dir, generation, current, newcomers, now, is_alive, is_drill=is_drill)
     world = [line for worker in current for line in worker.lines if int_of(line, "generation") == generation]
     newest = max(world, key=time_of, default=None)
     start = max((line for worker in current + newcomers for line in worker.lines if line["event"] == "start"),
@@ -194,11 +135,11 @@ def _status(run_dir: Path, workers: list[_Worker], now: float, is_alive: IsAlive
     last_step = _last_step(length, batch, num_epochs, int_of(config, "max_steps"))
     epoch, samples_done = _position(step, step_lines, length, batch)
     result = read_json(run_dir / "result.json")
-    result_is_current = result is not None and (step is None or int_of(result, "step") == step)
+    current_result = result if result is not None and (step is None or int_of(result, "step") == step) else None
     accuracy, accuracy_step = _accuracy(world, result)
     if world and not any(int_of(line, "rank") == 0 for line in world):
         notes.append("rank 0 writes its events elsewhere: what it alone knows (steps, loss) is missing here")
-    if result is not None and not result_is_current:
+    if result is not None and current_result is None:
         notes.append(f"result.json is of an earlier end, at step {int_of(result, 'step')}")
     return Status(
         run_dir=run_dir,
@@ -219,18 +160,51 @@ def _status(run_dir: Path, workers: list[_Worker], now: float, is_alive: IsAlive
         test_accuracy=accuracy,
         accuracy_step=accuracy_step,
         snapshot=snapshot,
-        incidents=_incidents(workers, result if result_is_current else None, now),
+        incidents=_incidents(workers, current_result, now),
         warnings=tuple(dict.fromkeys([*_warnings(workers), *problems])),
         is_drill=is_drill,
         result_path=run_dir / "result.json" if result is not None else None,
-        goodput_ratio=float_of(dict_of(result, "goodput"), "ratio")
-        if result is not None and result_is_current
-        else None,
+        goodput_ratio=float_of(dict_of(current_result or {}, "goodput"), "ratio"),
         notes=tuple(notes),
     )
 
 
-def _classify(workers: list[_Worker], now: float, is_alive: IsAlive) -> RunState:
+def _newest_start(workers: list[WorkerLines]) -> tuple[int | None, list[WorkerLines], list[WorkerLines]]:
+    """(the newest generation, its workers, those that started after it and are in none)."""
+    generation = max((g for worker in workers if (g := worker.generation) is not None), default=None)
+    current = [worker for worker in workers if worker.generation == generation]
+    newest_time = max((float(worker.last["time"]) for worker in current), default=0.0)
+    newcomers = [
+        worker
+        for worker in workers
+        if generation is not None and worker.generation is None and float(worker.last["time"]) > newest_time
+    ]
+    return generation, current, newcomers
+
+
+def _state(
+    run_dir: Path,
+    generation: int | None,
+    current: list[WorkerLines],
+    newcomers: list[WorkerLines],
+    now: float,
+    is_alive: IsAlive,
+    *,
+    is_drill: bool,
+) -> tuple[RunState, list[str]]:
+    """The state of the run, and what is to be noted about a later start that came to nothing."""
+    state = _classify(current, now, is_alive)
+    if state is RunState.RUNNING and generation is None:
+        state = RunState.STARTING
+    if not current and (owner := read_json(run_dir / "owner.json") or ({} if is_drill else None)) is not None:
+        state = RunState.DEAD if is_alive(owner) is False else state
+    attempt = _classify(newcomers, now, is_alive) if newcomers and state is not RunState.RUNNING else None
+    if attempt is RunState.RUNNING:
+        return RunState.STARTING, []
+    return state, [] if attempt is None else [_attempt_note(attempt, newcomers, now)]
+
+
+def _classify(workers: list[WorkerLines], now: float, is_alive: IsAlive) -> RunState:
     """The state of the workers of one generation, or of one start. A worker that ended proves nothing about a run
     that others carry on; one that finished it does."""
     if not workers:
@@ -248,7 +222,7 @@ def _classify(workers: list[_Worker], now: float, is_alive: IsAlive) -> RunState
     return RunState.SILENT if None in lives else RunState.DEAD
 
 
-def _attempt_note(attempt: RunState, newcomers: list[_Worker], now: float) -> str:
+def _attempt_note(attempt: RunState, newcomers: list[WorkerLines], now: float) -> str:
     newest = max(newcomers, key=lambda worker: time_of(worker.last))
     what = {
         RunState.FAILED: f"failed: {_error(newcomers)}",
@@ -257,14 +231,14 @@ def _attempt_note(attempt: RunState, newcomers: list[_Worker], now: float) -> st
     return f"a later start, {duration(now - float(newest.first['time']))} ago, {what}"
 
 
-def _error(workers: list[_Worker]) -> str | None:
+def _error(workers: list[WorkerLines]) -> str | None:
     """The message of the first worker that failed: the others' are mostly consequences of it."""
     failed = [worker.last for worker in workers if worker.outcome == "failed"]
     first = min(failed, key=time_of, default=None)
     return None if first is None or first.get("error") is None else str(first["error"]).strip().splitlines()[0]
 
 
-def _members(world: list[Line], current: list[_Worker]) -> tuple[str, ...]:
+def _members(world: list[Line], current: list[WorkerLines]) -> tuple[str, ...]:
     for line in world:
         if line["event"] == "world" and isinstance(line.get("members"), list):
             return tuple(str(member) for member in line["members"])
@@ -343,7 +317,7 @@ def _accuracy(world: list[Line], result: Line | None) -> tuple[float | None, int
     return accuracy, step
 
 
-def _incidents(workers: list[_Worker], result: Line | None, now: float) -> tuple[str, ...]:
+def _incidents(workers: list[WorkerLines], result: Line | None, now: float) -> tuple[str, ...]:
     """What interrupted the run: the list of result.json, where it is of this end; else the worlds after the first."""
     if result is not None and isinstance(result.get("incidents"), list):
         return tuple(
@@ -368,7 +342,7 @@ def _incidents(workers: list[_Worker], result: Line | None, now: float) -> tuple
 _NUMBER = re.compile(r"\b\d+")
 
 
-def _warnings(workers: list[_Worker]) -> list[str]:
+def _warnings(workers: list[WorkerLines]) -> list[str]:
     lines = [line for worker in workers for line in worker.lines if line["event"] == "warning"]
     counts: Counter[str] = Counter()
     newest: dict[str, str] = {}
@@ -379,15 +353,3 @@ def _warnings(workers: list[_Worker]) -> list[str]:
         newest.pop(kind, None)  # so that the newest kind is the last
         newest[kind] = message
     return [message if counts[kind] == 1 else f"{message} ({counts[kind]} times)" for kind, message in newest.items()]
-
-
-def _read_workers(directory: Path) -> list[_Worker]:
-    """The newest event files, oldest first. Raises OSError other than for a missing directory."""
-    try:
-        entries = [entry for entry in os.scandir(directory) if entry.name.endswith(".jsonl")]
-    except FileNotFoundError:
-        return []
-    newest = sorted(entries, key=lambda entry: entry.stat().st_mtime)[-NEWEST_FILES:]
-    found = ((read_ends(Path(entry.path)), entry.stat().st_mtime) for entry in newest)
-    workers = [_Worker(lines, written) for lines, written in found if lines]
-    return sorted(workers, key=lambda worker: time_of(worker.first))

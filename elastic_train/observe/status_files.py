@@ -1,51 +1,59 @@
-"""The ends of a run's files, read without the rest, and whether their writers live."""
+"""What event files hold, where a line may hold anything, and whether their writers live."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from elastic_train.runlog.reader import Line, read_ends, read_json
+from elastic_train.storage.ownership import process_stat
 from elastic_train.world import host_name
 
-Line = dict[str, Any]
+NEWEST_FILES = 64
+"""event files that are read at most; a run that was restarted often has one per worker and start"""
 
-HEAD_BYTES = 64 * 1024
-TAIL_BYTES = 256 * 1024
-
-
-def read_ends(path: Path, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL_BYTES) -> list[Line]:
-    """The whole events at the beginning and at the end of a file, all of them if it is small. A line that is cut off
-    or still being written is left out. Raises OSError."""
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        if size <= head_bytes + tail_bytes:
-            raw = file.read().split(b"\n")
-        else:
-            raw = file.read(head_bytes).split(b"\n")[:-1]
-            file.seek(size - tail_bytes - 1)  # a line that begins right at the border is seen to begin there
-            raw += file.read().split(b"\n")[1:]
-    return [line for text in raw if (line := event_of(text)) is not None]
+IsAlive = Callable[[Line], bool | None]
+"""a process's `start` event -> whether it lives; None where this machine cannot tell"""
 
 
-def event_of(text: bytes) -> Line | None:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    is_event = isinstance(line, dict) and isinstance(line.get("event"), str) and float_of(line, "time") is not None
-    return line if is_event else None
+@dataclass
+class WorkerLines:
+    """What one event file tells: one process."""
+
+    lines: list[Line]
+    """head and tail, in the order of writing; not empty"""
+    written: float
+    """when the newest was, Unix seconds by the clock of the file system, which is the same for all"""
+    first: Line = field(init=False)
+    last: Line = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first, self.last = self.lines[0], self.lines[-1]
+
+    @property
+    def generation(self) -> int | None:
+        return max((g for line in self.lines if (g := int_of(line, "generation")) is not None), default=None)
+
+    @property
+    def outcome(self) -> str | None:
+        """Of its `done` event."""
+        return str(self.last.get("outcome")) if self.last["event"] == "done" else None
+
+    @property
+    def last_time(self) -> float:
+        """Of its last line by its own clock, unless that is ahead: no line is newer than its file."""
+        return min(float(self.last["time"]), self.written)
+
+    def is_alive(self, ask: IsAlive) -> bool | None:
+        starts = [line for line in self.lines if line["event"] == "start"]
+        return ask(starts[-1] if starts else self.first)  # in containers a later process may have the name of an older
 
 
-def read_json(path: Path) -> Line | None:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+def is_event(line: Line) -> bool:
+    return isinstance(line.get("event"), str) and float_of(line, "time") is not None
 
 
 def int_of(line: Line, name: str) -> int | None:
@@ -67,19 +75,27 @@ def time_of(line: Line) -> float:
     return float_of(line, "time") or 0.0
 
 
+def read_workers(directory: Path) -> list[WorkerLines]:
+    """The newest event files, oldest first. Raises OSError other than for a missing directory."""
+    try:
+        entries = [entry for entry in os.scandir(directory) if entry.name.endswith(".jsonl")]
+    except FileNotFoundError:
+        return []
+    newest = sorted(entries, key=lambda entry: entry.stat().st_mtime)[-NEWEST_FILES:]
+    found = ((list(filter(is_event, read_ends(Path(entry.path)))), entry.stat().st_mtime) for entry in newest)
+    workers = [WorkerLines(lines, written) for lines, written in found if lines]
+    return sorted(workers, key=lambda worker: time_of(worker.first))
+
+
 def process_is_alive(start: Line) -> bool | None:
     """Whether the process that wrote this `start` event lives; None if it is none of this machine's."""
     pid = int_of(start, "pid")
-    if pid is None or start.get("host") != host_name() or not os.path.isdir("/proc/self"):
+    if pid is None or start.get("host") != host_name():
         return None
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except FileNotFoundError:
-        return False
-    except OSError:
+    state, ticks = process_stat(pid)
+    if state == "?":
         return None
-    return _is_of(start, int(fields[19])) and fields[0] not in (b"Z", b"X")
+    return state not in ("Z", "X", None) and _is_of(start, int(ticks))
 
 
 def drill_is_alive(folder: Path) -> bool | None:

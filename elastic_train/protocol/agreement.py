@@ -26,10 +26,10 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
+from elastic_train.errors import FormationFailed
 from elastic_train.protocol.job import Denied, Job
-from elastic_train.protocol.ranks import from_runs, to_runs
 from elastic_train.rules import next_generation, next_members
-from elastic_train.world import Member, World
+from elastic_train.world import Member, World, from_runs, to_runs
 
 NUM_AWAITED = 3
 """of the lower ranks that may propose, those that a member watches: the first of them may be silent"""
@@ -114,6 +114,35 @@ class Decision:
         members = self.members_after(world)
         uids = [member.uid for member in members]
         return World(uids.index(uid), self.generation, members, max_world_size, self.uid) if uid in uids else None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a job stands, by its decisions."""
+
+    key: str = "start"
+    """of the world that stands, or is about to"""
+    generation: int | None = None
+    """None before the first world"""
+    members: tuple[Member, ...] = ()
+    facts: Mapping[str, str] | None = None
+    uid: str = ""
+
+    def follow(self, text_of: Callable[[str], str | None]) -> Standing:
+        """Where it stands when every decision so far is read. Raises: FormationFailed where they contradict."""
+        stands = self
+        while (text := text_of(f"{stands.key}/next")) is not None:
+            decision = Decision.from_json(text)
+            before = World(0, stands.generation or 0, stands.members) if stands.members else None
+            if stands.generation is not None and decision.generation <= stands.generation:
+                raise FormationFailed(
+                    f"generation {decision.generation} follows {stands.generation} in the store: please report this, "
+                    "and give another --rdzv-id"
+                )
+            members = decision.members_after(before)
+            world = World(0, decision.generation, members, None, decision.uid)
+            stands = Standing(world.key, decision.generation, members, decision.facts, decision.uid)
+        return stands
 
 
 # --- what a look finds ------------------------------------------------------------------------------------------------

@@ -187,8 +187,8 @@ class Arbitration:
     nothing. In one in which it has, and was told nothing, others may know more: then it takes votes and claim.
     """
 
-    def __init__(self, arbiter: Arbiter | None, patience: float, clock: Callable[[], float]) -> None:
-        self._arbiter, self._patience, self._clock = arbiter, patience, clock
+    def __init__(self, arbiter: Arbiter | None, timeout: float, clock: Callable[[], float]) -> None:
+        self._arbiter, self._timeout, self._clock = arbiter, timeout, clock
         self._is_shared: dict[str, bool | None] = {}
         """by uid of a world: whether all its members see the place; None where this one does and was told nothing"""
         self._has_seen = False
@@ -245,7 +245,7 @@ class Arbitration:
         now = self._clock()
         if self._few_since is None or self._few_since[0] != world:
             self._few_since = (world, now)
-        return now - self._few_since[1] > self._patience
+        return now - self._few_since[1] > self._timeout
 
 
 def silent_members(worlds: Sequence[Voters], side: Collection[str]) -> tuple[str, ...]:

@@ -13,9 +13,8 @@ from contextlib import suppress
 
 from elastic_train.branches import POSITION, Branch, Position
 from elastic_train.errors import StoreUnreachable
-from elastic_train.protocol.clients import Address, Clients
-from elastic_train.protocol.entrance import Finder
-from elastic_train.protocol.store import KeyValueStore
+from elastic_train.protocol.join_queue import Finder
+from elastic_train.protocol.store import Address, Clients, KeyValueStore
 from elastic_train.world import World
 
 SUPERSEDED = "superseded"
@@ -44,8 +43,13 @@ class Encounters:
         self._own, self._clients = own, Clients(own, uid, reach)
         self._finder, self._run_id, self._in_background = finder, run_id, in_background
         self._is_busy = False
-        self.is_told = False
-        """whether this side stops, and its members know it from this one"""
+        self._told_in: str | None = None
+        """uid of the world whose members know from this one that this side stops"""
+
+    def has_told(self, world: World) -> bool:
+        """Whether this side stops, and the members of `world` know it from this one: those of the one before it do not
+        include who has joined."""
+        return self._told_in == world.uid
 
     def winner(self) -> Position | None:
         """The side for which this member's stops, where it does."""
@@ -61,7 +65,7 @@ class Encounters:
         mine = position()
         if mine is not None:
             self._own.put(POSITION, mine.to_json())
-        if self._is_busy or self.is_told:
+        if self._is_busy or self.has_told(world):
             return
         word = self._own.get(SUPERSEDED)
         if word is not None:
@@ -83,7 +87,7 @@ class Encounters:
         try:
             for member in world.members:
                 self._clients.of(member).create(SUPERSEDED, word)
-            self.is_told = True
+            self._told_in = world.uid
         except StoreUnreachable:  # it is tried again, or that member is lost and another world told
             self._clients.keep_only(())
 

@@ -1,16 +1,24 @@
-"""Who waits to be taken into a job, and the rules that say who is admitted. Values, no effects.
+"""How a worker comes into a job: it finds the members, stands in the join queue, or begins the job.
 
-A worker that has imported, built its model and read its data stands in the join queue: it is ready. A node is ready
-when all its workers are, and is admitted with all of them or not at all; one that was left out comes back to those of
-its node that were not.
+A worker that has imported, built its model and read its data stands in the queue: it is ready. A node is ready when all
+its workers are, and is admitted with all of them or not at all; one that was left out comes back to those of its node
+that were not.
+
+Where members serve a store each, the queue is in that of the world's rank 0, before any world in that of the
+**beginner**, the process that serves the first endpoint. A store says in `host` where the queue is, as far as its
+member knows.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from elastic_train.errors import FormationFailed, StoreUnreachable
+from elastic_train.protocol.store import Address, Clients, KeyValueStore
 from elastic_train.world import Member
 
 
@@ -74,3 +82,262 @@ def is_start_due(num_ready: int, *, min_nodes: int, max_nodes: int, seconds_enou
         last_call: seconds that more nodes are waited for then.
     """
     return num_ready >= max_nodes or (num_ready >= min_nodes and seconds_enough >= last_call)
+
+
+UNCALLED_SECONDS = 2.0
+"""that the host of a beginning waits for a running job to call; its rank 0 looks at the endpoints twice a second"""
+QUEUE_AGAIN_SECONDS = 10.0
+"""after which a newcomer queues again: it may have been dropped for a probe that was lost"""
+CHECK_SECONDS = 0.3
+"""between two looks of a newcomer at the host of its queue"""
+
+
+class Finder(Protocol):
+    """Finds the job, or the place where it begins; and keeps the signs by which others do."""
+
+    def is_beginner(self) -> bool:
+        """Whether this process may begin a job: it alone serves the first endpoint."""
+
+    def addresses(self) -> Sequence[Address]:
+        """Stores of members of the job, or of the host of its beginning. May block for a short timeout.
+
+        Raises: ElasticTrainError where it never will."""
+
+    def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
+        """Make it known where members of the job are; with `if_missing` only where nothing is known of it."""
+
+    def keep(self, *, has_world: bool) -> None:
+        """Serve what this machine should serve and nobody does. On the watcher's thread."""
+
+    def describe(self) -> str:
+        """Where a newcomer looks, for a person."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a job."""
+
+    min_nodes: int
+    max_nodes: int
+    last_call: float
+    """seconds that the first world waits for more nodes when there are enough"""
+    join_timeout: float = math.inf
+    """seconds within which there have to be enough nodes for it"""
+    fixed: int | None = None
+    """workers of a world that nobody joins, and that begins with all of them"""
+
+
+@dataclass
+class _Host:
+    """Where this newcomer stands in the queue."""
+
+    address: Address
+    store: KeyValueStore
+    checked_at: float
+    queued_at: float | None = None
+
+
+class Entrance:
+    """One worker's way into the job, and the queue of others that it hosts.
+
+    Args:
+        begin: makes the first world of some members, by order of rank.
+        refused: which of some members are gone, by one probe each.
+    """
+
+    def __init__(
+        self,
+        clients: Clients,
+        address: Address,
+        finder: Finder,
+        size: Size,
+        *,
+        run_id: str,
+        refused: Callable[[Sequence[Member]], list[Member]],
+        begin: Callable[[tuple[Member, ...]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._clients, self._own, self._address = clients, clients.own, address
+        self._finder, self._size, self._run_id = finder, size, run_id
+        self._refused, self._begin, self._clock = refused, begin, clock
+        self._host: _Host | None = None
+        self._beginner_since: float | None = None
+        self._enough_since: float | None = None
+        self._num_seen = 0
+        self._queue: dict[str, Waiting] = {}
+        self.is_first = True
+        """whether no world was there when the queue was found"""
+
+    @property
+    def host_store(self) -> KeyValueStore | None:
+        """Of the host of the queue; None where none is known."""
+        return None if self._host is None else self._host.store
+
+    def find(self) -> bool:
+        """Look once for the host of the queue, or become it; whether there is one.
+
+        Raises: ElasticTrainError where there never will be.
+        """
+        if self._host is not None:
+            return True
+        if self._find_other():
+            return True
+        if self._finder.is_beginner():
+            self._own.put("host", json.dumps(self._address))
+            self._host = _Host(self._address, self._own, self._clock())
+            self._beginner_since = self._clock()
+            self._finder.show([self._address], "")
+            return True
+        return False
+
+    def _find_other(self) -> bool:
+        """Whether a sign leads to a host that is not this process; from now on it is the one."""
+        for address in self._finder.addresses():
+            if address == self._address:
+                continue
+            try:
+                found = self._follow(address)
+                if found is None or found.address == self._address:
+                    continue
+                self.is_first = found.store.get("begun") is None
+            except StoreUnreachable:
+                self._clients.lose(address)
+                continue
+            self.forget_host()
+            self._host = found
+            return True
+        return False
+
+    def _follow(self, address: Address) -> _Host | None:
+        """The host that the store at `address` names, if it says so too."""
+        for _ in range(2):
+            store = self._own if address == self._address else self._clients.at(address)
+            text, run_id = store.get_many(["host", "run_id"])
+            if not text or run_id != self._run_id:
+                return None
+            named = _address(text)
+            if named == address:
+                return _Host(address, store, self._clock())
+            address = named
+        return None
+
+    def look(self, mine: Waiting) -> str:
+        """Stand in the queue, and begin the job where this worker may; what it waits for. Blocks for short timeouts."""
+        host, now = self._host, self._clock()
+        if host is not None and now >= host.checked_at + CHECK_SECONDS:
+            host.checked_at = now
+            try:
+                text, told = host.store.get_many(["host", admitted_key(mine.member.uid)])
+                is_host = _is_address(text, host.address)
+                if told is not None:
+                    self._own.create("admitted", told)
+            except StoreUnreachable:
+                is_host = False
+            if not is_host:
+                self.forget_host()
+            elif self._beginner_since is not None:
+                self._find_other()  # a running job has called
+        if not self.find():
+            return f"waiting for the job at {self._finder.describe()}"
+        self._enqueue(mine)
+        if self._beginner_since is not None:
+            self._consider_beginning()
+        return self._describe()
+
+    def forget_host(self) -> None:
+        """It does not answer, or is the host no more."""
+        self._host = self._beginner_since = self._enough_since = None
+        self._own.put("host", "")
+
+    def _enqueue(self, mine: Waiting) -> None:
+        assert self._host is not None, "found"
+        now = self._clock()
+        if self._host.queued_at is not None and now < self._host.queued_at + QUEUE_AGAIN_SECONDS:
+            return
+        try:
+            number = self._host.store.add("queue/count", 1)
+            self._host.store.put(f"queue/{number}", mine.to_json())
+            self._host.queued_at = now
+        except StoreUnreachable:
+            self._clients.lose(self._host.address)
+            self.forget_host()
+
+    def leave(self) -> None:
+        """This worker has a world, or ends."""
+        self._host = self._beginner_since = None
+
+    def queue(self) -> list[Waiting]:
+        """Who stands in the queue that this member hosts."""
+        count = int(self._own.get("queue/count") or "0")
+        numbers = range(self._num_seen + 1, count + 1)
+        for number, text in zip(numbers, self._own.get_many([f"queue/{n}" for n in numbers]), strict=True):
+            if text is None:
+                break  # its writer is about to
+            waiting = Waiting.from_json(text)
+            self._queue[waiting.member.uid] = waiting
+            self._num_seen = number
+        return list(self._queue.values())
+
+    def drop(self, members: Sequence[Member]) -> None:
+        """Those in the queue are gone, or in a world."""
+        for member in members:
+            self._queue.pop(member.uid, None)
+
+    def _describe(self) -> str:
+        host = self._host
+        if host is None or self._beginner_since is None:
+            return "waiting to be admitted"
+        num_ready = len(ready_nodes(self._queue.values(), ()))
+        return f"waiting for nodes: {num_ready} of at least {self._size.min_nodes} are ready"
+
+    def _consider_beginning(self) -> None:
+        size, now = self._size, self._clock()
+        assert self._beginner_since is not None, "asked by the beginner"
+        waiting = sorted(self.queue(), key=lambda one: one.order)
+        if size.fixed is not None:
+            if len(waiting) < size.fixed:
+                return
+        else:
+            nodes = len(ready_nodes(waiting, ()))
+            if nodes < size.min_nodes:
+                self._enough_since = None
+                if now - self._beginner_since > size.join_timeout:
+                    raise FormationFailed(
+                        f"{nodes} of at least {size.min_nodes} nodes came within {size.join_timeout:.0f} s (--nnodes, "
+                        "--rdzv-conf join_timeout)"
+                    )
+                return
+            self._enough_since = now if self._enough_since is None else self._enough_since
+            seconds = now - self._enough_since
+            if now - self._beginner_since < UNCALLED_SECONDS or not is_start_due(
+                nodes, min_nodes=size.min_nodes, max_nodes=size.max_nodes, seconds_enough=seconds,
+                last_call=size.last_call,
+            ):  # fmt: skip
+                return
+        if size.fixed is None:
+            found = by_newest(ready_nodes(waiting, ()))[: size.max_nodes]
+        else:  # its workers may know of nothing but their ranks
+            found = by_newest([(one.member,) for one in waiting])
+        members = tuple(member for node in found for member in node)
+        gone = self._refused(members)
+        if gone:
+            self.drop(gone)
+            return
+        self._begin(members)
+        self.drop(members)
+
+
+def admitted_key(uid: str) -> str:
+    """Of what a newcomer is to be told, in the store of who could not reach it."""
+    return f"admitted/{uid}"
+
+
+def _address(text: str) -> Address:
+    host, port = json.loads(text)
+    return str(host), int(port)
+
+
+def _is_address(text: str | None, address: Address) -> bool:
+    return bool(text) and _address(text or "") == address

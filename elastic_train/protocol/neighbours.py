@@ -1,21 +1,36 @@
-"""Who pings whom: everybody in a small world, a fixed number of others in a large one. Pure arithmetic.
+"""A member's neighbours: whom it pings (Topology), what it hears of them (Hearing), and who calls it (Callers).
 
-A large world is a circulant graph (Boesch and Wang, "Reliable circulant networks with minimum transmission delay",
-1985): members stand in a ring, and each pings those at some fixed distances, both ways. So what a member costs does not
-grow with the world; what one of them finds out reaches all others within `hops`.
+The lines: `P uid epoch seq status`, `A uid epoch seq status`, `N uid`; a status has no line break. `C` asks for the
+port of the canary, and `C uid port` says it. Where a status's first word, its **head**, changes, who hears it acts at
+once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+Address = tuple[str, int]
+LONGEST_LINE = 65536
 
 
 @dataclass(frozen=True)
 class Topology:
-    """How many others a member pings."""
+    """Who pings whom: everybody in a small world, a fixed number of others in a large one. Pure arithmetic.
+
+    A large world is a circulant graph (Boesch and Wang, "Reliable circulant networks with minimum transmission delay",
+    1985): members stand in a ring, and each pings those at some fixed distances, both ways. So what a member costs does
+    not grow with the world; what one of them finds out reaches all others within `hops`.
+    """
 
     dense: int = 9
     """up to so many workers each pings every other"""
@@ -82,3 +97,284 @@ def by_turns(nodes: Sequence[Hashable]) -> list[int]:
         counts[node] = turn = counts.get(node, -1) + 1
         turns.append((turn, rank))
     return [rank for _, rank in sorted(turns)]
+
+
+@dataclass
+class Heard:
+    """What is known of a watched member. Times are of this process's monotonic clock; those of the two that prove a
+    death, of one that goes on while the machine is suspended."""
+
+    heard_at: float
+    """when it last gave any sign of life; at first, since when it is watched"""
+    status: str = ""
+    """what it last said of itself"""
+    epoch: str = ""
+    """the world that it said that of"""
+    went_on_at: float | None = None
+    """since when it has answered as a member of another world, though it was in the present epoch's"""
+    pinged_at: float | None = None
+    """when the last ping that it answered in the present epoch was sent"""
+    refused_at: float | None = None
+    """when the connection was begun that was refused, or that another uid answered: it is dead"""
+    has_answered: bool = False
+    """whether it has ever answered from this address"""
+    pings: dict[int, float] = field(default_factory=dict)
+    """when each was sent that it has not answered in the present epoch, by number"""
+
+    def refuse(self, at: float) -> None:
+        """The connection that was begun then proves its death; of several the first counts."""
+        if self.refused_at is None:
+            self.refused_at = at
+
+
+class Hearing:
+    """What this member hears of those that it watches, and what it says of itself, as a member of which world.
+
+    It has no sockets. `watch`, `status` and what is read: for every thread; the rest: for that of `Links.turn`.
+
+    Args:
+        uid: of this process.
+    """
+
+    def __init__(self, uid: str) -> None:
+        self._uid, self._seq = uid, 0
+        self.canary_port: int | None = None
+        """of this process's canary, where it has one"""
+        self.status = ""
+        """what pings and answers say of this member"""
+        self.watched: dict[str, Heard] = {}
+        self.answered: dict[str, float] = {}
+        """when this member last answered a ping of each uid"""
+        self._lock, self._epoch = threading.Lock(), ""  # it holds together what belongs to one epoch
+        self._wanted: dict[str, tuple[Address, Heard]] | None = None
+        self._answers: frozenset[str] = frozenset()
+
+    def watch(self, members: Iterable[tuple[str, Address]], epoch: str, answered: Collection[str] | None) -> None:
+        """As `Links.watch`."""
+        wanted = {uid: address for uid, address in members if uid != self._uid}
+        now = time.monotonic()
+        with self._lock:
+            is_new = epoch != self._epoch
+            if is_new:
+                # Joining or accepting a list starts no age. One that began in the world before goes on: whoever goes on
+                # without this member there has first not answered it for a whole timeout (law 2).
+                for uid, heard in self.watched.items():
+                    heard.pinged_at = heard.pinged_at if uid in self._answers else None
+                    heard.went_on_at = None
+                    heard.pings.clear()
+            self._epoch = epoch
+            self._answers = frozenset(wanted if answered is None else answered)
+            for uid in wanted:
+                if uid not in self.watched:
+                    self.watched[uid] = Heard(now)
+                elif is_new:
+                    self.watched[uid].heard_at = max(self.watched[uid].heard_at, now)
+            self._wanted = {uid: (address, self.watched[uid]) for uid, address in wanted.items()}
+
+    def take_wanted(self) -> dict[str, tuple[Address, Heard]] | None:
+        """Whom to ping from now on, by uid, where `watch` has said so since the last call; others are forgotten."""
+        with self._lock:
+            wanted, self._wanted = self._wanted, None
+            if wanted is not None:
+                self.watched = {uid: heard for uid, heard in self.watched.items() if uid in wanted}
+        return wanted
+
+    def excuse_silence(self, now: float, heard_at: float) -> None:
+        """Nobody was silent while this process was suspended, or starved: all were heard of at `heard_at`."""
+        with self._lock:
+            for heard in self.watched.values():
+                heard.heard_at = max(heard.heard_at, heard_at)
+                if heard.went_on_at is not None:
+                    heard.went_on_at = now
+
+    def ping(self, heard: Heard) -> str:
+        """The line of the next ping, to the member that `heard` is of."""
+        self._seq += 1
+        with self._lock:  # `watch` may begin another epoch
+            heard.pings[self._seq] = through_suspends()
+            while len(heard.pings) > 256:
+                del heard.pings[next(iter(heard.pings))]
+        return f"P {self._uid} {self._epoch or '-'} {self._seq} {self.status}\n"
+
+    def note(self, heard: Heard, kind: str, rest: Sequence[str]) -> None:
+        """Take what the member that `heard` is of has answered: `A`, `N` or `C`, and the words after its uid."""
+        heard.heard_at, heard.has_answered, heard.refused_at = time.monotonic(), True, None
+        if kind == "N" and heard.went_on_at is None and heard.epoch == self._epoch:
+            heard.went_on_at = heard.heard_at
+        if kind == "A" and len(rest) == 3:
+            epoch, seq, heard.status = rest
+            heard.epoch, heard.went_on_at = epoch, None
+            with self._lock:  # `watch` may begin another epoch
+                sent_at = heard.pings.pop(int(seq), None)
+                if sent_at is not None and epoch == self._epoch:
+                    heard.pinged_at = max(sent_at, heard.pinged_at or sent_at)
+
+    def answer(self, line: str) -> tuple[str, bool]:
+        """The answer to a line of another process, and whether that has said what matters at once."""
+        kind, *rest = line.split(" ", 4)
+        if kind == "C" and self.canary_port is not None:
+            return f"C {self._uid} {self.canary_port}\n", False
+        if kind != "P" or len(rest) < 3:
+            return f"N {self._uid}\n", False
+        uid, epoch, seq = rest[:3]
+        status = rest[3] if len(rest) == 4 else ""
+        with self._lock:
+            if epoch != self._epoch or uid not in self._answers:
+                return f"N {self._uid}\n", False
+            self.answered[uid] = time.monotonic()
+            heard = self.watched.get(uid)
+        matters = heard is not None and head(heard.status) != head(status)
+        if heard is not None:
+            heard.status, heard.epoch, heard.went_on_at = status, epoch, None
+            heard.heard_at = time.monotonic()
+        return f"A {self._uid} {epoch} {seq} {self.status}\n", matters
+
+
+class Sockets:
+    """One member's selector, and what is sent by its connections. For the thread that selects.
+
+    A socket is registered with a function to call when it is ready, which gives whether that matters at once.
+
+    Args:
+        warn: told once where this process has no descriptor left for a connection.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.num_messages = self.num_bytes = 0
+        """that were sent, pings and answers"""
+        self._warn, self._has_warned = warn, False
+
+    def send(self, connection: socket.socket, unsent: bytes, line: str) -> bytes:
+        """Send what is left of an earlier line, or else this one; what is left then. Who does not read loses lines,
+        never a part of one. Raises: OSError."""
+        self.num_messages += 1
+        self.num_bytes += len(line)
+        data = unsent or line.encode()
+        try:
+            return data[connection.send(data) :]
+        except BlockingIOError:
+            return unsent
+
+    def close(self, connection: socket.socket) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(connection)
+        connection.close()
+
+    def warn_once(self, error: OSError) -> None:
+        """That no connection can be opened."""
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"no connection to another member can be opened ({error.strerror}): it is tried with each ping; where "
+                "files are too many, raise `ulimit -n`"
+            )
+
+
+@dataclass
+class _Caller:
+    """A connection that another member has made."""
+
+    socket: socket.socket
+    heard_at: float
+    received: bytes = b""
+    unsent: bytes = b""
+
+
+class Callers:
+    """The listener of this member, and those that have called there. For the thread that selects.
+
+    Args:
+        host: the address to listen at; the port is free.
+        timeout: seconds after which a silent caller is hung up on.
+        hearing: gives the answers.
+    """
+
+    def __init__(self, host: str, timeout: float, hearing: Hearing, sockets: Sockets) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.listener = socket.socket(family, socket.SOCK_STREAM)
+        self.listener.bind((host, 0))
+        self.listener.listen(4096)  # probes of a member whose thread is stuck must still be accepted
+        self.listener.setblocking(False)
+        self._timeout, self._hearing, self._sockets = timeout, hearing, sockets
+        self.callers: dict[int, _Caller] = {}
+        self._sockets.selector.register(self.listener, selectors.EVENT_READ, self._accept)
+        self._is_accepting = True
+
+    def look_after(self, now: float) -> None:
+        """Accept again after an error, and hang up on who is silent."""
+        if not self._is_accepting:
+            self._sockets.selector.register(self.listener, selectors.EVENT_READ, self._accept)
+            self._is_accepting = True
+        for caller in list(self.callers.values()):
+            if now - caller.heard_at > self._timeout:
+                self._hang_up(caller)
+
+    def excuse_silence(self, now: float) -> None:
+        """As `Hearing.excuse_silence`."""
+        for caller in self.callers.values():
+            caller.heard_at = now
+
+    def sockets(self) -> list[socket.socket]:
+        return [self.listener, *(caller.socket for caller in self.callers.values())]
+
+    def hang_up(self) -> None:
+        """On all."""
+        for caller in list(self.callers.values()):
+            self._hang_up(caller)
+
+    def _accept(self) -> bool:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return False
+            except OSError as error:
+                # The caller that cannot be accepted keeps the listener readable: `turn` would not wait any more.
+                self._sockets.selector.unregister(self.listener)
+                self._is_accepting = False
+                self._sockets.warn_once(error)
+                return False
+            connection.setblocking(False)
+            with contextlib.suppress(OSError):  # it is gone already, which the first read finds out
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            caller = _Caller(connection, time.monotonic())
+            self.callers[connection.fileno()] = caller
+            self._sockets.selector.register(connection, selectors.EVENT_READ, partial(self._serve, caller))
+
+    def _hang_up(self, caller: _Caller) -> None:
+        self.callers.pop(caller.socket.fileno(), None)
+        self._sockets.close(caller.socket)
+
+    def _serve(self, caller: _Caller) -> bool:
+        """Whether something was heard that may matter at once."""
+        matters = False
+        try:
+            data = caller.socket.recv(LONGEST_LINE)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data or len(caller.received) > LONGEST_LINE:
+            self._hang_up(caller)
+            return False
+        caller.heard_at = time.monotonic()
+        *lines, caller.received = (caller.received + data).split(b"\n")
+        try:
+            for line in lines:
+                answer, is_news = self._hearing.answer(line.decode(errors="replace"))
+                matters |= is_news
+                caller.unsent = self._sockets.send(caller.socket, caller.unsent, answer)
+        except OSError:
+            self._hang_up(caller)
+        return matters
+
+
+def head(status: str) -> str:
+    """What is passed on at once where it changes."""
+    return status.partition(" ")[0]
+
+
+def through_suspends() -> float:
+    """A monotonic clock that goes on while the machine is suspended, and others may train."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()

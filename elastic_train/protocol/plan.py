@@ -64,6 +64,13 @@ class Plan:
         return self.decision.world_for(uid, World(0, self.decision.generation - 1, self.old), max_world_size)
 
 
+class _Missing(FormationFailed):
+    """Something was awaited in vain."""
+
+    ranks: Sequence[int]
+    """whose it was"""
+
+
 class Preparation:
     """One member's part in one plan, for a thread of its own: one of the three methods that block, once.
 
@@ -137,12 +144,15 @@ class Preparation:
 
     def _invite(self, plan: Plan, planned: World) -> None:
         """Raises: FormationFailed where a newcomer does not answer."""
-        self.absent = plan.decision.new
         for member in plan.decision.new:
+            self.absent = (member,)
             self._job.beside(member).put("plan", plan.to_json())
-        ranks = range(len(plan.old), len(planned.members))
-        self._wait_for("here", planned, ranks, HERE_SECONDS)
         self.absent = ()
+        try:
+            self._wait_for("here", planned, range(len(plan.old), len(planned.members)), HERE_SECONDS)
+        except _Missing as missing:
+            self.absent = tuple(planned.members[rank] for rank in missing.ranks)
+            raise
 
     def _decide(self, world: World, plan: Plan) -> bool:
         """Until it is said whether the plan is the decision: a call without an answer may have made it that. False
@@ -206,8 +216,10 @@ class Preparation:
             if self.is_cancelled:
                 return []
             if self._clock() > deadline:
-                missing = [one for one, text in zip(keys, found, strict=True) if text is None]
-                raise FormationFailed(f"no {', '.join(missing)} in {seconds:.0f} s")
+                missing = [index for index, text in enumerate(found) if text is None]
+                error = _Missing(f"no {', '.join(keys[index] for index in missing)} in {seconds:.0f} s")
+                error.ranks = [] if ranks is None else [ranks[index] for index in missing]
+                raise error
             self._sleep(poll_seconds)
         return [text for text in found if text is not None]
 

@@ -142,12 +142,12 @@ def serve(host: str, port: int) -> TCPStore | None:
 
 
 class Signposts:
-    """As entrance.Finder, at the endpoints of `--rdzv-endpoint`.
+    """As join_queue.Finder, at the endpoints of `--rdzv-endpoint`.
 
     Args:
         endpoints: (host, port) each; the first one begins.
         is_host: whether the first one is on this machine, where that is known.
-        patience: seconds after which it is an error that nobody answers at any of them.
+        timeout: seconds after which it is an error that nobody answers at any of them.
         earlier: stores of members that the run directory names.
     """
 
@@ -157,11 +157,11 @@ class Signposts:
         run_id: str,
         *,
         is_host: bool | None,
-        patience: float,
+        timeout: float,
         earlier: Callable[[], Sequence[Address]] = lambda: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._endpoints, self._run_id, self._patience, self._clock = tuple(endpoints), run_id, patience, clock
+        self._endpoints, self._run_id, self._timeout, self._clock = tuple(endpoints), run_id, timeout, clock
         self._earlier = earlier
         self._is_host = is_host
         self._local: dict[int, tuple[float, bool]] = {}
@@ -209,7 +209,7 @@ class Signposts:
                     self._note_stranger(number, now, STRANGER_SECONDS)
                     continue
                 except Mute:
-                    self._note_stranger(number, now, min(MUTE_SECONDS, self._patience))
+                    self._note_stranger(number, now, min(MUTE_SECONDS, self._timeout))
                     continue
                 except StoreUnreachable:
                     self._clients.pop(number, None)
@@ -224,9 +224,9 @@ class Signposts:
             self._alone_since = None if is_anybody_there else self._alone_since or now
             self._seen = tuple(dict.fromkeys([*found, *self._earlier()]))
             self._looked_at = self._clock()
-            if self._alone_since is not None and now - self._alone_since > self._patience and not self._is_local(0):
+            if self._alone_since is not None and now - self._alone_since > self._timeout and not self._is_local(0):
                 raise StoreUnreachable(
-                    f"nobody answers at {self.describe()} for {self._patience:.0f} s: start a node on the machine of "
+                    f"nobody answers at {self.describe()} for {self._timeout:.0f} s: start a node on the machine of "
                     "the first endpoint, or check the address (--rdzv-endpoint)"
                 )
             return self._seen
@@ -340,7 +340,7 @@ class Signposts:
 
 
 class Launcher:
-    """As entrance.Finder, for a world that a launcher has fixed: rank 0 says at MASTER_ADDR where its store is.
+    """As join_queue.Finder, for a world that a launcher has fixed: rank 0 says at MASTER_ADDR where its store is.
 
     Args:
         store: makes a client of the store there; None for a world of one. Blocks until it answers.

@@ -1,4 +1,4 @@
-"""The key-value store that members meet at, as the few operations that membership needs.
+"""The key-value store that members meet at, as the few operations that membership needs; connections to other ones.
 
 An implementation answers each call at once or raises StoreUnreachable; no call waits for a key. Values are text; an
 empty one is as good as none to `create` and `swap`. There is no deletion and no listing: a TCPStore cannot list, and
@@ -12,15 +12,16 @@ import os
 import queue
 import socket
 import struct
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch.distributed import Store, TCPStore
 
 from elastic_train.errors import StoreUnreachable, first_line
+from elastic_train.system import open_sockets
+from elastic_train.world import Member, World
 
 
 class Notes(Protocol):
@@ -50,6 +51,17 @@ class KeyValueStore(Notes, Protocol):
 
     def clone(self) -> KeyValueStore:
         """The same store for another thread."""
+
+
+class ListingStore(KeyValueStore, Protocol):
+    """A key-value store that can list, and delete."""
+
+    def below(self, prefix: str) -> dict[str, str]:
+        """Keys that begin with `prefix`, and their values."""
+
+    def delete(self, key: str) -> None: ...
+
+    def delete_prefix(self, prefix: str) -> None: ...
 
 
 class TorchStore:
@@ -153,14 +165,6 @@ class Below:
         self._store.put(self._prefix + key, value)
 
 
-def is_listening(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=1.0).close()
-    except (OSError, ValueError):  # ValueError: of a name that is none
-        return False
-    return True
-
-
 def connect(make: Callable[[], Store]) -> queue.SimpleQueue[Store | RuntimeError]:
     """Where the TCPStore client that `make` makes will be, or its error (DistNetworkError, DistStoreError).
 
@@ -184,20 +188,13 @@ def limit_socket_waits(port: int, timeout: timedelta) -> None:
     torch has no way to ask a TCPStore for its socket. Its waits for a key poll first and are not cut short. Nothing on
     macOS, where a world of one has no store but its own.
     """
-    if sys.platform != "linux":
-        return
     seconds, rest = divmod(timeout // timedelta(microseconds=1), 10**6)
     deadline = struct.pack("ll", seconds, rest)  # struct timeval
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(entry))) as connection:
-                if connection.family == socket.AF_UNIX:
-                    continue
-                if connection.getpeername()[1] == port:
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, deadline)
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline)
+    for fd in open_sockets():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.family != socket.AF_UNIX and connection.getpeername()[1] == port:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, deadline)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline)
 
 
 def append(store: KeyValueStore, key: str, text: str) -> None:
@@ -245,3 +242,91 @@ class MemoryStore:
 
     def clone(self) -> MemoryStore:
         return self  # a dictionary serves all threads
+
+
+Address = tuple[str, int]
+Answer = TypeVar("Answer")
+NUM_PROPOSERS = 2
+"""ranks that keep a connection to everybody: who proposes, and who does when that one is lost"""
+
+
+class Clients:
+    """For the training thread; `connect_ahead` may run beside it.
+
+    Args:
+        own: this member's own store, which answers two threads.
+        uid: of this process.
+        connect: a client of the store at an address. Raises: StoreUnreachable.
+    """
+
+    def __init__(self, own: KeyValueStore, uid: str, connect: Callable[[Address], KeyValueStore]) -> None:
+        self.own, self._uid, self._connect = own, uid, connect
+        self._found: dict[Address | str, KeyValueStore] = {}
+        """of members by uid, of others by address"""
+
+    def of(self, member: Member) -> KeyValueStore:
+        """Raises: StoreUnreachable, also where another process has the member's address by now."""
+        if member.uid == self._uid:
+            return self.own
+        store = self._found.get(member.uid)
+        if store is None:
+            assert member.store is not None, "every member serves one"
+            store = self._connect(member.store)
+            if store.get("uid") != member.uid:
+                raise StoreUnreachable(f"{member.name} is gone: another process has its address")
+            self._found[member.uid] = store
+        return store
+
+    def of_rank(self, world: World, rank: int) -> KeyValueStore:
+        """Raises: StoreUnreachable."""
+        return self.of(world.members[rank])
+
+    def at(self, address: Address) -> KeyValueStore:
+        """Raises: StoreUnreachable."""
+        store = self._found.get(address)
+        if store is None:
+            store = self._found[address] = self._connect(address)
+        return store
+
+    def lose(self, which: Member | Address) -> None:
+        """It has not answered."""
+        self._found.pop(which.uid if isinstance(which, Member) else which, None)
+
+    def lose_rank(self, world: World, rank: int) -> None:
+        self.lose(world.members[rank])
+
+    def of_first(self, world: World) -> KeyValueStore:
+        """Of rank 0, over a fresh connection where the one there was gives no answer. Raises: StoreUnreachable."""
+        with contextlib.suppress(StoreUnreachable):
+            store = self.of_rank(world, 0)
+            store.get("run_id")
+            return store
+        self.lose_rank(world, 0)
+        return self.of_rank(world, 0)
+
+    def ask_each(
+        self, world: World, ranks: Iterable[int], question: Callable[[KeyValueStore], Answer]
+    ) -> dict[int, Answer]:
+        """What comes of it at the store of each rank. Who does not answer is lost, and not in it."""
+        answers = {}
+        for rank in ranks:
+            try:
+                answers[rank] = question(self.of_rank(world, rank))
+            except StoreUnreachable:
+                self.lose_rank(world, rank)
+        return answers
+
+    def keep_only(self, uids: Collection[str]) -> None:
+        for gone in set(self._found) - set(uids):
+            self._found.pop(gone, None)
+
+    def connect_ahead(self, world: World, is_current: Callable[[], bool]) -> None:
+        """To whom this member would ask in a recovery: rank 0, or everybody where it would propose itself."""
+        ranks = range(len(world.members)) if world.rank < NUM_PROPOSERS else range(NUM_PROPOSERS)
+        for rank in ranks:
+            if not is_current() or rank >= len(world.members):
+                return
+            try:
+                self.of_rank(world, rank)
+            except StoreUnreachable:
+                continue

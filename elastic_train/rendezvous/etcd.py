@@ -22,7 +22,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from elastic_train.errors import StoreRefused, StoreUnreachable
 from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS, Connections
@@ -38,7 +38,6 @@ from elastic_train.rendezvous.etcd_watch import Entry, end_of, entry_of
 
 MAX_OPERATIONS = 100
 """in one transaction; etcd's own limit is 128"""
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)

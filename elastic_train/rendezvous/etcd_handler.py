@@ -38,7 +38,7 @@ from elastic_train.protocol.addresses import address_towards_any
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
-from elastic_train.rendezvous.etcd_job import open_job, take_away
+from elastic_train.rendezvous.etcd_job import NodeLease, open_job, take_away
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror
 
@@ -101,6 +101,20 @@ def exit_barrier_keys(run_id: str, round_: int) -> tuple[str, str]:
     return f"{prefix}/num_members", f"{prefix}/last_member"
 
 
+def arrive_for(num_dead: int, num_members: int, group: Store, keys: tuple[str, str]) -> None:
+    """Count dead agents of a round as arrived in its exit barrier, and let all go where nobody else is missing.
+
+    Args:
+        group: the store of the round.
+        keys: as of `exit_barrier_keys`.
+    """
+    counter, flag = keys
+    with suppress(RuntimeError):  # its server is gone, and whoever waits there has been told by that
+        store = group.clone() if isinstance(group, TCPStore) else group
+        if store.add(counter, num_dead) >= num_members:
+            store.set(flag, "everybody who lives has arrived")
+
+
 class AgentsHandler(RendezvousHandler):
     """One agent's part in the rendezvous."""
 
@@ -120,8 +134,7 @@ class AgentsHandler(RendezvousHandler):
         self._store = EtcdStore(etcd, lease=self._job.lease, guard=self._job.guard, mirror=self._mirror)
         self._address = parameters.local_addr or address_towards_any(settings.endpoints, print)
         self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
-        self._lease = 0
-        self._lease_lock = threading.Lock()
+        self._lease = NodeLease(self._store, self._job, self._node, self._address, self._lease_seconds)
         self._round = -1
         """the newest round that this node is, or was, of"""
         self._members: tuple[str, ...] = ()
@@ -129,7 +142,6 @@ class AgentsHandler(RendezvousHandler):
         self._group: Store | None = None
         self._arrived_for: set[str] = set()
         """dead nodes of the round that the exit barrier does not wait for any more"""
-        self._last_answer = time.monotonic()
         self._why_over: str | None = None
         self._is_ending = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="etcd-lease", daemon=True)
@@ -159,7 +171,7 @@ class AgentsHandler(RendezvousHandler):
         Raises:
             RendezvousConnectionError: etcd has been away for longer than the grace.
         """
-        silence = time.monotonic() - self._last_answer
+        silence = time.monotonic() - self._lease.last_answer
         if self._why_over is not None:
             raise RendezvousConnectionError(self._why_over)
         if silence > self._settings.grace:
@@ -184,7 +196,7 @@ class AgentsHandler(RendezvousHandler):
             if self._why_over is not None:
                 raise LeftOut(self._why_over)
             if not self._keeper.is_alive():
-                self._keep_leases()
+                self._lease.keep()
                 self._keeper.start()
             while True:
                 deadline = time.monotonic() + join_seconds
@@ -201,9 +213,8 @@ class AgentsHandler(RendezvousHandler):
         if self._keeper.is_alive():  # or it would take the lease anew that is ended here
             self._keeper.join(2 * FAREWELL_SECONDS)
         with suppress(StoreUnreachable, StoreRefused, LeftOut):
-            store = self._store.with_patience(FAREWELL_SECONDS, FAREWELL_SECONDS / 2, lambda _why: None)
-            if self._lease:
-                store.etcd.revoke(self._lease)
+            store = self._store.with_timeouts(FAREWELL_SECONDS, FAREWELL_SECONDS / 2, lambda _why: None)
+            self._lease.end(store.etcd)
             deadline = time.monotonic() + FAREWELL_SECONDS
             while self._server is not None and time.monotonic() < deadline and self._others_of_round():
                 self._mirror.wait_for_change(0.1)
@@ -218,7 +229,8 @@ class AgentsHandler(RendezvousHandler):
         """Wait until a new round is decided that this node is in: (its nodes by rank, its number)."""
         settings, store = self._settings, self._store
         before = self._round  # not the newest one: that may have been decided with this node in it meanwhile
-        self._put_waiting()
+        mine = f"{self._prefix}/waiting/{self._node}"
+        self._lease.put(mine, self._address)
         enough_since: float | None = None
         while True:
             number, members = self._newest_round()
@@ -226,7 +238,7 @@ class AgentsHandler(RendezvousHandler):
                 return members, number
             now = time.monotonic()
             if now > deadline:
-                store.etcd.delete(f"{self._prefix}/waiting/{self._node}")
+                store.etcd.delete(mine)
                 raise RendezvousTimeoutError(
                     f"{len(self._names('waiting'))} nodes wait, of {settings.min_nodes} that the job needs"
                 )
@@ -248,16 +260,8 @@ class AgentsHandler(RendezvousHandler):
                 store.create(f"{self._prefix}/rounds/{number + 1}", json.dumps(decided))
                 continue
             if self._node not in self._names("waiting"):  # its lease had run out
-                self._put_waiting()
+                self._lease.put(mine, self._address)
             self._mirror.wait_for_change(0.1)
-
-    def _put_waiting(self) -> None:
-        key = f"{self._prefix}/waiting/{self._node}"
-        try:
-            self._store.under(self._lease).put(key, self._address)
-        except LeftOut:  # on a machine that hung for a while, this node's own lease may have run out
-            self._keep_leases()
-            self._store.under(self._lease).put(key, self._address)
 
     def _enter_round(self, members: tuple[str, ...], number: int, deadline: float) -> RendezvousInfo | None:
         """Meet at the store of the round's rank 0; None if that one is gone, and there will be another round."""
@@ -334,7 +338,7 @@ class AgentsHandler(RendezvousHandler):
     def _keep(self) -> None:
         while not self._is_ending.wait(min(1.0, self._lease_seconds / 3)):
             try:
-                self._keep_leases()
+                self._lease.keep()
                 self._mirror.wait_for_known()
                 self._arrive_for_the_dead()
             except StoreUnreachable:
@@ -342,20 +346,6 @@ class AgentsHandler(RendezvousHandler):
             except (StoreRefused, LeftOut) as error:
                 self._why_over = str(error)
                 return
-
-    def _keep_leases(self) -> None:
-        """This node's own lease, which is taken anew where it has run out, and the job's."""
-        attempt = min(2.0, self._lease_seconds / 4)
-        store = self._store.with_patience(self._lease_seconds / 2, attempt, lambda _why: None)
-        self._job.keep(store.etcd)
-        with self._lease_lock:
-            lease = self._lease
-            if not lease or not store.etcd.refresh(lease):
-                lease = store.etcd.grant(self._lease_seconds)
-            # Every time, also where it stands there: what comes back tells that the mirror's stream is alive.
-            store.under(lease).put(f"{self._prefix}/nodes/{self._node}", self._address)
-            self._lease = lease  # not before: a lease without the key would be refreshed for ever
-        self._last_answer = time.monotonic()
 
     def _arrive_for_the_dead(self) -> None:
         """Let nobody wait 300 s in torchrun's exit barrier for a node that is gone; the first that lives does it.
@@ -370,11 +360,7 @@ class AgentsHandler(RendezvousHandler):
         self._arrived_for |= dead
         if members[0] in dead:  # the barrier was there, and whoever waited has been told by its end
             return
-        counter, flag = exit_barrier_keys(self.get_run_id(), number)
-        with suppress(RuntimeError):  # its server is gone, and whoever waits there has been told by that
-            store = group.clone() if isinstance(group, TCPStore) else group
-            if store.add(counter, len(dead)) >= len(members):
-                store.set(flag, "everybody who lives has arrived")
+        arrive_for(len(dead), len(members), group, exit_barrier_keys(self.get_run_id(), number))
 
 
 def _nothing() -> None:

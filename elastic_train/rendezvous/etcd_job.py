@@ -2,23 +2,25 @@
 
 `<prefix>/<run id>/job` names the job that has the run id now: a token, below which all its keys are, and the lease
 that they are put under. Every worker keeps the lease alive; when the last one is gone it runs out and leaves nothing.
-Nothing is written unless the key is still the one that its writer knows (the guard of etcd_store.py).
+Nothing is written unless the key is still the one that its writer knows (the guard of etcd_store.py). Where torchrun's
+agents meet in it (etcd_handler.py), each has a lease of its own, too.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastic_train.errors import LeftOut, StoreUnreachable
-from elastic_train.protocol.central import Standing
+from elastic_train.protocol.agreement import Standing
 from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
-from elastic_train.rendezvous.etcd_store import Guard, text_of
+from elastic_train.rendezvous.etcd_store import EtcdStore, Guard, text_of
 from elastic_train.rendezvous.etcd_watch import Entry
 
 MIN_LEASE_SECONDS = 60.0
@@ -73,8 +75,8 @@ def open_job(
     """
     key = job_key(settings, run_id)
     lease_seconds = max(MIN_LEASE_SECONDS, 2 * settings.grace)
-    patience = max(peer_timeout, settings.grace) + NOTICE_SECONDS
-    deadline = time.monotonic() + 4 * patience + 60
+    timeout = max(peer_timeout, settings.grace) + NOTICE_SECONDS
+    deadline = time.monotonic() + 4 * timeout + 60
     while time.monotonic() < deadline:
         check()
         entry = etcd.get(key)
@@ -89,7 +91,7 @@ def open_job(
                 etcd.revoke(lease)
                 continue
         job = read_job(entry, settings, run_id)
-        if is_over(etcd, job, patience=patience, check=check):
+        if is_over(etcd, job, timeout=timeout, check=check):
             say(f"every worker of an earlier start of run id {run_id!r} is gone: a new start begins")
             take_away(etcd, job)
             continue
@@ -113,7 +115,7 @@ def read_job(entry: Entry, settings: EtcdSettings, run_id: str) -> JobEntry:
     )
 
 
-def is_over(etcd: Etcd, job: JobEntry, *, patience: float, check: Callable[[], None]) -> bool:
+def is_over(etcd: Etcd, job: JobEntry, *, timeout: float, check: Callable[[], None]) -> bool:
     """Whether a job has reached its end, or has a world and every member of it is dead.
 
     Nobody listens any more where a process was killed, and it sends no heartbeat. One that cannot be reached from here
@@ -132,7 +134,7 @@ def is_over(etcd: Etcd, job: JobEntry, *, patience: float, check: Callable[[], N
         return False
     # Perhaps it is only from here that nobody can be reached: a heartbeat says more, and comes twice a second.
     is_refused = all(probe(member.address) is Probe.REFUSED for member in stood.members)
-    deadline = time.monotonic() + (REFUSED_SECONDS if is_refused else patience)
+    deadline = time.monotonic() + (REFUSED_SECONDS if is_refused else timeout)
     while time.monotonic() < deadline:
         check()
         stands, beat = look()
@@ -156,3 +158,54 @@ def take_away(etcd: Etcd, job: JobEntry, unless_below: Sequence[str] = ()) -> No
     )
     if outcome.succeeded or not unless_below:
         etcd.revoke(job.lease)
+
+
+class NodeLease:
+    """A node's sign of life: its key below `nodes/`, under a lease of its own. It keeps the job's lease, too.
+
+    For any thread: a lock of its own lets one at a time keep the lease of the node.
+
+    Args:
+        store: of the job's keys.
+        seconds: after which the lease runs out that nobody keeps.
+
+    Raises, from `keep` and `put`:
+        StoreUnreachable, StoreRefused, LeftOut: as every call of `store`; LeftOut where the job's lease is gone.
+    """
+
+    def __init__(self, store: EtcdStore, job: JobEntry, node: str, address: str, seconds: int) -> None:
+        self._store, self._job = store, job
+        self._key, self._address = f"{job.prefix}/nodes/{node}", address
+        self._seconds = seconds
+        self._lease = 0
+        self._lock = threading.Lock()
+        self.last_answer = time.monotonic()
+        """when etcd last confirmed both leases, by the monotonic clock"""
+
+    def keep(self) -> None:
+        """Start the time of both leases anew; the node's is taken anew where it has run out. Each call of etcd
+        blocks for half of that time at most."""
+        attempt = min(2.0, self._seconds / 4)
+        store = self._store.with_timeouts(self._seconds / 2, attempt, lambda _why: None)
+        self._job.keep(store.etcd)
+        with self._lock:
+            lease = self._lease
+            if not lease or not store.etcd.refresh(lease):
+                lease = store.etcd.grant(self._seconds)
+            # Every time, also where it stands there: what comes back tells that the mirror's stream is alive.
+            store.under(lease).put(self._key, self._address)
+            self._lease = lease  # not before: a lease without the key would be refreshed for ever
+        self.last_answer = time.monotonic()
+
+    def put(self, key: str, value: str) -> None:
+        """Put a key under the lease, so that it goes with the node."""
+        try:
+            self._store.under(self._lease).put(key, value)
+        except LeftOut:  # on a machine that hung for a while, this node's own lease may have run out
+            self.keep()
+            self._store.under(self._lease).put(key, value)
+
+    def end(self, etcd: Etcd) -> None:
+        """Remove all keys under it at once."""
+        if self._lease:
+            etcd.revoke(self._lease)

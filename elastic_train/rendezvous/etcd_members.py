@@ -13,8 +13,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
-from elastic_train.protocol.central import CentralJob, ListingStore
-from elastic_train.protocol.entrance import Size
+from elastic_train.protocol.central import CentralJob
+from elastic_train.protocol.join_queue import Size
+from elastic_train.protocol.store import ListingStore
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS, Connections
 from elastic_train.rendezvous.etcd_job import NOTICE_SECONDS, open_job, take_away
@@ -63,7 +64,7 @@ class EtcdJob(CentralJob):
         self._mirror = Mirror(replace(etcd, before_retry=lambda _why: None), f"{prefix}/")
         self._own = EtcdStore(etcd, lease=self._job.lease, guard=self._job.guard, mirror=self._mirror)
         seconds = max(0.5, min(ATTEMPT_SECONDS, peer_timeout / 4))  # the watcher must not miss its own tasks for long
-        self._watching = self._own.with_patience(seconds, min(ATTEMPT_SECONDS, seconds), lambda _why: None)
+        self._watching = self._own.with_timeouts(seconds, min(ATTEMPT_SECONDS, seconds), lambda _why: None)
         super().__init__(
             self._own,
             self._watching,
@@ -101,8 +102,8 @@ class EtcdJob(CentralJob):
         """What the watcher has waited for etcd counts for the training thread too."""
         left = max(0.5, self._settings.grace - silence)
         try:
-            patient = self._own.with_patience(left, min(ATTEMPT_SECONDS, left), self._before_retry)
-            patient.etcd.get(f"{self._prefix}/over")
+            briefly = self._own.with_timeouts(left, min(ATTEMPT_SECONDS, left), self._before_retry)
+            briefly.etcd.get(f"{self._prefix}/over")
         except StoreUnreachable as error:
             raise StoreUnreachable(f"{error}, after {silence:.0f} s without an answer") from error
 
@@ -139,7 +140,7 @@ class EtcdJob(CentralJob):
     def _last_words(self) -> EtcdStore:
         """The store for what a worker says as it ends: it waits for no long answer, and is not stopped by the stop
         that it tells of."""
-        return self._own.with_patience(CLOSE_SECONDS, CLOSE_SECONDS / 2, lambda _why: None)
+        return self._own.with_timeouts(CLOSE_SECONDS, CLOSE_SECONDS / 2, lambda _why: None)
 
     def finish(self, world: World) -> None:
         store = self._last_words()

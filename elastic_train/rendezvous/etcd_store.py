@@ -108,7 +108,7 @@ class EtcdStore:
         """For another thread: the connections are shared, they serve many at once."""
         return EtcdStore(self.etcd, lease=self._lease, guard=self._guard, mirror=self._mirror)
 
-    def with_patience(self, deadline: float, attempt_seconds: float, before_retry: Callable[[str], None]) -> EtcdStore:
+    def with_timeouts(self, deadline: float, attempt_seconds: float, before_retry: Callable[[str], None]) -> EtcdStore:
         """The same store, with other limits on how long a call may take."""
         etcd = replace(self.etcd, deadline=deadline, attempt_seconds=attempt_seconds, before_retry=before_retry)
         return EtcdStore(etcd, lease=self._lease, guard=self._guard, mirror=self._mirror)

@@ -64,7 +64,6 @@ class Launch:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    node_rank: int = 0
     num_nodes: int = 1
     run_id: str = "none"
     restart_count: int = 0
@@ -109,7 +108,6 @@ class Launch:
             world_size=int(environ["WORLD_SIZE"]),
             local_rank=int(environ.get("LOCAL_RANK", "0")),
             local_world_size=int(environ.get("LOCAL_WORLD_SIZE", "1")),
-            node_rank=int(environ.get("GROUP_RANK", "0")),
             num_nodes=int(environ.get("GROUP_WORLD_SIZE", "1")),
             run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
             restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),

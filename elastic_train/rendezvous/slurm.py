@@ -28,7 +28,6 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": size,
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
         "LOCAL_WORLD_SIZE": re.match(r"\d*", per_node)[0] or "1",  # type: ignore[index]  # matches always; 2(x3)
-        "GROUP_RANK": environ.get("SLURM_NODEID", "0"),
         "GROUP_WORLD_SIZE": environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES", "1"),
         "TORCHELASTIC_RUN_ID": f"slurm-{job}",
         "TORCHELASTIC_RESTART_COUNT": environ.get("SLURM_RESTART_COUNT", "0"),

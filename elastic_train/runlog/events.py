@@ -2,7 +2,7 @@
 
 One object per line, written by a single `write(2)` to a file opened for appending, so a process that is killed leaves
 whole lines. Only one that SIGKILL finds inside that very call may leave its last line cut off: Linux copies a write
-page by page and looks for a fatal signal between two pages. Such a line has no newline at its end and every reader here
+page by page and looks for a fatal signal between two pages. Such a line has no newline at its end, and reader.py
 passes over it. There is one file per worker process, so no two processes ever share one.
 
 An event has its moment twice: `time`, Unix seconds by a clock that may be wrong or be set, and `monotonic`, the seconds
@@ -16,7 +16,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,35 +141,3 @@ class Ledger:
 
 def file_name(host: str, local_rank: int, pid: int) -> str:
     return f"{host}-{local_rank}-{pid}.jsonl"
-
-
-def newest_events(path: Path, tail_bytes: int = 64 * 1024) -> Iterator[dict[str, Any]]:
-    """The events in the tail of a file that may still be written, newest first; none from a line cut off at an end."""
-    try:
-        with path.open("rb") as file:
-            # one byte more, so that a line which begins right at the border is seen to begin there
-            start = max(0, file.seek(0, os.SEEK_END) - tail_bytes - 1)
-            file.seek(start)
-            lines = file.read().split(b"\n")
-    except OSError:
-        return
-    for raw in reversed(lines[1:] if start else lines):
-        try:
-            line = json.loads(raw)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            yield line
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file; a line torn by a full disk or still being written is skipped."""
-    lines = []
-    for raw in path.read_bytes().split(b"\n"):
-        try:
-            line = json.loads(raw)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            lines.append(line)
-    return lines

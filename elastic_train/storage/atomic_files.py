@@ -9,7 +9,7 @@ import secrets
 import tempfile
 from pathlib import Path
 
-from elastic_train.errors import RunDirectoryError
+from elastic_train.errors import RunDirectoryError, cause_of
 
 _LINK_MISSING = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 """link(2) fails so on FAT, SMB and object stores behind FUSE"""
@@ -74,5 +74,5 @@ def require_writable(folder: Path, what: str) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        why = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or error
+        why = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else cause_of(error)
         raise RunDirectoryError(f"{what} {folder} cannot be written to: {why}; choose another one") from error

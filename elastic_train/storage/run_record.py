@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import RunsMixed
-from elastic_train.runlog.events import read_lines
+from elastic_train.runlog.reader import read_all, read_json
 
 RUN_FILE = "run.json"
 
@@ -44,8 +44,8 @@ NO_RUN = RunRecord("")
 def read_record(directory: Path) -> RunRecord:
     """`NO_RUN` where the directory has none that can be read."""
     try:
-        return RunRecord.from_fields(json.loads((directory / RUN_FILE).read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError):
+        return RunRecord.from_fields(read_json(directory / RUN_FILE) or {})
+    except (KeyError, TypeError):
         return NO_RUN
 
 
@@ -91,12 +91,8 @@ def run_to_continue(records: Sequence[RunRecord], offers: Sequence[Mapping[str, 
 
 def newest_written(events_dir: Path) -> dict[str, Any] | None:
     """The event of the newest snapshot that the workers of a run directory have written. Reads all of their events."""
-    newest: dict[str, Any] | None = None
-    for path in events_dir.glob("*.jsonl"):
-        for line in read_lines(path):
-            if line.get("event") == "snapshot" and (newest is None or _age(line) > _age(newest)):
-                newest = line
-    return newest
+    lines = (line for path in events_dir.glob("*.jsonl") for line in read_all(path) if line.get("event") == "snapshot")
+    return max(lines, key=_age, default=None)
 
 
 def _age(line: Mapping[str, Any]) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -10,7 +9,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,12 @@ from elastic_train.storage.atomic_files import fsync_directory
 from elastic_train.storage.snapshot import (
     FORMAT_VERSION,
     MANIFEST_FILE,
-    SNAPSHOT_NAME,
     STATE_FILE,
-    SnapshotInfo,
     SnapshotResult,
     read_info,
-    read_manifest,
-    snapshot_paths,
     verify,
 )
+from elastic_train.storage.snapshot_pruning import IN_HAND, SnapshotPruner
 from elastic_train.storage.state_bytes import (
     HashingFile,
     HostBuffers,
@@ -38,13 +34,6 @@ from elastic_train.storage.state_bytes import (
     write_state,
 )
 from elastic_train.version import VERSION
-
-_TEMPORARY_NAME = re.compile(r"\.tmp-(?:old-)?step-\d{12,}-gen-\d{4,}-(?P<host>.+)-(?P<pid>\d{1,9})")
-
-
-# Temporary directories that a writer of this process has in hand; one that bears our pid and is not among them was
-# left by an earlier process with the same pid, as is usual in containers.
-_in_hand: set[Path] = set()
 
 
 @dataclass(frozen=True)
@@ -83,19 +72,17 @@ class SnapshotWriter:
         if keep < 1:
             raise ValueError(f"keep is {keep}: the newest snapshot is never removed")
         self.directory = directory
-        self._keep = keep
         self._host = host
         self._host_in_name = re.sub(r"[^A-Za-z0-9._-]", "_", host)
         self._run_uid = run_uid
+        self._pruner = SnapshotPruner(directory, keep=keep, host_in_name=self._host_in_name, run_uid=run_uid)
         self._task = json.loads(json.dumps(task))
         self._before_rename = before_rename
         self._now = now
-        self._verified: set[str] = set()
-        """names of snapshots that were found to be whole, or written here"""
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._outcomes: list[SnapshotResult | BaseException] = []  # append and pop are atomic
-        self._remove_leftovers()
+        self._pruner.remove_leftovers()
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Allocate what the first snapshot of a state of this shape is copied into, beside the caller's work.
@@ -209,9 +196,8 @@ class SnapshotWriter:
         num_bytes = self._existing_bytes(path, warnings)
         if num_bytes is None:
             num_bytes = self._write_new(state, position, path)
-        self._verified.add(name)
         total_seconds = time.perf_counter() - start
-        self._prune(path, warnings)
+        warnings += self._pruner.prune(path)
         return SnapshotResult(
             path=path,
             step=position.step,
@@ -243,7 +229,7 @@ class SnapshotWriter:
         require_numbers(state.get("model"), position.step)
         temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
         displaced = path.with_name(f".tmp-old-{path.name}-{os.getpid()}")
-        _in_hand.update((temporary, displaced))
+        IN_HAND.update((temporary, displaced))
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
@@ -272,7 +258,7 @@ class SnapshotWriter:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(displaced, ignore_errors=True)
-            _in_hand.difference_update((temporary, displaced))
+            IN_HAND.difference_update((temporary, displaced))
         return written.bytes
 
     def _manifest(self, position: _Position, state_file: SnapshotFile) -> bytes:
@@ -291,76 +277,6 @@ class SnapshotWriter:
         }
         return json.dumps(manifest, indent=2).encode() + b"\n"
 
-    def _prune(self, written: Path, warnings: list[str]) -> None:
-        try:
-            of_run = [info for info in self._readable() if info.run_uid == self._run_uid]
-            for path in self._to_remove(of_run, written):
-                self._remove(path)
-        except (OSError, SnapshotError) as error:
-            cause = cause_of(error) if isinstance(error, OSError) else error
-            warnings.append(f"old snapshots in {self.directory} cannot be removed: {cause}")
-
-    def _readable(self) -> list[SnapshotInfo]:
-        """Every snapshot whose manifest can be read, its other files being there or not."""
-        readable = []
-        for path in snapshot_paths(self.directory):
-            with contextlib.suppress(SnapshotDamaged):
-                readable.append(read_manifest(path))
-        return readable
-
-    def _to_remove(self, of_run: Iterable[SnapshotInfo], written: Path) -> list[Path]:
-        """The snapshots of this host beyond the `keep` newest moments of the run. A moment counts when one of its
-        snapshots is whole; several hosts may have written the same one. With several writers none removes what
-        another counts on: more snapshots only push the border up, where the newest are."""
-        of_run = list(of_run)
-        removable = [info for info in of_run if self._is_own(info.path) and info.path != written]
-        moments = sorted({info.age_key for info in of_run}, reverse=True)
-        if len(moments) <= self._keep or all(info.age_key >= moments[self._keep - 1] for info in removable):
-            return []  # nor need any be read
-        kept: list[tuple[int, int]] = []
-        for moment in moments:
-            if any(self._is_whole(info) for info in of_run if info.age_key == moment):
-                kept.append(moment)
-            if len(kept) == self._keep:
-                return [info.path for info in removable if info.age_key < moment]
-        return []
-
-    def _is_whole(self, info: SnapshotInfo) -> bool:
-        """To the last byte, of those that others have written; each is read once. One that is damaged must not push
-        out one that a restart could use."""
-        try:
-            read_info(info.path)
-            if info.name not in self._verified:
-                verify(info)
-                self._verified.add(info.name)
-        except SnapshotDamaged:
-            return False
-        return True
-
-    def _is_own(self, path: Path) -> bool:
-        match = SNAPSHOT_NAME.fullmatch(path.name)
-        return match is not None and match["host"] == self._host_in_name
-
-    def _remove(self, path: Path) -> None:
-        doomed = path.with_name(f".tmp-old-{path.name}-{os.getpid()}")
-        _in_hand.add(doomed)
-        try:
-            os.rename(path, doomed)  # out of sight first: a reader never meets half of it
-            shutil.rmtree(doomed)
-        finally:
-            _in_hand.discard(doomed)
-
-    def _remove_leftovers(self) -> None:
-        """Remove what writers of this host left behind that were killed."""
-        with contextlib.suppress(OSError):
-            for name in os.listdir(self.directory):
-                match = _TEMPORARY_NAME.fullmatch(name)
-                if match is None or match["host"] != self._host_in_name:
-                    continue
-                path, pid = self.directory / name, int(match["pid"])
-                if path not in _in_hand if pid == os.getpid() else not _is_alive(pid):
-                    shutil.rmtree(path, ignore_errors=True)
-
 
 def _write_state(path: Path, state: dict[str, Any]) -> SnapshotFile:
     with open(path, "wb") as file:
@@ -378,16 +294,6 @@ def _write_bytes(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _advice(error: OSError) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import json
-import math
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,13 +16,6 @@ from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.storage.snapshot import SnapshotInfo, is_snapshot, load_state, newest_whole, read_info, snapshots_in
 from elastic_train.storage.state_bytes import deserialize_state
 
-SAFETENSORS_TYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""torch's data types by their names in the format (https://github.com/huggingface/safetensors#format)"""
-
-
 WRAPPED = "module."
 """before every name in the state dict of a wrapped model; some models have a layer of that name themselves"""
 
@@ -34,10 +25,11 @@ def export_weights(weights: Mapping[str, Tensor], path: Path, file_format: str) 
 
     Raises:
         SnapshotError: it cannot be written, or holds what the format has no place for.
+        UsageError: `safetensors` is not installed.
     """
     try:
         if file_format == "safetensors":
-            write_atomic(path, safetensors_bytes(weights))
+            write_atomic(path, _safetensors_bytes(weights))
         else:
             write_atomic(path, _torch_bytes(weights))
     except OSError as error:
@@ -50,52 +42,36 @@ def _torch_bytes(weights: Mapping[str, Tensor]) -> bytes:
     return buffer.getvalue()
 
 
-def safetensors_bytes(weights: Mapping[str, Tensor]) -> bytes:
-    """The file: length of the header, the header as JSON, and the tensors' bytes, little-endian as the machine's are.
-
-    Raises:
-        SnapshotError: something is no tensor, or of a data type that has no name in the format.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    parts: list[bytes] = []
-    offset = 0
+def _safetensors_bytes(weights: Mapping[str, Tensor]) -> bytes:
     for name, tensor in weights.items():
         if not isinstance(tensor, Tensor):  # a module's extra state
             raise SnapshotError(f"safetensors has tensors alone, and {name} is none: take --format pt")
-        if tensor.dtype not in SAFETENSORS_TYPES:
-            raise SnapshotError(f"safetensors has no {tensor.dtype}, the type of {name}: take --format pt")
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        header[name] = {
-            "dtype": SAFETENSORS_TYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + len(data)],
-        }
-        parts.append(data)
-        offset += len(data)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # readers map the tensors in place
-    return b"".join([struct.pack("<Q", len(text)), text, *parts])
-
-
-def read_safetensors(data: bytes, source: str) -> dict[str, Tensor]:
-    """The state dict in a safetensors file. Raises: SnapshotError where the bytes are no such file."""
-    types = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
+    # The library refuses tensors that share memory, as tied weights do, and those that are not contiguous.
+    apart = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()
+    }
     try:
-        (length,) = struct.unpack_from("<Q", data)
-        header = json.loads(data[8 : 8 + length])
-        body = memoryview(bytearray(data))[8 + length :]
-        weights = {}
-        for name, entry in header.items():
-            if name != "__metadata__":
-                start, stop = entry["data_offsets"]
-                dtype, shape = types[entry["dtype"]], entry["shape"]
-                if not 0 <= start <= stop <= len(body) or stop - start != math.prod(shape) * dtype.itemsize:
-                    raise ValueError(f"{name} does not fit its place")
-                flat = torch.frombuffer(body[start:stop], dtype=dtype) if stop > start else torch.empty(0, dtype=dtype)
-                weights[name] = flat.reshape(shape)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        return bytes(_safetensors().save(apart, {"format": "pt"}))
+    except (KeyError, ValueError) as error:
+        raise SnapshotError(f"safetensors has no place for these weights ({error}): take --format pt") from error
+
+
+def _read_safetensors(data: bytes, source: str) -> dict[str, Tensor]:
+    library = _safetensors()
+    from safetensors import SafetensorError
+
+    try:
+        return dict(library.load(data))
+    except (SafetensorError, KeyError) as error:  # a KeyError for a data type that torch does not have
         raise SnapshotError(f"{source} is no safetensors file that can be read: {error}") from error
-    return weights
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise UsageError(f"safetensors is not installed ({error}): pip install 'elastic_train[safetensors]'") from error
+    return safetensors.torch
 
 
 def read_weights(path: Path, *, warn: Callable[[str], None]) -> dict[str, Tensor]:
@@ -106,6 +82,7 @@ def read_weights(path: Path, *, warn: Callable[[str], None]) -> dict[str, Tensor
 
     Raises:
         SnapshotError: there is nothing of the kind, or it cannot be read.
+        UsageError: it is for `safetensors`, which is not installed.
     """
     if path.is_dir():
         _, loaded = read_state(path, warn=warn)
@@ -115,7 +92,7 @@ def read_weights(path: Path, *, warn: Callable[[str], None]) -> dict[str, Tensor
         except OSError as error:
             raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
         if path.suffix == ".safetensors":
-            loaded = read_safetensors(data, str(path))
+            loaded = _read_safetensors(data, str(path))
         else:
             loaded = deserialize_state(data, source=str(path))
     for container in ("model", "state_dict"):  # as training scripts nest it

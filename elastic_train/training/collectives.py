@@ -35,7 +35,7 @@ BROADCAST_CHUNK_BYTES = 64 * 2**20
 GROUP_TIMEOUT = timedelta(minutes=30)
 """the last resort while the state is handed over, and at the end of a world; the watcher is there to be faster"""
 STEP_TIMEOUT = timedelta(hours=2)
-"""the same in training, where the watcher knows how long a member may take (pace.py)"""
+"""the same in training, where the watcher knows how long a member may take (heartbeat.py)"""
 LOOK_SECONDS = 0.25
 
 

@@ -12,10 +12,11 @@ import platform
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from elastic_train.system import processor_facts
 
 THREADS_PER_WORKER = 1
 """kernels split sums over threads; one is what every machine has, and with a worker per core nothing is lost"""
@@ -75,7 +76,7 @@ def fingerprint(device: torch.device) -> dict[str, str | int]:
     found: dict[str, str | int] = {
         "torch": torch.__version__,
         "machine": platform.machine(),
-        "cpu": _cpu_kind(),
+        "cpu": _cpu_kind(processor_facts()),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "onednn": "on" if torch.backends.mkldnn.enabled else "off",
         "mkl": "on" if torch._C.has_mkl else "off",
@@ -108,13 +109,8 @@ def _shown(values: Mapping[str, Any], name: str) -> str:
     return str(values[name]) if name in values else "unset"
 
 
-def _cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def _cpu_kind(values: Mapping[str, str]) -> str:
     """Vendor, family and model: MKL and oneDNN choose kernels and block sizes by them."""
-    try:
-        first = cpuinfo.read_text().split("\n\n")[0]
-    except OSError:
-        return platform.processor() or "unknown"
-    values = dict(re.findall(r"^(\S[^\t:]*?)\s*:\s*(.*?)\s*$", first, flags=re.MULTILINE))
     if "vendor_id" in values:
         return f"{values['vendor_id']} family {values.get('cpu family', '?')} model {values.get('model', '?')}"
     named = [values[name] for name in ("CPU implementer", "CPU part") if name in values]

@@ -157,7 +157,3 @@ def adamw_lr(name: str) -> float:
 
 def prefers_adamw(name: str) -> bool:
     return name.startswith(_TRANSFORMER_LIKE)
-
-
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -8,6 +8,7 @@ step costs no message of its own.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -34,6 +35,12 @@ Loss = Callable[[nn.Module, MicroBatch, Batch], torch.Tensor]
 
 STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 """the buffers of torch's normalising layers"""
+SHARES_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+"""DDP's option, and its attribute, for rank 0's buffers in every forward pass: newer torch warns of the old name"""
 
 
 @dataclass(frozen=True)
@@ -123,8 +130,7 @@ class FastReduction:
                 device_ids=ddp_device_ids(parameter.device for parameter in model.parameters()),
                 gradient_as_bucket_view=True,  # spares a copy of every gradient
                 init_sync=False,  # the models are equal, but for a newcomer's in a step without samples
-                broadcast_buffers=False,
-                **options,
+                **{SHARES_BUFFERS: False, **options},
             )
             if not has_only_statistics(model):
                 self._shared = model

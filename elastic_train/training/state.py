@@ -16,11 +16,6 @@ from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.sampler import steps_per_epoch
 
-Buffers = dict[str, torch.Tensor | None]
-"""of one layer, as its forward pass finds them"""
-Remembered = dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]
-"""which tensor each of them was, and a copy of what it held"""
-
 
 class Stateful(Protocol):
     """Anything else that belongs to the state: a learning rate scheduler, a scaler, averaged weights."""
@@ -69,13 +64,9 @@ class TrainState:
         extras: Mapping[str, Stateful] | None = None,
         has_own_optimizer: bool = False,
     ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.scaler = scaler
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.extras: dict[str, Stateful] = dict(extras or {})
-        self.epoch = 0
-        self.step = 0
-        self.samples_done = 0
+        self.epoch = self.step = self.samples_done = 0
         self.run_uid = ""
         """names this run from its first step on; a snapshot of another run is never continued by mistake"""
         self.superseded: tuple[str, ...] = ()
@@ -108,9 +99,8 @@ class TrainState:
         if not model.training:  # as a whole; then that is no choice of layers
             model.train()
         self._modes = [(module, module.training) for module in model.modules()]
-        self._remembered: list[tuple[Buffers, Remembered]] | None = None
-        self._is_step_open = False
-        self._is_updating = False
+        self.kept_buffers = KeptBuffers(model)
+        self._is_step_open = self._is_updating = False
         optimizer.register_step_pre_hook(self._note_update)
         self._schedule = schedule
         self._has_own_optimizer = has_own_optimizer
@@ -153,12 +143,7 @@ class TrainState:
     def remember(self) -> None:
         """A step begins: keep what it may change before its reduction is through, BatchNorm's statistics."""
         self._is_step_open = True
-        if self._remembered is None:  # once, because walking through a large model costs more than many a step
-            self._remembered = [(layer._buffers, {}) for layer in self.model.modules() if layer._buffers]
-        if self._remembered:
-            with torch.no_grad():
-                for buffers, kept in self._remembered:
-                    _remember(buffers, kept)
+        self.kept_buffers.keep()
 
     def rollback(self) -> bool:
         """Back to the last commit, after a step that failed in its reduction: the weights were not touched yet.
@@ -168,14 +153,8 @@ class TrainState:
         if not self._is_step_open:
             return False
         self._is_step_open = False
-        self.put_back_buffers()
+        self.kept_buffers.put_back()
         return True
-
-    def put_back_buffers(self) -> None:
-        """BatchNorm's statistics are again what they were when the step in hand began."""
-        with torch.no_grad():
-            for buffers, kept in self._remembered or ():
-                _put_back(buffers, kept)
 
     def commit(self, loss: float) -> bool:
         """The one place where a step becomes done, with its mean loss over all samples. True at the end of an epoch."""
@@ -284,6 +263,36 @@ class TrainState:
         self.fingerprint = dict(run.get("fingerprint", {}))
         self._apply_schedule()
         self._is_updating = False
+
+
+Buffers = dict[str, torch.Tensor | None]
+"""of one layer, as its forward pass finds them"""
+Remembered = dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]
+"""which tensor each of them was, and a copy of what it held"""
+
+
+class KeptBuffers:
+    """What forward passes change in a model, BatchNorm's statistics, as it was when a step began. For the thread that
+    trains."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._kept: list[tuple[Buffers, Remembered]] | None = None
+
+    def keep(self) -> None:
+        """A step begins."""
+        if self._kept is None:  # once, because walking through a large model costs more than many a step
+            self._kept = [(layer._buffers, {}) for layer in self._model.modules() if layer._buffers]
+        if self._kept:
+            with torch.no_grad():
+                for buffers, kept in self._kept:
+                    _remember(buffers, kept)
+
+    def put_back(self) -> None:
+        """They are again what they were when the step in hand began."""
+        with torch.no_grad():
+            for buffers, kept in self._kept or ():
+                _put_back(buffers, kept)
 
 
 def _remember(buffers: Buffers, kept: Remembered) -> None:

@@ -1,22 +1,21 @@
-"""The training loop and one step of it. Nothing here knows about failure or about changes of the world."""
+"""One step of training, and what is said in it. Nothing here knows about failure or about changes of the world."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from elastic_train.errors import TrainingDiverged, UsageError
-from elastic_train.rules import NOW
 from elastic_train.training.reduction import Loss, Reduction, Share, hush_statistics
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
@@ -50,60 +49,6 @@ class Outcome(StrEnum):
     """members are ready to be taken in; all ranks go on with them"""
 
 
-class Observer(Protocol):
-    """Who is told what the loop does: the ledger, events, the progress bar."""
-
-    def before_reduction(self, micro_batches: Share) -> None:
-        """A rank's micro-batches are about to be reduced; nothing of the step has been computed."""
-
-    def after_commit(self, state: TrainState, result: StepResult, micro_batches: Share) -> None:
-        """`state` has committed the step of these micro-batches."""
-
-
-class Snapshots(Protocol):
-    """When and how `state` is saved."""
-
-    def is_due(self, state: TrainState) -> bool: ...
-    def save(self, state: TrainState) -> None:
-        """Returns once `state` may change again; the bytes reach the disk behind it."""
-
-
-def train(
-    state: TrainState,
-    steps: Iterable[Share],
-    reduction: Reduction,
-    loss: Loss,
-    evaluate: Callable[[TrainState], None],
-    snapshots: Snapshots,
-    votes: Callable[[], Votes],
-    world_size: int,
-    observer: Observer,
-) -> Outcome:
-    """Advance `state` to the end of training, or to the step at which all ranks agree to stop; every rank calls it.
-
-    `votes` is asked once a step.
-
-    Raises:
-        TrainingDiverged: as `train_step`.
-        RuntimeError: from the communication library, when a peer is lost.
-    """
-    for micro_batches in steps:
-        observer.before_reduction(micro_batches)
-        result = train_step(state, micro_batches, reduction, loss, votes())
-        has_ended_epoch = state.commit(result.loss)
-        observer.after_commit(state, result, micro_batches)
-        if has_ended_epoch or state.is_finished:
-            evaluate(state)
-        if snapshots.is_due(state):
-            snapshots.save(state)
-        told_to_stop, leaving, joining = result.votes
-        if told_to_stop == world_size or state.is_finished:
-            break
-        if joining == NOW or leaving:  # who leaves is in a world that is decided, and leaves that one
-            return Outcome.SOME_JOIN if joining == NOW else Outcome.SOME_LEAVE
-    return Outcome.FINISHED if state.is_finished else Outcome.STOPPED
-
-
 def train_step(
     state: TrainState, micro_batches: Share, reduction: Reduction, loss: Loss, votes: tuple[int, ...]
 ) -> StepResult:
@@ -122,7 +67,7 @@ def train_step(
                 f"the loss of step {state.step + 1} (epoch {state.epoch + 1}) is {totals.loss}; the last good snapshot "
                 "is kept. Lower --lr, or look at the data of that step (--ledger writes it)"
             )
-        state.put_back_buffers()  # an overflow in one forward pass must not stay in BatchNorm's statistics
+        state.kept_buffers.put_back()  # an overflow in one forward pass must not stay in BatchNorm's statistics
     if state.scaler:
         state.scaler.step(state.optimizer)
         state.scaler.update()
@@ -150,27 +95,37 @@ def _is_left_to_scaler(state: TrainState) -> bool:
     return state.scaler is not None and state.scaler.get_scale() > 1.0
 
 
-def task_loss(task: Task, *, seed: int, precision: str, device: torch.device, stand_in: Callable[[], Any]) -> Loss:
-    """The loss of a micro-batch under `--precision`, with the randomness that belongs to it.
+def task_loss(
+    task: Task,
+    *,
+    seed: int,
+    precision: str,
+    device: torch.device,
+    stand_in: Callable[[], Any],
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+) -> Loss:
+    """The loss of a micro-batch under `--precision`, with the randomness that belongs to it: the task's, or `loss`.
 
     `stand_in` makes a batch of one sample, for a rank that has none in a step: it must take part in the reduction,
     which takes neither its loss nor its gradients.
     """
     autocast = autocast_of(precision, device)
+    compute = task.loss if loss is None else loss
+    name = f"{type(task).__name__}.loss" if compute == task.loss else getattr(loss, "__name__", "the loss")
 
-    def loss(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> torch.Tensor:
+    def micro_batch_loss(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> torch.Tensor:
         seed_model_draws(seed, micro_batch.step, micro_batch.shard, device)
         with autocast():
             if batch is not None:
-                return scalar(task, task.loss(module, task.to_device(batch, device)))
+                return scalar(name, compute(module, task.to_device(batch, device)))
             hushed = hush_statistics(module)
             try:
-                return scalar(task, task.loss(module, task.to_device(stand_in(), device)))
+                return scalar(name, compute(module, task.to_device(stand_in(), device)))
             finally:
                 for layer in hushed:
                     layer.training = True
 
-    return loss
+    return micro_batch_loss
 
 
 def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -179,11 +134,11 @@ def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractCo
     return nullcontext if dtype is None else partial(torch.autocast, device.type, dtype=dtype)
 
 
-def scalar(task: Task, loss: torch.Tensor) -> torch.Tensor:
-    """Raises: UsageError where a task's loss is not the mean of the batch."""
+def scalar(name: str, loss: torch.Tensor) -> torch.Tensor:
+    """Raises: UsageError where what `name` gave is not the mean of the batch."""
     if loss.dim() != 0:
         raise UsageError(
-            f"{type(task).__name__}.loss gave a tensor of shape {tuple(loss.shape)}: it must give a scalar, the mean "
+            f"{name} gave a tensor of shape {tuple(loss.shape)}: it must give a scalar, the mean "
             "over the samples of the batch"
         )
     return loss

@@ -109,7 +109,7 @@ def test_a_dead_member_costs_one_try(trio: EtcdCluster, etcd: Etcd) -> None:
 
 
 def test_a_frozen_member_does_not_block(trio: EtcdCluster, etcd: Etcd) -> None:
-    impatient = EtcdStore(etcd).with_patience(PATIENCE, 1.0, lambda _why: None)
+    impatient = EtcdStore(etcd).with_timeouts(PATIENCE, 1.0, lambda _why: None)
     at_endpoint_of(etcd, trio, 2)
     with trio.members[2].frozen():
         started = time.monotonic()
@@ -159,10 +159,7 @@ def test_a_mirror_goes_on_at_another_member(trio: EtcdCluster, etcd: Etcd) -> No
     trio.members[0].kill()
     try:
         direct.put("mirrored/a", "2")
-        deadline = time.monotonic() + PATIENCE
-        while store.get("mirrored/a") != "2":
-            assert time.monotonic() < deadline
-            mirror.wait_for_change(0.1)
+        wait_until(lambda: store.get("mirrored/a") == "2", "change in the mirror", PATIENCE)
         store.put("mirrored/b", "3")
         assert store.get_many(["mirrored/a", "mirrored/b"]) == ["2", "3"]
     finally:
@@ -173,7 +170,7 @@ def test_a_mirror_goes_on_at_another_member(trio: EtcdCluster, etcd: Etcd) -> No
 def test_a_mirror_at_a_frozen_member_is_never_believed(trio: EtcdCluster, etcd: Etcd) -> None:
     at_endpoint_of(etcd, trio, 0)
     mirror = Mirror(etcd, "believed/")
-    store = EtcdStore(etcd, mirror=mirror).with_patience(PATIENCE, 1.0, lambda _why: None)
+    store = EtcdStore(etcd, mirror=mirror).with_timeouts(PATIENCE, 1.0, lambda _why: None)
     store.put("believed/a", "1")
     with trio.members[0].frozen():
         store.put("believed/a", "2")
@@ -189,10 +186,7 @@ def test_a_mirror_forgets_what_is_deleted_or_has_run_out(trio: EtcdCluster, etcd
     assert store.get_many(["gone/a", "gone/b"]) == ["1", "2"]
     etcd.revoke(lease)
     etcd.delete("gone/a")
-    deadline = time.monotonic() + PATIENCE
-    while mirror.below("gone/"):
-        assert time.monotonic() < deadline
-        mirror.wait_for_change(0.1)
+    wait_until(lambda: not mirror.below("gone/"), "empty mirror", PATIENCE)
     mirror.close()
 
 
@@ -555,7 +549,7 @@ def test_certificates_that_were_renewed_are_read_anew(tmp_path: Path) -> None:
         store.put("/x", "before")
         cluster.members[0].kill()
         shutil.rmtree(folder)
-        impatient = store.with_patience(2.0, 1.0, lambda _why: None)
+        impatient = store.with_timeouts(2.0, 1.0, lambda _why: None)
         with pytest.raises(StoreUnreachable):  # nothing worse, in the middle of the renewal
             impatient.put("/x", "lost")
         folder.mkdir()

@@ -21,15 +21,13 @@ from elastic_train.branches import BRANCH, Branch
 from elastic_train.errors import FormationFailed, StoreUnreachable
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, Liveness, Presence, Wait
 from elastic_train.protocol.central import CentralJob
-from elastic_train.protocol.clients import Address
-from elastic_train.protocol.entrance import Finder, Size
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.job import Admitted, Denied, Job, Place
-from elastic_train.protocol.join_queue import Waiting
+from elastic_train.protocol.join_queue import Finder, Size, Waiting
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.plan import Plan, Preparation, mark
 from elastic_train.protocol.signposts import Signposts, reach
-from elastic_train.protocol.store import KeyValueStore, MemoryStore, TorchStore
+from elastic_train.protocol.store import Address, KeyValueStore, MemoryStore, TorchStore
 from elastic_train.rendezvous.etcd_members import EtcdJob
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.tools.drills.etcd_cluster import EtcdMissing
@@ -237,7 +235,7 @@ class PeersOnTcp(PeersInMemory):
     def job(self, number: int) -> PeerJob:
         server = GroupStoreServer("127.0.0.1")
         own = _Own(TorchStore(server.store, timedelta(seconds=PATIENCE)))
-        finder = Signposts([self._endpoint], "run", is_host=None, patience=PATIENCE, clock=self.clock)
+        finder = Signposts([self._endpoint], "run", is_host=None, timeout=PATIENCE, clock=self.clock)
         self._served[number], self._finders[number] = (server.address, own), finder
         job = self._job_with(number, own, server.address, reach, finder)
         self._jobs.append(job)
@@ -352,14 +350,6 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdSettings]:
             yield cluster.settings(min_nodes=MIN_NODES, max_nodes=8, last_call=0.01, grace=PATIENCE)
     except EtcdMissing as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _impatient_resolver() -> Iterator[None]:
-    """TCPStore looks up the name of every peer; a name server that does not answer stops it for 5 s."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
-        yield
 
 
 @pytest.fixture(params=FORMS)

@@ -14,7 +14,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
-import psutil
 import pytest
 from torch.distributed import HashStore, TCPStore
 
@@ -24,6 +23,7 @@ from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror
 from tests.etcd_cluster import etcd_running
+from tests.processes import freeze
 
 TIMEOUT = timedelta(seconds=2.5)
 PATIENT_TIMEOUT = timedelta(seconds=30)
@@ -35,15 +35,6 @@ Answer = TypeVar("Answer")
 def tcp_client(port: int, timeout: timedelta = TIMEOUT) -> TorchStore:
     raw = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
     return TorchStore(raw, timeout)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _impatient_resolver() -> Iterator[None]:
-    """TCPStore looks up the name of every peer, on its server's one thread too, and IPv4 ones not in /etc/hosts: a name
-    server that does not answer stops the whole store for 5 s."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -236,10 +227,7 @@ class Server:
 
 @contextlib.contextmanager
 def frozen(server: Server) -> Iterator[None]:
-    os.kill(server.process.pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 10
-    while psutil.Process(server.process.pid).status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < deadline, "the server does not stop"
+    freeze(server.process.pid)
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from tests.drills.small_run import (
     edit_json,
     edit_lines,
 )
+from tests.processes import flip_a_bit
 
 
 def events_of(run_dir: Path, member: str = MEMBERS[0]) -> Path:
@@ -74,9 +75,7 @@ def snapshot_of(run_dir: Path, step: int) -> Path:
 def damage(run_dir: Path, step: int) -> str:
     """Flip a bit in the snapshot of a step; its name."""
     path = snapshot_of(run_dir, step)
-    data = bytearray((path / "state.pt").read_bytes())
-    data[len(data) // 2] ^= 1
-    (path / "state.pt").write_bytes(data)
+    flip_a_bit(path / "state.pt")
     return path.name
 
 

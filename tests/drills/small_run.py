@@ -101,6 +101,26 @@ def edit_lines(path: Path, edit: Callable[[list[Line]], list[Line]]) -> None:
     write_lines(path, edit([json.loads(line) for line in path.read_text().splitlines()]))
 
 
+def change(path: Path, which: Callable[[Line], bool], **fields: object) -> None:
+    """Other values in some lines of a file."""
+    edit_lines(path, lambda lines: [{**line, **fields} if which(line) else line for line in lines])
+
+
+def delay(path: Path, seconds: float, which: Callable[[Line], bool]) -> None:
+    """Some lines of a file were written so much later."""
+    edit_lines(
+        path, lambda lines: [{**line, "time": line["time"] + seconds} if which(line) else line for line in lines]
+    )
+
+
+def is_of(generation: int) -> Callable[[Line], bool]:
+    return lambda line: bool(line["generation"] == generation)
+
+
+def is_second_world(line: Line) -> bool:
+    return (line["event"], line["generation"]) == ("world", 1)
+
+
 def add_monotonic(run_dir: Path, ahead: Mapping[str, Callable[[float], float]] | None = None) -> None:
     """As if each member had run on a machine of its own, which knows two clocks.
 

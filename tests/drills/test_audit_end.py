@@ -26,6 +26,7 @@ from tests.drills.small_run import (
     MEMBERS,
     START,
     Line,
+    change,
     edit_json,
     edit_lines,
     mark_as_drill,
@@ -86,11 +87,7 @@ def test_what_was_forgotten_late_in_fast_mode(run_dir: Path) -> None:
     edit_json(run_dir / "result.json", lambda result: {**result, "test_accuracy": 0.1})
     assert "the test accuracy is 0.1000, undisturbed 0.9900" in only_failure(run_dir, "state")
     edit_json(run_dir / "result.json", lambda result: {**result, "test_accuracy": 0.97})
-
-    def diverge(lines: list[Line]) -> list[Line]:
-        return [{**line, "loss": 50.0} if line["event"] == "step" and line["step"] >= 5 else line for line in lines]
-
-    edit_lines(events_of(run_dir), diverge)
+    change(events_of(run_dir), lambda line: line["event"] == "step" and line["step"] >= 5, loss=50.0)
     assert "second half of the steps is 50.0000, undisturbed 0.2098" in only_failure(run_dir, "state")
 
 
@@ -183,27 +180,20 @@ def test_a_run_that_was_continued_and_stopped(run_dir: Path) -> None:
 
 def test_a_survivor_whose_torchrun_failed(run_dir: Path) -> None:
     mark_as_drill(run_dir)
-    path = run_dir / "drill" / "nodes.jsonl"
-    edit_lines(path, lambda lines: [{**line, "code": 1} if line.get("code") == 0 else line for line in lines])
+    change(run_dir / "drill" / "nodes.jsonl", lambda line: line.get("code") == 0, code=1)
     assert "node1 finished, but its torchrun exited with 1" in only_failure(run_dir, "end")
 
 
 def test_a_node_that_ends_long_after_the_last_step(run_dir: Path) -> None:
     mark_as_drill(run_dir)
-    nodes = run_dir / "drill" / "nodes.jsonl"
-    edit_lines(nodes, lambda lines: [{**line, "time": START + 3000} if "code" in line else line for line in lines])
+    change(run_dir / "drill" / "nodes.jsonl", lambda line: "code" in line, time=START + 3000)
     assert "node1 ended 2998 s after the last step, limit 60 s" in only_failure(run_dir, "end")
 
 
 def test_an_orphan_process(run_dir: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as orphan:
-        now = time.time()
-
-        def adopt(lines: list[Line]) -> list[Line]:
-            here = {"host": host_name(), "pid": orphan.pid, "time": now}
-            return [{**line, **here} if line["event"] == "start" else line for line in lines]
-
-        edit_lines(events_of(run_dir, MEMBERS[2]), adopt)
+        here = {"host": host_name(), "pid": orphan.pid, "time": time.time()}
+        change(events_of(run_dir, MEMBERS[2]), lambda line: line["event"] == "start", **here)
         reasons = "\n".join(audit(run_dir).reasons)
         assert f"leftovers: process {orphan.pid}, a worker of this run, still runs" in reasons
         assert orphan.stdin is not None

@@ -22,8 +22,12 @@ from tests.drills.small_run import (
     MEMBERS,
     START,
     Line,
+    change,
+    delay,
     edit_json,
     edit_lines,
+    is_of,
+    is_second_world,
     mark_as_drill,
 )
 
@@ -31,11 +35,8 @@ from tests.drills.small_run import (
 
 
 def test_an_outage_beyond_its_limit(run_dir: Path) -> None:
-    def delay(lines: list[Line]) -> list[Line]:
-        return [{**line, "time": line["time"] + (40 if line["generation"] == 1 else 0)} for line in lines]
-
     for member in MEMBERS[:2]:
-        edit_lines(events_of(run_dir, member), delay)
+        delay(events_of(run_dir, member), 40, is_of(1))
     edit_json(run_dir / "result.json", lambda result: {**result, **with_wall(result, 42.0)})
     assert "peer_lost before generation 1: 40.50 s without a step, limit 36 s" in only_failure(run_dir, "incidents")
 
@@ -44,32 +45,17 @@ def test_a_join_in_place_that_stands_still(run_dir: Path) -> None:
     """Who is taken in was there before the others stopped."""
 
     def join(lost: list[str]) -> None:
-        change = {
-            "cause": "join",
-            "lost_members": lost,
-            "members": [*MEMBERS[:2], "d/0/14"],
-            "joined_members": ["d/0/14"],
-        }
+        members = {"lost_members": lost, "members": [*MEMBERS[:2], "d/0/14"], "joined_members": ["d/0/14"]}
         for member in MEMBERS[:2]:
-            edit_lines(
-                events_of(run_dir, member),
-                lambda lines: [{**line, **change} if _is_second_world(line) else line for line in lines],
-            )
-
-    def delay(lines: list[Line]) -> list[Line]:
-        return [{**line, "time": line["time"] + (40 if line["generation"] == 1 else 0)} for line in lines]
+            change(events_of(run_dir, member), is_second_world, cause="join", **members)
 
     for member in MEMBERS[:2]:
-        edit_lines(events_of(run_dir, member), delay)
+        delay(events_of(run_dir, member), 40, is_of(1))
     edit_json(run_dir / "result.json", lambda result: {**result, **with_wall(result, 42.0)})
     join([])
     assert "incidents: join before generation 1: 40.50 s without a step, limit 30 s" in audit(run_dir).reasons
     join([MEMBERS[2]])
     assert verdicts(audit(run_dir))["incidents"] is CheckOutcome.PASS, "it may have waited for --min-nodes"
-
-
-def _is_second_world(line: Line) -> bool:
-    return (line["event"], line["generation"]) == ("world", 1)
 
 
 def test_an_outage_beyond_its_limit_when_the_drill_had_let_its_job_run_free(run_dir: Path) -> None:
@@ -79,11 +65,8 @@ def test_an_outage_beyond_its_limit_when_the_drill_had_let_its_job_run_free(run_
 
 
 def test_a_restart_that_took_too_long(run_dir: Path) -> None:
-    def delay(lines: list[Line]) -> list[Line]:
-        return [{**line, "time": line["time"] + (700 if line["generation"] == 2 else 0)} for line in lines]
-
     restart(run_dir, 3, "snapshot")
-    edit_lines(events_of(run_dir), delay)
+    delay(events_of(run_dir), 700, is_of(2))
     assert verdicts(audit(run_dir))["incidents"] is CheckOutcome.PASS, "its user may have come back late"
     mark_as_drill(run_dir)
     assert any(reason.startswith("incidents: restart before generation 2: 70") for reason in audit(run_dir).reasons)
@@ -179,17 +162,10 @@ def test_a_standstill_is_that_of_the_next_fault_from_its_strike_on(run_dir: Path
     struck = [{**fault, "time": at, "struck_at": at} for fault, at in ((slow, START + 1.0), (kill, START + 1.35))]
     mark_as_drill(run_dir, [*struck, undone, *over], num_faults=2)
 
-    def stand_still(lines: list[Line]) -> list[Line]:
-        return [{**line, "time": line["time"] + (5 if line["time"] > START + 1.35 else 0)} for line in lines]
-
     for member in MEMBERS:
-        edit_lines(events_of(run_dir, member), stand_still)
+        delay(events_of(run_dir, member), 5, lambda line: line["time"] > START + 1.35)
     assert "slow" not in "\n".join(audit(run_dir).reasons)
-    later = START + 5.0
-    edit_lines(
-        run_dir / "drill" / "faults.jsonl",
-        lambda lines: [{**line, "struck_at": later} if line.get("name") == "kill" else line for line in lines],
-    )
+    change(run_dir / "drill" / "faults.jsonl", lambda line: line.get("name") == "kill", struck_at=START + 5.0)
     assert "losses: fault 0 (slow of ): 3." in "\n".join(audit(run_dir).reasons)
 
 
@@ -203,33 +179,15 @@ def test_a_standstill_while_an_etcd_member_is_away(run_dir: Path) -> None:
     )
     assert audit(run_dir).passed, audit(run_dir).reasons
 
-    def stand_still(lines: list[Line]) -> list[Line]:
-        return [{**line, "time": line["time"] + (5 if line["time"] > START + 2.05 else 0)} for line in lines]
-
     for member in MEMBERS[:2]:
-        edit_lines(events_of(run_dir, member), stand_still)
+        delay(events_of(run_dir, member), 5, lambda line: line["time"] > START + 2.05)
     told = "losses: fault 1 (kill-etcd of ): {} s without a step while it lasted, limit 1.20 s"
     assert told.format("5.10") in audit(run_dir).reasons
-
-    def step_once(lines: list[Line]) -> list[Line]:
-        return [
-            {**line, "time": START + 2.1} if (line["event"], line["step"]) == ("step", 6) else line for line in lines
-        ]
-
-    edit_lines(events_of(run_dir), step_once)
+    change(events_of(run_dir), lambda line: (line["event"], line["step"]) == ("step", 6), time=START + 2.1)
     assert told.format("5.10") in audit(run_dir).reasons, "that one had been in hand"
-    edit_lines(
-        run_dir / "drill" / "faults.jsonl",
-        lambda lines: [{**line, "name": "slow"} if line.get("name") == "kill-etcd" else line for line in lines],
-    )
+    change(run_dir / "drill" / "faults.jsonl", lambda line: line.get("name") == "kill-etcd", name="slow")
     assert "fault 1 (slow of ): 5.10 s without a step" in "\n".join(audit(run_dir).reasons)
-    edit_lines(
-        events_of(run_dir),
-        lambda lines: [
-            {**line, "time": line["time"] - 2} if line["event"] == "step" and line["step"] > 6 else line
-            for line in lines
-        ],
-    )
+    delay(events_of(run_dir), -2, lambda line: line["event"] == "step" and line["step"] > 6)
     assert verdicts(audit(run_dir))["losses"] is CheckOutcome.PASS, "a step may take as long as its slowest worker"
 
 
@@ -238,7 +196,7 @@ def test_a_node_that_ends_unstruck_between_worlds_of_new_processes(run_dir: Path
 
     def start_anew(lines: list[Line]) -> list[Line]:
         anew = {"cause": "start", "lost_members": []}
-        return [{**line, **anew} if _is_second_world(line) else line for line in lines if line["event"] != "peer_lost"]
+        return [{**line, **anew} if is_second_world(line) else line for line in lines if line["event"] != "peer_lost"]
 
     for member in MEMBERS[:2]:
         edit_lines(events_of(run_dir, member), start_anew)
@@ -263,14 +221,10 @@ def test_a_node_that_was_to_stop_and_crashed(run_dir: Path) -> None:
     def stop(lines: list[Line]) -> list[Line]:
         return [*lines, {**lines[-1], "event": "done", "time": START + 1.5, "outcome": "stopped"}]
 
-    def leave(lines: list[Line]) -> list[Line]:
-        left = {"cause": "leave", "lost_members": [], "left_members": [MEMBERS[2]]}
-        return [{**line, **left} if _is_second_world(line) else line for line in lines]
-
     edit_lines(events_of(run_dir, MEMBERS[2]), stop)
     assert crashed in only_failure(run_dir, "losses"), "the others went on without it all the same"
     for member in MEMBERS[:2]:
-        edit_lines(events_of(run_dir, member), leave)
+        change(events_of(run_dir, member), is_second_world, cause="leave", lost_members=[], left_members=[MEMBERS[2]])
     assert audit(run_dir).passed, audit(run_dir).reasons
 
 
@@ -313,11 +267,8 @@ def test_phases_that_do_not_sum_to_the_wall(run_dir: Path) -> None:
 
 
 def test_a_wall_that_forgets_a_part_of_the_run(run_dir: Path) -> None:
-    def delay(lines: list[Line]) -> list[Line]:
-        return [{**line, "time": line["time"] + (10 if line["generation"] == 1 else 0)} for line in lines]
-
     for member in MEMBERS[:2]:
-        edit_lines(events_of(run_dir, member), delay)
+        delay(events_of(run_dir, member), 10, is_of(1))
     assert "the wall is 2.6 s, but the events span" in only_failure(run_dir, "phases")
 
 
@@ -369,11 +320,8 @@ def test_an_evaluation_after_the_release_of_a_drill_is_none_of_its_lost_time(run
             events_of(run_dir), lambda lines: [*lines, {**lines[0], "event": "evaluation", "time": START + time}]
         )
 
-    def delay(lines: list[Line]) -> list[Line]:
-        return [{**line, "time": line["time"] + (0.1 if line["step"] >= 6 else 0)} for line in lines]
-
     evaluate(2.35)
-    edit_lines(events_of(run_dir), delay)
+    delay(events_of(run_dir), 0.1, lambda line: line["step"] >= 6)
     assert "evaluation" not in lost_time(read_history(run_dir)).by_cause
     evaluate(2.05)
     assert lost_time(read_history(run_dir)).by_cause["evaluation"] == pytest.approx(0.05)

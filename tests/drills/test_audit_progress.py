@@ -24,8 +24,12 @@ from tests.drills.small_run import (
     MEMBERS,
     START,
     Line,
+    change,
+    delay,
     edit_json,
     edit_lines,
+    is_of,
+    is_second_world,
     mark_as_drill,
 )
 
@@ -130,15 +134,9 @@ def test_a_step_that_only_the_dead_had_applied_was_not_committed(run_dir: Path) 
 
 def test_more_than_one_step_that_only_the_dead_had_applied(run_dir: Path) -> None:
     """a, who wrote all steps, dies; b and c go on two steps before what had been committed."""
-
-    def go_on(lines: list[Line]) -> list[Line]:
-        for line in lines:
-            if line["event"] == "world" and line["generation"] == 1:
-                line |= {"step": 1, "members": MEMBERS[1:], "lost_members": [MEMBERS[0]]}
-        return lines
-
     edit_lines(events_of(run_dir), lambda lines: [line for line in lines if line["generation"] != 1])
-    edit_lines(events_of(run_dir, MEMBERS[1]), go_on)
+    world = {"step": 1, "members": MEMBERS[1:], "lost_members": [MEMBERS[0]]}
+    change(events_of(run_dir, MEMBERS[1]), is_second_world, **world)
     assert "steps: generation 1 begins at step 1, but step 3 had been committed" in audit(run_dir).reasons
 
 
@@ -172,8 +170,8 @@ def test_a_restart_of_a_drill_loses_no_more_than_what_came_after_the_newest_snap
 
 def test_a_snapshot_that_made_room_for_damaged_ones(run_dir: Path) -> None:
     restart(run_dir, 3, "snapshot", snapshot=5)
-    harm = {"what": "struck", "number": 0, "name": "damage", "step": 3, "struck_at": START + 4, "time": START + 4}
-    mark_as_drill(run_dir, [{**harm, "number": n, "target": str(n)} for n in (1, 2, 3)], num_faults=3)
+    fault = {"what": "struck", "number": 0, "name": "damage", "step": 3, "struck_at": START + 4, "time": START + 4}
+    mark_as_drill(run_dir, [{**fault, "number": n, "target": str(n)} for n in (1, 2, 3)], num_faults=3)
 
     def save(number: int) -> None:
         saved = {"event": "snapshot", "generation": 1, "snapshot_step": 6, "path": f"/s/{number}", "time": START + 3}
@@ -247,13 +245,7 @@ def test_a_restart_from_a_snapshot_may_repeat_steps(run_dir: Path) -> None:
 
 
 def test_two_groups_of_one_generation(run_dir: Path) -> None:
-    def split(lines: list[Line]) -> list[Line]:
-        for line in lines:
-            if line["event"] == "world" and line["generation"] == 1:
-                line["members"] = [MEMBERS[1]]
-        return lines
-
-    edit_lines(events_of(run_dir, MEMBERS[1]), split)
+    change(events_of(run_dir, MEMBERS[1]), is_second_world, members=[MEMBERS[1]])
     reasons = only_failure(run_dir, "generations")
     assert "generation 1 has 2 memberships: [a/0/11, b/0/12] and [b/0/12]" in reasons
 
@@ -269,20 +261,14 @@ def test_two_groups_that_train_at_the_same_time(run_dir: Path) -> None:
         steps = [{**step, "step": n, "time": START + 1.5 + 0.1 * n + 0.02} for n in range(4, LAST_STEP + 1)]
         return [*lines, world, restore, *steps]
 
-    def delay(by: float) -> None:
-        edit_lines(
-            events_of(run_dir),
-            lambda lines: [{**line, "time": line["time"] + (by if line["generation"] == 1 else 0)} for line in lines],
-        )
-
     edit_lines(events_of(run_dir, MEMBERS[2]), train)
     assert verdicts(audit(run_dir))["generations"] is CheckOutcome.PASS, (
         "clocks of several machines may differ by as much"
     )
-    delay(3.0)
+    delay(events_of(run_dir), 3.0, is_of(1))
     late = "generations: generation 1 committed {} steps more, up to 7, when a later one trained"
     assert late.format(4) in audit(run_dir).reasons
-    delay(-3.0)
+    delay(events_of(run_dir), -3.0, is_of(1))
     mark_as_drill(run_dir)
     assert late.format(2) in audit(run_dir).reasons, "a drill has one clock"
 
@@ -307,14 +293,8 @@ def test_a_step_written_by_somebody_who_was_not_in(run_dir: Path) -> None:
 
 
 def test_a_stranger_in_a_world_that_re_formed(run_dir: Path) -> None:
-    def invite(lines: list[Line]) -> list[Line]:
-        for line in lines:
-            if line["event"] == "world" and line["generation"] == 1:
-                line["members"] = [*MEMBERS[:2], "d/0/14"]
-        return lines
-
     for member in MEMBERS[:2]:
-        edit_lines(events_of(run_dir, member), invite)
+        change(events_of(run_dir, member), is_second_world, members=[*MEMBERS[:2], "d/0/14"])
     found = audit(run_dir)
     assert any(
         reason.startswith("generations: generation 1 re-formed in place with d/0/14") for reason in found.reasons
@@ -323,30 +303,16 @@ def test_a_stranger_in_a_world_that_re_formed(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("cause", ["join", "leave", "peer_lost"])
 def test_a_member_that_is_gone_and_named_by_nobody(run_dir: Path, cause: str) -> None:
-    def drop(lines: list[Line]) -> list[Line]:
-        return [
-            {**line, "cause": cause, "lost_members": []}
-            if (line["event"], line["generation"]) == ("world", 1)
-            else line
-            for line in lines
-        ]
-
     for member in MEMBERS[:2]:
-        edit_lines(events_of(run_dir, member), drop)
+        change(events_of(run_dir, member), is_second_world, cause=cause, lost_members=[])
     assert "generation 1 names nobody as gone, but c/0/13 are" in only_failure(run_dir, "generations")
 
 
 def test_a_newcomer_in_a_world_that_re_formed(run_dir: Path) -> None:
     """A loss and an admission fell together."""
-
-    def admit(lines: list[Line]) -> list[Line]:
-        for line in lines:
-            if line["event"] == "world" and line["generation"] == 1:
-                line |= {"members": [*MEMBERS[:2], "d/0/14"], "joined_members": ["d/0/14"]}
-        return lines
-
+    admitted = {"members": [*MEMBERS[:2], "d/0/14"], "joined_members": ["d/0/14"]}
     for member in MEMBERS[:2]:
-        edit_lines(events_of(run_dir, member), admit)
+        change(events_of(run_dir, member), is_second_world, **admitted)
     assert verdicts(audit(run_dir))["generations"] is CheckOutcome.PASS
 
 

@@ -16,13 +16,14 @@ from rich.console import Console
 from elastic_train.tools.audit.checks import CHECKS
 from elastic_train.tools.audit.record import FaultRecord, Record, read_drill
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
-from elastic_train.tools.drills.drill import Conductor, Settings, _Ends, _judge, _Pending
+from elastic_train.tools.drills.conductor import Conductor, _Pending
+from elastic_train.tools.drills.drill import _Ends, _judge
 from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed
-from elastic_train.tools.drills.harm import Fault, Harm, NotStruck
+from elastic_train.tools.drills.injection import Fault, Injection, NotStruck
 from elastic_train.tools.drills.live import Timeline
 from elastic_train.tools.drills.network import NetworkError
 from elastic_train.tools.drills.nodes import TooSlow
-from elastic_train.tools.drills.schedule import Planned
+from elastic_train.tools.drills.schedule import Planned, Settings
 
 PLANNED = Planned(0.0, "half-done")
 
@@ -35,20 +36,20 @@ class HalfDone(Fault):
         self.error, self.undo_error = error, undo_error
         self.num_undone = 0
 
-    def choose(self, harm: Harm) -> list[Place]:
-        return harm.cluster.places[:1]
+    def choose(self, injection: Injection) -> list[Place]:
+        return injection.cluster.places[:1]
 
-    def strike(self, harm: Harm) -> str:
-        harm.targets[0].affliction = NodeState.FROZEN
+    def strike(self, injection: Injection) -> str:
+        injection.targets[0].affliction = NodeState.FROZEN
         if self.error is not None:
             raise self.error
         return "frozen"
 
-    def undo(self, harm: Harm) -> None:
+    def undo(self, injection: Injection) -> None:
         self.num_undone += 1
         if self.undo_error is not None:
             raise self.undo_error
-        harm.targets[0].affliction = NodeState.OUT
+        injection.targets[0].affliction = NodeState.OUT
 
 
 def settings_in(run_dir: Path) -> Settings:

@@ -1,4 +1,4 @@
-"""Real drills: a real torchrun job, harm, and an audit of what is left."""
+"""Real drills: a real torchrun job, faults, and an audit of what is left."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 from elastic_train.runlog.events import EventLog
 from elastic_train.tools.drills.cluster import Place
 from elastic_train.tools.drills.faults import Hang, KillAgain, KillAll
-from elastic_train.tools.drills.harm import Harm
+from elastic_train.tools.drills.injection import Injection
 from elastic_train.tools.drills.watch import RunWatch
 
 
@@ -48,8 +48,10 @@ def test_a_second_death_hits_a_re_form_or_comes_too_late(
                 events.write("step", generation=3 - len(members), step=6, loss=1.0)
 
     cluster = Mock(watch=RunWatch(tmp_path), kill=kill)
-    harm = Harm(cluster, random.Random(1), 5.0, targets=targets, generation=0, members=("node1/0/1", "node2/0/2"))
-    assert KillAgain().strike(harm).endswith(f"ms after the first, {hit}")
+    injection = Injection(
+        cluster, random.Random(1), 5.0, targets=targets, generation=0, members=("node1/0/1", "node2/0/2")
+    )
+    assert KillAgain().strike(injection).endswith(f"ms after the first, {hit}")
 
 
 def cluster_of(*inside: Place, num_nodes: int = 3, backend: str = "c10d") -> Mock:
@@ -69,12 +71,12 @@ def test_under_c10d_of_two_nodes_the_one_that_may_go_on_alone_stays(
     backend: str, num_inside: int, chosen: set[int]
 ) -> None:
     cluster = cluster_of(*(Place(index) for index in range(num_inside)), backend=backend)
-    found = [Hang().choose(Harm(cluster, random.Random(seed), 5.0)) for seed in range(30)]
+    found = [Hang().choose(Injection(cluster, random.Random(seed), 5.0)) for seed in range(30)]
     assert {place.index for (place,) in found} == chosen
 
 
 def test_after_everything_was_killed_the_first_node_begins() -> None:
     cluster = cluster_of(Place(1), Place(2))
-    harm = Harm(cluster, random.Random(1), 5.0, targets=cluster.inside)
-    assert KillAll().strike(harm) == "2 killed and started again"
+    injection = Injection(cluster, random.Random(1), 5.0, targets=cluster.inside)
+    assert KillAll().strike(injection) == "2 killed and started again"
     assert [place.index for place in cluster.started] == [0, 1], "as many as there were"

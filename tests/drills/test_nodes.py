@@ -17,7 +17,7 @@ from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, Record
 from elastic_train.tools.drills import network_faults
 from elastic_train.tools.drills.backends import C10d
 from elastic_train.tools.drills.cluster import Cluster, Place
-from elastic_train.tools.drills.harm import Fault, Harm, NotStruck
+from elastic_train.tools.drills.injection import Fault, Injection, NotStruck
 from elastic_train.tools.drills.network import HUB_ADDRESS, NAMESPACES, Network
 from elastic_train.tools.drills.network_faults import PacketLoss, SlowLink
 from elastic_train.tools.drills.nodes import (
@@ -201,9 +201,9 @@ def test_harm_to_a_network_that_meets_with_no_packet_did_not_strike(
     network = Network(2)
     sender = receiver = None
     try:
-        harm = Harm(Mock(network=network), random.Random(1), 5.0, targets=[Place(0)])
+        injection = Injection(Mock(network=network), random.Random(1), 5.0, targets=[Place(0)])
         with pytest.raises(NotStruck, match=what):
-            kind().strike(harm)
+            kind().strike(injection)
         network.heal(0)
         # Datagrams in both directions: what the one fault takes comes in, what the other slows down goes out.
         send = "import socket, sys, time; s = socket.socket(type=socket.SOCK_DGRAM)\nwhile True:"
@@ -212,7 +212,7 @@ def test_harm_to_a_network_that_meets_with_no_packet_did_not_strike(
         monkeypatch.setattr(network_faults, "EFFECT_SECONDS", 20.0)
         sender = subprocess.Popen(["ip", "netns", "exec", network._name(0), *python, network.address(1)])
         receiver = subprocess.Popen(["ip", "netns", "exec", network._name(1), *python, network.address(0)])
-        assert "the first packet" in kind().strike(harm)
+        assert "the first packet" in kind().strike(injection)
     finally:
         for process in filter(None, (sender, receiver)):
             process.kill()

@@ -15,10 +15,10 @@ from PIL import Image
 
 from elastic_train.cli import main
 from elastic_train.tools.audit.audit import audit_history
-from elastic_train.tools.audit.charts import MAX_POINTS, Axis, lanes, nice_step, thinned
+from elastic_train.tools.audit.charts import MAX_POINTS, Axis, nice_step, thinned
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.lost_time import lost_time
-from elastic_train.tools.audit.report import write_report
+from elastic_train.tools.audit.report import TEMPLATE, write_report
 from tests.drills.planting import restart
 from tests.drills.small_run import MEMBERS, START, edit_json, mark_as_drill, write_small_run
 
@@ -127,6 +127,13 @@ def test_a_run_that_says_little_has_a_page_too(tmp_path: Path, capsys: pytest.Ca
     assert "FAIL" in Path(capsys.readouterr().out.strip()).read_text()
 
 
+def test_a_run_that_formed_no_world_has_a_page_too(run_dir: Path) -> None:
+    for log in (run_dir / "events").iterdir():
+        log.write_text(log.read_text().partition("\n")[0] + "\n")
+    assert main(["report", str(run_dir)]) == 0
+    assert "in no world" in (run_dir / "report.html").read_text()
+
+
 def test_every_mark_leads_somewhere(run_dir: Path) -> None:
     assert main(["report", str(run_dir)]) == 0
     text = (run_dir / "report.html").read_text()
@@ -171,7 +178,9 @@ def test_the_page_is_of_the_audit_that_was_printed(run_dir: Path, tmp_path: Path
 
 def test_lanes_are_named_by_what_tells_them_apart() -> None:
     def names(*members: str) -> list[str]:
-        return re.findall(r"<bdi>([^<]*)<", lanes([(member, []) for member in members], Axis(0.0, 1.0), [], "s"))
+        return re.findall(
+            r"<bdi>([^<]*)<", TEMPLATE.module.lanes([(member, []) for member in members], Axis(0.0, 1.0), [], "s")
+        )
 
     assert names("vm/0/2931", "vm/0/2944", "vm/1/2950") == ["0/2931", "0/2944", "1/2950"]
     assert names("node1", "node2") == ["node1", "node2"]

@@ -26,6 +26,7 @@ def test_a_small_measurement() -> None:
     assert all(row.ours > 0 and row.theirs > 0 and row.ratio > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_small_measurement_of_a_loop_of_ones_own() -> None:
     cases = [LoopCase("mlp", 64, 2, items=True, num_workers=number) for number in (0, 1)]
     rows = measure(cases, Effort(block_seconds=0.05, case_seconds=0.3, min_pairs=2, launches=2))
@@ -50,6 +51,7 @@ def test_a_worker_that_fails_ends_it() -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_phases_of_a_join(tmp_path: Path) -> None:
     joins = measure_ours(1, tmp_path / "run")
     [join] = joins

@@ -50,7 +50,7 @@ def test_two_nodes_pass_and_leave_nothing(cluster: Cluster) -> None:
         text = node.text()
         assert "world: 2 workers on 2 nodes, as asked" in text
         assert "writable and the same for all" in text
-        assert re.search(r"[\d.]+ Gbit/s", text), "measured; on a busy machine it may also be called slow"
+        assert re.search(r"reaches every other one, and gloo works: an all-reduce of .* takes [\d.]+ ms", text)
         assert re.search(r"rendezvous: .*(localhost:\d+ .*answers|may write below /elastic_train)", text)
     ranks = [re.search(r"^\[\d+\] rank = (\d), world_size = 2, backend = gloo$", node.text(), re.M) for node in nodes]
     assert sorted(found[1] for found in ranks if found) == ["0", "1"]
@@ -147,17 +147,6 @@ class TestInNamespaces:
             )
             for index in range(num_nodes)
         ]  # fmt: skip
-
-    def test_the_slow_node_is_named(self, network: Network, tmp_path: Path) -> None:
-        network.slow_down(2, "20mbit")
-        nodes = self.check(network, tmp_path, 3)
-        try:
-            assert [node.wait(PATIENCE) for node in nodes] == [0, 0, 0], nodes[0].text()
-            (found,) = findings(nodes[0], "warning")
-            assert found.startswith(f"{network.host_name(2)} is slow")
-        finally:
-            for node in nodes:
-                node.end()
 
     def test_a_pair_that_cannot_reach_each_other(self, network: Network, tmp_path: Path) -> None:
         if not network.has_filter:

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elastic_train.tools.bench.recovery_time import LARGE_TASK
@@ -105,4 +106,4 @@ def test_a_spare_takes_little_memory(cluster: Cluster) -> None:
     some_steps(cluster.run_dir)
     [restored] = [event for event in events(cluster.run_dir, "restore") if event["generation"] > 0]
     assert restored["source"] == "peer"
-    require_little_more("a spare", [pid for pid in pids if Path(f"/proc/{pid}").exists()], base)
+    require_little_more("a spare", list(filter(psutil.pid_exists, pids)), base)

@@ -221,7 +221,7 @@ def test_a_peer_is_lost_after_a_loss_that_is_not_finite(cluster: Cluster) -> Non
     then = f"""\
 if training.state.step == 11:
     training.commit(loss)
-    while training.world.rank == 0 and not training._late.work.is_completed():
+    while training.world.rank == 0 and not training._sums.late.work.is_completed():
         pass
     open(f"{cluster.path}/known-{{training.world.rank}}", "x").close()
     while training.world.rank == 1 and not os.path.exists(f"{cluster.path}/known-0"):
@@ -313,7 +313,7 @@ def test_buffers_are_rank_0s_in_each_forward_pass_and_it_is_not_ddp_that_sends_t
     text = SCRIPT.replace("torch.nn.Tanh()", "torch.nn.BatchNorm1d(8), torch.nn.Tanh()")
     for old, new in (
         ("    ddp = training.parallel()\n",
-         "    ddp = training.parallel()\n    assert not ddp.broadcast_buffers\n    seen = []\n"
+         "    ddp = training.parallel()\n    assert not ddp.will_sync_module_buffers()\n    seen = []\n"
          "    training.model.register_forward_pre_hook(lambda *_: seen.append(model[1].running_mean.clone()))\n"),
         ("            BEFORE_COMMIT\n",
          "            assert torch.equal(*gathered(seen.pop()))\n"
@@ -349,7 +349,7 @@ def train(training):
                 scaler.unscale_(optimizer)
             if step in (1, 3) and step not in broken:
                 broken.add(step)
-                training._loop._membership.sockets.shut()  # as the watcher does when a peer is lost
+                training._sums._observer._membership.sockets.shut()  # as the watcher does when a peer is lost
             scaler.step(optimizer)
             scaler.update()
             training.commit(loss)
@@ -524,9 +524,7 @@ def test_workers_whose_gradients_nobody_averages_do_not_train(cluster: Cluster) 
 
 @pytest.mark.slow
 def test_a_function_that_returns_early_ends_the_training(cluster: Cluster) -> None:
-    (node,) = start_script(
-        cluster, 1, "training.commit(loss)\n            if training.state.step == 9: return\n            continue"
-    )
+    (node,) = start_script(cluster, 1, "training.commit(loss)\nif training.state.step == 9: return\ncontinue")
     cluster.finish([node])
     assert result(cluster.path / "run-1")["step"] == 9
     assert "returned at step 9 of 35" in node.text()

@@ -32,7 +32,7 @@ def test_a_newcomer_imports_torch_and_hardly_anything_else(cluster: Cluster) -> 
     assert "torch._dynamo" not in imported(agent)
     assert packages(imported(agent)) - packages(modules_of("torch.distributed.run")) <= {"elastic_train"}
 
-    assert {"elastic_train.elastic.recovery", "torch._dynamo"} <= imported(worker)
+    assert {"elastic_train.elastic.run", "torch._dynamo"} <= imported(worker)
     needed = packages(modules_of("torch, torch._dynamo")) | {"elastic_train"} | OF_THE_FLAGS
     assert packages(imported(worker)) <= needed
 

@@ -111,17 +111,18 @@ def _can_join(simulation: Simulation, newcomer: Worker, trainers: list[Worker]) 
 
 def _may_not(worker: Worker, side: list[Worker]) -> bool:
     """Whether the laws keep it from going on with all of `side`."""
-    worlds = worker.job._worlds
+    worlds = worker.job._known.voters
     world = worker.world
     assert world is not None, "it has been in one"
     dead = set()
     for one in side:
         if one.world is not None and one.world.uid == world.uid:
-            others = (rank for rank in one.watcher.watched if rank != one.world.rank)
+            others = (rank for rank in one.watcher.contacts.watched if rank != one.world.rank)
             dead |= {
                 world.members[rank].uid
                 for rank in others
-                if one.watcher.status(world.members[rank], rank, False) is Liveness.DEAD
+                if one.watcher.contacts.status(world.members[rank], one.watcher.verdicts.get(rank), False)
+                is Liveness.DEAD
             }
     return not may_go_on([voters.without(dead) for voters in worlds], [one.uid for one in side])
 

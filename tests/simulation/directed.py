@@ -131,3 +131,34 @@ def halves_that_go_on() -> Plan:
     faults = [(1.0, "partition", (0, 1), (2, 3)), (5.0 + 3 * TIMEOUT, "heal_all")]
     made = plan(4, *faults, recovers_at=9.0 + 3 * TIMEOUT)
     return replace(made, goes_on=True)
+
+
+def world_that_one_never_entered() -> Plan:
+    """The main line goes on with a member that cannot hear it, and that goes on alone: each is there, and answers."""
+    cut = (5.896021276095011, "partition", (1, 2), (0,))
+    kills = [(5.808524771108455, "kill", 0), (7.409403235677591, "kill", 4)]
+    faults = ((1.1096979325937646, "freeze", 2), kills[0], cut, kills[1], (7.829737779944937, "heal_all"))
+    return Plan(920, (2, 2, 1), faults, 16.329737779944935, TIMEOUT, is_formed=False, num_endpoints=2, goes_on=True)
+
+
+def superseded_while_one_joins() -> Plan:
+    """A branch of one meets the main line in the step that takes in a newcomer."""
+    faults = ((3.185506141284009, "cut", 4, 1), (3.2106425130670733, "partition", (0,), (1, 2, 4, 3)))
+    return Plan(4403, (1,) * 5, faults, 12.583023922124204, TIMEOUT, num_endpoints=2, goes_on=True)
+
+
+def votes_beside_a_silent_directory(delay: float) -> Plan:
+    """A node dies, and rank 0 does not see the directory; of those that it asks for their votes, one is cut off, and
+    sees it."""
+    faults = [(1.0, "stall", 0), (1.1, "kill", 3), (1.1 + delay, "partition", (0, 1, 3), (2,))]
+    return replace(plan(4, *faults, recovers_at=1.1 + delay + 4.5 * TIMEOUT), directories=(0, 0, 0, 0))
+
+
+def newcomer_beside_one_that_dies() -> Plan:
+    """Two are to be admitted together, and one of them has another first world, and dies in it."""
+    faults = (
+        (1.126428401690441, "freeze", 2),
+        (1.4092880772503305, "partition", (3,), (1,)),
+        (5.307115843191063, "partition", (3,), (0,)),
+    )
+    return Plan(7873, (1,) * 4, faults, 13.807115843191063, TIMEOUT, is_formed=False, num_endpoints=2, goes_on=True)

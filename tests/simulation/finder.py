@@ -1,4 +1,4 @@
-"""Endpoints as signposts, in the simulated network; a entrance.Finder."""
+"""Endpoints as signposts, in the simulated network; a join_queue.Finder."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.simulation.process import Process
 FORM_SECONDS = 1.0
 
 
-class GroupBroken(Exception):
+class GroupBroken(FormationFailed):
     """A collective did not end: a connection was closed."""
 
 
@@ -20,14 +20,16 @@ class Group:
     """One member's part in the process group of one world.
 
     A member's contribution is on its way as soon as it has entered, whatever becomes of the member: so one may end a
-    collective, and another not.
+    collective, and another not. Who has closed its connections has sent before what it had to; that arrives, as with
+    TCP.
     """
 
     def __init__(self, process: Process, world: World, *, is_ahead: bool = False) -> None:
         self._process, self._world = process, world
         self._key = f"{world.uid}, ahead" if is_ahead else world.uid
         self.is_shut = False
-        self._closed: set[str] = set()
+        self._closed: dict[str, int] = {}
+        """who has closed its connections, and the last collective that it has entered"""
         self._received: dict[int, dict[int, Any]] = {}
         self._others = {
             rank: process.machines.at[member.address] for rank, member in enumerate(world.workers) if rank != world.rank
@@ -36,7 +38,9 @@ class Group:
         self._waiter: Task | None = None
         groups: dict[str, Group] = process.groups  # type: ignore[attr-defined]
         groups[self._key] = self
-        self._closed |= {uid for key, uid in process.early_closings if key == self._key}  # type: ignore[attr-defined]
+        for key, uid, last in process.early_closings:  # type: ignore[attr-defined]
+            if key == self._key:
+                self._closed[uid] = last
         for key, early in process.early_contributions:  # type: ignore[attr-defined]
             if key == self._key:
                 self._receive(*early)
@@ -59,7 +63,7 @@ class Group:
             process.network.send(process.host, other.host, self._arrive, other, world.rank, number, mine)
         deadline = process.kernel.now + limit
         process.kernel.step()
-        while len(received) < world.world_size and not self.is_shut and not self._closed:
+        while len(received) < world.world_size and not self.is_shut and not self._is_closed_before(number):
             if process.kernel.now >= deadline:
                 raise GroupBroken("it was not made in time")
             self._waiter = process.kernel.current
@@ -71,6 +75,9 @@ class Group:
         del self._received[number]
         return [received[rank] for rank in range(world.world_size)]
 
+    def _is_closed_before(self, number: int) -> bool:
+        return any(last < number for last in self._closed.values())
+
     def shut(self) -> None:
         """Called by the watcher's thread."""
         self.is_shut = True
@@ -80,7 +87,7 @@ class Group:
         """The others see its connections close."""
         process = self._process
         for other in self._others.values():
-            process.network.send(process.host, other.host, self._note_closed, other, process.uid)
+            process.network.send(process.host, other.host, self._note_closed, other, process.uid, self._number)
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
@@ -100,10 +107,10 @@ class Group:
         if len(received) == self._world.world_size:
             self._wake()
 
-    def _note_closed(self, other: Process, uid: str) -> None:
+    def _note_closed(self, other: Process, uid: str, last: int) -> None:
         theirs: Group | None = other.groups.get(self._key)  # type: ignore[attr-defined]
         if theirs is not None:
-            theirs._closed.add(uid)
+            theirs._closed.setdefault(uid, last)
             theirs._wake()
         else:  # it finds nobody to connect to
-            other.early_closings.add((self._key, uid))  # type: ignore[attr-defined]
+            other.early_closings.add((self._key, uid, last))  # type: ignore[attr-defined]

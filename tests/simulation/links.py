@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from elastic_train.protocol.links import Heard, head
+from elastic_train.protocol.neighbours import Heard, head
 from tests.simulation.process import Address, Process
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_train.protocol.entrance import Size
+from elastic_train.protocol.join_queue import Size
 from elastic_train.protocol.neighbours import STANDARD, Topology
 from tests.simulation.work import Work
 

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from elastic_train.protocol import laws, liveness, peers, registers
+from elastic_train.protocol import ballots, contacts, laws, peers
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import ArbiterSilent, Claims
-from elastic_train.protocol.clients import Clients
 from elastic_train.protocol.encounters import Encounters
-from elastic_train.protocol.entrance import Entrance
 from elastic_train.protocol.job import Denied
-from elastic_train.protocol.store import KeyValueStore
-from elastic_train.world import Member, World
+from elastic_train.protocol.join_queue import Entrance
+from elastic_train.protocol.store import Clients, KeyValueStore
+from elastic_train.world import Member
 from tests.simulation.links import SimLinks
 from tests.simulation.process import Address, Machines
 
@@ -27,14 +26,14 @@ def newcomers_vote_at_once(patch: Patch) -> None:
     right = peers.PeerJob.decide
 
     def decide(self: peers.PeerJob, *arguments: Any, **named: Any) -> str | Denied:
-        self._worlds = self._worlds[-1:]
+        self._known.voters = self._known.voters[-1:]
         return right(self, *arguments, **named)
 
     patch.setattr(peers.PeerJob, "decide", decide)
 
 
 def late_deaths_count(patch: Patch) -> None:
-    patch.setattr(liveness, "is_dead_in_time", lambda _seconds, _peer_timeout: True)
+    patch.setattr(contacts, "is_dead_in_time", lambda _seconds, _peer_timeout: True)
 
 
 def an_age_starts_at_acceptance(patch: Patch) -> None:
@@ -64,10 +63,10 @@ def both_halves_win_a_tie(patch: Patch) -> None:
 
 
 def a_decision_is_not_collected(patch: Patch) -> None:
-    def forget(register: registers.Register, ballot: registers.Ballot) -> registers.Register:
+    def forget(register: ballots.Register, ballot: ballots.Ballot) -> ballots.Register:
         return replace(register, promised=ballot, ballot=None) if ballot > register.promised else register
 
-    patch.setattr(registers, "promise", forget)
+    patch.setattr(ballots, "promise", forget)
 
 
 def a_listener_has_no_uid(patch: Patch) -> None:
@@ -101,16 +100,16 @@ def a_claim_is_judged_by_its_return_code(patch: Patch) -> None:
 
 
 def a_newcomer_claims_alone(patch: Patch) -> None:
-    right = peers.PeerJob._decide_by_claim
+    right = ballots.Ballots._decide_by_claim
 
-    def decide(self: peers.PeerJob, round_: Any) -> str | Denied:
-        kept, self._worlds = self._worlds, self._worlds[-1:]
+    def decide(self: ballots.Ballots, round_: Any) -> str | Denied:
+        kept, self._known.voters = self._known.voters, self._known.voters[-1:]
         try:
             return right(self, round_)
         finally:
-            self._worlds = kept
+            self._known.voters = kept
 
-    patch.setattr(peers.PeerJob, "_decide_by_claim", decide)
+    patch.setattr(ballots.Ballots, "_decide_by_claim", decide)
 
 
 def newer_claims_are_not_counted(patch: Patch) -> None:
@@ -135,12 +134,12 @@ def newer_claims_are_counted_too_early(patch: Patch) -> None:
 
 
 def a_branch_has_no_id(patch: Patch) -> None:
-    right = peers.PeerJob._branch_off
+    right = ballots.BranchOff._branch_without
 
-    def branch_off(self: peers.PeerJob, world: World, decision: Decision, silent: Sequence[str]) -> Decision:
-        return replace(right(self, world, decision, silent), facts=decision.facts)
+    def branch_without(self: ballots.BranchOff, silent: Sequence[str], decision: Decision) -> Decision:
+        return replace(right(self, silent, decision), facts=decision.facts)
 
-    patch.setattr(peers.PeerJob, "_branch_off", branch_off)
+    patch.setattr(ballots.BranchOff, "_branch_without", branch_without)
 
 
 def branches_never_meet(patch: Patch) -> None:

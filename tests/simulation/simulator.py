@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic_train.elastic import membership as membership_module
+from elastic_train.elastic import joins as joins_module
+from elastic_train.elastic import next_world as next_world_module
 from elastic_train.protocol import arbiter as arbiter_module
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Claims
@@ -20,12 +21,13 @@ from tests.simulation.faults import Faults
 from tests.simulation.finder import Signposts
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.process import Machines, Process
+from tests.simulation.ring_parts import Commit
 from tests.simulation.work import Work
-from tests.simulation.worker import Commit, Worker, make_peer_job
+from tests.simulation.worker import Worker, make_peer_job
 
-membership_module.POLL_SECONDS = 0.02  # fewer events; nothing depends on it
-membership_module.QUEUE_POLL_SECONDS = 0.1
-membership_module.SPARE_POLL_SECONDS = 0.1
+next_world_module.POLL_SECONDS = 0.02  # fewer events; nothing depends on it
+joins_module.QUEUE_POLL_SECONDS = 0.1
+next_world_module.SPARE_POLL_SECONDS = 0.1
 arbiter_module.OUTDATED, arbiter_module.OLD_SECONDS = 1, 3.0  # a history has few worlds, and they are to be removed
 
 
@@ -141,7 +143,7 @@ class Simulation:
         told = self.worlds.setdefault(world.uid, Told(world.uid, world.generation, uids, self.kernel.now))
         if told.members != uids:
             self.fail(f"one world, two lists: {told.members} and {uids}")
-        branch = worker.membership.branch
+        branch = worker.membership.side.branch
         if branch is not None:
             told.branch = branch.id
         if before is not None:

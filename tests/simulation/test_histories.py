@@ -13,7 +13,7 @@ from tests.simulation.faults import draw, draw_going_on, draw_sparse
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.simulator import Simulation, failures_of, shrink
 
-NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_HISTORIES", "10000"))
+NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_HISTORIES", "6000"))
 FIRST_SEED = int(os.environ.get("ELASTIC_TRAIN_FIRST_SEED", "0"))
 CHUNK = 50
 STRIDE = int(os.environ.get("ELASTIC_TRAIN_STRIDE", "16"))
@@ -53,12 +53,12 @@ def test_no_history_breaks_a_law() -> None:
 
 @pytest.mark.timeout(0)
 def test_no_history_breaks_a_law_where_each_pings_two_others() -> None:
-    run_all(failing_sparse_seeds, draw_sparse, NUM_HISTORIES // 5)
+    run_all(failing_sparse_seeds, draw_sparse, NUM_HISTORIES // 3)
 
 
 @pytest.mark.timeout(0)
 def test_no_history_breaks_a_law_where_each_side_goes_on() -> None:
-    run_all(failing_seeds_going_on, draw_going_on, NUM_HISTORIES // 10)
+    run_all(failing_seeds_going_on, draw_going_on, NUM_HISTORIES // 3)
 
 
 def turns_of(plan: Plan, first: float, last: float) -> list[float]:

@@ -131,3 +131,20 @@ def test_two_halves_go_on_and_one_remains() -> None:
         max(simulation.worlds.values(), key=lambda told: told.generation).uid
     }, simulation.describe()
     assert len(last) == 4
+
+
+def test_who_waits_for_one_that_trains_elsewhere_asks_it() -> None:
+    run(directed.world_that_one_never_entered())
+
+
+def test_who_joins_a_side_that_stops_is_told_too() -> None:
+    run(directed.superseded_while_one_joins())
+
+
+@pytest.mark.parametrize("delay", [0.17, 0.22, 0.3, 0.4, 0.5])
+def test_who_has_not_voted_beside_a_silent_directory_claims_nothing_else(delay: float) -> None:
+    run(directed.votes_beside_a_silent_directory(delay))
+
+
+def test_a_newcomer_that_dies_keeps_no_other_from_joining() -> None:
+    run(directed.newcomer_beside_one_that_dies())

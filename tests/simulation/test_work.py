@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic_train.protocol import liveness, pace
+from elastic_train.protocol import contacts, heartbeat
 from elastic_train.protocol.neighbours import STANDARD, Topology
 from elastic_train.rules import Activity
 from tests.simulation import checks
@@ -103,7 +103,7 @@ def test_whoever_is_busy_the_others_wait_for_it(busy: int, topology: Topology) -
     assert failures_of(plan) == []
 
 
-def by_the_step_before(self: pace.Pace, activity: Activity) -> float:
+def by_the_step_before(self: heartbeat.Pace, activity: Activity) -> float:
     """The rule that this one replaces: ten times the slowest step."""
     return self._peer_timeout + 10 * self.slowest_step if self.slowest_step else 6 * self._peer_timeout
 
@@ -113,9 +113,9 @@ def nobody_is_at_work(*_arguments: object) -> bool:
 
 
 PLANTED: dict[str, tuple[object, str, Callable[..., object], str]] = {
-    "judged by the steps before": (pace.Pace, "limit", by_the_step_before, "long evaluations"),
-    "a first step like any other": (pace.Pace, "limit", by_the_step_before, "a first step that compiles"),
-    "no time to come to the agreement": (liveness.Watcher, "is_at_work", nobody_is_at_work, "long evaluations"),
+    "judged by the steps before": (heartbeat.Pace, "limit", by_the_step_before, "long evaluations"),
+    "a first step like any other": (heartbeat.Pace, "limit", by_the_step_before, "a first step that compiles"),
+    "no time to come to the agreement": (contacts.Contacts, "is_at_work", nobody_is_at_work, "long evaluations"),
 }
 
 

@@ -1,24 +1,25 @@
-"""One simulated worker: the real membership code, and around it what recovery.py and the loop do, in short."""
+"""One simulated worker: the real membership and the real ring, around steps that are integers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from elastic_train.branches import Branches, id_of
-from elastic_train.elastic.membership import Membership, Surroundings
-from elastic_train.errors import FormationFailed, JobFinished, LeftOut, Superseded
+from elastic_train.elastic.membership import Membership
+from elastic_train.elastic.next_world import Surroundings
+from elastic_train.errors import JobFinished, LeftOut, Superseded
 from elastic_train.protocol.encounters import Encounters
+from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.liveness import Watcher, ping_interval
-from elastic_train.protocol.pace import Pace
 from elastic_train.protocol.peers import PeerJob
-from elastic_train.rules import NOW, Activity
 from elastic_train.world import Member, World
 from tests.simulation.finder import SimFinder
-from tests.simulation.group import Group, GroupBroken
+from tests.simulation.group import Group
 from tests.simulation.links import SimLinks
 from tests.simulation.process import Address, Process, SimStore
+from tests.simulation.ring_parts import Commit, State, make_ring
 
 if TYPE_CHECKING:
     from tests.simulation.simulator import Simulation
@@ -26,16 +27,6 @@ if TYPE_CHECKING:
 PROBE_SECONDS = 0.5
 AHEAD_SECONDS = 10.0
 MAX_NODES = 16
-
-
-@dataclass(frozen=True)
-class Commit:
-    """A step that was committed in a world, and the one that it was computed from."""
-
-    step: int
-    world: str
-    generation: int
-    parent: Commit | None
 
 
 @dataclass(frozen=True)
@@ -72,7 +63,7 @@ class Worker:
             uid=self.uid,
             node_id=host,
         )
-        self.commit: Commit | None = None
+        self.state = State(plan.max_steps)
         self.num_commits = 0
         self.num_fruitless = 0 if was is None else was.num_fruitless_after
         self.kept = None if was is None else was.commit or was.kept
@@ -83,13 +74,11 @@ class Worker:
         """stores of the members that it was in a world with"""
         if was is not None and was.world is not None:
             self.known = (*was.met, *(one.address for one in was.world.members if one is not was.world.me))
-        self.world: World | None = None
         self.group: Group | None = None
         self.began_at = machines.kernel.now
         self.formed: list[Group] = []
         """ahead of a world that this worker is not in yet"""
-        self.is_by_vote = self.is_planned = False
-        self.activity = "starts"
+        self.activity = "queues"
         self.committed_at = -1e9
         self.error: str | None = None
         self.wants_to_leave = False
@@ -127,9 +116,13 @@ class Worker:
             encounters=self._encounters() if plan.goes_on else None,
             surroundings=Surroundings(process.clock, process.sleep, machines.draw_uid, process.start),
         )
-        self.membership.may_not_go_on = self._note_votes
-        self.membership.progress = lambda: (self.branches, self.commit.step) if self.commit is not None else None
-        self.branches: Branches = ()
+        self.membership.survivors.may_not_go_on = self._note_votes
+        self.membership.side.progress = lambda: (
+            (self.state.branches, self.state.step) if self.commit is not None else None
+        )
+        self.stop = SimpleNamespace(votes=lambda: 2 * (int(self.wants_to_leave),), check=lambda: None)
+        """as StopSignal"""
+        self.ring = make_ring(self)
         process.start("training", self._run)
         process.start("watcher", self._watch)
         process.training_task, process.watcher_task = process.tasks  # type: ignore[attr-defined]
@@ -140,8 +133,18 @@ class Worker:
         return 0 if self.kept is None or self.membership.has_settled else self.num_fruitless + 1
 
     @property
+    def world(self) -> World | None:
+        """The one it is in, or the one before while the next is agreed on."""
+        return self.ring.world
+
+    @property
+    def commit(self) -> Commit | None:
+        """The newest one that it holds."""
+        return self.state.commit
+
+    @property
     def last_step(self) -> int:
-        return self.commit.step if self.commit else 0
+        return self.state.step
 
     def __repr__(self) -> str:
         return f"{self.uid}@{self.process.host}"
@@ -218,7 +221,8 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            self._through_worlds()
+            self.ring.run()
+            self._end(self.activity, "")
         except JobFinished:
             self._end("finished", "")
         except LeftOut as error:
@@ -234,143 +238,6 @@ class Worker:
         self.error = why
         self.simulation.note(f"{self} ends: {ending} {why}")
         self.simulation.end(self, ending)
-
-    def _through_worlds(self) -> None:
-        membership, simulation = self.membership, self.simulation
-        self.activity = "queues"
-        if "admitted" not in self.process.memory.values:
-            membership.find()
-            membership.agreed_once("job_token", self.uid)
-        world = membership.first_world(self.member)
-        simulation.note_world(self, world, None)
-        while True:
-            self.world, has_formed = world, False
-            self.is_by_vote = self.is_planned = False
-            try:
-                if world.is_spare:
-                    self.activity = "stands by"
-                    self.watcher.expect(world)
-                    self.watcher.enter(world)
-                    if membership.stand_by(world) is not None:
-                        self._end("finished", "as a spare")
-                        return
-                    has_formed = True
-                else:
-                    has_formed = self._train(world)
-                    if self.activity == "finished":
-                        self._end("finished", "")
-                        return
-                    if self.activity == "left":
-                        self._end("left", "")
-                        return
-            except (GroupBroken, FormationFailed) as error:
-                has_formed = self.activity == "trains"
-                simulation.note(f"{self} lost generation {world.generation}: {error}")
-            if self.group is not None:
-                self.group.close()
-            self.activity = "agrees"
-            self.waits_for_votes = None
-            before = world
-            world, _ = membership.next_world(
-                world, has_formed=has_formed, is_by_vote=self.is_by_vote, is_planned=self.is_planned
-            )
-            simulation.note_world(self, world, before)
-
-    def _train(self, world: World) -> bool:
-        membership, watcher, process, simulation = self.membership, self.watcher, self.process, self.simulation
-        self.group, self.activity = None, "forms"
-        watcher.expect(world)
-        formed: Any = membership.take_formed(world)
-        for unused in self.formed:
-            if unused is not formed:
-                unused.close()
-        self.formed = []
-        if formed is not None:
-            self.group = group = formed
-            simulation.num_prepared += 1
-            state = self._take_over(world, group)
-            self.activity = "trains"
-        else:
-            if world.rank == 0:
-                membership.job.show_place(world)
-            membership.wait_for_workers(world)
-            self.group = group = Group(process, world)
-            group.form()
-            self.activity = "trains"
-            watcher.enter(world)
-            state = self.commit = self._synchronise(world, group)
-            branch = membership.branch
-            if branch is not None and branch.id != id_of(self.branches):
-                self.branches = (*self.branches, (branch.id, self.last_step))
-        while self.commit is None or self.commit.step < simulation.plan.max_steps:
-            started = process.clock()
-            watcher.do(Activity.COMPUTE)
-            step = 0 if state is None else state.step
-            is_first = not self.num_commits
-            process.sleep(simulation.plan.work.seconds(simulation.machines.random, world.rank, step, is_first=is_first))
-            if self.wants_to_leave and self.activity != "leaves":
-                self.activity = "leaves"
-            vote = (self.activity == "leaves", membership.join_vote())
-            membership.note_reduction()
-            watcher.do(Activity.REDUCE)
-            votes: list[tuple[bool, int]] = group.exchange(vote)
-            watcher.do(Activity.COMPUTE)
-            state = self.commit = simulation.note_commit(self, world, state)
-            self.num_commits += 1
-            watcher.pace.note_step(process.clock() - started)
-            joining = sum(vote for _, vote in votes)
-            membership.follow_join_vote(world, joining)
-            if joining == NOW:
-                self.is_by_vote = self.is_planned = True
-                watcher.do(Activity.FORM)
-                return True
-            if self.activity == "leaves":
-                membership.leave(world, "stopped")
-                self.activity = "left"
-                return True
-            if any(leaves for leaves, _ in votes):
-                self.is_by_vote = True
-                watcher.do(Activity.FORM)
-                return True
-        if world.rank == 0:
-            membership.announce_finished(world, "finished")
-        membership.finish(world)
-        self.activity = "finished"
-        return True
-
-    def _take_over(self, world: World, group: Group) -> Commit:
-        """In a world that was formed ahead: what all who trained have, and newcomers get with their first step."""
-        membership = self.membership
-        membership.wait_for_left_out(world)
-        self.watcher.enter(world)
-        if self.commit is None:
-            membership.is_ready_for(world)
-        try:
-            found: list[tuple[Commit | None, Branches]] = group.exchange((self.commit, self.branches))
-        except GroupBroken:
-            if membership.job.is_over():
-                raise JobFinished("the others have reached the end") from None
-            raise
-        if self.simulation.plan.directories:
-            self.simulation.note(f"{self} was told who sees the directory in generation {world.generation}")
-        held = {(commit, branches) for commit, branches in found if commit is not None}
-        assert len(held) == 1, f"those who trained differ: {found}"
-        commit, self.branches = held.pop()
-        assert commit is not None, "held by one who trained"
-        return commit
-
-    def _synchronise(self, world: World, group: Group) -> Commit | None:
-        if self.simulation.plan.directories:
-            told = group.exchange(self.membership.job.sees_place(world))
-            self.membership.job.note_place(world, is_shared=all(told))
-            self.simulation.note(f"{self} knows who sees the directory in generation {world.generation}: {told}")
-        found: list[Any] = group.exchange((self.commit, self.branches))
-        held = [(commit, branches) for commit, branches in found if commit is not None]
-        if not held:
-            self.simulation.note_start(self, world)
-            return None
-        newest, self.branches = max(held, key=lambda one: (one[0].generation, one[0].step))
-        return newest  # type: ignore[no-any-return]
 
 
 def make_peer_job(worker: Worker) -> PeerJob:

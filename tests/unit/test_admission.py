@@ -8,8 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_train.elastic import membership
-from elastic_train.elastic.membership import SETTLE_SECONDS, Membership, Surroundings
+from elastic_train.elastic import joins
+from elastic_train.elastic.joins import SETTLE_SECONDS
+from elastic_train.elastic.membership import Membership
+from elastic_train.elastic.next_world import Surroundings
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.world import Member, World
 
@@ -61,24 +63,25 @@ def newcomers(*waiting: Member, agreement: dict[str, Any]) -> tuple[Membership, 
         group_store=nothing,
         surroundings=Surroundings(monotonic=clock),
     )
-    found._world = world = World(0, 0, (member(0),))
+    world = World(0, 0, (member(0),))
+    found.joins.enter(world)
     found.agreed_once("agreement", "")
     return found, clock, world
 
 
 def test_only_those_who_agree_with_the_run_are_admitted() -> None:
     here, clock, world = newcomers(member(1, lr=0.1), member(2, lr=0.2), member(3, lr=0.1), agreement={"lr": 0.1})
-    here.consider_admission(world)
-    assert not here.join_vote(), "others may become ready in the same moment"
+    here.joins.consider(world)
+    assert not here.joins.vote(), "others may become ready in the same moment"
     clock.now += 2 * SETTLE_SECONDS
-    here.consider_admission(world)
-    assert [one.uid for one in here._admits] == ["uid1", "uid3"]
+    here.joins.consider(world)
+    assert [one.uid for one in here.joins._admits] == ["uid1", "uid3"]
 
 
 def test_a_look_parses_the_agreement_of_the_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has some kilobytes, and hundreds may wait."""
     here, _, world = newcomers(*(member(number, lr=0.1) for number in range(1, 9)), agreement={"lr": 0.1})
     parsed = []
-    monkeypatch.setattr(membership, "json", SimpleNamespace(loads=lambda text: parsed.append(text) or json.loads(text)))
-    here.consider_admission(world)
+    monkeypatch.setattr(joins, "json", SimpleNamespace(loads=lambda text: parsed.append(text) or json.loads(text)))
+    here.joins.consider(world)
     assert len(parsed) == 1

@@ -19,7 +19,9 @@ from pathlib import Path
 import pytest
 
 from elastic_train.protocol.canary import Canary
-from elastic_train.protocol.links import Heard, Links
+from elastic_train.protocol.links import Links
+from elastic_train.protocol.neighbours import Heard
+from tests.unit.test_links import until
 
 DEADLINE = 30.0
 """of every wait"""
@@ -89,7 +91,7 @@ def test_there_is_none_where_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch)
 
 LARGE = """
 import json, socket, sys, threading
-from elastic_train.protocol.links import Heard, Links
+from elastic_train.protocol.links import Links
 
 memory = bytearray(2**30)
 memory[::4096] = b"x" * len(memory[::4096])
@@ -127,16 +129,9 @@ def links() -> Iterator[Links]:
     made.close()
 
 
-def until(condition: Callable[[], object], links: Links) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come about"
-        links.turn(0.01)
-
-
 def has_canary(links: Links, uid: str) -> bool:
-    canary = links._peers[uid].canary
-    return canary is not None and canary.was_open
+    peer = links._calls.peers.get(uid)
+    return peer is not None and peer.canary is not None and peer.canary.was_open
 
 
 def heard(links: Links) -> Heard:
@@ -196,7 +191,7 @@ def test_a_canary_alone_that_ends_is_a_death_and_one_that_another_program_replac
 
         until(both_turn, links)
         with socket.create_server(("127.0.0.1", 0)) as stranger:
-            canary = links._peers["b"].canary
+            canary = links._calls.peers["b"].canary
             assert canary is not None
             canary.address = stranger.getsockname()
             other._canary.close()

@@ -10,7 +10,7 @@ import pytest
 from elastic_train.tools.check import node_rules, world_rules
 from elastic_train.tools.check.advice import Finding, Level
 from elastic_train.tools.check.check_command import describe
-from elastic_train.tools.check.facts import Gathered, Gpu, NodeLink, Problem, SharedFacts, Wanted, WorkerFacts
+from elastic_train.tools.check.facts import Gathered, Gpu, Problem, SharedFacts, Wanted, WorkerFacts
 from elastic_train.tools.check.judgement import RULES, is_passed, judge
 
 GB = 10**9
@@ -56,7 +56,6 @@ def shared(rank: int, size: int) -> SharedFacts:
         sees_directory_of=tuple(range(size)),
         clock_offset=0.001,
         clock_error=0.0005,
-        links=tuple(NodeLink(other, 0.0001, GB) for other in range(size) if other != rank),
         all_reduce_seconds=0.01,
     )
 
@@ -250,17 +249,6 @@ def test_clocks(offset: float, error: float, level: Level) -> None:
     if level is not Level.FINE:
         assert ("behind" if offset > 0 else "ahead of") in found.what
         assert "node2" in found.what
-
-
-def test_the_slow_node_is_named_and_not_those_that_talk_to_it() -> None:
-    gathered, slow = job(4), 2
-    for rank in range(4):
-        links = tuple(
-            replace(link, bytes_per_second=GB / 10) if slow in (rank, link.to) else link
-            for link in gathered.shared[rank].links
-        )
-        gathered = with_shared(gathered, rank, links=links)
-    assert the_one(world_rules.no_node_is_slow(gathered), Level.MATTERS).what.startswith("node2 is slow")
 
 
 def gpu_job(*uuids: str, backend: str = "cpu:gloo,cuda:nccl") -> Gathered:

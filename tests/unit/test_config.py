@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.config import DATASETS, Config, as_json, flag, nearest_multiples, parse, task_of
+from elastic_train.config import DATASETS, SHARED, Config, as_json, flag, nearest_multiples, parse, task_of
 from elastic_train.errors import UsageError
 from elastic_train.training.datasets import DATASETS as IMPLEMENTED_DATASETS
+from tests.processes import cpu_seconds
 
 BAD = [
     ("--epochs 0", "--epochs 0: must be at least 1"),
@@ -222,17 +223,8 @@ def test_another_rank_says_which_it_is() -> None:
     assert done.stderr.startswith("elastic_train: error (rank 3): ")
 
 
-def cpu_seconds(*arguments: str) -> float:
-    """Of a command: its time on the wall when it has a core to itself, whatever else this machine is doing."""
-    process = subprocess.Popen([sys.executable, "-m", "elastic_train", *arguments], stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
-    return usage.ru_utime + usage.ru_stime
-
-
 def test_help_comes_within_a_second() -> None:
-    assert min(cpu_seconds("--help") for _ in range(5)) < 1.0
+    assert min(cpu_seconds([sys.executable, "-m", "elastic_train", "--help"]) for _ in range(5)) < 1.0
 
 
 @dataclasses.dataclass
@@ -247,20 +239,20 @@ class Finetuning:
     model: str = "bert"
 
 
-def test_names_that_are_left_out_are_free_for_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_other_scopes_are_free_for_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="--lr exists already"):
         parse(["--lr", "0.5"], Rates)
-    config = parse(["--lr", "0.5", "--epochs", "7", "--ledger"], Rates, left_out=("lr", "model"))
-    own = parse(["--task", "mrpc", "--model", "bert"], Finetuning, left_out=("task", "model"))
+    config = parse(["--lr", "0.5", "--epochs", "7", "--ledger"], Rates, scopes=SHARED)
+    own = parse(["--task", "mrpc", "--model", "bert"], Finetuning, scopes=SHARED)
     assert own.own_flags == Finetuning()
     assert type(config) is Config
     assert (config.lr, config.model, config.epochs, config.ledger) == (None, "cnn", 7, True)
     assert config.own_flags == Rates(lr=0.5)
     assert config == dataclasses.replace(parse(["--epochs", "7", "--ledger"]), own_flags=Rates(lr=0.5))
     with pytest.raises(UsageError, match="--model"):
-        parse(["--model", "mlp"], left_out=("lr", "model"))
+        parse(["--model", "mlp"], scopes=SHARED)
     with pytest.raises(SystemExit):
-        parse(["--help"], left_out=("lr", "model"))
+        parse(["--help"], scopes=SHARED)
     said = capsys.readouterr().out
     assert "passes over the training set" in said
     assert "--model str" not in said

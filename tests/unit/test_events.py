@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elastic_train.runlog.events import EventLog, JsonLines, Ledger, read_lines
+from elastic_train.runlog.events import EventLog, JsonLines, Ledger
+from elastic_train.runlog.reader import Follower, read_all, read_with_torn
+from elastic_train.tools.drills.nodes import wait_until
 from elastic_train.world import Member, World
 from tests.integration.cluster import check_lines
 
@@ -72,7 +74,7 @@ def test_a_line_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
     log = event_log(tmp_path)
     for number in range(3):
         log.write("step", loss=number)
-        assert len(read_lines(only_file(tmp_path))) == number + 1
+        assert len(read_all(only_file(tmp_path))) == number + 1
 
 
 def test_no_file_before_the_first_line(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_a_ledger_line(tmp_path: Path) -> None:
     parts = [np.array([5, 3]), np.array([], dtype=np.int64), np.array([2**40])]
     ledger.write(epoch=1, step=9, world=WORLD, indices=parts)
     ledger.close()
-    assert read_lines(only_file(tmp_path)) == [
+    assert read_all(only_file(tmp_path)) == [
         {"epoch": 1, "step": 9, "generation": 7, "rank": 2, "indices": [5, 3, 2**40]}
     ]
 
@@ -101,16 +103,13 @@ def test_a_killed_process_leaves_whole_lines_and_at_most_its_last_one_cut_off(tm
     path = tmp_path / "lines.jsonl"
     writer = subprocess.Popen([sys.executable, "-c", program, str(path)])
     try:
-        deadline = time.monotonic() + 30
-        while not (path.exists() and path.stat().st_size > 1_000_000):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: path.exists() and path.stat().st_size > 1_000_000, "megabyte of lines", 30)
     finally:
         writer.send_signal(signal.SIGKILL)
         writer.wait(10)
     *whole, _cut_off = path.read_bytes().split(b"\n")
     assert [json.loads(line)["number"] for line in whole] == list(range(len(whole)))
-    assert [line["number"] for line in read_lines(path)][: len(whole)] == list(range(len(whole))), "readers go on"
+    assert [line["number"] for line in read_all(path)][: len(whole)] == list(range(len(whole))), "readers go on"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ def test_a_disk_that_fills_up_within_a_line_spoils_only_that_line(
         patched.setattr("elastic_train.runlog.events.os.write", short)
         lines.write({"number": 1})
     lines.write({"number": 2})
-    assert read_lines(lines.path) == [{"number": 0}, {"number": 2}]
+    assert read_all(lines.path) == [{"number": 0}, {"number": 2}]
 
 
 def test_appending_goes_on_after_what_is_there(tmp_path: Path) -> None:
@@ -172,7 +171,7 @@ def test_appending_goes_on_after_what_is_there(tmp_path: Path) -> None:
         lines = JsonLines(tmp_path / "lines.jsonl")
         lines.write({"number": number})
         lines.close()
-    assert [line["number"] for line in read_lines(tmp_path / "lines.jsonl")] == [0, 1]
+    assert [line["number"] for line in read_all(tmp_path / "lines.jsonl")] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -186,4 +185,22 @@ def test_appending_goes_on_after_what_is_there(tmp_path: Path) -> None:
 )
 def test_reading_skips_what_is_no_whole_object(tmp_path: Path, text: str, found: list[Any]) -> None:
     (tmp_path / "lines").write_text(text)
-    assert read_lines(tmp_path / "lines") == found
+    assert read_all(tmp_path / "lines") == found
+
+
+def test_torn_lines_are_numbered_and_one_that_is_not_ended_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text('{"a":1}\n{"a"\n\n[1]\n{"a":2}\n{"a":3')
+    assert read_with_torn(path) == ([{"a": 1}, {"a": 2}], [2, 4])
+
+
+def test_a_follower_reads_every_line_once_and_none_before_its_end(tmp_path: Path) -> None:
+    follower = Follower(tmp_path / "events")
+    assert list(follower.poll()) == []
+    path = tmp_path / "events" / "node-0-1.jsonl"
+    path.parent.mkdir()
+    path.touch()
+    for written, found in (("", []), ('{"a":1}\n{"a":', [{"a": 1}]), ("2}\n{", [{"a": 2}]), ('"a\n', [])):
+        with path.open("a") as file:
+            file.write(written)
+        assert list(follower.poll()) == [(path, found)]

@@ -14,10 +14,9 @@ from elastic_train.protocol.heartbeat import (
     is_silence,
     verdicts_of,
 )
-from elastic_train.protocol.links import head
-from elastic_train.protocol.ranks import from_runs, to_runs
+from elastic_train.protocol.neighbours import head
 from elastic_train.rules import Activity
-from elastic_train.world import Member, World
+from elastic_train.world import Member, World, from_runs, to_runs
 
 MEMBER = Member("host one", 0, 7, 1, ("127.0.0.1", 1), "run", "gloo", None)
 

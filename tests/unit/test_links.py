@@ -20,7 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_train.protocol.links import LONGEST_LINE, Address, Heard, Links, through_suspends
+from elastic_train.protocol.links import Links
+from elastic_train.protocol.neighbours import LONGEST_LINE, Address, Heard, through_suspends
+from tests.processes import freeze
 
 INTERVAL = 0.05
 DEADLINE = 30.0
@@ -118,10 +120,7 @@ class Process:
         self.child = int(self.process.stdout.readline())
 
     def freeze(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + DEADLINE
-        while psutil.Process(self.process.pid).status() != psutil.STATUS_STOPPED:
-            assert time.monotonic() < deadline, "it does not stop"
+        freeze(self.process.pid)
 
     def wake(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
@@ -712,8 +711,8 @@ def test_who_is_hung_up_on_and_lives_calls_again_and_takes_nobody_for_dead(open_
     """Its process was frozen for a while."""
     one, other = open_links("a", peer_timeout=0.5), open_links("b", peer_timeout=0.5)
     meet(one, other)
-    callers = list(one._callers.values())
-    until(lambda: not one._callers, one)
+    callers = list(one._callers.callers.values())
+    until(lambda: not one._callers.callers, one)
     assert [caller.socket.fileno() for caller in callers] == [-1]
     woken, refused = through_suspends(), []
 
@@ -723,16 +722,16 @@ def test_who_is_hung_up_on_and_lives_calls_again_and_takes_nobody_for_dead(open_
 
     until(is_back, one, other)
     assert set(refused) == {None}
-    assert len(one._callers) == 1
+    assert len(one._callers.callers) == 1
 
 
 def test_who_was_frozen_itself_hangs_up_on_nobody(open_links: Open) -> None:
     one, other = open_links("a", peer_timeout=0.5), open_links("b", peer_timeout=0.5)
     meet(one, other)
-    callers = list(one._callers.values())
+    callers = list(one._callers.callers.values())
     pass_time(1.5, other)
     pass_time(4 * INTERVAL, one, other)
-    assert list(one._callers.values()) == callers
+    assert list(one._callers.callers.values()) == callers
 
 
 # --- no more descriptors ----------------------------------------------------------------------------------------------
@@ -802,7 +801,7 @@ def test_it_goes_on_accepting_and_keeps_no_connection_of_a_probe(open_links: Ope
     for _ in range(5):
         for _ in range(100):
             socket.create_connection(links.address, DEADLINE).close()
-        until(lambda: not selectors_ready(links._listener), links)
+        until(lambda: not selectors_ready(links._callers.listener), links)
     until(lambda: descriptors() == before, links)
 
 

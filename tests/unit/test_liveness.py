@@ -16,12 +16,11 @@ import pytest
 
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Liveness
-from elastic_train.protocol.heartbeat import verdicts_of
+from elastic_train.protocol.heartbeat import FIRST_SECONDS, Pace, verdicts_of
 from elastic_train.protocol.laws import IN_TIME
-from elastic_train.protocol.links import Address, Heard, Links
+from elastic_train.protocol.links import Links
 from elastic_train.protocol.liveness import Watcher
-from elastic_train.protocol.neighbours import STANDARD, Topology
-from elastic_train.protocol.pace import FIRST_SECONDS, Pace
+from elastic_train.protocol.neighbours import STANDARD, Address, Heard, Topology
 from elastic_train.protocol.probes import Probe, probe, probe_all, refusing
 from elastic_train.rules import Activity
 from elastic_train.world import Member, World
@@ -267,8 +266,9 @@ class Group:
         self.alive.remove(rank)
         self.killed.add(rank)
 
-    def status(self, of: int, *, by: int = 0, patience_is_over: bool = False) -> Liveness:
-        return self.watchers[by].status(self.members[of], of, patience_is_over)
+    def status(self, of: int, *, by: int = 0, time_is_up: bool = False) -> Liveness:
+        watcher = self.watchers[by]
+        return watcher.contacts.status(self.members[of], watcher.verdicts.get(of), time_is_up)
 
 
 @pytest.fixture
@@ -283,7 +283,7 @@ def test_a_healthy_world_is_left_alone(group: Group) -> None:
     assert group.cuts == [0, 0, 0]
     assert all(links.status.startswith("-") for links in group.links)
     assert [group.status(rank) for rank in (1, 2)] == [Liveness.ALIVE, Liveness.ALIVE]
-    assert group.watchers[0].unreachable(group.worlds[0]) == ()
+    assert group.watchers[0].contacts.unreachable(group.worlds[0]) == ()
 
 
 def test_what_a_member_says_of_itself_is_one_line(group: Group) -> None:
@@ -320,8 +320,8 @@ def test_a_death_is_seen_at_once(group: Group) -> None:
     group.turn()
     assert group.cuts[:2] == [1, 1]
     assert group.watchers[0].reason == "node-2/0/102 (rank 2) died"
-    assert group.watchers[0].is_refused(group.members[2])
-    assert not group.watchers[0].is_refused(group.members[1])
+    assert group.watchers[0].contacts.is_refused(group.members[2])
+    assert not group.watchers[0].contacts.is_refused(group.members[1])
 
 
 def test_a_verdict_is_shared_with_who_has_not_seen_it(group: Group) -> None:
@@ -511,26 +511,26 @@ def test_at_work_is_who_may_still_take_its_time(group: Group) -> None:
     group.turn()
     group.kill(1)
     group.pass_time(2 * INTERVAL)
-    assert not watcher.is_at_work(world, 1), "it is dead"
-    assert not watcher.is_at_work(world, 2), "its collective is broken off: it comes"
+    assert not watcher.contacts.is_at_work(world, 1), "it is dead"
+    assert not watcher.contacts.is_at_work(world, 2), "its collective is broken off: it comes"
     group.watchers[2].do(Activity.COMPUTE)
     group.pass_time(2 * INTERVAL)
-    assert watcher.is_at_work(world, 2)
+    assert watcher.contacts.is_at_work(world, 2)
     group.pass_time(STALL_TIMEOUT)
-    assert not watcher.is_at_work(world, 2)
+    assert not watcher.contacts.is_at_work(world, 2)
     group.watchers[2].do(Activity.COMPUTE)
     group.pass_time(2 * INTERVAL)
-    assert watcher.is_at_work(world, 2)
+    assert watcher.contacts.is_at_work(world, 2)
     group.alive.remove(2)
     group.pass_time(PEER_TIMEOUT + INTERVAL)
-    assert not watcher.is_at_work(world, 2), "it is silent"
+    assert not watcher.contacts.is_at_work(world, 2), "it is silent"
     group.alive.append(2)
     group.watchers[2].do(Activity.COMPUTE)
     group.pass_time(2 * INTERVAL)
-    assert watcher.is_at_work(world, 2)
+    assert watcher.contacts.is_at_work(world, 2)
     group.watchers[2].leave()
     group.pass_time(2 * INTERVAL)
-    assert not watcher.is_at_work(world, 2), "it has come as far as the agreement"
+    assert not watcher.contacts.is_at_work(world, 2), "it has come as far as the agreement"
 
 
 def test_headless_is_a_world_that_has_lost_its_rank_0(group: Group) -> None:
@@ -668,7 +668,7 @@ def ring() -> Group:
 
 
 def test_in_a_ring_each_member_pings_two(ring: Group) -> None:
-    assert [sorted(watcher.watched) for watcher in ring.watchers][:3] == [[1, 7], [0, 2], [1, 3]]
+    assert [sorted(watcher.contacts.watched) for watcher in ring.watchers][:3] == [[1, 7], [0, 2], [1, 3]]
     ring.pass_time(60)
     assert ring.cuts == [0] * 8
 
@@ -684,11 +684,11 @@ def test_a_death_is_passed_on(ring: Group) -> None:
     assert all(watcher.verdicts.keys() == {4} for watcher in living)
     assert ring.status(4, by=3) is Liveness.DEAD, "it has pinged it"
     assert ring.status(4, by=0) is Liveness.UNKNOWN, "it has not"
-    assert ring.watchers[0].witnesses(ring.worlds[0], 4) == (), "it does not see for itself that it is gone"
-    ring.watchers[0].watch_too([4])
+    assert ring.watchers[0].contacts.witnesses(ring.worlds[0], 4) == (), "it does not see for itself that it is gone"
+    ring.watchers[0].contacts.watch_too([4])
     ring.ping()
     assert ring.status(4, by=0) is Liveness.UNKNOWN
-    assert ring.watchers[0].witnesses(ring.worlds[0], 4) == (3, 5)
+    assert ring.watchers[0].contacts.witnesses(ring.worlds[0], 4) == (3, 5)
 
 
 def test_all_that_are_out_are_passed_on_also_while_the_next_world_is_agreed_on(ring: Group) -> None:
@@ -711,11 +711,11 @@ def test_who_is_silent_to_one_and_heard_by_another_is_alive(ring: Group) -> None
     ring.pass_time(PEER_TIMEOUT + 2.0)
     assert ring.watchers[0].verdicts.keys() == {3, 4}, "each blames the other"
     assert ring.status(4) is Liveness.UNKNOWN
-    ring.watchers[0].watch_too([4])
+    ring.watchers[0].contacts.watch_too([4])
     ring.ping()
     assert ring.status(4) is Liveness.ALIVE
-    assert ring.watchers[3].lost_neighbours(ring.worlds[3]) == (4,)
-    assert ring.watchers[0].lost_neighbours(ring.worlds[0]) == ()
+    assert ring.watchers[3].contacts.lost_neighbours(ring.worlds[3]) == (4,)
+    assert ring.watchers[0].contacts.lost_neighbours(ring.worlds[0]) == ()
 
 
 def test_a_stuck_training_thread_is_named_by_its_neighbours(ring: Group) -> None:
@@ -737,7 +737,7 @@ def test_a_reduction_goes_on_while_somebody_far_away_is_still_to_come(ring: Grou
     ring.watchers[5].do(Activity.REDUCE)
     ring.pass_time(PEER_TIMEOUT)
     assert ring.cuts == [0] * 8
-    ring.pass_time(1.0 + 2 * INTERVAL * (ring.watchers[0].topology.hops(8) + 4))
+    ring.pass_time(1.0 + 2 * INTERVAL * (ring.watchers[0].contacts.topology.hops(8) + 4))
     assert min(ring.cuts) >= 1, "then it cannot end"
     assert [watcher.verdicts for watcher in ring.watchers] == [{}] * 8
 
@@ -767,7 +767,7 @@ def test_a_death_is_proven_only_in_time(group: Group, seconds_late: float, statu
 def test_a_refusal_of_who_never_answered_in_this_world_proves_nothing(group: Group) -> None:
     group.kill(1)
     group.turn()
-    assert group.watchers[0].is_refused(group.members[1])
+    assert group.watchers[0].contacts.is_refused(group.members[1])
     assert group.status(1) is Liveness.UNKNOWN
 
 
@@ -784,29 +784,29 @@ def test_a_new_world_starts_no_age(group: Group) -> None:
 def test_who_is_patient_no_longer_gives_up_the_living(group: Group) -> None:
     group.turn()
     assert group.status(1) is Liveness.ALIVE
-    assert group.status(1, patience_is_over=True) is Liveness.UNKNOWN
+    assert group.status(1, time_is_up=True) is Liveness.UNKNOWN
     group.kill(1)
     group.ping()
     assert group.status(1) is Liveness.DEAD
-    assert group.status(1, patience_is_over=True) is Liveness.DEAD
+    assert group.status(1, time_is_up=True) is Liveness.DEAD
 
 
 def test_of_who_is_not_watched_nothing_is_known(group: Group) -> None:
     stranger = make_member(7)
-    assert group.watchers[0].status(stranger, 7, patience_is_over=False) is Liveness.ALIVE
-    assert group.watchers[0].status(stranger, 7, patience_is_over=True) is Liveness.UNKNOWN
-    assert not group.watchers[0].is_refused(stranger)
-    assert group.watchers[0].age(stranger) == 0.0
+    assert group.watchers[0].contacts.status(stranger, None, time_is_up=False) is Liveness.ALIVE
+    assert group.watchers[0].contacts.status(stranger, None, time_is_up=True) is Liveness.UNKNOWN
+    assert not group.watchers[0].contacts.is_refused(stranger)
+    assert group.watchers[0].contacts.age(stranger) == 0.0
 
 
 def test_only_silent_members_are_unreachable(group: Group) -> None:
     group.turn()
     group.cut_off = {(0, 2)}
     group.pass_time(3 * INTERVAL + 0.5)
-    assert group.watchers[0].unreachable(group.worlds[0]) == ()
+    assert group.watchers[0].contacts.unreachable(group.worlds[0]) == ()
     group.pass_time(INTERVAL)
-    assert group.watchers[0].unreachable(group.worlds[0]) == (2,)
-    assert group.watchers[1].unreachable(group.worlds[1]) == ()
+    assert group.watchers[0].contacts.unreachable(group.worlds[0]) == (2,)
+    assert group.watchers[1].contacts.unreachable(group.worlds[1]) == ()
 
 
 # --- background tasks, and a store that all need ----------------------------------------------------------------------
@@ -828,7 +828,7 @@ def test_where_no_store_is_needed_by_all_its_absence_is_nothing(group: Group) ->
     group.pass_time(600)
     assert group.cuts == [0, 0, 0]
     assert group.warnings == []
-    assert not any(watcher.is_store_lost or watcher.is_store_silent for watcher in group.watchers)
+    assert not any(watcher.store_silence.is_too_long or watcher.store_silence.is_felt for watcher in group.watchers)
 
 
 @pytest.fixture
@@ -846,15 +846,15 @@ def test_a_store_with_a_grace_may_be_away_for_so_long(graced: Group) -> None:
     assert graced.cuts == [0, 0]
     assert len(graced.warnings) == 2, "each member says it once"
     assert "training goes on for up to 30 s" in graced.warnings[0]
-    assert all(watcher.is_store_silent for watcher in graced.watchers)
+    assert all(watcher.store_silence.is_felt for watcher in graced.watchers)
     graced.is_store_down = False
     graced.pass_time(29)
     assert graced.cuts == [0, 0]
-    assert not any(watcher.is_store_silent for watcher in graced.watchers)
+    assert not any(watcher.store_silence.is_felt for watcher in graced.watchers)
     assert [text for text in graced.warnings if "answers again" in text] == graced.warnings[2:]
     graced.is_store_down = True
     graced.pass_time(31)
-    assert all(watcher.is_store_lost for watcher in graced.watchers), "their next step is the last"
+    assert all(watcher.store_silence.is_too_long for watcher in graced.watchers), "their next step is the last"
     assert graced.cuts == [0, 0], "of a world whose members all live"
     graced.pass_time(7 * PEER_TIMEOUT)
     assert min(graced.cuts) >= 1, "no step has ended since"
@@ -882,13 +882,13 @@ def test_a_store_that_is_back_at_the_end_of_its_grace_is_lost_no_more(graced: Gr
     """The training thread has an answer first, and forms the next world before the watchers' next turn."""
     graced.is_store_down = True
     graced.pass_time(31)
-    assert all(watcher.is_store_lost for watcher in graced.watchers)
+    assert all(watcher.store_silence.is_too_long for watcher in graced.watchers)
     for watcher in graced.watchers:
         watcher.leave()
-        watcher.note_answer()
+        watcher.store_silence.note_answer()
     graced.enter()
     graced.pass_time(1)  # the stores of the watchers are still away
-    assert not any(watcher.is_store_lost for watcher in graced.watchers)
+    assert not any(watcher.store_silence.is_too_long for watcher in graced.watchers)
 
 
 def test_the_step_in_hand_ends_within_the_grace(graced: Group) -> None:
@@ -896,9 +896,9 @@ def test_the_step_in_hand_ends_within_the_grace(graced: Group) -> None:
     for watcher in graced.watchers:
         watcher.pace.slowest_step = 10.0
     graced.pass_time(19)
-    assert not any(watcher.is_store_lost for watcher in graced.watchers)
+    assert not any(watcher.store_silence.is_too_long for watcher in graced.watchers)
     graced.pass_time(2)
-    assert all(watcher.is_store_lost for watcher in graced.watchers)
+    assert all(watcher.store_silence.is_too_long for watcher in graced.watchers)
 
 
 def test_a_lone_member_meets_the_end_of_the_grace_at_its_next_step() -> None:
@@ -907,9 +907,9 @@ def test_a_lone_member_meets_the_end_of_the_grace_at_its_next_step() -> None:
     group.enter()
     group.is_store_down = True
     group.pass_time(29)
-    assert not group.watchers[0].is_store_lost
+    assert not group.watchers[0].store_silence.is_too_long
     group.pass_time(3)
-    assert group.watchers[0].is_store_lost
+    assert group.watchers[0].store_silence.is_too_long
     group.pass_time(20 * PEER_TIMEOUT)
     assert group.cuts == [0], "it waits for nobody, however long its step takes"
 
@@ -921,7 +921,7 @@ def test_the_thread_answers_tends_and_stops() -> None:
     links, has_tended = Links("127.0.0.1", "uid-0", INTERVAL, PEER_TIMEOUT), threading.Event()
     watcher = Watcher(links, PEER_TIMEOUT, lambda: None, lambda _world, _is_spokesman: has_tended.set())
     before = threading.active_count()
-    watcher.start()
+    watcher.thread.start()
     assert has_tended.wait(DEADLINE)
     watcher.adopt(World(0, 0, (make_member(0), make_member(1, ("127.0.0.1", 1))), None, "w0"))
     with socket.create_connection(links.address, DEADLINE) as caller:
@@ -932,14 +932,14 @@ def test_the_thread_answers_tends_and_stops() -> None:
         lines.close()
     for _ in range(300):
         assert probe(links.address) is Probe.ACCEPTED
-    watcher.stop()
+    watcher.thread.stop()
     assert threading.active_count() == before
     assert probe(links.address) is Probe.REFUSED
 
 
 def test_a_watcher_that_never_found_its_job_ends() -> None:
     links = FakeLinks(Clock())
-    Watcher(links, PEER_TIMEOUT, lambda: None, lambda _world, _is_spokesman: None).stop()
+    Watcher(links, PEER_TIMEOUT, lambda: None, lambda _world, _is_spokesman: None).thread.stop()
     assert links.is_closed
 
 
@@ -951,11 +951,11 @@ def test_what_ends_the_thread_is_raised_in_the_training_thread() -> None:
 
     links = Links("127.0.0.1", "uid-0", INTERVAL, PEER_TIMEOUT)
     watcher = Watcher(links, PEER_TIMEOUT, lambda: None, tend)
-    watcher.start()
-    watcher._thread.join(DEADLINE)
+    watcher.thread.start()
+    watcher.thread._thread.join(DEADLINE)
     with pytest.raises(ValueError, match="a bug"):
-        watcher.check()
+        watcher.thread.check()
     with pytest.raises(ValueError, match="a bug"):
         watcher.do(Activity.COMPUTE)
-    watcher.stop()
+    watcher.thread.stop()
     assert probe(links.address) is Probe.REFUSED

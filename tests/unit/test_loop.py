@@ -12,9 +12,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elastic_train.config import Config
-from elastic_train.elastic.loop import Loop, votes_of
+from elastic_train.elastic.bundled import bundled
+from elastic_train.elastic.trainer import Trainer
+from elastic_train.elastic.world_end import votes_of
 from elastic_train.errors import UsageError
-from elastic_train.protocol.pace import FIRST_SECONDS, LEAST_SECONDS, Pace
+from elastic_train.protocol.heartbeat import FIRST_SECONDS, LEAST_SECONDS, Pace
 from elastic_train.rules import Activity
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
@@ -31,7 +33,12 @@ class Watched(Task):
     name = "watched"
 
     def __init__(self, test_samples: int | None = None) -> None:
-        self.watcher = SimpleNamespace(do=lambda _activity: None, pace=Pace(10.0), is_store_lost=False)
+        self.watcher = SimpleNamespace(
+            do=lambda _activity: None,
+            pace=Pace(10.0),
+            store_silence=SimpleNamespace(is_too_long=False),
+            announce_broken=lambda: None,
+        )
         self.patience: list[float] = []
         self._test_samples = test_samples
 
@@ -50,7 +57,7 @@ class Watched(Task):
         return super().loss(module, batch)
 
 
-def make_loop(task: Watched, **flags: Any) -> tuple[Loop, TrainState, list[str]]:
+def make_loop(task: Watched, **flags: Any) -> tuple[Trainer, TrainState, list[str]]:
     told: list[str] = []
     model = task.build_model()
     state = TrainState(
@@ -72,11 +79,10 @@ def make_loop(task: Watched, **flags: Any) -> tuple[Loop, TrainState, list[str]]
         watcher=task.watcher,
         sockets=SimpleNamespace(is_shut=False),
         note_reduction=lambda: None,
-        join_vote=lambda: 0,
-        follow_join_vote=lambda world, vote: None,
+        joins=SimpleNamespace(vote=lambda: 0, follow_vote=lambda world, vote: None),
     )
     saver: Any = SimpleNamespace(is_due=lambda _state: False)
-    return Loop(worker, membership, saver), state, told
+    return Trainer(bundled(worker), worker, membership, saver), state, told
 
 
 def steps(task: Watched) -> list[list[tuple[MicroBatch, Any]]]:
@@ -105,9 +111,8 @@ def test_who_has_lost_the_store_votes_for_the_end_of_the_world(is_lost: bool) ->
     reductions: list[None] = []
     membership: Any = SimpleNamespace(
         note_reduction=lambda: reductions.append(None),
-        join_vote=lambda: 0,
-        follow_join_vote=lambda world, vote: None,
-        watcher=SimpleNamespace(is_store_lost=is_lost),
+        joins=SimpleNamespace(vote=lambda: 0, follow_vote=lambda world, vote: None),
+        watcher=SimpleNamespace(store_silence=SimpleNamespace(is_too_long=is_lost)),
     )
     assert votes_of(worker, membership) == (0, int(is_lost), 0)
     assert len(reductions) == 1, "a world is settled by them"

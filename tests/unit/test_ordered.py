@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from elastic_train.errors import UsageError
+from elastic_train.system import processor_facts
 from elastic_train.tools.bench.reduction_speed import local_world
 from elastic_train.training import determinism, ordered_tree
 from elastic_train.training.ordered import OrderedReduction
@@ -587,7 +588,7 @@ def test_cpu_kind(tmp_path: Any) -> None:
     path.write_text(
         "processor\t: 0\nvendor_id\t: Made\ncpu family\t: 6\nmodel\t\t: 85\nmodel name\t: Made X\n\nprocessor\t: 1\n"
     )
-    assert determinism._cpu_kind(path) == "Made family 6 model 85"
+    assert determinism._cpu_kind(processor_facts(path)) == "Made family 6 model 85"
     path.write_text("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n")
-    assert determinism._cpu_kind(path) == "0x41 0xd0c"
-    assert determinism._cpu_kind(tmp_path / "none")
+    assert determinism._cpu_kind(processor_facts(path)) == "0x41 0xd0c"
+    assert determinism._cpu_kind(processor_facts(tmp_path / "none"))

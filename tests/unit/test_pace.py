@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic_train.protocol.pace import FIRST_SECONDS, LEAST_SECONDS, Pace
+from elastic_train.protocol.heartbeat import FIRST_SECONDS, LEAST_SECONDS, Pace
 from elastic_train.rules import Activity
 
 PEER_TIMEOUT = 10.0

@@ -23,14 +23,15 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 from elastic_train.config import Config
-from elastic_train.elastic.loop import UnbrokenReduction
-from elastic_train.elastic.own_loop import OwnLoop
 from elastic_train.elastic.process_group import is_communication_error, process_group
+from elastic_train.elastic.trainer import Program, Trainer
+from elastic_train.elastic.whole_steps import UnbrokenReduction
 from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged
 from elastic_train.protocol import names
 from elastic_train.protocol.addresses import address_towards
 from elastic_train.rules import Activity
 from elastic_train.system import open_sockets
+from elastic_train.tools.drills.nodes import wait_until
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.reduction import StepTotals
 from elastic_train.world import World
@@ -268,10 +269,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(names, "LOOK_UP_SECONDS", 0.3)
     yield event
     event.set()
-    deadline = time.monotonic() + 30
-    while names._lookups:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not names._lookups, "end of the look-ups", 30)
 
 
 def test_a_name_server_that_does_not_answer_costs_seconds_and_one_line(answers: threading.Event) -> None:
@@ -672,12 +670,15 @@ def test_an_own_loop_applies_nothing_before_the_device_has_finished_the_reductio
     optimizer = torch.optim.SGD([weight], lr=0.1)
     task = SimpleNamespace(train_set=torch.utils.data.TensorDataset(torch.ones(1)), collate=list)
     worker: Any = SimpleNamespace(
-        state=SimpleNamespace(optimizer=optimizer), device=torch.device("cuda"), task=task, config=Config()
+        state=SimpleNamespace(optimizer=optimizer, model=torch.nn.Module()),
+        device=torch.device("cuda"),
+        task=task,
+        config=Config(),
     )
     membership: Any = SimpleNamespace(sockets=sockets)
     saver: Any = None
-    loop = OwnLoop(lambda _training: None, worker, membership, saver)
-    loop._training = SimpleNamespace(note_applied=lambda: None)  # type: ignore[assignment]
+    trainer = Trainer(Program(lambda _training: None), worker, membership, saver)
+    trainer._training = SimpleNamespace(note_applied=lambda: None)  # type: ignore[assignment]
     weight.grad = torch.full((2,), 7.0)
     with pytest.raises(FormationFailed):
         optimizer.step()

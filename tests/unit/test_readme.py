@@ -17,8 +17,7 @@ import torch
 from torch.distributed.run import get_args_parser
 
 from elastic_train.cli import make_parser
-from elastic_train.config import Config, flag, parse
-from elastic_train.elastic.own_loop import NOT_FOR_OWN_LOOPS
+from elastic_train.config import SHARED, Config, flag, parse
 from elastic_train.examples.parity_task import Flags
 
 ROOT = Path(__file__).parents[2]
@@ -146,7 +145,7 @@ def test_every_command_of_the_check(words: list[str]) -> None:
 
 @pytest.mark.parametrize("words", words_after("elastic_ddp.py"), ids=" ".join)
 def test_every_command_of_an_own_loop(words: list[str]) -> None:
-    parse(words, left_out=NOT_FOR_OWN_LOOPS)
+    parse(words, scopes=SHARED)
 
 
 @pytest.mark.parametrize("words", words_after("torchrun"), ids=" ".join)

@@ -6,6 +6,7 @@ Three, because a mean over three is not exact in binary. The processes run every
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -237,10 +238,13 @@ def work(rank: int, port: int, out: Path) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60))
-    torch.save(run_with_statistics(rank), out / f"statistics-{rank}")
-    torch.save(run_with_statistics(rank, Counting()), out / f"buffers-{rank}")
-    outcomes = {name: run_case(case, rank) for name, case in TOGETHER.items()} | {"spoiled": run_case(SPOILED, rank)}
-    torch.save(outcomes, out / str(rank))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        torch.save(run_with_statistics(rank), out / f"statistics-{rank}")
+        torch.save(run_with_statistics(rank, Counting()), out / f"buffers-{rank}")
+        outcomes = {name: run_case(case, rank) for name, case in (TOGETHER | {"spoiled": SPOILED}).items()}
+        torch.save(outcomes, out / str(rank))
+    torch.save([str(warning.message) for warning in warned], out / f"warnings-{rank}")
     dist.destroy_process_group()
 
 
@@ -280,7 +284,7 @@ def test_a_snapshot_shows_nothing_of_it(together: list[dict[str, Outcome]]) -> N
 
 
 def test_other_buffers_are_those_of_rank_0_copied_before_each_forward_pass(worked: Path) -> None:
-    """As README explains broadcast_buffers."""
+    """As README explains forward_sync_buffers."""
     first, *others = (torch.load(worked / f"buffers-{rank}") for rank in range(WORLD_SIZE))
     for other in others:
         for step in range(NUM_STEPS):
@@ -291,7 +295,7 @@ def test_other_buffers_are_those_of_rank_0_copied_before_each_forward_pass(worke
 
 
 def test_statistics_alone_are_each_rank_s_own_and_those_of_rank_0_the_same(worked: Path) -> None:
-    """As README explains broadcast_buffers."""
+    """As README explains forward_sync_buffers."""
     for rank in range(WORLD_SIZE):
         own = torch.load(worked / f"statistics-{rank}")
         assert all(torch.equal(own[step][0], own[step - 1][1]) for step in range(1, NUM_STEPS))
@@ -299,6 +303,11 @@ def test_statistics_alone_are_each_rank_s_own_and_those_of_rank_0_the_same(worke
     assert not torch.equal(first[-1][1], second[-1][1])
     copied = torch.load(worked / "buffers-0")
     assert all(torch.equal(own[1], of_ddp[1]) for own, of_ddp in zip(first, copied, strict=True))
+
+
+def test_torch_warns_of_no_option_that_ddp_gets(worked: Path) -> None:
+    for rank in range(WORLD_SIZE):
+        assert [text for text in torch.load(worked / f"warnings-{rank}") if "deprecated" in text] == []
 
 
 def test_parts_on_devices_of_several_kinds_are_refused_in_one_line() -> None:

@@ -22,11 +22,12 @@ from typing import Any
 import pytest
 
 import elastic_train
-from elastic_train.elastic.starting import newest_step
+from elastic_train.elastic.earlier_run import newest_step
 from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryInUse
-from elastic_train.storage import atomic_files, holders, run_directory
+from elastic_train.storage import atomic_files, ownership
 from elastic_train.storage.atomic_files import require_writable, write_atomic
 from elastic_train.storage.run_directory import RunDirectory, Traces
+from tests.processes import freeze
 
 DEADLINE = 30.0
 HOST = "node-a"
@@ -48,7 +49,7 @@ for line in sys.stdin:
                 os._exit(0)
             answer = ["ok", child]
         else:
-            answer = ["ok", getattr(directory, call)(*arguments)]
+            answer = ["ok", getattr(directory.ownership, call)(*arguments)]
     except ElasticTrainError as error:
         answer = [type(error).__name__, str(error)]
     print(json.dumps(answer), flush=True)
@@ -84,8 +85,7 @@ class Worker:
         return self.answer()
 
     def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-        wait_for(lambda: process_state(self.pid) == "T")
+        freeze(self.pid)
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -100,17 +100,6 @@ class Worker:
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-
-
-def wait_for(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not is_true():
-        assert time.monotonic() < deadline, f"not true after {DEADLINE} s"
-        time.sleep(0.002)
-
-
-def process_state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.fixture
@@ -131,7 +120,7 @@ def directory(tmp_path: Path) -> Iterator[RunDirectory]:
     directory = RunDirectory(tmp_path / "run")
     directory.create()
     yield directory
-    directory.release()
+    directory.ownership.release()
 
 
 def owner_of(directory: RunDirectory) -> dict[str, Any]:
@@ -184,51 +173,51 @@ def test_create_where_it_may_not_be_written(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_claim_writes_the_owner_and_a_newer_generation_replaces_it(directory: RunDirectory) -> None:
-    assert directory.claim("job", 3, HOST) is None
+    assert directory.ownership.claim("job", 3, HOST) is None
     owner = owner_of(directory)
     assert (owner["job_token"], owner["generation"]) == ("job", 3)
     assert (owner["host"], owner["pid"]) == (HOST, os.getpid())
     assert abs(owner["time"] - time.time()) < 60
-    directory.claim("job", 2, HOST)
+    directory.ownership.claim("job", 2, HOST)
     assert owner_of(directory) == owner
-    directory.claim("job", 4, HOST)
+    directory.ownership.claim("job", 4, HOST)
     assert owner_of(directory)["generation"] == 4
 
 
 def test_check_owner(directory: RunDirectory) -> None:
-    directory.claim("job", 3, HOST)
-    directory.check_owner("job", 3)
-    directory.check_owner("job", 4)  # claimed by this one and not yet by a slower one: no reason to leave
+    directory.ownership.claim("job", 3, HOST)
+    directory.ownership.check_owner("job", 3)
+    directory.ownership.check_owner("job", 4)  # claimed by this one and not yet by a slower one: no reason to leave
     with pytest.raises(OwnershipLost, match=rf"generation 3 \(host {HOST}, pid {os.getpid()}, since .* UTC\)"):
-        directory.check_owner("job", 2)
+        directory.ownership.check_owner("job", 2)
     with pytest.raises(OwnershipLost, match="belongs to another job"):
-        directory.check_owner("other", 3)
+        directory.ownership.check_owner("other", 3)
     directory.owner_path.write_text("{")
     with pytest.raises(OwnershipLost, match=r"no valid owner\.json"):
-        directory.check_owner("job", 3)
+        directory.ownership.check_owner("job", 3)
     directory.owner_path.unlink()
     with pytest.raises(OwnershipLost, match=r"no valid owner\.json"):
-        directory.check_owner("job", 3)
+        directory.ownership.check_owner("job", 3)
     directory.owner_path.mkdir()
     with pytest.raises(RunDirectoryError, match="Is a directory"):
-        directory.check_owner("job", 3)
+        directory.ownership.check_owner("job", 3)
     directory.owner_path.rmdir()
 
 
 def test_a_job_token_must_be_a_file_name(directory: RunDirectory) -> None:
     for token in ("", "a/b", "..\0", "a b"):
         with pytest.raises(ValueError, match="job_token"):
-            directory.claim(token, 0, HOST)
+            directory.ownership.claim(token, 0, HOST)
 
 
 def test_release_leaves_no_lock_of_the_job(directory: RunDirectory) -> None:
     first, second = RunDirectory(directory.path), RunDirectory(directory.path)
-    first.claim("job", 0, HOST)
-    second.claim("job", 0, HOST)
-    first.release()
+    first.ownership.claim("job", 0, HOST)
+    second.ownership.claim("job", 0, HOST)
+    first.ownership.release()
     assert (directory.path / ".owner-job.lock").exists()
-    second.release()
-    second.release()
+    second.ownership.release()
+    second.ownership.release()
     assert sorted(path.name for path in directory.path.iterdir()) == [".claim.lock", "owner.json"]
 
 
@@ -246,7 +235,7 @@ def test_many_workers_of_one_job_at_once(directory: RunDirectory, start_worker: 
 def test_claim_removes_what_a_killed_claim_left(directory: RunDirectory) -> None:
     leftover = directory.path / ".owner.json.tmp-0123abcd"
     leftover.write_bytes(b"{")
-    directory.claim("job", 0, HOST)
+    directory.ownership.claim("job", 0, HOST)
     assert not leftover.exists()
 
 
@@ -258,7 +247,7 @@ def test_a_second_live_job_is_refused_by_name(directory: RunDirectory, start_wor
     assert worker.call("claim", "first", 0, "node-b") == ("ok", None)
     before = sorted(directory.path.iterdir())
     with pytest.raises(RunDirectoryInUse) as caught:
-        directory.claim("second", 0, HOST)
+        directory.ownership.claim("second", 0, HOST)
     message = str(caught.value)
     assert "\n" not in message
     for part in (str(directory.path), "host node-b", f"pid {worker.pid}", "since 20", "--run-dir"):
@@ -271,7 +260,7 @@ def test_a_killed_owner_is_replaced(directory: RunDirectory, start_worker: Calla
     worker = start_worker()
     assert worker.call("claim", "first", 7, HOST) == ("ok", None)
     worker.kill()
-    directory.claim("second", 0, HOST)
+    directory.ownership.claim("second", 0, HOST)
     assert owner_of(directory)["job_token"] == "second"
     assert not (directory.path / ".owner-first.lock").exists()
 
@@ -284,27 +273,27 @@ def test_a_forked_child_does_not_hold_the_directory(
     _, child = worker.call("fork")
     try:
         worker.kill()
-        directory.claim("second", 0, HOST)
+        directory.ownership.claim("second", 0, HOST)
     finally:
         os.kill(child, signal.SIGKILL)
 
 
 def test_a_child_that_did_keep_the_lock_is_named(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_directory, "_LEFT_CHILD_PATIENCE", timedelta(seconds=0.02))
-    started = holders.process_stat(os.getpid())[1]
+    monkeypatch.setattr(ownership, "_LEFT_CHILD_TIMEOUT", timedelta(seconds=0.02))
+    started = ownership.process_stat(os.getpid())[1]
     lock = directory.path / ".owner-first.lock"
     lock.write_text(json.dumps({"host": HOST, "pid": os.getpid(), "time": 0, "started": started + "0"}))
     with open(lock) as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         with pytest.raises(RunDirectoryInUse, match="left a child process behind"):
-            directory.claim("second", 0, HOST)
+            directory.ownership.claim("second", 0, HOST)
 
 
 def test_a_stopped_owner_is_replaced_and_finds_out(directory: RunDirectory, start_worker: Callable[[], Worker]) -> None:
     worker = start_worker()
     assert worker.call("claim", "first", 5, HOST) == ("ok", None)
     worker.stop()
-    directory.claim("second", 0, HOST)
+    directory.ownership.claim("second", 0, HOST)
     worker.go_on()
     kind, message = worker.call("check_owner", "first", 5)
     assert kind == "OwnershipLost"
@@ -312,9 +301,9 @@ def test_a_stopped_owner_is_replaced_and_finds_out(directory: RunDirectory, star
     # nor can it take the directory back, now or when the other job is over
     assert worker.call("claim", "first", 6, HOST)[0] == "OwnershipLost"
     # and being alive again it does not stand in the way of the job that replaced it
-    directory.claim("second", 1, HOST)
-    RunDirectory(directory.path).claim("second", 1, HOST)
-    directory.release()
+    directory.ownership.claim("second", 1, HOST)
+    RunDirectory(directory.path).ownership.claim("second", 1, HOST)
+    directory.ownership.release()
     assert worker.call("claim", "first", 7, HOST)[0] == "OwnershipLost"
     assert owner_of(directory)["job_token"] == "second"
 
@@ -326,7 +315,7 @@ def test_a_stopped_process_of_another_host_is_not_judged(
     worker.call("claim", "first", 0, "node-b")
     worker.stop()
     with pytest.raises(RunDirectoryInUse, match="node-b"):
-        directory.claim("second", 0, HOST)
+        directory.ownership.claim("second", 0, HOST)
 
 
 def test_one_stopped_worker_does_not_make_its_job_stale(
@@ -338,7 +327,7 @@ def test_one_stopped_worker_does_not_make_its_job_stale(
     assert owner_of(directory)["pid"] == stopped.pid
     stopped.stop()
     with pytest.raises(RunDirectoryInUse, match=f"pid {living.pid}"):
-        directory.claim("second", 0, HOST)
+        directory.ownership.claim("second", 0, HOST)
     # the job goes on without it, and it finds that out
     assert living.call("claim", "first", 1, HOST) == ("ok", None)
     stopped.go_on()
@@ -369,33 +358,33 @@ def test_a_claim_that_hangs_half_way_has_a_deadline(directory: RunDirectory) -> 
     with open(directory.path / ".claim.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(RunDirectoryError, match=r"held \.claim\.lock for 0\.02 s"):
-            directory.claim("job", 0, HOST, patience=timedelta(seconds=0.02))
+            directory.ownership.claim("job", 0, HOST, timeout=timedelta(seconds=0.02))
 
 
 def test_one_claims_each_generation_for_all_who_have_claimed(directory: RunDirectory) -> None:
     """Hundreds would wait for each other's lock in a recovery, and none but the first would change anything."""
     first, second = RunDirectory(directory.path), RunDirectory(directory.path)
-    first.claim("job", 0, HOST)
-    second.claim("job", 0, HOST, is_leader=False)
-    first.release()
+    first.ownership.claim("job", 0, HOST)
+    second.ownership.claim("job", 0, HOST, is_leader=False)
+    first.ownership.release()
     with pytest.raises(RunDirectoryInUse):
-        RunDirectory(directory.path).claim("other", 0, HOST)
-    with directory._claim_lock(timedelta(0)):  # somebody is at it
-        second.claim("job", 1, HOST, is_leader=False, patience=timedelta(0))
+        RunDirectory(directory.path).ownership.claim("other", 0, HOST)
+    with directory.ownership._claim_lock(timedelta(0)):  # somebody is at it
+        second.ownership.claim("job", 1, HOST, is_leader=False, timeout=timedelta(0))
         with pytest.raises(RunDirectoryError, match="held"):
-            second.claim("job", 1, HOST, patience=timedelta(0))
+            second.ownership.claim("job", 1, HOST, timeout=timedelta(0))
     assert json.loads(directory.owner_path.read_text())["generation"] == 0
-    second.claim("job", 1, HOST)
+    second.ownership.claim("job", 1, HOST)
     assert json.loads(directory.owner_path.read_text())["generation"] == 1
-    second.release()
+    second.ownership.release()
 
 
 def test_who_does_not_claim_for_the_others_finds_out_that_it_was_replaced(directory: RunDirectory) -> None:
-    directory.claim("job", 0, HOST, is_leader=False)
+    directory.ownership.claim("job", 0, HOST, is_leader=False)
     record = json.loads(directory.owner_path.read_text())
     directory.owner_path.write_text(json.dumps({**record, "job_token": "other"}))
     with pytest.raises(OwnershipLost):
-        directory.claim("job", 1, HOST, is_leader=False)
+        directory.ownership.claim("job", 1, HOST, is_leader=False)
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
@@ -404,15 +393,15 @@ def test_without_flock_a_warning(directory: RunDirectory, monkeypatch: pytest.Mo
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", no_flock)
-    warning = directory.claim("job", 0, HOST)
+    warning = directory.ownership.claim("job", 0, HOST)
     assert warning is not None
     assert str(directory.path) in warning
-    directory.check_owner("job", 0)
-    RunDirectory(directory.path).claim("other", 1, HOST)
+    directory.ownership.check_owner("job", 0)
+    RunDirectory(directory.path).ownership.claim("other", 1, HOST)
     with pytest.raises(OwnershipLost):
-        directory.check_owner("job", 0)
+        directory.ownership.check_owner("job", 0)
     with pytest.raises(OwnershipLost):
-        directory.claim("job", 1, HOST)
+        directory.ownership.claim("job", 1, HOST)
 
 
 def test_a_full_disk_leaves_no_claim(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,10 +411,10 @@ def test_a_full_disk_leaves_no_claim(directory: RunDirectory, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(RunDirectoryError, match=r"No space left on device; choose another --run-dir"):
-            directory.claim("job", 0, HOST)
+            directory.ownership.claim("job", 0, HOST)
     assert not list(directory.path.glob("*.tmp*"))
-    directory.release()
-    RunDirectory(directory.path).claim("other", 0, HOST)
+    directory.ownership.release()
+    RunDirectory(directory.path).ownership.claim("other", 0, HOST)
 
 
 # --- moving aside -----------------------------------------------------------------------------------------------
@@ -434,7 +423,7 @@ def test_a_full_disk_leaves_no_claim(directory: RunDirectory, monkeypatch: pytes
 def test_move_aside(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run", now=lambda: 1_700_000_000.0)
     directory.create()
-    directory.claim("job", 0, HOST)
+    directory.ownership.claim("job", 0, HOST)
     assert directory.move_aside() is None
     asides = []
     for number in range(3):
@@ -446,14 +435,14 @@ def test_move_aside(tmp_path: Path) -> None:
         asides.append(aside)
         assert sorted(path.name for path in aside.iterdir()) == ["events", "result.json"]
         assert (aside / "events" / "x.jsonl").read_text() == str(number)
-        directory.check_owner("job", 0)
+        directory.ownership.check_owner("job", 0)
     names = ["run.20231114T221320Z", "run.20231114T221320Z.2", "run.20231114T221320Z.3"]
     assert [aside.name for aside in asides] == names
     kept = sorted(path.name for path in directory.path.iterdir())
     assert kept == [".claim.lock", ".owner-job.lock", "owner.json"]
     with pytest.raises(RunDirectoryInUse):
-        RunDirectory(directory.path).claim("other", 0, HOST)
-    directory.release()
+        RunDirectory(directory.path).ownership.claim("other", 0, HOST)
+    directory.ownership.release()
 
 
 def test_move_aside_that_cannot_leaves_everything(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,7 +491,7 @@ def test_event_files_that_can_say_nothing_new_are_not_read(
     """A run of many joins leaves thousands of them. Where the older one was read shows by what cannot be in it."""
     directory.events_dir.mkdir()
     if owned is not None:
-        directory.claim("job", owned, HOST)
+        directory.ownership.claim("job", owned, HOST)
     step_at = 1_700_000_000.0
     new, old = directory.events_dir / "new.jsonl", directory.events_dir / "old.jsonl"
     new.write_text(json.dumps({"event": "step", "generation": 3, "step": 12, "time": step_at}) + "\n")
@@ -510,7 +499,7 @@ def test_event_files_that_can_say_nothing_new_are_not_read(
     os.utime(new, (step_at, step_at))
     os.utime(old, (step_at - seconds_before, step_at - seconds_before))
     assert directory.traces().generation == found
-    directory.release()
+    directory.ownership.release()
 
 
 def test_steps_that_a_restart_lost_are_lost_once() -> None:
@@ -616,7 +605,7 @@ def test_a_name_that_is_being_made_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / ".directory-id"
     path.touch()
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(RunDirectory(tmp_path).identity, patience=timedelta(seconds=DEADLINE))
+        asked = threads.submit(RunDirectory(tmp_path).identity, timeout=timedelta(seconds=DEADLINE))
         with pytest.raises(TimeoutError):
             asked.result(timeout=0.1)
         path.write_bytes(b"0123456789abcdef")
@@ -627,7 +616,7 @@ def test_a_name_that_is_being_made_is_waited_for(tmp_path: Path) -> None:
 def test_a_damaged_name_is_told(tmp_path: Path, data: bytes) -> None:
     (tmp_path / ".directory-id").write_bytes(data)
     with pytest.raises(RunDirectoryError, match=r"\.directory-id is damaged .*: remove it"):
-        RunDirectory(tmp_path).identity(patience=timedelta(0))
+        RunDirectory(tmp_path).identity(timeout=timedelta(0))
 
 
 def test_a_folder_that_cannot_be_written_to_is_told_at_the_start(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from elastic_train.protocol.signposts import (
     reach,
     serve,
 )
+from elastic_train.tools.drills.nodes import free_port
+from tests.processes import freeze
 
 DEADLINE = 30.0
 """of every wait"""
@@ -46,11 +48,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as trial:
-        return int(trial.getsockname()[1])
 
 
 @pytest.fixture
@@ -74,7 +71,7 @@ def make(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     def make_one(*ports: int, run_id: str = "run", is_host: bool | None = None, **more: Any) -> Signposts:
         endpoints = [("localhost", one) for one in ports]
-        made.append(Signposts(endpoints, run_id, is_host=is_host, patience=PATIENCE, clock=clock, **more))
+        made.append(Signposts(endpoints, run_id, is_host=is_host, timeout=PATIENCE, clock=clock, **more))
         return made[-1]
 
     yield make_one
@@ -288,7 +285,7 @@ import sys
 from elastic_train.protocol.signposts import Signposts
 
 port = int(sys.argv[1])
-posts = Signposts([("localhost", port)], "run", is_host=None, patience=60.0)
+posts = Signposts([("localhost", port)], "run", is_host=None, timeout=60.0)
 print(posts.is_beginner(), flush=True)
 posts.show([("10.0.0.1", 5001)], "token")
 posts.keep(has_world=True)
@@ -311,8 +308,7 @@ class Process:
         assert self.process.stdout.readline() == "True\n", "the port is taken"
 
     def freeze(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
-        until(lambda: psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
+        freeze(self.process.pid)
 
     def wake(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
@@ -665,7 +661,7 @@ def test_a_name_server_that_does_not_answer_holds_nobody_up_for_long(
     names.ips = ["127.0.0.1"]
     names.answers.clear()
     started, before = time.monotonic(), threading.active_count()
-    posts = Signposts([("job.test", port)], "run", is_host=None, patience=PATIENCE, clock=clock)
+    posts = Signposts([("job.test", port)], "run", is_host=None, timeout=PATIENCE, clock=clock)
     for _ in range(3):
         assert look(posts, clock) == ()
     assert not posts.is_beginner()
@@ -682,7 +678,7 @@ def test_a_name_server_that_does_not_answer_holds_nobody_up_for_long(
 
 
 def test_a_name_that_is_found_late_may_be_this_machines(clock: Clock, port: int, names: NameServer) -> None:
-    posts = Signposts([("job.test", port)], "run", is_host=None, patience=PATIENCE, clock=clock)
+    posts = Signposts([("job.test", port)], "run", is_host=None, timeout=PATIENCE, clock=clock)
     assert not posts.is_beginner()
     names.ips = ["127.0.0.1"]
     clock.now += 2 * signposts.NAME_SECONDS
@@ -695,7 +691,7 @@ def test_a_name_that_moves_is_followed(make: Make, clock: Clock, port: int, name
     one = make(port)
     assert one.is_beginner()
     one.show([A], "token")
-    posts = Signposts([("job.test", port)], "run", is_host=False, patience=PATIENCE, clock=clock)
+    posts = Signposts([("job.test", port)], "run", is_host=False, timeout=PATIENCE, clock=clock)
     assert look(posts, clock) == ()
     names.ips = ["127.0.0.1"]
     assert look(posts, clock) == (A,)
@@ -707,7 +703,7 @@ def test_any_address_of_a_name_leads_to_the_job(make: Make, clock: Clock, port: 
     one = make(port)
     assert one.is_beginner()
     one.show([A], "token")
-    posts = Signposts([("job.test", port)], "run", is_host=False, patience=PATIENCE, clock=clock)
+    posts = Signposts([("job.test", port)], "run", is_host=False, timeout=PATIENCE, clock=clock)
     assert look(posts, clock) == (A,)
     posts.close()
 

@@ -28,7 +28,6 @@ def test_a_task_of_several() -> None:
         world_size=8,
         local_rank=1,
         local_world_size=2,
-        node_rank=2,
         num_nodes=4,
         run_id="slurm-1234567",
         master=("gpu03", 29500 + 4567),

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +36,7 @@ from elastic_train.storage.snapshot import (
 )
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
+from tests.processes import flip_a_bit, freeze
 
 DEADLINE = 30.0
 ROOT = str(Path(elastic_train.__file__).parent.parent)
@@ -84,12 +84,6 @@ def keys(directory: Path) -> list[tuple[int, int]]:
 def edit_manifest(path: Path, **changes: object) -> None:
     manifest = json.loads((path / "manifest.json").read_bytes())
     (path / "manifest.json").write_text(json.dumps({**manifest, **changes}))
-
-
-def flip_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 # --- the state and its bytes ------------------------------------------------------------------------------------
@@ -287,7 +281,7 @@ def test_accept(tmp_path: Path) -> None:
 
 
 def damage_bit(path: Path) -> None:
-    flip_bit(path / "state.pt")
+    flip_a_bit(path / "state.pt")
 
 
 def damage_truncated(path: Path) -> None:
@@ -433,7 +427,7 @@ def test_a_flipped_bit_in_newer_ones_does_not_cost_the_last_that_is_whole(tmp_pa
     for step in (1, 2, 3):
         path = save(make_writer(tmp_path, keep=3), step).path
         if step > 1:
-            flip_bit(path / "state.pt")
+            flip_a_bit(path / "state.pt")
 
     def steps() -> list[int]:
         return [info.step for info in find_snapshots(tmp_path, warn=lambda message: None)]
@@ -459,11 +453,12 @@ def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
 def test_the_same_snapshot_again(tmp_path: Path) -> None:
     writer = make_writer(tmp_path)
     first = save(writer, 1)
-    stat = (first.path / "state.pt").stat()
+    before = (first.path / "state.pt").stat()
     again = save(writer, 1)
     assert (again.path, again.bytes, again.warnings) == (first.path, first.bytes, ())
-    assert (first.path / "state.pt").stat() == stat
-    flip_bit(first.path / "state.pt")
+    after = (first.path / "state.pt").stat()  # it was read, so that its access time may differ
+    assert (after.st_ino, after.st_mtime_ns, after.st_size) == (before.st_ino, before.st_mtime_ns, before.st_size)
+    flip_a_bit(first.path / "state.pt")
     replaced = save(writer, 1)
     assert keys(tmp_path) == [(0, 1)]
     assert load(replaced.path)["step"] == 1
@@ -687,7 +682,7 @@ def test_every_fault_leaves_the_older_ones_whole(
         for step in (1, 2):
             save(writer, step)
         if is_replacing:
-            flip_bit(save(make_writer(directory, keep=9), 3).path / "state.pt")
+            flip_a_bit(save(make_writer(directory, keep=9), 3).path / "state.pt")
         disk.start(fail_at)
         outcome: object
         if is_background:
@@ -852,11 +847,11 @@ from elastic_train.storage.snapshot_writer import SnapshotWriter
 
 directory = RunDirectory(sys.argv[1])
 directory.create()
-directory.claim("first", 4, "node-a")
+directory.ownership.claim("first", 4, "node-a")
 where = dict(epoch=0, samples_done=0, generation=4, world_size=1)
 writer = SnapshotWriter(
     directory.snapshots_dir, keep=2, host="node-a", run_uid="run", task={},
-    before_rename=lambda: directory.check_owner("first", 4),
+    before_rename=lambda: directory.ownership.check_owner("first", 4),
 )
 writer.save({"who": "first"}, step=100, **where)
 print("ready", flush=True)
@@ -885,14 +880,12 @@ def test_a_stopped_writer_that_goes_on_does_no_harm(tmp_path: Path) -> None:
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        os.kill(process.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + DEADLINE
-        while " T " not in Path(f"/proc/{process.pid}/stat").read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        freeze(process.pid)
         directory = RunDirectory(tmp_path / "run")
-        directory.claim("second", 5, "node-a")
-        writer = make_writer(directory.snapshots_dir, keep=2, before_rename=lambda: directory.check_owner("second", 5))
+        directory.ownership.claim("second", 5, "node-a")
+        writer = make_writer(
+            directory.snapshots_dir, keep=2, before_rename=lambda: directory.ownership.check_owner("second", 5)
+        )
         save(writer, 110, generation=5)
         os.kill(process.pid, signal.SIGCONT)
         output, _ = process.communicate("go on\n", timeout=DEADLINE)
@@ -903,7 +896,7 @@ def test_a_stopped_writer_that_goes_on_does_no_harm(tmp_path: Path) -> None:
         assert keys(directory.snapshots_dir) == [(5, 110), (4, 100)]
         save(writer, 120, generation=5)
         assert keys(directory.snapshots_dir) == [(5, 120), (5, 110)]
-        directory.release()
+        directory.ownership.release()
     finally:
         process.kill()
         process.wait(DEADLINE)

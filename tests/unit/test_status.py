@@ -15,9 +15,10 @@ import pytest
 from elastic_train.errors import RunDirectoryError
 from elastic_train.observe import status, status_files
 from elastic_train.observe.status import RunState, Status
-from elastic_train.observe.status_files import process_is_alive, read_ends
+from elastic_train.observe.status_files import process_is_alive
 from elastic_train.observe.status_table import describe
 from elastic_train.runlog.goodput import process_start_ticks
+from elastic_train.runlog.reader import read_ends
 from elastic_train.storage.snapshot import FORMAT_VERSION
 from elastic_train.wording import duration, human_bytes
 

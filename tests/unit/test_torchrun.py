@@ -483,7 +483,6 @@ def test_launch_in_a_fixed_world() -> None:
         world_size=4,
         local_rank=1,
         local_world_size=2,
-        node_rank=1,
         num_nodes=2,
         run_id="job",
         restart_count=5,

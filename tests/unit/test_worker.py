@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 from elastic_train.__main__ import quick_imports
 from elastic_train.config import Config
-from elastic_train.elastic.starting import describe_share
 from elastic_train.elastic.worker import Worker, make_state
+from elastic_train.elastic.world_report import describe_share
 from elastic_train.training.tasks import Task, build_task
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastic_train.tools.audit.end_checks import check_end, check_phases, check_state
+from elastic_train.tools.audit.fault_checks import check_faults, check_incidents
 from elastic_train.tools.audit.finding import Found
-from elastic_train.tools.audit.harm_checks import check_faults, check_incidents
 from elastic_train.tools.audit.history import History
 from elastic_train.tools.audit.loss_checks import check_losses
 from elastic_train.tools.audit.progress_checks import check_generations, check_ledger, check_steps

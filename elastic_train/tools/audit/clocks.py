@@ -12,9 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median_low
-from typing import Any
 
-Line = dict[str, Any]
+from elastic_train.runlog.reader import Line
 
 TOLERANCE_SECONDS = 2.0
 """a clock that is off by less counts as right: members do not write that their world stands at quite the same moment"""

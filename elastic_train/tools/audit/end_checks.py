@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterable
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError
+from elastic_train.runlog.reader import Line
 from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
-from elastic_train.tools.audit.history import FINISHED, History, Line, writer
+from elastic_train.tools.audit.history import FINISHED, History, writer
 from elastic_train.tools.audit.record import DrillRecord
 from elastic_train.tools.audit.remains_checks import find_snapshots_of
 

@@ -6,19 +6,17 @@ Unlike status.py, which looks at the ends of the files to answer at once, this r
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from elastic_train.errors import RunDirectoryError
+from elastic_train.runlog.reader import Line, member_of, read_json, read_with_torn
 from elastic_train.tools.audit.clocks import set_right
-from elastic_train.tools.audit.record import DrillRecord, read_drill, read_json
+from elastic_train.tools.audit.record import DrillRecord, read_drill
 
-Line = dict[str, Any]
 FINISHED = frozenset({"finished", "already_finished"})
 """the outcomes of who reached the end"""
 
@@ -273,29 +271,23 @@ def read_history(run_dir: Path) -> History:
             raise RunDirectoryError(f"{run_dir} holds no run: there is no events/ in it")
         names = tuple(sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*")))
         torn: list[str] = []
-        files: list[list[Line]] = []
-        for path in sorted((run_dir / "events").glob("*.jsonl")):
-            writer = _writer_of(path)
-            lines = [{**line, "writer": writer} for line in _read(path, torn) if {"time", "event"} <= line.keys()]
-            files.append(lines)
-        ledger = [
-            {**line, "writer": _writer_of(path)}
-            for path in sorted((run_dir / "ledger").glob("*.jsonl"))
-            for line in _read(path, torn)
+        files = [
+            [line for line in _read(path, torn) if {"time", "event"} <= line.keys()]
+            for path in sorted((run_dir / "events").glob("*.jsonl"))
         ]
+        ledger = [line for path in sorted((run_dir / "ledger").glob("*.jsonl")) for line in _read(path, torn)]
     except OSError as error:
         raise RunDirectoryError(f"{run_dir} cannot be read: {error.strerror}") from error
     set_right(files)
     if discarded := _discarded_worlds(files):
         files = [[line for line in lines if not _is_discarded(line, discarded)] for lines in files]
         ledger = [line for line in ledger if not _is_discarded(line, discarded)]
-    result = read_json(run_dir / "result.json")
     return History(
         run_dir=run_dir,
         events=tuple(sorted(itertools.chain.from_iterable(files), key=lambda line: float(line["time"]))),
         ledger=tuple(ledger),
         torn=tuple(torn),
-        result=result if isinstance(result, dict) else None,
+        result=read_json(run_dir / "result.json"),
         drill=read_drill(run_dir),
         names=names,
     )
@@ -346,23 +338,9 @@ def mixed_branches(history: History) -> str | None:
     return None
 
 
-def _writer_of(path: Path) -> str:
-    """NODE/LOCAL_RANK/PID, of a file NODE-LOCAL_RANK-PID.jsonl."""
-    return "/".join(path.stem.rsplit("-", 2))
-
-
 def _read(path: Path, torn: list[str]) -> list[Line]:
-    found = []
-    *lines, _cut_off = path.read_bytes().split(b"\n")  # empty, but where SIGKILL found the writer inside write(2)
-    for number, raw in enumerate(lines, start=1):
-        if not raw:
-            continue
-        try:
-            line = json.loads(raw)
-        except ValueError:
-            line = None
-        if isinstance(line, dict):
-            found.append(line)
-        else:
-            torn.append(f"{path.parent.name}/{path.name}: line {number} is torn")
-    return found
+    """The lines of a file, each with its writer."""
+    lines, torn_numbers = read_with_torn(path)
+    torn += [f"{path.parent.name}/{path.name}: line {number} is torn" for number in torn_numbers]
+    member = member_of(path)
+    return [{**line, "writer": member} for line in lines]

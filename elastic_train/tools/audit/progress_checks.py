@@ -9,8 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from elastic_train.runlog.reader import Line
 from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
-from elastic_train.tools.audit.history import History, Line, PastWorld
+from elastic_train.tools.audit.history import History, PastWorld
 from elastic_train.wording import count
 
 DRILL_TOLERANCE = 0.1

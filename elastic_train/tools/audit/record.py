@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic_train.runlog.events import JsonLines, read_lines
+from elastic_train.runlog.events import JsonLines
+from elastic_train.runlog.reader import read_all, read_json, read_value
 from elastic_train.storage.atomic_files import write_atomic
 
 FOLDER = "drill"
@@ -98,7 +99,7 @@ class FaultRecord:
 
     @property
     def loses_steps(self) -> bool:
-        """Who kills everything at once loses what came after the last snapshot; no other harm of a drill does."""
+        """Who kills everything at once loses what came after the last snapshot; no other fault of a drill does."""
         return self.name in ("kill-all", "damage")
 
     @property
@@ -150,14 +151,14 @@ def read_drill(run_dir: Path) -> DrillRecord | None:
     if not folder.is_dir():
         return None
     settings = read_json(folder / "drill.json")
-    needed = {"drill.json": isinstance(settings, dict)}
+    needed = {"drill.json": settings is not None}
     needed |= {name: (folder / name).is_file() for name in ("nodes.jsonl", "faults.jsonl")}
-    reference, leftovers = read_json(folder / "reference.json"), read_json(folder / "leftovers.json")
+    leftovers = read_value(folder / "leftovers.json")
     return DrillRecord(
-        settings=settings if isinstance(settings, dict) else {},
-        nodes=_lines(folder / "nodes.jsonl"),
-        faults=fault_records(_lines(folder / "faults.jsonl")),
-        reference=reference if isinstance(reference, dict) else None,
+        settings=settings or {},
+        nodes=read_all(folder / "nodes.jsonl"),
+        faults=fault_records(read_all(folder / "faults.jsonl")),
+        reference=read_json(folder / "reference.json"),
         leftovers=leftovers if isinstance(leftovers, list) else None,
         missing=tuple(f"{FOLDER}/{name}" for name, is_there in needed.items() if not is_there),
     )
@@ -189,15 +190,3 @@ def fault_records(lines: list[dict[str, Any]]) -> list[FaultRecord]:
             )
         )
     return records
-
-
-def read_json(path: Path) -> Any:
-    """None for what is missing or torn."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return read_lines(path) if path.exists() else []

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from elastic_train.runlog.events import newest_events
+from elastic_train.runlog.reader import newest_first
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.record import PACE_VARIABLE
 from elastic_train.tools.bench import table
@@ -257,7 +257,7 @@ def wait_for_world(run_dir: Path, size: int) -> None:
 def world_size(run_dir: Path) -> int | None:
     """Of the newest step."""
     newest = [
-        next((line for line in newest_events(path) if line["event"] == "step"), None)
+        next((line for line in newest_first(path) if line["event"] == "step"), None)
         for path in (run_dir / "events").glob("*.jsonl")
     ]
     last = max((line for line in newest if line is not None), key=lambda line: float(line["time"]), default=None)

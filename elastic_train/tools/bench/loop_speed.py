@@ -34,7 +34,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from elastic_train.config import Config, check
+from elastic_train.config import Config
 from elastic_train.errors import ElasticTrainError
 from elastic_train.observe import reporting
 from elastic_train.stopping import die_with_parent
@@ -90,7 +90,7 @@ class LoopCase:
                 **common,
             )
         )
-        check(config)
+        config.check()
         return config
 
     def __str__(self) -> str:

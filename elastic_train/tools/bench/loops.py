@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
-from elastic_train.elastic.connect import Waits, connect_worker
-from elastic_train.elastic.loop import Loop
+from elastic_train.elastic.bundled import bundled
+from elastic_train.elastic.connect import Applicant, Waits, connect_worker
 from elastic_train.elastic.membership import new_token
-from elastic_train.elastic.own_loop import OwnLoop, OwnTask, Training
+from elastic_train.elastic.own_loop import OwnTask
 from elastic_train.elastic.process_group import process_group
+from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
+from elastic_train.elastic.session import Training
+from elastic_train.elastic.trainer import Program, Trainer
 from elastic_train.elastic.worker import Parts, build, make_state, make_task
 from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.rendezvous.launch import Launch
@@ -40,7 +43,7 @@ from elastic_train.training.datasets import ImageData, TensorImages, synthetic
 from elastic_train.training.reduction import Share
 from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import ImageClassification
-from elastic_train.world import Member, World, host_name
+from elastic_train.world import Member, host_name
 
 if TYPE_CHECKING:
     from elastic_train.tools.bench.loop_speed import LoopCase
@@ -51,7 +54,7 @@ PEER_TIMEOUT_SECONDS = 600.0
 
 
 class OurLoop:
-    """`recovery.Run` without the ways in and out: the real parts, driven a block of steps at a time."""
+    """A `ring.Ring` without the ways in and out: the real parts, driven a block of steps at a time."""
 
     def __init__(self, rank: int, world_size: int, port: int, scratch: Path) -> None:
         self._launch = Launch(
@@ -66,13 +69,15 @@ class OurLoop:
         )
         self._scratch = scratch
         self._membership = connect_worker(
-            self._launch,
-            StopSignal(),
-            Waits(120.0, PEER_TIMEOUT_SECONDS, 120.0),
-            max_world_size=None,
-            run_dir=None,
-            say=print,
-            warn=print,
+            Applicant(
+                self._launch,
+                StopSignal(),
+                Waits(120.0, PEER_TIMEOUT_SECONDS, 120.0),
+                max_world_size=None,
+                run_dir=None,
+                say=print,
+                warn=print,
+            )
         )
         address = self._membership.address[0]
         use_interface_of(address)
@@ -106,13 +111,13 @@ class OurLoop:
         self._case_cleanup.close()
         world, membership = self._world, self._membership
         worker = build(case.config(self._scratch), self._launch, StopSignal(), _own_parts(case) if case.items else None)
-        self._case_cleanup.callback(worker.directory.release)
+        self._case_cleanup.callback(worker.directory.ownership.release)
         self._case_cleanup.callback(worker.reporter.close)
-        job_token = membership.agreed_once("job_token", new_token())
-        worker.directory.claim(job_token, world.generation, worker.host)
+        files = RunFiles(worker, membership.agreed_once("job_token", new_token()))
+        files.claim(world, has_state=False)
         state = worker.state
         state.run_uid = "bench"
-        saver = Saver(worker, job_token)
+        saver = Saver(worker, files)
         saver.enter(world)
         worker.reporter.events.enter(world)
         worker.reporter.enter(world, state)
@@ -120,16 +125,20 @@ class OurLoop:
         membership.watcher.do(Activity.COMPUTE)
         task = worker.task
         batches = steps(task.train_set, task.collate, state, world, worker.config, worker.device)
-        if case.items:
-            own = OwnLoop(train_items, worker, membership, saver)
-            self._case_cleanup.callback(own.close)
-            self._train: Callable[[Iterator[int]], None] = partial(_in_own_loop, own, world, batches)
-        else:
-            self._train = partial(_in_bundled_loop, Loop(worker, membership, saver).over(world), batches)
+        program = Program(train_items) if case.items else bundled(worker)
+        self._trainer = Trainer(program, worker, membership, saver)
+        self._case_cleanup.callback(self._trainer.close)
+        self._batches = batches
         return state.length
 
     def train(self, blocks: Iterator[int]) -> None:
-        self._train(blocks)
+        def paced() -> Iterator[Share]:
+            for count in blocks:
+                yield from itertools.islice(self._batches, count)
+            raise _CaseIsOver
+
+        with suppress(_CaseIsOver):
+            self._trainer.run(self._world, paced())
 
     def close(self) -> None:
         self._case_cleanup.close()
@@ -167,11 +176,6 @@ class PlainLoop:
     def close(self) -> None:
         self._steps.close()  # and with it the loader's processes
         dist.destroy_process_group()
-
-
-def _in_bundled_loop(loop: Callable[[Iterable[Share]], Any], batches: Iterator[Share], blocks: Iterator[int]) -> None:
-    for count in blocks:
-        loop(itertools.islice(batches, count))
 
 
 # --- over tensors in memory -------------------------------------------------------------------------------------------
@@ -311,13 +315,3 @@ def _own_parts(case: LoopCase) -> Parts:
 
 class _CaseIsOver(BaseException):
     """Unwinds a training function, of which the end of the training is far away."""
-
-
-def _in_own_loop(own: OwnLoop, world: World, batches: Iterator[Share], blocks: Iterator[int]) -> None:
-    def paced() -> Iterator[Share]:
-        for count in blocks:
-            yield from itertools.islice(batches, count)
-        raise _CaseIsOver
-
-    with suppress(_CaseIsOver):
-        own.run(world, paced())

@@ -1,6 +1,6 @@
 """Many members of one job in a few processes, for benchmarks: real stores, links and membership, and no training.
 
-A **crew** is a process with some members in it. Each member has a thread that does what recovery.py does, without a
+A **crew** is a process with some members in it. Each member has a thread that does what ring.py does, without a
 process group: it enters a world, waits until that is over, and agrees on the next one.
 """
 
@@ -21,19 +21,19 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from elastic_train.elastic import membership as membership_module
+from elastic_train.elastic import next_world as next_world_module
 from elastic_train.elastic.connect import OWN_SECONDS, Waits, answering
-from elastic_train.elastic.membership import Membership, Surroundings
+from elastic_train.elastic.membership import SETTLED_REDUCTIONS, Membership
+from elastic_train.elastic.next_world import Surroundings
 from elastic_train.errors import FormationFailed, first_line
-from elastic_train.protocol.clients import Address
-from elastic_train.protocol.entrance import Size
 from elastic_train.protocol.group_store import GroupStoreServer
+from elastic_train.protocol.join_queue import Size
 from elastic_train.protocol.links import Links
 from elastic_train.protocol.liveness import Watcher, ping_interval
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.probes import refusing
 from elastic_train.protocol.signposts import reach
-from elastic_train.protocol.store import KeyValueStore, TorchStore
+from elastic_train.protocol.store import Address, KeyValueStore, TorchStore
 from elastic_train.rules import NOW, Activity
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.world import Member, World
@@ -149,13 +149,15 @@ class BenchMember:
         )  # fmt: skip
 
     def start(self) -> None:
-        self._watcher.start()
+        self._watcher.thread.start()
         threading.Thread(target=self._live, name="member", daemon=True).start()
 
     @property
     def sent(self) -> Sent:
         rank = -1 if self.world is None else self.world.rank
-        return Sent(rank, self._links.num_messages, self._links.num_bytes, self._calls, self._call_bytes)
+        return Sent(
+            rank, self._links.sockets.num_messages, self._links.sockets.num_bytes, self._calls, self._call_bytes
+        )
 
     def _count(self, size: int) -> None:
         self._calls += 1
@@ -165,7 +167,7 @@ class BenchMember:
         try:
             membership = self._membership
             if self._is_newcomer:
-                membership.find()
+                membership.arrival.find()
             world = membership.first_world(self.me)
             while True:
                 has_formed = self._train(world)
@@ -179,17 +181,17 @@ class BenchMember:
         self._is_over.clear()
         watcher.expect(world)
         try:
-            membership.wait_for_workers(world)
+            membership.barriers.wait_for_workers(world)
         except FormationFailed:
             return False
         watcher.enter(world)
         watcher.do(Activity.COMPUTE)
-        for _ in range(membership_module.SETTLED_REDUCTIONS + 1):
+        for _ in range(SETTLED_REDUCTIONS + 1):
             membership.note_reduction()
         self.world = world
         self._tell("in", self.me.uid, world.generation, time.monotonic())
         while not self._is_over.wait(STEP_SECONDS if world.rank == 0 else None):
-            if membership.join_vote() == NOW:  # the votes of a step would say so
+            if membership.joins.vote() == NOW:  # the votes of a step would say so
                 self._tell("admits", time.monotonic())
                 return True
         return True
@@ -213,7 +215,7 @@ def run_crew(first: int, count: int, most: int, known: Sequence[Address], pipe: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
     resource.setrlimit(resource.RLIMIT_NOFILE, 2 * resource.getrlimit(resource.RLIMIT_NOFILE)[1:])
-    membership_module.POLL_SECONDS *= max(1.0, most / 32)  # they share the cores of one machine
+    next_world_module.POLL_SECONDS *= max(1.0, most / 32)  # they share the cores of one machine
     lock = threading.Lock()
 
     def tell(*what: Any) -> None:

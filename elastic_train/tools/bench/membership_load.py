@@ -25,9 +25,9 @@ from typing import Any
 
 from elastic_train.errors import ElasticTrainError
 from elastic_train.protocol.agreement import Decision
-from elastic_train.protocol.clients import NUM_PROPOSERS, Address
 from elastic_train.protocol.laws import Voters
 from elastic_train.protocol.liveness import ping_interval
+from elastic_train.protocol.store import NUM_PROPOSERS, Address
 from elastic_train.tools.bench import table
 from elastic_train.tools.bench.members import PEER_TIMEOUT, Crew, Sent, interval_for
 from elastic_train.tools.bench.table import BenchRow

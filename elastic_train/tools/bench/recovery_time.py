@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import ElasticTrainError
-from elastic_train.runlog.events import newest_events
+from elastic_train.runlog.reader import newest_first
 from elastic_train.tools.audit.record import Record
 from elastic_train.tools.bench import table
 from elastic_train.tools.bench.table import BenchRow, iqr
@@ -152,7 +152,7 @@ def in_phases(cluster: Cluster, generation: int, total: float) -> dict[str, floa
     if cluster.watch.generation != generation + 1 or not stayed:
         raise ElasticTrainError(f"the survivors needed more than one attempt after generation {generation}")
     slowest = max(stayed, key=lambda event: sum(event["seconds"].values()))["seconds"]
-    # `detect` counts from the start of the step in hand, of which a part may lie before the harm.
+    # `detect` counts from the start of the step in hand, of which a part may lie before the fault.
     phases = {name: float(slowest[name]) for name in ("abort", "meet", "init", "sync")}
     return {"all": total, **phases, "redo": max(0.0, total - sum(phases.values()))}
 
@@ -184,4 +184,4 @@ def first_step_after(cluster: Cluster, generation: int) -> float:
 
 def all_events(cluster: Cluster) -> list[dict[str, Any]]:
     """The newest of every event file."""
-    return [line for path in (cluster.run_dir / "events").glob("*.jsonl") for line in newest_events(path)]
+    return [line for path in (cluster.run_dir / "events").glob("*.jsonl") for line in newest_first(path)]

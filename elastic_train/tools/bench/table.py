@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
-from elastic_train.system import num_cores
+from elastic_train.system import num_cores, processor_facts
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,7 @@ def report(bench: str, rows: Sequence[BenchRow]) -> dict[str, Any]:
 
 def machine() -> str:
     """Processor, usable cores and system, in one line."""
-    model = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as info:
-            model = next((line.partition(":")[2].strip() for line in info if line.startswith("model name")), model)
-    except OSError:
-        pass
+    model = processor_facts().get("model name") or platform.processor() or platform.machine()
     cores = num_cores()
     return f"{model}, {cores} core{'s' if cores > 1 else ''}, {platform.system()} {platform.release()}"
 

@@ -67,7 +67,3 @@ def listing(values: dict[str, list[int]]) -> str:
 
 def first_of_nodes(gathered: Gathered) -> list[tuple[int, WorkerFacts]]:
     return [(ranks[0], gathered.workers[ranks[0]]) for ranks in gathered.nodes.values()]
-
-
-def rate(bytes_per_second: float) -> str:
-    return f"{8e-9 * bytes_per_second:.2f} Gbit/s"

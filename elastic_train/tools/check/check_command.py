@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 OWN_ID = "check"
 """follows the job's run id where its workers meet"""
 LEAST_PEER_TIMEOUT = 30.0
-"""seconds: here nobody is in a hurry to be rid of a slow node, it is to be named"""
+"""seconds: here nobody is in a hurry to be rid of a slow node"""
 
 
 def run_check(arguments: argparse.Namespace) -> int:
@@ -90,7 +90,7 @@ def wanted_of(arguments: argparse.Namespace, launch: Launch, environ: Mapping[st
 def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.Namespace) -> Gathered:
     """Everything that the rules look at; of this worker alone where no world comes about."""
     # Here, for they import torch, and a wrong flag should be told before that.
-    from elastic_train.elastic.connect import Waits, connect_worker
+    from elastic_train.elastic.connect import Applicant, Waits, connect_worker
     from elastic_train.elastic.worker import default_run_name
     from elastic_train.tools.check.here import TrialDirectory, look_here
     from elastic_train.tools.check.together import look_together, meet_others
@@ -101,13 +101,15 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
     membership, mine = None, None
     try:
         membership = connect_worker(
-            launch,
-            StopSignal(),
-            Waits(config.formation_timeout, max(config.peer_timeout, LEAST_PEER_TIMEOUT), config.wait_timeout),
-            max_world_size=None,
-            run_dir=None,
-            say=lambda message: print(message, flush=True),
-            warn=lambda message: print(f"warning: {message}", flush=True),
+            Applicant(
+                launch,
+                StopSignal(),
+                Waits(config.formation_timeout, max(config.peer_timeout, LEAST_PEER_TIMEOUT), config.wait_timeout),
+                max_world_size=None,
+                run_dir=None,
+                say=lambda message: print(message, flush=True),
+                warn=lambda message: print(f"warning: {message}", flush=True),
+            )
         )
         mine = look_here(config, launch, membership.address[0], directory, rendezvous)
         world = meet_others(membership, launch, mine)

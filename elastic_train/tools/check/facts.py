@@ -99,17 +99,6 @@ class WorkerFacts:
 
 
 @dataclass(frozen=True)
-class NodeLink:
-    """What was measured between two nodes, by the first worker of the one."""
-
-    to: int
-    """rank of the first worker of the other"""
-    seconds: float
-    """of a small message, one way"""
-    bytes_per_second: float
-
-
-@dataclass(frozen=True)
 class SharedFacts:
     """What one worker found in looking at the others."""
 
@@ -121,7 +110,6 @@ class SharedFacts:
     """seconds that rank 0's clock is ahead of this one"""
     clock_error: float = 0.0
     """how far `clock_offset` may be off"""
-    links: tuple[NodeLink, ...] = ()
     all_reduce_seconds: float | None = None
     """of ALL_REDUCE_BYTES over all workers, on their devices"""
     group_error: str | None = None
@@ -133,9 +121,8 @@ class SharedFacts:
     @staticmethod
     def from_json(text: str) -> SharedFacts:
         values: dict[str, Any] = json.loads(text)
-        links = tuple(NodeLink(**link) for link in values.pop("links"))
         lists = ("unreachable", "sees_directory_of")
-        return SharedFacts(**values | {name: tuple(values[name]) for name in lists}, links=links)
+        return SharedFacts(**values | {name: tuple(values[name]) for name in lists})
 
 
 @dataclass(frozen=True)

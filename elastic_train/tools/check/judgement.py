@@ -21,7 +21,6 @@ RULES: tuple[Callable[[Gathered], list[Finding]], ...] = (
     world_rules.addresses_are_usable,
     world_rules.everybody_reaches_everybody,
     world_rules.clocks_agree,
-    world_rules.no_node_is_slow,
     node_rules.gpus_are_visible_and_not_shared,
     node_rules.state_can_be_built,
     node_rules.snapshot_directory_is_one,

@@ -25,8 +25,23 @@ LOADER_BYTES = 256 * 2**20
 
 
 def gpus_are_visible_and_not_shared(gathered: Gathered) -> list[Finding]:
+    findings = [
+        *_gpus_that_do_not_work(gathered),
+        *_other_kinds_of_device(gathered),
+        *_gpus_in_use(gathered),
+        *_too_few_gpus(gathered),
+    ]
+    if findings:
+        return findings
+    gpus = [gpu for worker in gathered.workers if (gpu := worker.gpu) is not None]
+    if not gpus:
+        return fine("GPUs: none, training is on the CPU")
+    kinds = by_value_of([gpu.name for gpu in gpus])
+    return fine(f"GPUs: one for each worker, {', '.join(f'{len(ranks)} x {name}' for name, ranks in kinds.items())}")
+
+
+def _gpus_that_do_not_work(gathered: Gathered) -> list[Finding]:
     findings = []
-    workers = gathered.workers
     for error, ranks in errors(gathered, lambda worker: worker.device_error):
         findings.append(
             Finding(
@@ -36,6 +51,7 @@ def gpus_are_visible_and_not_shared(gathered: Gathered) -> list[Finding]:
                 "see that nvidia-smi works there, that the container was given its GPUs, and CUDA_VISIBLE_DEVICES",
             )
         )
+    workers = gathered.workers
     blind = [rank for rank, worker in enumerate(workers) if worker.num_gpu_devices > 0 and worker.num_gpus == 0]
     if blind and not findings:
         findings.append(
@@ -46,17 +62,29 @@ def gpus_are_visible_and_not_shared(gathered: Gathered) -> list[Finding]:
                 "install a CUDA build of torch that fits the driver, and look at CUDA_VISIBLE_DEVICES",
             )
         )
+    return findings
+
+
+def _other_kinds_of_device(gathered: Gathered) -> list[Finding]:
+    workers = gathered.workers
     with_gpu = [rank for rank, worker in enumerate(workers) if worker.gpu is not None]
     if with_gpu and len(with_gpu) < len(workers):
         without = [rank for rank in range(len(workers)) if rank not in with_gpu]
-        findings.append(
+        return [
             Finding(
                 Level.BREAKS,
                 f"{nodes_of(gathered, with_gpu)} trains on a GPU, {nodes_of(gathered, without)} on the CPU",
                 "members with another kind of device are refused",
                 "give all the same kind, or say --device cpu for all",
             )
-        )
+        ]
+    return []
+
+
+def _gpus_in_use(gathered: Gathered) -> list[Finding]:
+    """Those that two workers share, and those that others use."""
+    findings = []
+    workers = gathered.workers
     takers: dict[tuple[str, str], list[int]] = {}
     for rank, worker in enumerate(workers):
         if worker.gpu is not None:
@@ -83,22 +111,21 @@ def gpus_are_visible_and_not_shared(gathered: Gathered) -> list[Finding]:
                     "see nvidia-smi there",
                 )
             )
-    alone = workers[0]
+    return findings
+
+
+def _too_few_gpus(gathered: Gathered) -> list[Finding]:
+    alone = gathered.workers[0]
     if (wanted := gathered.wanted.workers) is not None and alone.gpu is not None and alone.num_gpus < wanted:
-        findings.append(
+        return [
             Finding(
                 Level.BREAKS,
                 f"{gathered.name(0)} is to have {wanted} workers, and torch sees {count(alone.num_gpus, 'GPU')} there",
                 "a worker without a GPU of its own will not start",
                 "start one worker for each GPU (--nproc-per-node), and look at CUDA_VISIBLE_DEVICES",
             )
-        )
-    if findings:
-        return findings
-    if not with_gpu:
-        return fine("GPUs: none, training is on the CPU")
-    kinds = by_value_of([gpu.name for worker in workers if (gpu := worker.gpu) is not None])
-    return fine(f"GPUs: one for each worker, {', '.join(f'{len(ranks)} x {name}' for name, ranks in kinds.items())}")
+        ]
+    return []
 
 
 def state_can_be_built(gathered: Gathered) -> list[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.rules import common_backend
-from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, NodeLink, SharedFacts, WorkerFacts
+from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, SharedFacts, WorkerFacts
 from elastic_train.tools.check.here import TrialDirectory
 from elastic_train.training.collectives import exchange
 from elastic_train.world import Member, World
@@ -27,9 +27,6 @@ MOST_PROBES = 64
 """of one worker: in a large world everybody looks at those that come next, so that each is looked at by so many"""
 EXCHANGE_SECONDS = 120.0
 CLOCK_ROUNDS = 5
-LATENCY_ROUNDS = 5
-MOST_PAIRINGS = 7
-"""rounds in which each node measures its link to another one"""
 
 
 def meet_others(membership: Membership, launch: Launch, mine: WorkerFacts) -> World:
@@ -123,9 +120,8 @@ def look_together(
     # Only when all have looked may the marks go, and only without them what was made for them.
     made = [json.loads(text) for text in exchange.gather("made", json.dumps(directory.made))]
     directory.remove_marks({path for rank in shared.sees_directory_of for path in made[rank]})
-    nodes = first_ranks(workers)
     try:
-        shared = measure(membership, world, nodes, shared, tell)
+        shared = measure(membership, world, shared, tell)
     except Exception as error:
         if not is_communication_error(error):
             raise
@@ -144,18 +140,8 @@ def is_reachable(world: World, rank: int) -> bool:
     return any(probe(world.members[rank].address, PROBE_SECONDS) is Probe.ACCEPTED for _ in range(2))
 
 
-def first_ranks(workers: list[WorkerFacts]) -> list[int]:
-    """The first rank of every node."""
-    firsts: dict[tuple[str, str, int], int] = {}
-    for rank, worker in enumerate(workers):
-        firsts.setdefault((worker.host, worker.machine, worker.agent_pid), rank)
-    return list(firsts.values())
-
-
-def measure(
-    membership: Membership, world: World, nodes: list[int], shared: SharedFacts, tell: Callable[[str], None]
-) -> SharedFacts:
-    """Clocks, links and an all-reduce, in a process group formed as for training.
+def measure(membership: Membership, world: World, shared: SharedFacts, tell: Callable[[str], None]) -> SharedFacts:
+    """Clocks and an all-reduce, in a process group formed as for training.
 
     Raises:
         FormationFailed, or RuntimeError of the communication library.
@@ -163,14 +149,13 @@ def measure(
     backend = common_backend(world.workers)
     watcher = membership.watcher
     watcher.expect(world)
-    membership.wait_for_workers(world)
+    membership.barriers.wait_for_workers(world)
     with process_group(world, lambda: membership.group_store(world), backend, membership.sockets):
         watcher.enter(world)
         tell(f"rank = {dist.get_rank()}, world_size = {dist.get_world_size()}, backend = {backend}")
         offset, error = measure_clock(world)
-        links = measure_links(world, nodes)
         seconds = measure_all_reduce(world, "cuda" if "nccl" in backend else "cpu")
-        return replace(shared, clock_offset=offset, clock_error=error, links=tuple(links), all_reduce_seconds=seconds)
+        return replace(shared, clock_offset=offset, clock_error=error, all_reduce_seconds=seconds)
 
 
 def measure_clock(world: World) -> tuple[float, float]:
@@ -195,46 +180,6 @@ def measure_clock(world: World) -> tuple[float, float]:
             error, offset = min(answers)
             best = (offset, error)
     return best
-
-
-def pairings(nodes: list[int]) -> Iterator[list[tuple[int, int]]]:
-    """Rounds in which every node meets another one (one sits out where they are odd), each pair at most once."""
-    seats: list[int | None] = [*nodes]
-    if len(seats) % 2:
-        seats.append(None)
-    for _ in range(min(len(seats) - 1, MOST_PAIRINGS)):
-        half = len(seats) // 2
-        couples = zip(seats[:half], reversed(seats[half:]), strict=True)
-        yield [(a, b) for a, b in couples if a is not None and b is not None]
-        seats = [seats[0], seats[-1], *seats[1:-1]]  # the circle method of round-robin tournaments
-
-
-def measure_links(world: World, nodes: list[int]) -> list[NodeLink]:
-    """This worker's links, if it is the first of its node. Every rank calls it."""
-    links = []
-    for couples in pairings(nodes):
-        dist.barrier()
-        for a, b in couples:
-            if world.rank in (a, b):
-                links.append(measure_link(other=b if world.rank == a else a, begins=world.rank == a))
-    dist.barrier()
-    return links
-
-
-def measure_link(*, other: int, begins: bool) -> NodeLink:
-    def round_trip(data: torch.Tensor) -> float:
-        started = time.perf_counter()
-        for is_sending in (begins, not begins):
-            if is_sending:
-                exchange([(data, other)], [])
-            else:
-                exchange([], [(data, other)])
-        return time.perf_counter() - started
-
-    small, large = torch.zeros(1), torch.zeros(ALL_REDUCE_BYTES // 4)
-    latency = min(round_trip(small) for _ in range(LATENCY_ROUNDS)) / 2
-    seconds = min(round_trip(large) for _ in range(2)) / 2
-    return NodeLink(other, latency, ALL_REDUCE_BYTES / seconds)
 
 
 def measure_all_reduce(world: World, kind: str) -> float:

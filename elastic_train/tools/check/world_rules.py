@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from statistics import median
 
-from elastic_train.tools.check.advice import Finding, Level, by_value, by_value_of, fine, listing, nodes_of, rate
+from elastic_train.tools.check.advice import Finding, Level, by_value, by_value_of, fine, listing, nodes_of
 from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, Gathered, Problem
 from elastic_train.wording import count, human_bytes
 
@@ -22,8 +21,6 @@ WHY_EQUAL = {
 }  # fmt: skip
 """what it breaks where two members have different versions"""
 NOTABLE_SKEW_SECONDS = 1.0
-SLOW_SHARE = 0.5
-"""a node whose best link has less than this share of the usual bandwidth is named"""
 
 
 def world_is_the_one_asked_for(gathered: Gathered) -> list[Finding]:
@@ -291,7 +288,11 @@ def everybody_reaches_everybody(gathered: Gathered) -> list[Finding]:
         return findings
     if len(gathered.workers) == 1:
         return fine(f"{gathered.workers[0].backend} works; one worker alone: no connection to others was tried")
-    return fine(f"connections: every worker reaches every other one, and {gathered.workers[0].backend} works")
+    seconds = max(shared.all_reduce_seconds or 0.0 for shared in gathered.shared)
+    return fine(
+        f"connections: every worker reaches every other one, and {gathered.workers[0].backend} works: "
+        f"an all-reduce of {human_bytes(ALL_REDUCE_BYTES)} takes {1e3 * seconds:.1f} ms"
+    )
 
 
 def clocks_agree(gathered: Gathered) -> list[Finding]:
@@ -319,32 +320,3 @@ def clocks_agree(gathered: Gathered) -> list[Finding]:
             )
         ]
     return fine(f"clocks: within {max(abs(offset), error):.3f} s")
-
-
-def no_node_is_slow(gathered: Gathered) -> list[Finding]:
-    best = {
-        gathered.name(rank): max(link.bytes_per_second for link in shared.links)
-        for rank, shared in enumerate(gathered.shared)
-        if shared.links
-    }
-    seconds = [shared.all_reduce_seconds for shared in gathered.shared if shared.all_reduce_seconds is not None]
-    if not best or not seconds:
-        return []
-    usual = median(best.values())
-    findings = []
-    for name, bandwidth in best.items():
-        # With two nodes both have the same link, and nobody can tell whose it is.
-        if bandwidth < SLOW_SHARE * usual:
-            findings.append(
-                Finding(
-                    Level.MATTERS,
-                    f"{name} is slow: {rate(bandwidth)} at its best, where {rate(usual)} is usual here",
-                    "every step waits for the slowest member",
-                    "look at its cable, its interface (above) and what else runs there, or leave it out",
-                )
-            )
-    latency = median(link.seconds for shared in gathered.shared for link in shared.links)
-    return findings or fine(
-        f"network: {rate(usual)} and {1e3 * latency:.2f} ms between nodes (one way), "
-        f"all-reduce of {human_bytes(ALL_REDUCE_BYTES)} in {1e3 * max(seconds):.1f} ms"
-    )

@@ -1,4 +1,4 @@
-"""The harm of a clock that somebody sets: a machine's wall clock jumps, and its monotonic clock does not."""
+"""A clock that somebody sets: a machine's wall clock jumps, and its monotonic clock does not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import time
 
 from elastic_train.tools.drills.faketime import REREAD_SECONDS, NodeClocks
-from elastic_train.tools.drills.harm import Disturbance, Harm, NotStruck
+from elastic_train.tools.drills.injection import Disturbance, Injection, NotStruck
 
 OFFSET_SECONDS = 3600
 """a time zone, or daylight saving, that somebody took for the time"""
@@ -22,14 +22,14 @@ class SetClock(Disturbance):
     def why_not(cls) -> str | None:
         return NodeClocks.why_not()
 
-    def strike(self, harm: Harm) -> str:
-        place, clocks = harm.targets[0], harm.cluster.clocks
+    def strike(self, injection: Injection) -> str:
+        place, clocks = injection.place, injection.cluster.clocks
         assert clocks is not None
         assert place.node is not None
         processes = [*filter(None, [place.node.agent()]), *place.node.workers()]
         if honest := [process.pid for process in processes if not clocks.is_mapped(process.pid)]:
             raise NotStruck(f"libfaketime is not in process {honest[0]}")
-        offset = harm.rng.choice((OFFSET_SECONDS, -OFFSET_SECONDS))
+        offset = injection.rng.choice((OFFSET_SECONDS, -OFFSET_SECONDS))
         clocks.set(place.index, offset)
         try:
             seen = clocks.offset(place.index)
@@ -39,10 +39,10 @@ class SetClock(Disturbance):
             raise NotStruck(f"its clock was set {offset:+d} s off, and is {seen:+.0f} s off")
         return f"the clock is {seen:+.0f} s off in all {len(processes)} processes"
 
-    def undo(self, harm: Harm) -> None:
-        assert harm.cluster.clocks is not None
-        harm.cluster.clocks.set(harm.targets[0].index, 0)
+    def undo(self, injection: Injection) -> None:
+        assert injection.cluster.clocks is not None
+        injection.cluster.clocks.set(injection.place.index, 0)
         self._right_from = time.monotonic() + REREAD_SECONDS
 
-    def is_cleared(self, harm: Harm) -> bool:
+    def is_cleared(self, injection: Injection) -> bool:
         return time.monotonic() > self._right_from

@@ -12,9 +12,16 @@ from elastic_train.config import Config, parse
 from elastic_train.errors import UsageError
 from elastic_train.tools.drills.backends import Etcd3
 from elastic_train.tools.drills.catalogue import FAULTS
-from elastic_train.tools.drills.drill import STEPS_PER_SECOND, Settings
+from elastic_train.tools.drills.conductor import STEPS_PER_SECOND
 from elastic_train.tools.drills.network import Network
-from elastic_train.tools.drills.schedule import DEFAULT_FAULTS, Planned, default_plan, random_plan, read_scenario
+from elastic_train.tools.drills.schedule import (
+    DEFAULT_FAULTS,
+    Planned,
+    Settings,
+    default_plan,
+    random_plan,
+    read_scenario,
+)
 from elastic_train.training.own_flags import own_flags
 
 BUNDLED_TASK = "elastic_train.tools.drills.task:PacedDigits"

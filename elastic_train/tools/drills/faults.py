@@ -1,168 +1,153 @@
-"""The harm that needs nothing but processes: nodes die, hang, leave, join, and all start again."""
+"""The faults that need nothing but processes: nodes die, hang, leave, join, and all start again."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, cast
 
 import psutil
 
-from elastic_train.tools.audit.harm_checks import JOIN_LIMIT_SECONDS, RESTART_LIMIT_SECONDS
-from elastic_train.tools.drills.backends import C10d
+from elastic_train.tools.audit.fault_checks import JOIN_LIMIT_SECONDS, RESTART_LIMIT_SECONDS
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
-from elastic_train.tools.drills.harm import (
+from elastic_train.tools.drills.injection import (
     Absence,
     Disturbance,
     Fault,
-    Harm,
+    Injection,
     NotStruck,
+    agent_of,
     choose_worker,
     has_stepped_anew,
     snapshots_of,
+    some_workers,
     wait_gone,
     with_rank_zero,
     workers_of,
 )
 
-
-class Kill(Fault):
-    name = "kill"
-    says = "SIGKILL to every process of a node"
-
-    def strike(self, harm: Harm) -> str:
-        harm.cluster.kill(harm.targets)
-        return "all of its processes are gone"
+HOLDERS: dict[str, Callable[[Cluster], list[Place]]] = {
+    "has rank 0": with_rank_zero,
+    "hosts the endpoint": lambda cluster: cluster.hosting,
+}
+"""what one node alone does -> that node, if it is healthy"""
 
 
-class KillRankZero(Kill):
-    name = "kill-rank-0"
-    says = "the same to the node that has rank 0"
-    wants = "has rank 0"
+class SignalFault(Fault):
+    """Does what a SignalRow says to nodes, or to one process of a node."""
 
-    def victims(self, cluster: Cluster) -> list[Place]:
-        return with_rank_zero(cluster)
-
-    def choose(self, harm: Harm) -> list[Place]:
-        return self.victims(harm.cluster)
+    to: ClassVar[str]
+    signum: ClassVar[signal.Signals]
+    holder: ClassVar[str | None]
 
     def not_yet(self, cluster: Cluster) -> str | None:
-        if (missing := super().not_yet(cluster)) is not None:
-            return missing
-        return None if self.victims(cluster) else f"nobody healthy {self.wants}"
+        missing = super().not_yet(cluster)
+        if missing is None and self.holder is not None and not HOLDERS[self.holder](cluster):
+            return f"nobody healthy {self.holder}"
+        return missing
+
+    def choose(self, injection: Injection) -> list[Place]:
+        return super().choose(injection) if self.holder is None else HOLDERS[self.holder](injection.cluster)
+
+    def strike(self, injection: Injection) -> str:
+        if self.to == "node":
+            injection.cluster.kill(injection.targets)
+            return "all of its processes are gone"
+        process = choose_worker(injection) if self.to == "worker" else agent_of(injection)
+        process.send_signal(self.signum)
+        if self.signum != signal.SIGKILL:
+            return f"{self.signum.name} sent"
+        wait_gone(process)
+        return f"{self.to} {process.pid} is gone"
 
 
-class KillEndpoint(KillRankZero):
-    name = "kill-endpoint"
-    says = "the same to the node that hosts the endpoint"
-    wants = "hosts the endpoint"
-    backend = C10d.name
+@dataclass(frozen=True)
+class SignalRow:
+    """A fault of the catalogue that is one signal."""
 
-    def victims(self, cluster: Cluster) -> list[Place]:
-        return cluster.hosting
+    name: str
+    says: str
+    to: str = "node"
+    """`node`: to every process of the targets at once; `agent`; `worker`, `etcd member`: to one; `etcd leader`"""
+    signum: signal.Signals = signal.SIGKILL
+    size: int = -1
+    holder: str | None = None
+    """a key of HOLDERS: strikes that node and no other"""
+    backend: str | None = None
+    acts: type[Fault] = SignalFault
+    """what does it; reads the other fields as class attributes"""
+
+    def fault(self) -> type[Fault]:
+        return cast("type[Fault]", type(self.name, (self.acts,), dict(vars(self))))
 
 
-class KillTwo(Kill):
-    name = "kill-two"
-    says = "two nodes at once"
-    size = -2
-
-
-class KillAgain(Kill):
+class KillAgain(Fault):
     name = "kill-again"
     says = "a node, and another within a fifth of a second, while the others re-form"
     size = -2
 
-    def strike(self, harm: Harm) -> str:
-        first, second = harm.targets
-        pause = harm.rng.uniform(0.0, 0.2)
+    def strike(self, injection: Injection) -> str:
+        first, second = injection.targets
+        pause = injection.rng.uniform(0.0, 0.2)
         started = time.monotonic()
-        harm.cluster.kill([first])
+        injection.cluster.kill([first])
         time.sleep(max(0.0, started + pause - time.monotonic()))
-        seconds, is_late = time.monotonic() - started, self._has_stepped(harm)
-        harm.cluster.kill([second])
-        hit = "after their next step" if is_late or self._has_stepped(harm) else "while the others re-formed"
+        seconds, is_late = time.monotonic() - started, self._has_stepped(injection)
+        injection.cluster.kill([second])
+        hit = "after their next step" if is_late or self._has_stepped(injection) else "while the others re-formed"
         return f"the second died {seconds * 1000:.0f} ms after the first, {hit}"
 
-    def _has_stepped(self, harm: Harm) -> bool:
+    def _has_stepped(self, injection: Injection) -> bool:
         """Whether a step was committed without the first, and with the second."""
-        harm.cluster.watch.poll()
-        world = harm.cluster.watch.world
-        return world is not None and has_stepped_anew(harm) and not set(world.members).isdisjoint(harm.members)
+        injection.cluster.watch.poll()
+        world = injection.cluster.watch.world
+        return (
+            world is not None and has_stepped_anew(injection) and not set(world.members).isdisjoint(injection.members)
+        )
 
 
-class KillWorker(Fault):
-    name = "kill-worker"
-    says = "SIGKILL to one worker; its agent ends the node"
+class Freeze(Fault):
+    """SIGSTOP to a node's workers, and SIGCONT."""
 
-    def strike(self, harm: Harm) -> str:
-        worker = choose_worker(harm)
-        worker.kill()
-        wait_gone(worker)
-        return f"worker {worker.pid} is gone"
+    def strike(self, injection: Injection) -> str:
+        workers = some_workers(injection.place)
+        for worker in workers:
+            worker.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 5.0
+        while any(worker.status() != psutil.STATUS_STOPPED for worker in workers):
+            if time.monotonic() > deadline:
+                raise NotStruck("it did not stop")
+            time.sleep(0.005)
+        injection.place.affliction = NodeState.FROZEN
+        return f"{len(workers)} stopped"
 
-
-class KillAgent(Fault):
-    name = "kill-agent"
-    says = "SIGKILL to the agent alone; its workers die with it"
-
-    def strike(self, harm: Harm) -> str:
-        place = harm.targets[0]
-        agent = place.node.agent() if place.node else None
-        if agent is None:
-            raise NotStruck("its agent had ended")
-        agent.kill()
-        wait_gone(agent)
-        return f"agent {agent.pid} is gone"
+    def undo(self, injection: Injection) -> None:
+        for worker in workers_of(injection.place):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.send_signal(signal.SIGCONT)
+        injection.place.affliction = NodeState.OUT if self.changes_world else None
 
 
-class Stop(Fault):
-    name = "stop"
-    says = "SIGTERM to a node's agent, as a scheduler does it"
-
-    def strike(self, harm: Harm) -> str:
-        assert harm.targets[0].node is not None
-        harm.targets[0].node.signal(signal.SIGTERM)
-        return "SIGTERM sent"
-
-
-class Hang(Absence):
+class Hang(Freeze, Absence):
     name = "hang"
     says = "SIGSTOP to a node's workers; SIGCONT once the others are through, and it comes back"
 
-    def strike(self, harm: Harm) -> str:
-        workers = workers_of(harm.targets[0])
-        _freeze(workers)
-        harm.targets[0].affliction = NodeState.FROZEN
-        return f"{len(workers)} stopped"
 
-    def undo(self, harm: Harm) -> None:
-        harm.targets[0].affliction = NodeState.OUT
-        _thaw(workers_of(harm.targets[0]))
-
-
-class Pause(Disturbance):
+class Pause(Freeze, Disturbance):
     name = "pause"
     says = "SIGSTOP for half a second: shorter than --peer-timeout, so that nobody is expelled"
     undo_after = 0.5
-
-    def strike(self, harm: Harm) -> str:
-        workers = workers_of(harm.targets[0])
-        _freeze(workers)
-        harm.targets[0].affliction = NodeState.FROZEN
-        return f"{len(workers)} stopped"
-
-    def undo(self, harm: Harm) -> None:
-        _thaw(workers_of(harm.targets[0]))
-        harm.targets[0].affliction = None
 
 
 class Slow(Disturbance):
     name = "slow"
     says = "a node's workers run at nice 19, all on one processor, for three seconds"
 
-    def strike(self, harm: Harm) -> str:
-        workers = workers_of(harm.targets[0])
+    def strike(self, injection: Injection) -> str:
+        workers = workers_of(injection.place)
         for worker in workers:
             worker.nice(19)
             worker.cpu_affinity(psutil.Process().cpu_affinity()[:1])
@@ -171,8 +156,8 @@ class Slow(Disturbance):
             raise NotStruck(f"nice value and processors are {found}")
         return f"{len(workers)} at nice {found[0][0]}, on processor {found[0][1]}"
 
-    def undo(self, harm: Harm) -> None:
-        for worker in workers_of(harm.targets[0]):
+    def undo(self, injection: Injection) -> None:
+        for worker in workers_of(injection.place):
             with contextlib.suppress(psutil.NoSuchProcess):
                 with contextlib.suppress(psutil.AccessDenied):
                     worker.nice(psutil.Process().nice())  # as the drill itself, from which it had it
@@ -184,7 +169,7 @@ class Join(Fault):
     says = "a node starts, a new one or one that died"
     size = 1
 
-    def limit_seconds(self, harm: Harm) -> float:
+    def limit_seconds(self, injection: Injection) -> float:
         return JOIN_LIMIT_SECONDS
 
     def not_yet(self, cluster: Cluster) -> str | None:
@@ -192,18 +177,18 @@ class Join(Fault):
             return "the world is not settled"
         return None if cluster.vacant else "every node runs"
 
-    def choose(self, harm: Harm) -> list[Place]:
-        return [harm.rng.choice(harm.cluster.vacant)]
+    def choose(self, injection: Injection) -> list[Place]:
+        return [injection.rng.choice(injection.cluster.vacant)]
 
-    def strike(self, harm: Harm) -> str:
-        harm.cluster.start(harm.targets[0])
+    def strike(self, injection: Injection) -> str:
+        injection.cluster.start(injection.place)
         return "started"
 
-    def may_take(self, harm: Harm) -> list[Place]:
+    def may_take(self, injection: Injection) -> list[Place]:
         return []
 
-    def is_over(self, harm: Harm) -> bool:
-        return has_stepped_anew(harm) and harm.cluster.is_in(harm.targets[0])
+    def is_over(self, injection: Injection) -> bool:
+        return has_stepped_anew(injection) and injection.cluster.is_in(injection.place)
 
 
 class KillAll(Fault):
@@ -212,29 +197,29 @@ class KillAll(Fault):
     size = 0
     undo_after = None
 
-    def limit_seconds(self, harm: Harm) -> float:
+    def limit_seconds(self, injection: Injection) -> float:
         return RESTART_LIMIT_SECONDS
 
-    def choose(self, harm: Harm) -> list[Place]:
-        return list(harm.cluster.inside)
+    def choose(self, injection: Injection) -> list[Place]:
+        return list(injection.cluster.inside)
 
-    def strike(self, harm: Harm) -> str:
-        cluster = harm.cluster
-        harm.detail = "all nodes"
+    def strike(self, injection: Injection) -> str:
+        cluster = injection.cluster
+        injection.detail = "all nodes"
         cluster.kill(cluster.running)
-        return self.start_again(harm)
+        return self.start_again(injection)
 
-    def start_again(self, harm: Harm) -> str:
-        cluster = harm.cluster
+    def start_again(self, injection: Injection) -> str:
+        cluster = injection.cluster
         cluster.watch.forget_world()
         first = cluster.places[0]  # under c10d only the node at the first address begins a job
-        others = [place for place in harm.targets if place is not first]
-        for place in [first, *others][: len(harm.targets)]:
+        others = [place for place in injection.targets if place is not first]
+        for place in [first, *others][: len(injection.targets)]:
             cluster.start(place)
-        return f"{len(harm.targets)} killed and started again"
+        return f"{len(injection.targets)} killed and started again"
 
-    def is_over(self, harm: Harm) -> bool:
-        return has_stepped_anew(harm)
+    def is_over(self, injection: Injection) -> bool:
+        return has_stepped_anew(injection)
 
 
 class Damage(KillAll):
@@ -246,32 +231,14 @@ class Damage(KillAll):
             return "there are not two snapshots yet"
         return super().not_yet(cluster)
 
-    def strike(self, harm: Harm) -> str:
-        cluster = harm.cluster
+    def strike(self, injection: Injection) -> str:
+        cluster = injection.cluster
         cluster.kill(cluster.running)
         newest = snapshots_of(cluster)[0].path
         state = newest / "state.pt"
         data = bytearray(state.read_bytes())
-        position = harm.rng.randrange(len(data))
+        position = injection.rng.randrange(len(data))
         data[position] ^= 1
         state.write_bytes(data)
-        harm.detail = newest.name
-        return f"byte {position}; {self.start_again(harm)}"
-
-
-def _freeze(workers: list[psutil.Process]) -> None:
-    if not workers:
-        raise NotStruck("it had no worker any more")
-    for worker in workers:
-        worker.send_signal(signal.SIGSTOP)
-    deadline = time.monotonic() + 5.0
-    while any(worker.status() != psutil.STATUS_STOPPED for worker in workers):
-        if time.monotonic() > deadline:
-            raise NotStruck("it did not stop")
-        time.sleep(0.005)
-
-
-def _thaw(workers: list[psutil.Process]) -> None:
-    for worker in workers:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            worker.send_signal(signal.SIGCONT)
+        injection.detail = newest.name
+        return f"byte {position}; {self.start_again(injection)}"

@@ -17,6 +17,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
+
 SUBNET = "10.77.0"
 HUB_ADDRESS = f"{SUBNET}.1"
 NAMESPACES = Path("/run/netns")
@@ -70,12 +72,12 @@ class Network:
         return Network.why_no(lambda network: _run([*network.node_prefix(0), "true"]))
 
     @classmethod
-    def why_no(cls, harm: Callable[[Network], object]) -> str | None:
+    def why_no(cls, injection: Callable[[Network], object]) -> str | None:
         """Why that cannot be done to node 0 of a network made for it; None if it can. A kernel may lack what a rule
         asks for, though the command is there."""
         try:
             with contextlib.closing(cls(1)) as network:
-                harm(network)
+                injection(network)
         except NetworkError as error:
             return str(error)
         return None
@@ -86,14 +88,14 @@ class Network:
 
     def hub_prefix(self) -> list[str]:
         """Runs a command on the bridge's own address, off all nodes."""
-        return ["ip", "netns", "exec", self._name("hub")]
+        return self._inside("hub")
 
     def node_prefix(self, index: int) -> list[str]:
         """Runs a command as node `index`; its first process takes all others along when it is killed."""
         hosts = str(self._folder / "hosts")
         unshare = ["unshare", "--uts", "--pid", "--mount", "--ipc", "--fork", "--kill-child", "--mount-proc"]
         enter = ["sh", "-c", _ENTER, "enter", hosts, self.host_name(index)]
-        return ["ip", "netns", "exec", self._name(index), *unshare, *enter]
+        return self._inside(index, *unshare, *enter)
 
     def address(self, index: int) -> str:
         return f"{SUBNET}.{10 + index}"
@@ -106,7 +108,7 @@ class Network:
     def host_name(self, index: int) -> str:
         return f"node{index + 1}"
 
-    # --- harm ---------------------------------------------------------------------------------------------------------
+    # --- faults -------------------------------------------------------------------------------------------------------
 
     def pull_cable(self, index: int) -> None:
         _ip("-n", self._name("hub"), "link", "set", f"veth{index}", "down")
@@ -128,19 +130,19 @@ class Network:
     def slow_down(self, index: int, rate: str) -> None:
         """The node sends no faster than `rate`, e.g. `2mbit`."""
         limit = ("tbf", "rate", rate, "burst", "32k", "latency", "400ms")
-        _run(["ip", "netns", "exec", self._name(index), "tc", "qdisc", "add", "dev", "eth0", "root", *limit])
+        _run(self._inside(index, "tc", "qdisc", "add", "dev", "eth0", "root", *limit))
         self._slowed.add(index)
 
     def num_dropped(self, index: int) -> int:
         """Packets that rules have taken from the node since they were set."""
-        listed = _run(["ip", "netns", "exec", self._name(index), "iptables", "-L", "-v", "-x", "-n"])
+        listed = _run(self._inside(index, "iptables", "-L", "-v", "-x", "-n"))
         return sum(
             int(line.split()[0]) for line in listed.splitlines() if " DROP " in line and line.split()[0].isdigit()
         )
 
     def num_held_back(self, index: int) -> int:
         """How often a packet of the node had to wait since it was slowed down."""
-        told = _run(["ip", "netns", "exec", self._name(index), "tc", "-s", "qdisc", "show", "dev", "eth0"])
+        told = _run(self._inside(index, "tc", "-s", "qdisc", "show", "dev", "eth0"))
         return sum(map(int, re.findall(r"overlimits (\d+)", told)))
 
     def heal(self, index: int) -> None:
@@ -150,7 +152,7 @@ class Network:
             self._filter(index, "-F")
             self._filtered.remove(index)
         if index in self._slowed:
-            _run(["ip", "netns", "exec", self._name(index), "tc", "qdisc", "del", "dev", "eth0", "root"])
+            _run(self._inside(index, "tc", "qdisc", "del", "dev", "eth0", "root"))
             self._slowed.remove(index)
 
     def can_reach_hub(self, index: int, seconds: float = 1.0) -> bool:
@@ -162,7 +164,7 @@ class Network:
             "except ConnectionRefusedError: pass\n"
             "except OSError: sys.exit(1)\n"
         )
-        return _quiet(["ip", "netns", "exec", self._name(index), sys.executable, "-c", attempt]) == 0
+        return _quiet(self._inside(index, sys.executable, "-c", attempt)) == 0
 
     def close(self) -> None:
         for name in self._made:
@@ -199,8 +201,11 @@ class Network:
     def _name(self, which: int | str) -> str:
         return f"{self._prefix}-{which}"
 
+    def _inside(self, which: int | str, *command: str) -> list[str]:
+        return ["ip", "netns", "exec", self._name(which), *command]
+
     def _filter(self, index: int, *rule: str) -> None:
-        _run(["ip", "netns", "exec", self._name(index), "iptables", *rule])
+        _run(self._inside(index, "iptables", *rule))
         self._filtered.add(index)
 
 
@@ -212,7 +217,7 @@ def _sweep() -> None:
     """Remove the namespaces of drills that were killed before they could. Their processes died with them."""
     for path in NAMESPACES.glob(f"{PREFIX}*-*"):
         pid = path.name.removeprefix(PREFIX).partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
             _quiet(["ip", "netns", "del", path.name])
 
 

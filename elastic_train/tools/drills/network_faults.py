@@ -1,4 +1,4 @@
-"""The harm that needs a network of its own for every node: silence, one-way silence, loss, a slow line."""
+"""The faults that need a network of its own for every node: silence, one-way silence, loss, a slow line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from elastic_train.tools.drills.cluster import NodeState, Place
-from elastic_train.tools.drills.harm import Absence, Disturbance, Harm, NotStruck, Silence
+from elastic_train.tools.drills.injection import Absence, Disturbance, Injection, NotStruck, Silence
 from elastic_train.tools.drills.network import Network
 
 LOST_SHARE = 0.2
@@ -20,23 +20,19 @@ class Partition(Absence):
     says = "a node's cable is pulled; plugged in again once the others are through, and it comes back"
     needs_network = True
 
-    def cut(self, harm: Harm) -> None:
-        assert harm.cluster.network is not None
-        harm.cluster.network.pull_cable(harm.targets[0].index)
+    def cut(self, injection: Injection) -> None:
+        injection.network.pull_cable(injection.place.index)
 
-    def strike(self, harm: Harm) -> str:
-        place, network = harm.targets[0], harm.cluster.network
-        assert network is not None
-        self.cut(harm)
-        place.affliction = NodeState.CUT_OFF
-        if network.can_reach_hub(place.index, 0.3):
+    def strike(self, injection: Injection) -> str:
+        self.cut(injection)
+        injection.place.affliction = NodeState.CUT_OFF
+        if injection.network.can_reach_hub(injection.place.index, 0.3):
             raise NotStruck("it still reaches the others")
         return "it does not reach the bridge"
 
-    def undo(self, harm: Harm) -> None:
-        assert harm.cluster.network is not None
-        harm.cluster.network.heal(harm.targets[0].index)
-        harm.targets[0].affliction = NodeState.OUT
+    def undo(self, injection: Injection) -> None:
+        injection.network.heal(injection.place.index)
+        injection.place.affliction = NodeState.OUT
 
 
 class OneWayDrop(Partition):
@@ -47,9 +43,8 @@ class OneWayDrop(Partition):
     def why_not(cls) -> str | None:
         return Network.why_no(lambda network: network.drop_outgoing(0))
 
-    def cut(self, harm: Harm) -> None:
-        assert harm.cluster.network is not None
-        harm.cluster.network.drop_outgoing(harm.targets[0].index)
+    def cut(self, injection: Injection) -> None:
+        injection.network.drop_outgoing(injection.place.index)
 
 
 class PowerLoss(Silence):
@@ -57,11 +52,9 @@ class PowerLoss(Silence):
     says = "a node's port goes down, then all of its processes: silence, no FIN and no RST"
     needs_network = True
 
-    def strike(self, harm: Harm) -> str:
-        place, network = harm.targets[0], harm.cluster.network
-        assert network is not None
-        network.pull_cable(place.index)
-        harm.cluster.kill([place])  # it comes back with its cable when it joins
+    def strike(self, injection: Injection) -> str:
+        injection.network.pull_cable(injection.place.index)
+        injection.cluster.kill(injection.targets)  # it comes back with its cable when it joins
         return "port down, processes gone"
 
 
@@ -74,20 +67,18 @@ class PacketLoss(Disturbance):
     def why_not(cls) -> str | None:
         return Network.why_no(lambda network: network.drop_some(0, LOST_SHARE))
 
-    def strike(self, harm: Harm) -> str:
-        network, index = harm.cluster.network, harm.targets[0].index
-        assert network is not None
+    def strike(self, injection: Injection) -> str:
+        network, index = injection.network, injection.place.index
         network.drop_some(index, LOST_SHARE)
         seconds = _seconds_until(lambda: network.num_dropped(index) > 0, "no packet was dropped")
         return f"{LOST_SHARE:.0%} of what comes in is dropped, the first packet after {seconds:.2f} s"
 
-    def may_take(self, harm: Harm) -> list[Place]:
+    def may_take(self, injection: Injection) -> list[Place]:
         """TCP doubles its wait at every loss of the same packet: by chance a node is silent for --peer-timeout."""
-        return harm.targets
+        return injection.targets
 
-    def undo(self, harm: Harm) -> None:
-        assert harm.cluster.network is not None
-        harm.cluster.network.heal(harm.targets[0].index)
+    def undo(self, injection: Injection) -> None:
+        injection.network.heal(injection.place.index)
 
 
 class SlowLink(PacketLoss):
@@ -99,9 +90,8 @@ class SlowLink(PacketLoss):
     def why_not(cls) -> str | None:
         return Network.why_no(lambda network: network.slow_down(0, SLOW_RATE))
 
-    def strike(self, harm: Harm) -> str:
-        network, index = harm.cluster.network, harm.targets[0].index
-        assert network is not None
+    def strike(self, injection: Injection) -> str:
+        network, index = injection.network, injection.place.index
         network.slow_down(index, SLOW_RATE)
         seconds = _seconds_until(lambda: network.num_held_back(index) > 0, "no packet was held back")
         return f"{SLOW_RATE}, the first packet was held back after {seconds:.2f} s"

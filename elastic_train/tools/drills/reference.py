@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import ElasticTrainError
+from elastic_train.runlog.reader import read_json
 from elastic_train.storage.atomic_files import write_atomic
+from elastic_train.system import processor_facts
 from elastic_train.tools.audit.history import read_history
-from elastic_train.tools.audit.record import read_json
 from elastic_train.tools.drills.nodes import clean_environment, dying_with_parent
 
 REFERENCE_SECONDS = 3600.0
@@ -39,7 +40,7 @@ def undisturbed(flags: Sequence[str], *, is_own_task: bool, cwd: Path) -> dict[s
     names_files = any(flag.partition("=")[0] in FILE_FLAGS for flag in flags)
     cached = None if is_own_task or names_files else cache_directory() / f"{cache_key(flags)}.json"
     found = read_json(cached) if cached is not None else None
-    if isinstance(found, dict):
+    if found is not None:
         return found
     with tempfile.TemporaryDirectory(prefix="elastic-train-reference-") as folder:
         result = _run(flags, Path(folder), cwd)
@@ -65,7 +66,7 @@ def _run(flags: Sequence[str], folder: Path, cwd: Path) -> dict[str, Any]:
     except subprocess.TimeoutExpired as error:
         raise ReferenceFailed(f"the undisturbed run took more than {REFERENCE_SECONDS:.0f} s") from error
     result = read_json(folder / "run" / "result.json")
-    if done.returncode != 0 or not isinstance(result, dict):
+    if done.returncode != 0 or result is None:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise ReferenceFailed(f"the undisturbed run ended with code {done.returncode}: {last}")
     history = read_history(folder / "run")
@@ -88,8 +89,5 @@ def cache_key(flags: Sequence[str]) -> str:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    return " ".join(line for line in lines[:30] if line.startswith(("vendor_id", "cpu family", "model", "flags")))
+    facts = processor_facts()
+    return " ".join(facts.get(name, "unknown") for name in ("vendor_id", "cpu family", "model", "model name", "flags"))

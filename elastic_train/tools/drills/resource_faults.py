@@ -1,4 +1,4 @@
-"""The harm that is done by what a machine has too little of: memory, and room on its disk."""
+"""The faults of a machine that has too little of something: memory, and room on its disk."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from elastic_train.tools.drills.cluster import Cluster, Place
-from elastic_train.tools.drills.harm import (
+from elastic_train.tools.drills.injection import (
     Disturbance,
     Fault,
-    Harm,
+    Injection,
     NotStruck,
     choose_worker,
     snapshots_of,
+    some_workers,
     wait_gone,
     with_rank_zero,
-    workers_of,
 )
 from elastic_train.tools.drills.nodes import is_running
 
@@ -38,8 +38,8 @@ class OutOfMemory(Fault):
     def why_not(cls) -> str | None:
         return None if memory_cgroups() else "no memory cgroup can be made here"
 
-    def strike(self, harm: Harm) -> str:
-        worker, root = choose_worker(harm), memory_cgroups()
+    def strike(self, injection: Injection) -> str:
+        worker, root = choose_worker(injection), memory_cgroups()
         if root is None:
             raise NotStruck("no memory cgroup can be made here")
         is_unified = root == CGROUPS
@@ -106,8 +106,8 @@ class DiskFull(Disturbance):
     def why_not(cls) -> str | None:
         return None if shutil.which("nsenter") else "no nsenter here"
 
-    def limit_seconds(self, harm: Harm) -> float:
-        return super().limit_seconds(harm) + SNAPSHOT_SECONDS
+    def limit_seconds(self, injection: Injection) -> float:
+        return super().limit_seconds(injection) + SNAPSHOT_SECONDS
 
     def not_yet(self, cluster: Cluster) -> str | None:
         if (missing := super().not_yet(cluster)) is not None:
@@ -116,50 +116,48 @@ class DiskFull(Disturbance):
             return "a snapshot is being written"
         return None if with_rank_zero(cluster) else "nobody healthy has rank 0"
 
-    def choose(self, harm: Harm) -> list[Place]:
-        return with_rank_zero(harm.cluster)
+    def choose(self, injection: Injection) -> list[Place]:
+        return with_rank_zero(injection.cluster)
 
-    def strike(self, harm: Harm) -> str:
-        snapshots = harm.cluster.run_dir / "snapshots"
+    def strike(self, injection: Injection) -> str:
+        snapshots = injection.cluster.run_dir / "snapshots"
         snapshots.mkdir(exist_ok=True)
         since = time.time()
-        _in_mounts_of(harm.targets[0], "mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(snapshots))
+        _in_mounts_of(injection.place, "mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(snapshots))
         deadline = time.monotonic() + SNAPSHOT_SECONDS
-        while (warning := self._warning(harm, since)) is None:
+        while (warning := self._warning(injection, since)) is None:
             if time.monotonic() > deadline:
                 raise NotStruck(f"no snapshot was due in {SNAPSHOT_SECONDS:.0f} s")
-            if not harm.targets[0].is_running:
+            if not injection.place.is_running:
                 raise NotStruck("its node ended first")
             time.sleep(0.05)
-            harm.cluster.poll()
+            injection.cluster.poll()
         return warning
 
-    def _warning(self, harm: Harm, since: float) -> str | None:
+    def _warning(self, injection: Injection, since: float) -> str | None:
         """What the node has told of a snapshot that found no room."""
         return next(
             (
                 seen.message
-                for seen in harm.cluster.watch.warnings
-                if seen.member in harm.members and seen.time >= since and "No space left" in seen.message
+                for seen in injection.cluster.watch.warnings
+                if seen.member in injection.members and seen.time >= since and "No space left" in seen.message
             ),
             None,
         )
 
-    def undo(self, harm: Harm) -> None:
+    def undo(self, injection: Injection) -> None:
         with suppress(NotStruck):  # its node may be gone; `is_cleared` sees whether there is room
-            _in_mounts_of(harm.targets[0], "umount", "--lazy", str(harm.cluster.run_dir / "snapshots"))
+            _in_mounts_of(injection.place, "umount", "--lazy", str(injection.cluster.run_dir / "snapshots"))
 
-    def is_cleared(self, harm: Harm) -> bool:
+    def is_cleared(self, injection: Injection) -> bool:
         """Whether a snapshot was written since."""
-        newest = snapshots_of(harm.cluster)[:1]
-        return any(info.step > (harm.undone_at_step or 0) for info in newest)
+        newest = snapshots_of(injection.cluster)[:1]
+        return any(info.step > (injection.undone_at_step or 0) for info in newest)
 
 
 def _in_mounts_of(place: Place, *command: str) -> None:
     """Raises: NotStruck with what the command said."""
-    worker = next(iter(workers_of(place)), None)
-    if worker is None:
-        raise NotStruck("it had no worker any more")
+    worker = some_workers(place)[0]
     # The pids go with its /proc, which `umount` reads.
     prefix = ["nsenter", "--mount", "--pid", f"--target={worker.pid}"]
     done = subprocess.run([*prefix, *command], capture_output=True, text=True, check=False)

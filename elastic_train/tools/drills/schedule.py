@@ -1,4 +1,4 @@
-"""When a drill does what: pure functions of a seed, or a file that says so."""
+"""What a drill is to do, and when: pure functions of a seed, or a file that says so."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_train.errors import UsageError, first_line
 DEFAULT_FAULTS = ("kill", "join", "hang", "stop", "kill-rank-0")
 LEAST_NODES = 1
 JOIN_WEIGHT = 3
-"""how much likelier a join is than each single harm where a node is missing"""
+"""how much likelier a join is than each single fault where a node is missing"""
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,32 @@ class Planned:
     at: float
     """seconds after the job's first settled world, at the earliest"""
     fault: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a drill is to do."""
+
+    run_dir: Path
+    seed: int
+    plan: Sequence[Planned]
+    flags: Sequence[str]
+    """the worker's, without --run-dir"""
+    num_nodes: int
+    num_workers: int
+    """of a node"""
+    global_batch_size: int
+    peer_timeout: float
+    """seconds; what the flags say"""
+    last_step: int | None
+    """of the bundled job, whose pace the drill sets; None for a user's own"""
+    wants_network: bool
+    backend: str
+    """c10d or etcd3"""
+    etcd_endpoint: str | None
+    """of a cluster that is there; None for one of the drill's own"""
+    why_no_network: str | None = None
+    """what this machine lacks for it, where the drill would have one"""
 
 
 def default_plan(seed: int, duration: float, num_nodes: int, sizes: Mapping[str, int]) -> list[Planned]:
@@ -54,9 +80,9 @@ def random_plan(
     """
     rng = random.Random(seed)
     present, plan = num_nodes, []
-    harmful = [name for name in faults if name != "join"]
+    others = [name for name in faults if name != "join"]
     for index in range(max(1, int(duration / every))):
-        possible = [name for name in harmful if present >= least[name]]
+        possible = [name for name in others if present >= least[name]]
         weights = [1.0] * len(possible)
         if present < num_nodes:
             possible, weights = [*possible, "join"], [*weights, float(JOIN_WEIGHT)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from elastic_train.runlog.reader import Follower, Line, member_of
 
 
 @dataclass
@@ -48,30 +48,20 @@ class RunWatch:
     outcomes: dict[str, str] = field(default_factory=dict)
     """member -> how it ended"""
     warnings: list[SeenWarning] = field(default_factory=list)
-    _offsets: dict[Path, int] = field(default_factory=dict)
+    _follower: Follower = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._follower = Follower(self.run_dir / "events")
 
     def poll(self) -> None:
         """Read what was written since the last call."""
-        for path in (self.run_dir / "events").glob("*.jsonl"):
-            offset = self._offsets.get(path, 0)
-            try:
-                with path.open("rb") as file:
-                    file.seek(offset)
-                    data = file.read()
-            except FileNotFoundError:  # moved aside
-                continue
-            whole = data.rfind(b"\n") + 1
-            self._offsets[path] = offset + whole
-            member = "/".join(path.stem.rsplit("-", 2))
+        for path, lines in self._follower.poll():
+            member = member_of(path)
             self.names.add(member)
-            for raw in data[:whole].splitlines():
-                self._take(member, raw)
+            for line in lines:
+                self._take(member, line)
 
-    def _take(self, member: str, raw: bytes) -> None:
-        try:
-            line = json.loads(raw)
-        except ValueError:
-            return
+    def _take(self, member: str, line: Line) -> None:
         event = line.get("event")
         if event == "step":
             if line["generation"] >= self.generation and line["step"] >= self.step:
@@ -101,7 +91,7 @@ class RunWatch:
         return not {"finished", "already_finished"}.isdisjoint(self.outcomes.values())
 
 
-def _time(line: dict[str, Any]) -> float:
+def _time(line: Line) -> float:
     """Unix seconds, by this process's clock: the writer's may be set off. The other they have in common, on one
     machine."""
     return float(line["monotonic"]) + time.time() - time.monotonic()

@@ -1,4 +1,4 @@
-"""The ways out of a run: finished, stopped with everybody, leaving alone. Each ends with the worker's exit code."""
+"""The exits of a run: finished, stopped with everybody, leaving alone. Each ends with the worker's exit code."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import os
 import signal
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from elastic_train.branches import Position, describe, id_of, parting_step
 from elastic_train.elastic.connect import Return
-from elastic_train.elastic.finishing import save_result, write_result
-from elastic_train.elastic.loop import WorldLoop
 from elastic_train.elastic.membership import Membership
+from elastic_train.elastic.process_group import set_group_timeout
+from elastic_train.elastic.result import save_result, write_result
+from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
+from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import (
     ElasticTrainError,
@@ -25,39 +27,41 @@ from elastic_train.errors import (
     first_line,
 )
 from elastic_train.protocol.probes import Probe, probe
+from elastic_train.rules import Failure
 from elastic_train.runlog.goodput import Phase
-from elastic_train.training.collectives import barrier
+from elastic_train.training.collectives import GROUP_TIMEOUT, barrier
 from elastic_train.world import World
 
 SAVE_SECONDS = 300.0
 """that a worker stays for another one of its node, which saves the state for all of them"""
 
 
-class WaysOut:
+class Exits:
     """What a worker does before it ends, so that the state is safe and nobody waits for it."""
 
-    def __init__(self, worker: Worker, membership: Membership, saver: Saver, loop: WorldLoop, job_token: str) -> None:
+    def __init__(self, worker: Worker, membership: Membership, saver: Saver, trainer: Trainer, files: RunFiles) -> None:
         self._worker = worker
         self._membership = membership
         self._saver = saver
-        self._loop = loop
-        self.job_token = job_token
+        self._trainer = trainer
+        self._files = files
 
     def finish(self, world: World, outcome: str, *, is_saved: bool) -> int:
         """Training is through: the last snapshot, result.json, and no agent left waiting. Every rank calls it."""
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
         state.clock.enter(Phase.FORM)
-        self._loop.evaluate_if_missed(world)
+        set_group_timeout(GROUP_TIMEOUT)
+        self._trainer.evaluate_if_missed(world)
         if not is_saved and world.is_directory_leader:
             self._saver.save_and_wait(state)
         worker.reach("finish", world)
-        data = write_result(worker, world, self.job_token, has_trained=outcome == "finished")
+        data = write_result(worker, world, self._files, has_trained=outcome == "finished")
         if world.num_spares:
             with suppress(StoreUnreachable):  # the run is finished all the same
-                self._membership.announce_finished(world, data.decode())
+                self._membership.barriers.announce_finished(world, data.decode())
         self._membership.watcher.leave()  # who is through goes now, and is not missed
-        self._membership.finish(world)
-        self._membership.end_together(world)
+        self._membership.barriers.finish(world)
+        self._membership.barriers.end_together(world)
         worker.reach("exit", world)
         reporter.events.write("done", outcome=outcome)
         reporter.say_for_node(f"{outcome.replace('_', ' ')} at step {state.step}")
@@ -89,16 +93,18 @@ class WaysOut:
     def stop(self, world: World) -> int:
         """Everybody was told to stop, at this very step: save, so that the next start goes on from here."""
         state = self._worker.state
+        set_group_timeout(GROUP_TIMEOUT)
         if world.is_directory_leader:
             self._saver.save_and_wait(state)
         self._saver.wait()
         barrier()  # nobody's agent may end a node whose leader is still writing
         self._membership.watcher.leave()
-        self._membership.end_together(world)
+        self._membership.barriers.end_together(world)
         return self._say_stopped()
 
     def stop_between_worlds(self, world: World) -> int:
         """Told to stop between two worlds: no process group to agree with anybody, so each node keeps what it has."""
+        self._saver.enter(world)
         if world.is_first_of_node:
             with suppress(OwnershipLost):  # the others may be a generation further
                 self._saver.save_and_wait(self._worker.state)
@@ -172,7 +178,7 @@ class WaysOut:
             **({"discarded": discarded} if discarded else {}),
         )
         worker.reporter.leave()
-        worker.directory.release()
+        worker.directory.ownership.release()
         state.clock.begin_anew()
         others = () if world is None else tuple(member for member in world.members if member is not world.me)
         stores = tuple(member.store for member in others if member.store is not None)
@@ -209,7 +215,15 @@ class WaysOut:
             return self._save_alone("in case that no other is left")
         return "the first worker of this node may have saved the state"
 
-    def save_for_mended_code(self, world: World, error: Exception) -> None:
+    def fail(self, error: Exception, verdict: Failure, world: World, *, has_state: bool) -> NoReturn:
+        """End with an error that is no lost peer's. Raises it."""
+        is_of_task = has_state and not isinstance(error, ElasticTrainError)
+        # Else others go on with the state.
+        if is_of_task and (verdict is Failure.JOB or (world.num_nodes == 1 and world.is_first_of_node)):
+            self._save_for_mended_code(world, error)
+        raise error
+
+    def _save_for_mended_code(self, world: World, error: Exception) -> None:
         """The code that is trained has failed on all who tried: the commits before are kept for when it is mended.
         What came of it is said below the error's traceback."""
         state = self._worker.state

@@ -1,4 +1,4 @@
-"""The first world of a process: what it finds of an earlier run, and how that becomes everybody's state."""
+"""What a worker finds of an earlier run, how that becomes everybody's state, and the first world that it enters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 from elastic_train.branches import BRANCH, Branch, id_of
-from elastic_train.config import Config, as_json
+from elastic_train.config import as_json
 from elastic_train.elastic.connect import Return
 from elastic_train.elastic.handover import Check
 from elastic_train.elastic.membership import Membership, new_token, versions
 from elastic_train.elastic.process_group import choose_backend, gpu_of
 from elastic_train.elastic.restore import Restored, require_line, restore
+from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import FormationFailed
 from elastic_train.protocol.addresses import use_interface_of
@@ -31,14 +32,14 @@ from elastic_train.world import Member, World
 ALL_GONE = "all workers that had the state are gone"
 
 
-class Start:
+class EarlierRun:
     """One worker's view of the run that it starts or continues. Made before it meets the others."""
 
-    def __init__(self, worker: Worker, membership: Membership, job_token: str, back: Return | None = None) -> None:
+    def __init__(self, worker: Worker, membership: Membership, files: RunFiles, back: Return | None = None) -> None:
         self._back = back
         self._worker = worker
         self._membership = membership
-        self._job_token = job_token
+        self._files = files
         self._fresh_record: RunRecord | None = None
         """what --fresh has left of the run directory"""
 
@@ -63,7 +64,7 @@ class Start:
         )
         seen = [self._traces.generation, *(offer.generation for offer in self._offers)]
         newest = max(((offer.generation, offer.step) for offer in self._offers), default=None)
-        return membership.first_world(
+        world = membership.first_world(
             Member(
                 host=worker.host,
                 local_rank=launch.local_rank,
@@ -81,6 +82,8 @@ class Start:
             ),
             lambda theirs: require_line(self._offers if self._back is None else (), theirs),
         )
+        self._files.take_token(membership.published("job_token") or self._files.job_token)
+        return world
 
     def _look(self) -> None:
         """What of the run can be seen from here, now."""
@@ -102,7 +105,7 @@ class Start:
         key = f"fresh/{directory.identity()}"
         me = f"{self._worker.host}/{os.getpid()}"
         if membership.agreed_once(key, me) == me:
-            directory.claim(self._job_token, 0, self._worker.host)
+            directory.ownership.claim(self._files.job_token, 0, self._worker.host)
             record = self._move_aside()
             membership.agreed_once(f"{key}/done", json.dumps(record.to_fields()))
             return record
@@ -224,41 +227,3 @@ def note_restart(state: TrainState, restored: Restored, reached: int | None) -> 
 def newest_step(seen: Sequence[Sequence[int] | None]) -> int | None:
     """Of what each member has seen, as (generation, step): the largest step of the newest generation."""
     return max(((one[0], one[1]) for one in seen if one is not None), default=(None, None))[1]
-
-
-def describe_share(config: Config, world_size: int) -> str:
-    """Samples of a whole step that a worker has: one number, or the least and the most."""
-    parts, unit = (
-        (config.global_batch_size, 1)
-        if config.reduction == "fast"
-        else (config.virtual_ranks, config.global_batch_size // config.virtual_ranks)
-    )
-    low, high = parts // world_size * unit, -(-parts // world_size) * unit
-    return f"{low}" if low == high else f"{low} to {high}"
-
-
-def describe_optimizer(state: TrainState) -> str:
-    """`SGD, lr 0.1`: what was chosen, where nothing was said."""
-    rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(state.learning_rates))
-    return f"{type(state.optimizer).__name__}, lr {rates}"
-
-
-def describe_start(worker: Worker, world: World, backend: str, restored: Restored) -> str:
-    config, state = worker.config, worker.state
-    share = describe_share(config, world.world_size)
-    epoch = min(state.epoch + 1, config.epochs)
-    beginning = "from scratch" if config.init_from is None else f"from the weights of {config.init_from}"
-    where = (
-        beginning
-        if restored.source == "scratch"
-        else f"from the {restored.source} of step {restored.step}, in epoch {epoch} of {config.epochs}"
-    )
-    workers = count(world.world_size, "worker")
-    if world.num_spares:
-        workers += f" and {count(world.num_spares, 'spare')}"
-    nodes = count(world.num_nodes, "node")
-    return (
-        f"world generation={world.generation}: {workers} on {nodes} ({worker.device.type}, {backend}), "
-        f"global batch {config.global_batch_size} = {share} samples a worker; training {worker.task.title} {where}; "
-        f"{describe_optimizer(state)}"
-    )

@@ -7,7 +7,6 @@ when the job has got over it (`is_over`). What has to be put right again, it put
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,10 +14,11 @@ import psutil
 
 from elastic_train.tools.drills.backends import C10d
 from elastic_train.tools.drills.cluster import Cluster, Place
-from elastic_train.tools.drills.nodes import is_running
+from elastic_train.tools.drills.nodes import is_running, wait_until
 
 if TYPE_CHECKING:
     from elastic_train.storage.snapshot import SnapshotInfo
+    from elastic_train.tools.drills.network import Network
 
 RECOVERY_LIMIT_SECONDS = 30.0
 """from a death to the next committed step; measured in tenths, but machines are loaded"""
@@ -29,7 +29,7 @@ class NotStruck(Exception):
 
 
 @dataclass
-class Harm:
+class Injection:
     """One fault at work."""
 
     cluster: Cluster
@@ -45,6 +45,16 @@ class Harm:
     """committed steps when it was undone; None before"""
     detail: str = ""
     """of what was struck, where it is not the targets"""
+
+    @property
+    def place(self) -> Place:
+        """The only target."""
+        return self.targets[0]
+
+    @property
+    def network(self) -> Network:
+        assert self.cluster.network is not None, "`needs_network` says so"
+        return self.cluster.network
 
     @property
     def target(self) -> str:
@@ -84,7 +94,7 @@ class Fault:
         """How many healthy ones there must be."""
         return max(1 - cls.size, 2 if cls.needs_company else 1)
 
-    def limit_seconds(self, harm: Harm) -> float:
+    def limit_seconds(self, injection: Injection) -> float:
         """From the strike to the next step, at most."""
         return RECOVERY_LIMIT_SECONDS
 
@@ -96,27 +106,27 @@ class Fault:
             return f"only {len(cluster.inside)} healthy nodes are in"
         return None
 
-    def choose(self, harm: Harm) -> list[Place]:
+    def choose(self, injection: Injection) -> list[Place]:
         """Whom it strikes. Raises NotStruck."""
-        return harm.rng.sample(harm.cluster.inside, max(1, -self.size))
+        return injection.rng.sample(injection.cluster.inside, max(1, -self.size))
 
-    def strike(self, harm: Harm) -> str:
+    def strike(self, injection: Injection) -> str:
         """Do it; returns what shows that it happened. Raises NotStruck."""
         raise NotImplementedError
 
-    def may_take(self, harm: Harm) -> list[Place]:
+    def may_take(self, injection: Injection) -> list[Place]:
         """The nodes that the job may lose by it; the audit reports every other that is lost."""
-        return harm.targets
+        return injection.targets
 
-    def is_over(self, harm: Harm) -> bool:
+    def is_over(self, injection: Injection) -> bool:
         """Whether a step was committed that this fault stood in the way of: here, in a world without the targets."""
-        world = harm.cluster.watch.world
-        return world is not None and has_stepped_anew(harm) and not set(world.members) & set(harm.members)
+        world = injection.cluster.watch.world
+        return world is not None and has_stepped_anew(injection) and not set(world.members) & set(injection.members)
 
-    def undo(self, harm: Harm) -> None:
+    def undo(self, injection: Injection) -> None:
         """Put right what can be."""
 
-    def is_cleared(self, harm: Harm) -> bool:
+    def is_cleared(self, injection: Injection) -> bool:
         """Whether nothing of it is left, so that the job may be counted as healthy again."""
         return True
 
@@ -124,14 +134,14 @@ class Fault:
 class Silence(Fault):
     """A node says nothing any more, and nobody can tell whether it lives."""
 
-    def limit_seconds(self, harm: Harm) -> float:
-        return 3 * harm.peer_timeout + RECOVERY_LIMIT_SECONDS
+    def limit_seconds(self, injection: Injection) -> float:
+        return 3 * injection.peer_timeout + RECOVERY_LIMIT_SECONDS
 
-    def choose(self, harm: Harm) -> list[Place]:
+    def choose(self, injection: Injection) -> list[Place]:
         """Under c10d, of two nodes the one with the higher rank: where the other is silent it waits for that one."""
-        found = sorted(harm.cluster.inside, key=lambda place: harm.cluster.rank_of(place) or 0)
-        has_arbiter = harm.cluster.backend.name != C10d.name
-        return [harm.rng.choice(found[1:] if len(found) == 2 and not has_arbiter else found)]
+        found = sorted(injection.cluster.inside, key=lambda place: injection.cluster.rank_of(place) or 0)
+        has_arbiter = injection.cluster.backend.name != C10d.name
+        return [injection.rng.choice(found[1:] if len(found) == 2 and not has_arbiter else found)]
 
 
 class Absence(Silence):
@@ -141,9 +151,9 @@ class Absence(Silence):
     needs_company = True
     undo_after = 1.0
 
-    def is_cleared(self, harm: Harm) -> bool:
-        place = harm.targets[0]
-        if place.is_running and not harm.cluster.is_in(place):
+    def is_cleared(self, injection: Injection) -> bool:
+        place = injection.place
+        if place.is_running and not injection.cluster.is_in(place):
             return False
         place.affliction = None
         return True
@@ -156,17 +166,17 @@ class Disturbance(Fault):
     undo_after = 3.0
     changes_world = False
 
-    def may_take(self, harm: Harm) -> list[Place]:
+    def may_take(self, injection: Injection) -> list[Place]:
         return []
 
-    def is_over(self, harm: Harm) -> bool:
-        return harm.undone_at_step is not None and harm.cluster.watch.step > harm.undone_at_step
+    def is_over(self, injection: Injection) -> bool:
+        return injection.undone_at_step is not None and injection.cluster.watch.step > injection.undone_at_step
 
 
-def has_stepped_anew(harm: Harm) -> bool:
+def has_stepped_anew(injection: Injection) -> bool:
     """Whether a later generation has committed a step, whoever is in it."""
-    world = harm.cluster.watch.world
-    return world is not None and world.generation > harm.generation and world.first_step_at is not None
+    world = injection.cluster.watch.world
+    return world is not None and world.generation > injection.generation and world.first_step_at is not None
 
 
 def with_rank_zero(cluster: Cluster) -> list[Place]:
@@ -178,21 +188,29 @@ def workers_of(place: Place) -> list[psutil.Process]:
     return place.node.workers() if place.node is not None else []
 
 
-def choose_worker(harm: Harm) -> psutil.Process:
-    """One of the target's. Raises: NotStruck where none is left."""
-    workers = workers_of(harm.targets[0])
-    if not workers:
+def some_workers(place: Place) -> list[psutil.Process]:
+    """Raises: NotStruck where none is left."""
+    if not (workers := workers_of(place)):
         raise NotStruck("it had no worker any more")
-    return harm.rng.choice(workers)
+    return workers
+
+
+def choose_worker(injection: Injection) -> psutil.Process:
+    """One of the target's. Raises: NotStruck where none is left."""
+    return injection.rng.choice(some_workers(injection.place))
+
+
+def agent_of(injection: Injection) -> psutil.Process:
+    """The target's. Raises: NotStruck where it has ended."""
+    agent = injection.place.node.agent() if injection.place.node is not None else None
+    if agent is None:
+        raise NotStruck("its agent had ended")
+    return agent
 
 
 def wait_gone(process: psutil.Process) -> None:
-    """Raises: NotStruck where it does not end."""
-    deadline = time.monotonic() + 10.0
-    while is_running(process):
-        if time.monotonic() > deadline:
-            raise NotStruck(f"process {process.pid} did not end")
-        time.sleep(0.005)
+    """Raises: TooSlow where it does not end."""
+    wait_until(lambda: not is_running(process), f"end of process {process.pid}", 10.0)
 
 
 def snapshots_of(cluster: Cluster) -> list[SnapshotInfo]:

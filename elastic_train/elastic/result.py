@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.config import as_json
+from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.worker import Worker
 from elastic_train.runlog.goodput import goodput
+from elastic_train.runlog.reader import parse
 from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.training.collectives import barrier, broadcast_bytes, gather_json
 from elastic_train.training.state import state_sha256
 from elastic_train.world import World
 
 
-def write_result(worker: Worker, world: World, job_token: str, *, has_trained: bool) -> bytes:
+def write_result(worker: Worker, world: World, files: RunFiles, *, has_trained: bool) -> bytes:
     """Write result.json; every rank calls it. Returns its bytes, the same on every rank.
 
     Where nothing was trained (a finished run that was started again) a result that some node has already is taken over,
@@ -30,7 +32,7 @@ def write_result(worker: Worker, world: World, job_token: str, *, has_trained: b
         found = (json.dumps(result(worker), indent=2) + "\n").encode()
     data = broadcast_bytes(found if world.rank == owner else None, owner)
     if is_leader and (has_trained or existing_result(path, worker.state.step) is None):
-        worker.directory.check_owner(job_token, world.generation)
+        files.check_owner(world.generation)
         save_result(worker, data)
     barrier()
     return data
@@ -48,9 +50,9 @@ def existing_result(path: Path, step: int) -> bytes | None:
     """result.json as it is, if it is of this very end of the run."""
     try:
         data = path.read_bytes()
-        return data if json.loads(data)["step"] == step else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except OSError:
         return None
+    return data if (parse(data) or {}).get("step") == step else None
 
 
 def result(worker: Worker) -> dict[str, Any]:

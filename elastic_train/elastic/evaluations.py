@@ -1,0 +1,59 @@
+"""When the model is evaluated on the task's test set, by all ranks together."""
+
+from __future__ import annotations
+
+from elastic_train.elastic.membership import Membership
+from elastic_train.elastic.worker import Worker
+from elastic_train.rules import Activity
+from elastic_train.runlog.goodput import Phase
+from elastic_train.training.collectives import gather_json
+from elastic_train.training.evaluation import BLOCK_SAMPLES, evaluate, share_buffers
+from elastic_train.training.train import autocast_of
+from elastic_train.world import World
+
+
+class Evaluations:
+    """Those of one worker; there are none where its task has no test set."""
+
+    def __init__(self, worker: Worker, membership: Membership) -> None:
+        self._worker, self._membership = worker, membership
+
+    def if_missed(self, world: World) -> None:
+        """The evaluation that the world before did not live to complete; every rank calls it."""
+        state = self._worker.state
+        is_at_a_place = state.is_finished or (state.step > 0 and state.samples_done == 0)
+        if not self._worker.task.test_set or not is_at_a_place:
+            return
+        # Together or not at all: a death in an evaluation can leave some with its result and some without.
+        if not all(gather_json(state.evaluated_step == state.step)):
+            self.if_due(world)
+
+    def if_due(self, world: World) -> None:
+        """At the end of every so many epochs, and of training; every rank calls it at the end of an epoch."""
+        worker, config, state = self._worker, self._worker.config, self._worker.state
+        test_set = worker.task.test_set
+        # Over an empty one there are no means.
+        if not test_set or not (state.is_finished or state.epoch % config.eval_every == 0):
+            return
+        watcher = self._membership.watcher
+        model = state.averaged.model if state.averaged else state.model
+        with state.clock.during(Phase.EVALUATE):
+            watcher.do(Activity.REDUCE)
+            share_buffers(model, world, self._membership.sockets)
+            found = evaluate(
+                model,
+                worker.task,
+                test_set,
+                world,
+                worker.device,
+                config,
+                # Not that of the first world, which the state has: the sums must not depend on it.
+                block_samples=min(BLOCK_SAMPLES, config.micro_batch_size or config.global_batch_size),
+                autocast=autocast_of(config.precision, worker.device),
+                do=watcher.do,
+            )
+        watcher.do(Activity.COMPUTE)
+        state.evaluated_step = state.step
+        if found.accuracy is not None:
+            state.last_accuracy = (state.step, found.accuracy)
+        worker.reporter.evaluation(state, found.metrics)

@@ -1,0 +1,337 @@
+"""How a worker comes into its job, and how those inside take it in: the join queue, the choice, the preparation."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+
+from elastic_train.elastic.formed_group import FormedGroup
+from elastic_train.elastic.next_world import WORD_SECONDS, Surroundings, no_answer, require_whole
+from elastic_train.errors import FormationFailed, JobFinished, StoreUnreachable
+from elastic_train.protocol.agreement import Decision
+from elastic_train.protocol.job import Admitted, Job, Over
+from elastic_train.protocol.join_queue import Waiting, ready_nodes, without_nodes_of
+from elastic_train.protocol.liveness import Watcher
+from elastic_train.protocol.plan import Plan, Preparation, mark
+from elastic_train.rules import NOW, SOON, Activity, common_backend, disagreement, next_generation
+from elastic_train.world import Member, World
+
+QUEUE_POLL_SECONDS = 0.03
+SETTLE_SECONDS = 0.5
+"""nodes that become ready within so short a time are admitted together"""
+MOST_FAILED_PLANS = 2
+"""in one world; then newcomers are admitted in the plain way, for which everybody stops"""
+
+
+class Arrival:
+    """One worker's way in: it finds the job, waits in the join queue, and makes ready for the world that admits it.
+    For the training thread alone.
+
+    Args:
+        check: raises Stopped where this worker was told to stop.
+        say: tells the person in front of this node what is being waited for.
+        begin_timeout: seconds until this worker has to be in a world, where nobody else looks after that.
+        too_late: says what was not done in that time.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        watcher: Watcher,
+        around: Surroundings,
+        *,
+        check: Callable[[], None],
+        say: Callable[[str], None],
+        begin_timeout: float = math.inf,
+        too_late: str = "",
+    ) -> None:
+        self._job, self._watcher, self._around = job, watcher, around
+        self._check, self._say = check, say
+        self._too_late, self._begin_by = too_late, around.monotonic() + begin_timeout
+
+    def find(self) -> None:
+        """Find the job, or the place where it begins. Blocks until there is one.
+
+        Raises:
+            Stopped: this worker was told to stop. StoreUnreachable, FormationFailed: there never will be one.
+        """
+        next_word = self._around.monotonic() + WORD_SECONDS
+        while not self._job.find():
+            self._check()
+            now = self._around.monotonic()
+            self._require_time_to_begin(now)
+            if now > next_word:
+                next_word = now + 3 * WORD_SECONDS
+                self._say(f"waiting for the job at {self._job.where()}")
+            self._around.sleep(QUEUE_POLL_SECONDS)
+
+    def wait_in_queue(self, mine: Waiting, look: Callable[[], None]) -> Admitted:
+        """Stand in the join queue until the job admits this worker. Blocks as long as others train without it.
+
+        Args:
+            look: called again and again meanwhile.
+
+        Raises:
+            JobFinished: the others reached the end meanwhile.
+            FormationFailed, StoreUnreachable: it does not come about.
+            Stopped: this worker was told to stop.
+            What `look` raises.
+        """
+        now = self._around.monotonic()
+        next_word = now + WORD_SECONDS
+        while True:
+            self._check()
+            self._watcher.do(Activity.FORM)
+            place = self._job.look_from_queue(mine)
+            if isinstance(place, Admitted):
+                self._job.leave_queue()
+                return place
+            if isinstance(place, Over):
+                raise JobFinished("the job reached its end while this node waited to be admitted")
+            look()
+            now = self._around.monotonic()
+            self._require_time_to_begin(now)
+            if now > next_word:
+                next_word = now + 3 * WORD_SECONDS
+                self._say(place.text)
+            self._around.sleep(QUEUE_POLL_SECONDS)
+
+    def _require_time_to_begin(self, now: float) -> None:
+        if now > self._begin_by:
+            raise FormationFailed(self._too_late)
+
+    def is_ready_for(self, world: World) -> None:
+        """As a newcomer of a world that was prepared: the others may come.
+
+        Raises: as `check`.
+        """
+        self.check()
+        try:
+            mark(self._job, "ready", world)
+        except StoreUnreachable as error:
+            self.check()
+            raise no_answer(world) from error
+
+    def check(self) -> None:
+        """For a newcomer that waits for the others, who train on for a step or two.
+
+        Raises:
+            FormationFailed: one of them is lost.
+            JobFinished: they have reached the end.
+            Stopped: this worker was told to stop.
+        """
+        if self._job.is_over():
+            raise JobFinished("the job reached its end while this node was being admitted")
+        require_whole(self._watcher)
+        self._check()
+
+
+class Joins:
+    """Newcomers of the next world, seen from inside: rank 0 chooses them, and every member prepares their world beside
+    the present one (protocol/plan.py).
+
+    For two threads: the watcher's calls `consider`, the training thread all else. There is no lock: what is assigned is
+    one reference.
+
+    Args:
+        uid: of this worker.
+        facts: what the job has agreed on, as far as this member knows; it grows.
+        max_nodes, max_world_size, answering, form: as `Membership`'s.
+        is_superseded: whether this is rank 0 of a side that stops, and the others of its world are told.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        around: Surroundings,
+        *,
+        uid: str,
+        facts: Mapping[str, str],
+        max_nodes: int,
+        max_world_size: int | None,
+        answering: Callable[[tuple[Member, ...]], tuple[Member, ...]],
+        form: Callable[[World], FormedGroup] | None,
+        is_superseded: Callable[[], bool],
+    ) -> None:
+        self._job, self._around, self._uid, self._facts = job, around, uid, facts
+        self._max_nodes, self._max_world_size = max_nodes, max_world_size
+        self._answering, self._form, self._is_superseded = answering, form, is_superseded
+        self._world: World | None = None
+        """the present one"""
+        self._ready: tuple[tuple[str, ...], float] = ((), 0.0)
+        """uids of the workers that were seen ready, and since when it is these"""
+        self._admits: tuple[Member, ...] = ()
+        """newcomers for the next world, chosen by rank 0's watcher, where nothing is prepared for them"""
+        self._plan: Plan | None = None
+        """the same where it is prepared"""
+        self._num_failed_plans = 0
+        self._preparation: Preparation | None = None
+        self._absent: tuple[Member, ...] = ()
+        """newcomers that did not answer when they were invited"""
+
+    def enter(self, world: World) -> None:
+        """This worker is a member of `world` from now on."""
+        self._world, self._admits = world, ()
+        self._plan, self._num_failed_plans = None, 0
+        self.keep_preparation(world)
+
+    # --- in a step ----------------------------------------------------------------------------------------------------
+
+    def vote(self) -> int:
+        """What this member says of newcomers in the step in hand: 0, SOON or NOW (protocol/plan.py).
+
+        Raises: what ended the thread that prepares them, if that was a bug.
+        """
+        plan = self._plan  # read before what prepares it, which the watcher's thread sets first
+        preparation = self._preparation
+        if preparation is not None and preparation.crash is not None:
+            raise preparation.crash
+        if self._admits:
+            return NOW
+        if plan is None:
+            return NOW if self._is_superseded() else 0
+        is_stale = self._world is None or plan.parent != self._world.uid  # that world has ended otherwise
+        if preparation is None or is_stale or (preparation.failure is not None and not preparation.is_decided):
+            self._num_failed_plans += preparation is not None and not preparation.absent
+            self._absent = () if preparation is None else preparation.absent
+            self._plan = None
+            self.keep_preparation(None)
+            return 0
+        if preparation.is_ready:
+            return NOW
+        return SOON if preparation.is_due else 0
+
+    def follow_vote(self, world: World, vote: int) -> None:
+        """After the commit of a step: `vote` is what rank 0 said in it. Never blocks."""
+        if self._plan is not None:
+            if vote == SOON and self._preparation is not None:
+                self._preparation.may_form = True
+        elif vote == 0:
+            self.keep_preparation(None)
+        elif vote == SOON and self._preparation is None and self._form is not None:
+            preparation = self._begin_preparation()
+            self._around.start(
+                "ahead", lambda: preparation.run(lambda: preparation.follow(world, self._max_world_size))
+            )
+
+    # --- the choice ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_end_due(self) -> bool:
+        """Whether the present world should end: newcomers are to be admitted in the plain way, or this side stops."""
+        return bool(self._admits) or self._is_superseded()
+
+    def newcomers(self, world: World) -> tuple[Member, ...]:
+        """Those whom the next world of `world` admits, where nothing is prepared for them."""
+        inside = {member.uid for member in world.members}
+        return tuple(member for member in self._admits if member.uid not in inside)
+
+    def consider(self, world: World) -> None:
+        """Choose whom the next world admits, when somebody is ready. Rank 0's watcher calls it."""
+        if self._plan is not None:
+            return
+        self._job.drop(self._absent)  # until they come again
+        self._absent = ()
+        inside = {member.node for member in world.members}
+        text = self._facts.get("agreement")
+        reference = None if text is None else json.loads(text)
+        nodes = [
+            node
+            for node in ready_nodes(self._job.queue(), world.members)
+            if reference is None or all(disagreement(one.agreement, reference) is None for one in node)
+        ]
+        back = [node for node in nodes if node[0].node in inside]  # to others of their nodes, which take no more room
+        new = [node for node in nodes if node[0].node not in inside]
+        ready = tuple(member for node in (*back, *new[: max(0, self._max_nodes - len(inside))]) for member in node)
+        uids, now = tuple(member.uid for member in ready), self._around.monotonic()
+        if uids != self._ready[0]:
+            self._ready = (uids, now)
+        if not ready or now - self._ready[1] < SETTLE_SECONDS:
+            self._admits = ()
+            return
+        answering = self._answering(ready)
+        gone = [member for member in ready if member not in answering]
+        self._job.drop(gone)
+        admits = without_nodes_of(gone, ready)
+        if self._world is world and admits and self._can_prepare(world, admits):
+            self._prepare(world, admits)
+        elif self._world is world:
+            self._admits = admits
+
+    def _can_prepare(self, world: World, newcomers: tuple[Member, ...]) -> bool:
+        """Whether the next world's group can be formed beside the present one: gloo's can, and spares take no part."""
+        if self._form is None or self._admits or self._num_failed_plans >= MOST_FAILED_PLANS:
+            return False
+        workers = (*world.members, *newcomers)
+        has_spares = world.num_spares > 0 or (self._max_world_size is not None and len(workers) > self._max_world_size)
+        # Below --min-nodes nobody trains, and there is no step to vote in.
+        return not has_spares and world.num_nodes >= world.min_nodes and common_backend(workers) == "gloo"
+
+    def _prepare(self, world: World, newcomers: tuple[Member, ...]) -> None:
+        """Plan the next world, and begin with it as rank 0. The plan is written down beside it, where the others
+        look."""
+        decision = Decision(
+            next_generation([world.generation, *(one.max_generation for one in newcomers)]),
+            self._around.draw_uid(),
+            ranks=tuple(range(len(world.members))),
+            new=newcomers,
+            facts=dict(self._facts),
+        )
+        plan = Plan(world.uid, world.members, decision)
+        planned = plan.world_for(self._uid, self._max_world_size)
+        assert planned is not None, "it is rank 0"
+        self._job.beside(world.me).put("plan", plan.to_json())
+        preparation = self._begin_preparation()
+        self._plan = plan
+        self._around.start("ahead", lambda: preparation.run(lambda: preparation.lead(world, plan, planned)))
+
+    # --- the preparation ----------------------------------------------------------------------------------------------
+
+    def consider_invitation(self) -> None:
+        """As a newcomer: take part in what rank 0 plans, beside the waiting for it."""
+        text = self._job.planned()
+        if not text or self._form is None:
+            return
+        plan = Plan.from_json(text)
+        planned, before = plan.world_for(self._uid, None), self._preparation
+        if planned is None or (before is not None and before.world is not None and before.world.uid == planned.uid):
+            return
+        preparation = self._begin_preparation()
+        preparation.world = planned
+        self._around.start("ahead", lambda: preparation.run(lambda: preparation.accept(plan, planned)))
+
+    @property
+    def prepared(self) -> Plan | None:
+        """Of the next world, which was prepared; None where none was."""
+        return None if self._preparation is None else self._preparation.plan
+
+    def announce_leaving(self, reason: str) -> None:
+        """Tell the world that is prepared, which may be decided with this worker in it."""
+        preparation = self._preparation
+        if preparation is not None and preparation.world is not None:
+            self._job.announce(preparation.world, f"left/{preparation.world.rank}", reason)
+
+    def take_formed(self, world: World) -> FormedGroup | None:
+        """The process group of `world`, where it was formed ahead. It is the caller's from now on."""
+        preparation, self._preparation = self._preparation, None
+        if preparation is None or preparation.world is None or preparation.world.uid != world.uid:
+            return None
+        self._job.note_place(world, is_shared=preparation.is_place_shared)
+        formed: FormedGroup | None = preparation.formed
+        return formed
+
+    def keep_preparation(self, world: World | None) -> None:
+        """Let go of what was prepared, unless it is for this world."""
+        preparation = self._preparation
+        if preparation is None:
+            return
+        if world is None or preparation.world is None or preparation.world.uid != world.uid:
+            self._preparation = None
+            self._around.start("release", preparation.cancel)  # a group takes its time to end
+
+    def _begin_preparation(self) -> Preparation:
+        assert self._form is not None, "asked before"
+        self.keep_preparation(None)
+        self._preparation = Preparation(self._job, self._form, self._around.monotonic, self._around.sleep)
+        return self._preparation

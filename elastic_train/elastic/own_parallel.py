@@ -1,0 +1,117 @@
+"""The DDP of an own loop: gradients averaged by samples, buffers of rank 0, and no trace of a stand-in."""
+
+# Without postponed annotations: DDP compares those of a communication hook with its own types.
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from elastic_train.elastic.session_steps import SessionSteps, StepInHand
+from elastic_train.elastic.step_sums import StepSums
+from elastic_train.protocol.heartbeat import FIRST_SECONDS
+from elastic_train.protocol.liveness import Watcher
+from elastic_train.rules import Activity
+from elastic_train.training.collectives import reduced
+from elastic_train.training.reduction import SHARES_BUFFERS, hush_statistics, share_buffers
+from elastic_train.world import World
+
+
+class OwnParallel:
+    """Makes the DDP modules of one world, whose hooks tell the watcher when this rank waits for others."""
+
+    def __init__(
+        self, world: World, device: torch.device, watcher: Watcher, steps: SessionSteps, sums: StepSums
+    ) -> None:
+        self._world_size = world.world_size
+        self._device = device
+        self._watcher = watcher
+        self._steps = steps
+        self._sums = sums
+        self._hooks: list[RemovableHandle] = []
+        self.made: list[weakref.ref[DistributedDataParallel]] = []
+        """the modules, which only the training function keeps"""
+
+    def wrap(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
+        """As `Training.parallel`."""
+        self._watcher.do(Activity.REDUCE, FIRST_SECONDS)  # it takes rank 0's weights
+        ddp = DistributedDataParallel(module, **options)
+        self._steps.turn_to_function()
+        if self._world_size > 1:
+            ddp.register_comm_hook(self, OwnParallel._average_by_samples)
+        is_shared = self._world_size > 1 and self._device.type == "cpu"
+        shares_buffers: bool = is_shared and getattr(ddp, SHARES_BUFFERS)
+        if shares_buffers:
+            setattr(ddp, SHARES_BUFFERS, False)  # it is the hook that does it
+        ddp.register_forward_pre_hook(partial(self._enter_forward, shares_buffers=shares_buffers))
+        if self._device.type == "cpu":  # a GPU has the buffers later, and waits within a SyncBatchNorm
+            self._hooks.append(ddp.module.register_forward_pre_hook(_ForwardBegins(self)))
+        self.made.append(weakref.ref(ddp))
+        return ddp
+
+    def close(self) -> None:
+        """The user's own module is as it was; the DDP modules are the function's to let go."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _enter_forward(self, ddp: DistributedDataParallel, _arguments: Any, *, shares_buffers: bool) -> None:
+        """The buffers are shared before the module's own forward pass; a SyncBatchNorm waits within it.
+
+        Args:
+            shares_buffers: here, where DDP would.
+        """
+        step = self._steps.in_hand
+        if step is not None:
+            self._watcher.do(Activity.REDUCE)
+            if step.is_stand_in:
+                # Until the commit, because activation checkpoints run forward passes again in the backward pass.
+                step.hushed += hush_statistics(ddp)
+        if shares_buffers and ddp.require_forward_param_sync:
+            share_buffers(ddp.module)
+
+    def leave_collective(self) -> None:
+        """The module's own forward pass begins."""
+        if self._steps.in_hand is not None:
+            self._watcher.do(Activity.COMPUTE)
+
+    def _average_by_samples(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """DDP's communication hook: the sum over ranks of each one's mean times its share of the step's samples."""
+        step, gradients = self._steps.required(), bucket.buffer()
+        weight = step.weight
+        if bucket.is_last():
+            self._end_backward(step)
+        # Those of a stand-in may be NaN, which no weight makes zero.
+        gradients = gradients.mul_(weight) if weight > 0 else gradients.zero_()
+        work = dist.all_reduce(gradients, async_op=True)
+        assert work is not None, "asynchronous"
+        if gradients.is_cuda:
+            future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+            return future
+        return reduced(work, gradients)
+
+    def _end_backward(self, step: StepInHand) -> None:
+        """The backward pass is over: this rank waits for its peers from now on."""
+        # Before any rank can have the sum: rank 0 has written down every step but that in hand, whenever it is lost.
+        self._sums.settle()
+        self._watcher.do(Activity.REDUCE)
+        step.has_reduced = True
+
+
+class _ForwardBegins:
+    """A hook of the user's own module, which may be copied or pickled: a copy's does nothing."""
+
+    def __init__(self, parallel: OwnParallel | None = None) -> None:
+        self._parallel = None if parallel is None else weakref.ref(parallel)
+
+    def __call__(self, *_arguments: Any) -> None:
+        parallel = None if self._parallel is None else self._parallel()
+        if parallel is not None:
+            parallel.leave_collective()
+
+    def __reduce__(self) -> tuple[type["_ForwardBegins"], tuple[()]]:
+        return _ForwardBegins, ()

@@ -1,0 +1,240 @@
+"""What this worker holds of the run, and how the members of a world come to hold one state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from elastic_train.branches import id_of
+from elastic_train.elastic.earlier_run import ALL_GONE, EarlierRun
+from elastic_train.elastic.handover import Giving, Handover, Taking
+from elastic_train.elastic.membership import Change, Membership
+from elastic_train.elastic.process_group import set_group_timeout
+from elastic_train.elastic.restore import Restored, sync_from_freshest
+from elastic_train.elastic.run_files import RunFiles
+from elastic_train.elastic.trainer import Trainer
+from elastic_train.elastic.whole_steps import Beginning
+from elastic_train.elastic.worker import Worker
+from elastic_train.elastic.world_report import WorldReport
+from elastic_train.errors import StatesDiffer
+from elastic_train.protocol.heartbeat import FIRST_SECONDS
+from elastic_train.rules import Activity
+from elastic_train.runlog.goodput import Phase
+from elastic_train.training.collectives import GROUP_TIMEOUT, STEP_TIMEOUT, gather_json
+from elastic_train.training.group_sockets import require_unbroken
+from elastic_train.training.state_hash import StateComparison
+from elastic_train.world import World
+
+
+class Holding(Enum):
+    """What a worker has of the run."""
+
+    NOTHING = "nothing"
+    SPARE = "a spare's place"
+    """others have trained what it does not have"""
+    STATE = "the state"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a world starts from."""
+
+    restored: Restored | None
+    """where this worker's state came from; None where it had it"""
+    begin: Beginning
+    """what is under way"""
+    first_ranks: int
+    """so many ranks, the lowest ones, have samples in the first step"""
+
+
+class Resume:
+    """Brings one worker to the state of each world that it enters.
+
+    Args:
+        has_trained: whether this process was another member before, which had trained or seen others do so.
+        was_left_out: whether it was another member at all.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        membership: Membership,
+        trainer: Trainer,
+        earlier: EarlierRun,
+        files: RunFiles,
+        report: WorldReport,
+        *,
+        has_trained: bool,
+        was_left_out: bool,
+    ) -> None:
+        self._worker, self._membership, self._trainer = worker, membership, trainer
+        self._earlier, self._files, self._report = earlier, files, report
+        self._was_left_out = was_left_out
+        self.holding = Holding.SPARE if has_trained else Holding.NOTHING
+        self._why_dropped: str | None = None
+        """the state that this worker had, where it was wrong"""
+
+    @property
+    def has_state(self) -> bool:
+        return self.holding is Holding.STATE
+
+    @property
+    def _why_lost(self) -> str | None:
+        """How the run's state is lost if this worker, which does not have it, has to go on alone; None where there may
+        be none yet."""
+        return ALL_GONE if self.holding is Holding.SPARE else self._why_dropped
+
+    def stand_by(self) -> None:
+        """As a spare: what the others train is lost with them."""
+        if not self.has_state:
+            self.holding = Holding.SPARE
+
+    def into(self, world: World, change: Change, *, is_formed_ahead: bool) -> Resumed:
+        """Bring the members of `world` to one state. Every rank calls it, in the world's process group.
+
+        Raises:
+            FormationFailed, RuntimeError: a member is lost.
+            SnapshotError, TaskMismatch: as `EarlierRun.restore`. JobFinished, Stopped: as `Arrival.check`.
+        """
+        handover, first_ranks = None, world.world_size
+        if is_formed_ahead:
+            restored, handover, num_givers = self._hand_over(world, change)
+            voters = list(range(num_givers))
+            if self._trainer.has_room_for_handover:
+                first_ranks = num_givers
+        else:
+            restored, voters = self._synchronise(world)
+        self._note_branch(change)
+        if self.has_state:
+            self._files.note_run(world)
+        set_group_timeout(STEP_TIMEOUT)
+        comparison = self._make_comparison(world, voters)
+        return Resumed(restored, Beginning(handover, comparison, first_ranks < world.world_size), first_ranks)
+
+    def _synchronise(self, world: World) -> tuple[Restored | None, list[int]]:
+        """Bring all members to one state; None if this one had it already. Returns also the ranks whose state it was.
+
+        A member may be without a state: a death can have interrupted the restoring of the first world.
+        """
+        worker, state, job = self._worker, self._worker.state, self._membership.job
+        had_state = self.has_state
+        told = gather_json(
+            {
+                "step": state.step if had_state else -1,
+                "logged": worker.reporter.last_logged_step(),
+                "sees": job.sees_place(world),
+            }
+        )
+        job.note_place(world, is_shared=all(entry["sees"] for entry in told))
+        steps = [entry["step"] for entry in told]
+        if min(steps) < max(steps) or max(steps) < 0:
+            set_group_timeout(GROUP_TIMEOUT)  # a large state takes its time to be read or sent
+            self._membership.watcher.do(Activity.FORM, FIRST_SECONDS)
+        if max(steps) < 0:
+            restored = self._earlier.restore(world, lost=self._why_lost, check=self._require_unbroken)
+            self.holding = Holding.STATE
+            return restored, list(range(world.world_size))
+        source = sync_from_freshest(state, world, steps, self._require_unbroken, lambda: worker.reach("send", world))
+        self.holding = Holding.STATE
+        if world.rank == source:
+            logged = [entry["logged"] for entry in told if entry["logged"] is not None]
+            worker.reporter.write_missing_commits(state, max(logged, default=state.step - 1))
+        voters = [rank for rank, step in enumerate(steps) if step == steps[source]]
+        if had_state:
+            return None, voters
+        self._set_branch_aside()
+        return Restored("peer", state.step, source), voters
+
+    def _hand_over(self, world: World, change: Change) -> tuple[Restored | None, Handover | None, int]:
+        """Newcomers come into a world that was formed ahead, and get the state of those who trained, all of whom have
+        it. Returns what this member started from, what is to be finished in the first step, and how many ranks had the
+        state before: the lowest ones."""
+        state, membership = self._worker.state, self._membership
+        handover: Giving | Taking | None = None
+        restored, num_givers = None, world.world_size - len(change.joined)
+        if not self.has_state:
+            handover = taking = Taking(state, 0, lambda clock: self._take_state(world, clock))
+            membership.arrival.is_ready_for(world)
+            num_givers = world.world_size - taking.wait_for_position(membership.arrival.check)
+            restored = Restored("peer", state.step, 0)
+            self._files.claim(world, has_state=False)  # not before: until they come, the others write as before
+        elif world.rank == 0 and change.joined:
+            handover = Giving(state, [0, *range(num_givers, world.world_size)])
+        if self._trainer.has_room_for_handover:
+            return restored, handover, num_givers
+        if handover is not None:
+            handover.begin()
+            handover.finish(self._require_unbroken)
+        return restored, None, num_givers
+
+    def _take_state(self, world: World, clock: dict[str, Any]) -> None:
+        """The state is here: as it was when the world began, or within its first step."""
+        self._worker.state.clock.take_over(clock)
+        self.holding = Holding.STATE
+        self._set_branch_aside()
+        self._files.note_run(world)
+        if self._trainer.has_room_for_handover:
+            self._report.state_came_late()
+
+    def _require_unbroken(self) -> None:
+        require_unbroken(self._membership.sockets)
+
+    def _set_branch_aside(self) -> None:
+        if self._was_left_out:
+            self._files.set_branch_aside()
+
+    def _note_branch(self, change: Change) -> None:
+        """The state says on which branch it is, from its first world on."""
+        branch, state = self._membership.side.branch, self._worker.state
+        if branch is None or branch.id == id_of(state.branches):
+            return
+        state.branches = (*state.branches, (branch.id, state.step))
+        names = ", ".join(member.name for member in change.lost)
+        self._worker.reporter.warn(
+            f"{names} may train on, and so does this side from step {state.step} on, as branch {branch.id} "
+            "(--on-split go-on): where the two meet, the one with fewer committed steps stops",
+            branch=branch.id,
+        )
+
+    def _make_comparison(self, world: World, voters: list[int]) -> StateComparison | None:
+        """Of what all members of a world begin with; None where there is nobody to compare it with."""
+        worker = self._worker
+        if world.world_size == 1:
+            return None
+        is_ordered = worker.config.reduction == "ordered"  # else BatchNorm's statistics are each rank's own
+        return StateComparison(
+            worker.state, worker.device, voters, with_buffers=is_ordered, is_able=self._trainer.compares_states
+        )
+
+    def lose_step(self, seconds: float) -> None:
+        """Roll back what the step in hand, if there was one, may have touched, and book its time."""
+        state = self._worker.state
+        if state.rollback():
+            state.clock.reassign(seconds, Phase.TRAIN, Phase.LOST)
+        state.clock.enter(Phase.FORM)
+
+    def drop_wrong_states(self, world: World, differ: StatesDiffer, seconds: float) -> None:
+        """The others' state is taken over in the next world, or a snapshot restored there, as by a newcomer. The step
+        in hand is lost, as by `lose_step`."""
+        reporter = self._worker.reporter
+        self.lose_step(seconds)
+        wrong = [world.members[rank].name for rank in differ.wrong]
+        is_wrong = world.rank in differ.wrong
+        if is_wrong:
+            self.holding = Holding.SPARE if differ.has_majority else Holding.NOTHING
+            self._why_dropped = f"{differ}"
+        if differ.has_majority:
+            names, verb = ", ".join(wrong), "has" if len(wrong) == 1 else "have"
+            message = f"{names} {verb} other weights or optimizer states than most workers, and takes over theirs"
+            is_teller = world.rank == next(rank for rank in range(world.world_size) if rank not in differ.wrong)
+        else:
+            message = (
+                f"the weights or optimizer states of {world.world_size} workers are not equal at step "
+                f"{self._worker.state.step}, and there is no majority: the newest snapshot is restored"
+            )
+            is_teller = world.rank == 0
+        if is_wrong or is_teller:
+            reporter.events.write("states_differ", wrong=wrong, has_majority=differ.has_majority)
+        if is_teller:
+            reporter.warn(message)

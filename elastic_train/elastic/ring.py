@@ -1,0 +1,338 @@
+"""The ring around training: one worker's way through the worlds of a run, stage by stage.
+
+It knows nothing of how a step is made. An error inside a world is judged once: a lost peer leads to the next world, in
+the same process; what is the worker's own, or the job's, ends it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from elastic_train.elastic.exits import Exits
+from elastic_train.elastic.formed_group import FormedGroup
+from elastic_train.elastic.membership import Change, Membership
+from elastic_train.elastic.process_group import PresentGroup
+from elastic_train.elastic.resume import Resume, Resumed
+from elastic_train.elastic.run_files import RunFiles
+from elastic_train.elastic.saving import Saver
+from elastic_train.elastic.trainer import Trainer
+from elastic_train.elastic.worker import Worker
+from elastic_train.elastic.world_end import FruitlessWorlds, judge, wait_for_nodes
+from elastic_train.elastic.world_report import Interruption, WorldReport
+from elastic_train.errors import StatesDiffer, Stopped, first_line
+from elastic_train.rules import Activity, Failure
+from elastic_train.runlog.goodput import Phase
+from elastic_train.training.reduction import Share
+from elastic_train.training.train import Outcome
+from elastic_train.world import World
+
+
+class Stage(StrEnum):
+    """Where a worker is on its way."""
+
+    MEET = "meet"
+    """agrees with the others on the next world; at first, finds them"""
+    WAIT = "wait"
+    """for more nodes: there are fewer than --min-nodes"""
+    FORM = "form"
+    """makes the process group with the others"""
+    SYNC = "sync"
+    """all come to one state"""
+    TRAIN = "train"
+    STAND_BY = "stand by"
+    """as a spare"""
+    LEAVE = "leave"
+    """alone; the others go on"""
+    STOP = "stop"
+    """with all others, or between two worlds"""
+    FINISH = "finish"
+
+
+ENDS = {Outcome.FINISHED: Stage.FINISH, Outcome.STOPPED: Stage.STOP}
+
+
+@dataclass(frozen=True)
+class RingParts:
+    """What a ring sets to work."""
+
+    find: Callable[[], World]
+    """the first world. Blocks until there is one; raises as `EarlierRun.first_world`"""
+    open_group: Callable[[World, FormedGroup | None], AbstractContextManager[None]]
+    """the process group of a world, perhaps one that was formed ahead"""
+    batches: Callable[[World, int], Iterable[Share]]
+    """this rank's, from the run's position on; so many ranks have samples in the first step"""
+    trainer: Trainer
+    resume: Resume
+    files: RunFiles
+    saver: Saver
+    report: WorldReport
+    exits: Exits
+
+
+class Ring:
+    """One worker's way. A stage is a method that returns the next one, or the worker's exit code.
+
+    Args:
+        clock, sleep: monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        membership: Membership,
+        parts: RingParts,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.world: World | None = None
+        """the present one, one that waits for nodes included; while the next is agreed on, the one before"""
+        self._worker, self._membership, self._parts = worker, membership, parts
+        self._clock, self._sleep = clock, sleep
+        self._fruitless = FruitlessWorlds()
+        self._change = Change()
+        """from the world before to the present one"""
+        self._interruption = Interruption("start")
+        """of the world before"""
+        self._failure: str | None = None
+        """what broke the present world"""
+        self._is_inside = False
+        """a world, whose errors are judged"""
+        self._has_formed = False
+        """the process group of the present world stands, or stood"""
+        self._formed: FormedGroup | None = None
+        """ahead of the present world, until its state is there"""
+        self._group = PresentGroup()
+        self._resumed: Resumed | None = None
+        """until training begins: at the finish, nothing was trained where it is still there"""
+        self._result: str | None = None
+        """of the run, which has ended without this spare"""
+        self._began = clock()
+        """the present stage"""
+
+    def run(self) -> int:
+        """Through as many worlds as it takes. Returns the exit code of the worker.
+
+        Raises:
+            Stopped: this worker was told to stop, and has no state. JobFinished: the others were through before.
+            StoreUnreachable, FormationFailed, LeftOut: it cannot go on.
+            What is the worker's own error, or the job's.
+        """
+        self._worker.state.clock.enter(Phase.FORM)
+        stage: Stage | int = Stage.MEET
+        try:
+            while isinstance(stage, Stage):
+                self._began = self._clock()
+                following = self._guarded(stage)
+                self._log(stage, following)
+                stage = following
+            return stage
+        finally:
+            self._group.close(sys.exception())
+
+    def _guarded(self, stage: Stage) -> Stage | int:
+        try:
+            return STAGES[stage](self)
+        except Exception as error:  # of any kind: the code that is trained raises what it likes
+            if not self._is_inside:
+                raise
+            self._break_off(error)
+        # Out here the error is gone, and with it the last reference to the group: its sockets are closed.
+        return Stage.MEET
+
+    def _log(self, stage: Stage, following: Stage | int) -> None:
+        where = "" if self.world is None else f" generation={self.world.generation} rank={self.world.rank}"
+        at = f"step={self._worker.state.step} ({self._clock() - self._began:.3f} s)"
+        self._worker.reporter.debug(f"{stage} -> {following}{where} {at}")
+
+    # --- between worlds -----------------------------------------------------------------------------------------------
+
+    def meet(self) -> Stage:
+        """Agree with the others on the next world. Blocks as long as that takes."""
+        self._group.close()
+        self._is_inside = False
+        before = self.world
+        if before is None:
+            return self._enter(self._parts.find(), Change(seconds_meet=self._clock() - self._began))
+        if self._failure is not None:
+            self._parts.resume.lose_step(self._clock() - self._parts.trainer.step_started)
+        self._fruitless.note(before, self._worker.state.step, self._failure)
+        self._worker.reach("meet", before)
+        is_by_vote = self._failure is None and not before.is_spare
+        try:
+            world, change = self._membership.next_world(
+                before,
+                has_formed=self._has_formed,
+                is_by_vote=is_by_vote,
+                is_planned=is_by_vote and self._interruption.cause == "join",
+            )
+        except Stopped:
+            return Stage.STOP
+        if self._failure is not None:
+            self._parts.report.lost(self._failure, change)
+        return self._enter(world, change)
+
+    def _enter(self, world: World, change: Change) -> Stage:
+        self.world, self._change = world, change
+        self._failure, self._result, self._has_formed = None, None, False
+        if world.num_nodes < world.min_nodes and not self._worker.state.is_finished:
+            return Stage.WAIT
+        self._is_inside = True
+        self._parts.trainer.step_started = self._clock()
+        return Stage.STAND_BY if world.is_spare else Stage.FORM
+
+    def wait(self) -> Stage:
+        """Until there are --min-nodes again."""
+        world, limit, worker = self._present, self._worker.config.wait_timeout, self._worker
+        worker.reporter.speak(
+            f"{world.num_nodes} of at least {world.min_nodes} nodes are left: waiting {limit:.0f} s for others to join"
+        )
+        try:
+            wait_for_nodes(world, self._membership, limit, worker.stop.check, self._clock, self._sleep)
+            following, later = self._membership.next_world(world, has_formed=True)
+        except Stopped:
+            return Stage.STOP
+        lost, left = self._change.lost + later.lost, self._change.left + later.left
+        return self._enter(following, replace(later, lost=lost, left=left))
+
+    # --- inside a world -----------------------------------------------------------------------------------------------
+
+    def form(self) -> Stage:
+        """Make the process group with the others, or wait for those whom a group formed ahead leaves out."""
+        world, membership, parts, worker = self._present, self._membership, self._parts, self._worker
+        parts.saver.enter(world)
+        self._formed = formed = membership.joins.take_formed(world)
+        if formed is None or parts.resume.has_state:  # else the others still write as the generation before
+            parts.files.claim(world, has_state=parts.resume.has_state)
+        worker.share_cores(world)
+        membership.watcher.expect(world)
+        worker.reach("init", world)
+        if formed is None:
+            if world.rank == 0:
+                membership.job.show_place(world)
+            membership.barriers.wait_for_workers(world)
+        else:
+            membership.barriers.wait_for_left_out(world)
+            if not parts.resume.has_state:
+                parts.trainer.warm_up()
+        self._group.enter(parts.open_group(world, formed))
+        return Stage.SYNC
+
+    def sync(self) -> Stage:
+        """Come to one state, and report the world."""
+        world, membership, parts, state = self._present, self._membership, self._parts, self._worker.state
+        self._has_formed = True
+        membership.watcher.enter(world)
+        self._worker.reach("sync", world)
+        self._resumed = resumed = parts.resume.into(world, self._change, is_formed_ahead=self._formed is not None)
+        self._formed = None
+        state.generation, state.generations = world.generation, state.generations + 1
+        seconds = {
+            "detect": self._interruption.detect_seconds,
+            "abort": self._interruption.abort_seconds,
+            "meet": self._change.seconds_meet,
+            "init": self._began - parts.trainer.step_started,
+            "sync": self._clock() - self._began,
+        }
+        parts.report.stands(world, membership.side.branch, self._change, self._interruption, resumed.restored, seconds)
+        return Stage.FINISH if state.is_finished else Stage.TRAIN
+
+    def train(self) -> Stage:
+        """Until the world ends by the votes of a step, or training does."""
+        world, membership, parts, state = self._present, self._membership, self._parts, self._worker.state
+        resumed, self._resumed = self._resumed, None
+        assert resumed is not None, "all have come to one state"
+        state.clock.enter(Phase.TRAIN)
+        if resumed.first_ranks == world.world_size:  # else those who trained have just evaluated what was due
+            parts.trainer.evaluate_if_missed(world)
+        membership.watcher.do(Activity.COMPUTE)
+        try:
+            ended = parts.trainer.run(world, parts.batches(world, resumed.first_ranks), resumed.begin)
+        except StatesDiffer as differ:
+            parts.resume.drop_wrong_states(world, differ, self._clock() - parts.trainer.step_started)
+            self._interruption = Interruption("states_differ")
+            return Stage.MEET
+        membership.watcher.do(Activity.FORM)
+        if ended in ENDS:
+            return ENDS[ended]
+        state.clock.enter(Phase.FORM)
+        self._interruption = Interruption("join" if ended is Outcome.SOME_JOIN else "leave")
+        # What this worker said in that very step, not what it was told since.
+        return Stage.LEAVE if ended is Outcome.SOME_LEAVE and parts.trainer.last_votes[0] else Stage.MEET
+
+    def stand_by(self) -> Stage:
+        """As a spare: until the next world, or the end of the run."""
+        world, membership = self._present, self._membership
+        self._has_formed = True
+        self._parts.resume.stand_by()
+        membership.watcher.expect(world)  # what was believed of the world before is over
+        membership.watcher.enter(world)
+        self._parts.report.stands_by(world)
+        try:
+            self._result = membership.barriers.stand_by(world)
+        except Stopped:
+            return Stage.LEAVE
+        self._interruption = Interruption("leave")
+        return Stage.MEET if self._result is None else Stage.FINISH
+
+    def _break_off(self, error: Exception) -> None:
+        """An error has ended the world: find out whose it is. Raises it where it is not a lost peer's."""
+        self._membership.watcher.announce_broken()  # before anything else that may take its time
+        broken_at, world, resume = self._clock(), self._present, self._parts.resume
+        self._formed = self._resumed = None
+        error = self._group.break_off(error)
+        verdict = judge(error, self._worker.state.step + 1, world, self._membership)
+        if verdict is not Failure.PEER:
+            self._parts.exits.fail(error, verdict, world, has_state=resume.has_state)
+        self._failure = first_line(error)
+        del error  # the frames of its traceback refer to this one
+        started = self._parts.trainer.step_started
+        self._interruption = Interruption("peer_lost", broken_at - started, self._clock() - broken_at)
+
+    # --- the ends -----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> int:
+        """Training is through; perhaps without this spare, or before this process began."""
+        world, resumed, exits = self._present, self._resumed, self._parts.exits
+        if self._result is not None:
+            return exits.finish_as_spare(world, self._result)
+        restored = None if resumed is None else resumed.restored
+        return exits.finish(
+            world,
+            "finished" if restored is None else "already_finished",
+            is_saved=restored is not None and restored.source == "snapshot",
+        )
+
+    def stop(self) -> int:
+        """Told to stop. Raises: Stopped where this worker has nothing to save yet."""
+        if self._is_inside:
+            return self._parts.exits.stop(self._present)
+        if not self._parts.resume.has_state:
+            self._worker.stop.check()
+        return self._parts.exits.stop_between_worlds(self._present)
+
+    def leave(self) -> int:
+        """This node alone was told to stop."""
+        return self._parts.exits.leave(self._present)
+
+    @property
+    def _present(self) -> World:
+        assert self.world is not None, "only the first agreement has none"
+        return self.world
+
+
+STAGES: dict[Stage, Callable[[Ring], Stage | int]] = {
+    Stage.MEET: Ring.meet,
+    Stage.WAIT: Ring.wait,
+    Stage.FORM: Ring.form,
+    Stage.SYNC: Ring.sync,
+    Stage.TRAIN: Ring.train,
+    Stage.STAND_BY: Ring.stand_by,
+    Stage.LEAVE: Ring.leave,
+    Stage.STOP: Ring.stop,
+    Stage.FINISH: Ring.finish,
+}

@@ -1,0 +1,214 @@
+"""A worker's life: it is built, becomes a member of its job, goes through the ring, and perhaps becomes one again."""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import AbstractContextManager, ExitStack, suppress
+from datetime import timedelta
+from functools import partial
+
+from elastic_train.config import Config, max_world_size
+from elastic_train.elastic.bundled import bundled
+from elastic_train.elastic.connect import Applicant, Return, Waits, connect_worker
+from elastic_train.elastic.earlier_run import EarlierRun
+from elastic_train.elastic.exits import Exits
+from elastic_train.elastic.formed_group import FormedGroup
+from elastic_train.elastic.membership import Membership, new_token
+from elastic_train.elastic.process_group import process_group
+from elastic_train.elastic.resume import Resume
+from elastic_train.elastic.ring import Ring, RingParts
+from elastic_train.elastic.run_files import RunFiles
+from elastic_train.elastic.saving import Saver
+from elastic_train.elastic.trainer import Program, Trainer
+from elastic_train.elastic.worker import Worker, build
+from elastic_train.elastic.world_report import WorldReport
+from elastic_train.errors import (
+    FormationFailed,
+    JobFinished,
+    LeftOut,
+    NewerGeneration,
+    OwnershipLost,
+    Refused,
+    Stopped,
+    StoreRefused,
+    StoreUnreachable,
+    TrainingDiverged,
+)
+from elastic_train.rendezvous.launch import Launch
+from elastic_train.rules import common_backend, seconds_before_return
+from elastic_train.stopping import StopSignal
+from elastic_train.training.batches import steps
+from elastic_train.world import World
+
+
+def run(config: Config, launch: Launch, stop: StopSignal) -> int:
+    """Train what the flags say to the end, or until told to stop. Returns the exit code of the worker.
+
+    Raises:
+        ElasticTrainError: what training cannot get past, one line each. Whatever the user's task raises.
+    """
+    worker = build(config, launch, stop)
+    return run_worker(worker, bundled(worker))
+
+
+def run_worker(worker: Worker, program: Program) -> int:
+    """The same for a worker that is built, and a program of one's choice."""
+    reporter = worker.reporter
+    back: Return | None = None
+    ends = ExitStack()  # of the member that this worker is
+    try:
+        while True:
+            outcome = _as_member(worker, program, back, ends)
+            if isinstance(outcome, int):
+                return outcome
+            back = outcome
+            ends.close()
+            gc.collect()  # the stores that it served and reached: others see them closed
+            _wait_before_return(worker, back)
+    except Stopped as stopped:
+        reporter.events.write("done", outcome="stopped")
+        nothing = "the workers had formed a world: nothing was trained or lost"
+        reporter.say(f"{stopped} before {nothing if back is None else 'this worker was taken in again'}")
+        return stopped.exit_code
+    except JobFinished as finished:
+        reporter.events.write("done", outcome="already_finished")
+        reporter.speak(f"{finished}; nothing left to do")
+        return finished.exit_code
+    except BaseException as error:
+        reporter.events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        ends.close()
+        reporter.close()
+        worker.directory.ownership.release()
+
+
+def _wait_before_return(worker: Worker, back: Return) -> None:
+    """Raises: Stopped: this worker was told to stop meanwhile."""
+    until = time.monotonic() + min(
+        seconds_before_return(back.num_fruitless, worker.config.peer_timeout), back.seconds_left()
+    )
+    while (seconds := until - time.monotonic()) > 0:
+        worker.stop.check()
+        time.sleep(min(seconds, 0.1))
+
+
+def _as_member(worker: Worker, program: Program, back: Return | None, ends: ExitStack) -> int | Return:
+    """The worker's way as one member of its job: its exit code, or with what it comes back as another one, where the
+    others have gone on without it and nodes may join."""
+    config, launch, reporter = worker.config, worker.launch, worker.reporter
+    membership = connect_worker(
+        Applicant(
+            launch,
+            worker.stop,
+            Waits(config.formation_timeout, config.peer_timeout, config.wait_timeout, config.stall_timeout),
+            max_world_size=max_world_size(config),
+            run_dir=worker.directory.path,
+            say=reporter.speak if launch.local_rank == 0 else reporter.debug,
+            warn=reporter.warn,
+            back=back,
+            goes_on=config.on_split == "go-on",
+        )
+    )
+    ends.callback(membership.close)
+    parts = _make_parts(worker, membership, program, back)
+    ends.callback(parts.trainer.close)
+    ring = Ring(worker, membership, parts)
+    _attend_to(membership, worker, ring, parts)
+    try:
+        return _through_worlds(ring, parts, comes_back=launch.is_open)
+    except (LeftOut, NewerGeneration) as error:
+        if isinstance(error, Refused) or not launch.is_open:
+            raise
+        return parts.exits.give_way(error, ring.world, back, has_state=parts.resume.has_state)
+
+
+def _make_parts(worker: Worker, membership: Membership, program: Program, back: Return | None) -> RingParts:
+    files = RunFiles(worker, membership.agreed_once("job_token", new_token()))
+    saver = Saver(worker, files)
+    earlier = EarlierRun(worker, membership, files, back)
+    trainer = Trainer(program, worker, membership, saver)
+    report = WorldReport(worker)
+    resume = Resume(
+        worker,
+        membership,
+        trainer,
+        earlier,
+        files,
+        report,
+        has_trained=back is not None and back.has_trained,
+        was_left_out=back is not None,
+    )
+    task, config = worker.task, worker.config
+    return RingParts(
+        find=earlier.first_world,
+        open_group=partial(_open_group, worker, membership),
+        batches=lambda world, first_ranks: steps(
+            task.train_set, task.collate, worker.state, world, config, worker.device, first_ranks
+        ),
+        trainer=trainer,
+        resume=resume,
+        files=files,
+        saver=saver,
+        report=report,
+        exits=Exits(worker, membership, saver, trainer, files),
+    )
+
+
+def _open_group(
+    worker: Worker, membership: Membership, world: World, formed: FormedGroup | None
+) -> AbstractContextManager[None]:
+    # Until all have the state nobody is judged: for one that is stuck the others wait this long.
+    timeout = timedelta(seconds=worker.config.formation_timeout)
+    make_store = partial(membership.group_store, world)
+    backend = common_backend(world.workers)
+    return process_group(world, make_store, backend, membership.sockets, timeout, formed, worker.device)
+
+
+def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingParts) -> None:
+    """What a membership asks of this worker, on threads of its own."""
+    resume, exits = parts.resume, parts.exits
+
+    def save_at_last() -> str:
+        """Not on the training thread, which waits for a collective that will not end."""
+        if ring.world is None or not resume.has_state:
+            return "there is nothing to save"
+        try:
+            parts.trainer.abandon()
+        except TrainingDiverged as diverged:
+            return str(diverged)
+        if not worker.state.is_whole:
+            return "its state is of no commit, and is not saved"
+        return exits.save_for_nobody(ring.world)
+
+    def save_while_waiting(why: str) -> None:
+        """This side may not go on: what is committed is kept, whatever becomes of it."""
+        worker.reporter.warn(why)
+        if ring.world is not None and resume.has_state:
+            worker.reporter.speak(exits.save_for_nobody(ring.world))
+
+    membership.at_last = save_at_last
+    membership.survivors.may_not_go_on = save_while_waiting
+    membership.side.progress = lambda: (worker.state.branches, worker.state.step) if resume.has_state else None
+
+
+def _through_worlds(ring: Ring, parts: RingParts, *, comes_back: bool) -> int:
+    """To the end. Where the job cannot go on, the state is saved for the next start.
+
+    Raises:
+        StoreUnreachable: the store is gone, and the job with it.
+        FormationFailed: the job cannot go on.
+        LeftOut: others have gone on, or all were suspended for so long that their job ran out; the state is saved
+            where nobody else has the run directory.
+    """
+    try:
+        return ring.run()
+    except (StoreUnreachable, StoreRefused, FormationFailed, LeftOut) as error:
+        is_to_come_back = isinstance(error, LeftOut) and comes_back
+        if isinstance(error, Refused) or is_to_come_back or ring.world is None or not parts.resume.has_state:
+            raise
+        raise type(error)(f"{error}; {parts.exits.save_for_next_start(ring.world)}") from error
+    finally:
+        with suppress(OwnershipLost):  # whatever ended this says more
+            parts.saver.wait()  # the snapshot in flight is a good one

@@ -1,0 +1,100 @@
+"""What a worker writes into its run directory as it goes from world to world: whose it is, and where members are."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+from elastic_train.branches import is_on
+from elastic_train.elastic.connect import MEMBERS_FILE, describe_members
+from elastic_train.elastic.worker import Worker
+from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryInUse, SnapshotError, first_line
+from elastic_train.storage.run_record import RUN_FILE, RunRecord
+from elastic_train.storage.snapshot import SnapshotInfo, set_aside
+from elastic_train.world import World
+
+DISCARDED = "discarded"
+"""folder beside the snapshots"""
+
+
+class RunFiles:
+    """One worker's part in its run directory.
+
+    Args:
+        job_token: the name of the job, by which the directory is claimed.
+    """
+
+    def __init__(self, worker: Worker, job_token: str) -> None:
+        self._worker = worker
+        self.job_token = job_token
+        self._last_warning: str | None = None
+        self._noted: RunRecord | None = None
+
+    def take_token(self, token: str) -> None:
+        """The world's: it may not be that of the host at which this worker stood in the queue first."""
+        if token != self.job_token:
+            self._worker.directory.ownership.release()  # --fresh has claimed it
+            self.job_token = token
+
+    def check_owner(self, generation: int) -> None:
+        """Raises: OwnershipLost: another job, or a newer generation, owns the run directory."""
+        self._worker.directory.ownership.check_owner(self.job_token, generation)
+
+    def claim(self, world: World, *, has_state: bool) -> None:
+        """Make the run directory this generation's; a full disk does not end a run that is under way.
+
+        Raises:
+            RunDirectoryInUse, OwnershipLost: others own it.
+            RunDirectoryError: it cannot be written, and this worker has no state that would be lost.
+        """
+        worker, is_leader = self._worker, world.is_directory_leader
+        try:
+            warning = worker.directory.ownership.claim(
+                self.job_token, world.generation, worker.host, is_leader=is_leader
+            )
+        except (RunDirectoryInUse, OwnershipLost):
+            raise
+        except RunDirectoryError as error:
+            if not has_state:
+                raise
+            warning = str(error)
+        if is_leader:
+            threading.Thread(target=self._write_members, args=(world,), name="members", daemon=True).start()
+        if warning is not None and warning != self._last_warning:
+            self._last_warning = warning
+            worker.reporter.warn(warning)
+
+    def _write_members(self, world: World) -> None:
+        with suppress(OSError):  # it only spares newcomers a look at the endpoints
+            self._worker.directory.replace_file(MEMBERS_FILE, describe_members(world, self._worker.launch.run_id))
+
+    def note_run(self, world: World) -> None:
+        """Write down which run the directory belongs to. This worker has the run's state."""
+        state, directory = self._worker.state, self._worker.directory
+        record = RunRecord(state.run_uid, state.superseded)
+        if not world.is_directory_leader or record == self._noted:
+            return
+        try:
+            directory.replace_file(RUN_FILE, record.to_json())
+        except OSError as error:
+            self._worker.reporter.warn(f"{directory.path / RUN_FILE} cannot be written: {first_line(error)}")
+        self._noted = record
+
+    def set_branch_aside(self) -> None:
+        """Move the snapshots of a branch that has stopped to where only a person looks: this worker has the state of
+        the side that goes on."""
+        worker, state = self._worker, self._worker.state
+        if worker.config.on_split == "wait" or worker.launch.local_rank != 0:
+            return
+
+        def is_discarded(offer: SnapshotInfo) -> bool:
+            is_mine = offer.run_uid == state.run_uid and offer.host == worker.host
+            return is_mine and not is_on(offer.branches, offer.step, state.branches)
+
+        try:
+            moved = set_aside(worker.snapshots_dir, DISCARDED, is_discarded)
+        except SnapshotError as error:
+            worker.reporter.warn(str(error))
+            return
+        if moved:
+            worker.reporter.warn(f"moved to {DISCARDED}/ in {worker.snapshots_dir}: {', '.join(moved)}")

@@ -1,0 +1,287 @@
+"""`Training`, what a training function is given: a world, and the run's state in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_train.config import Config, StepFlags, flag
+from elastic_train.elastic.own_parallel import OwnParallel
+from elastic_train.elastic.saving import Saver
+from elastic_train.elastic.session_steps import SessionSteps
+from elastic_train.elastic.step_sums import StepSums
+from elastic_train.elastic.whole_steps import BatchLoss, WholeSteps
+from elastic_train.elastic.worker import Worker
+from elastic_train.elastic.world_end import WorldEnd
+from elastic_train.errors import UsageError
+from elastic_train.training.reduction import Share
+from elastic_train.training.state import TrainState
+from elastic_train.training.train import StepResult, Votes, seed_model_draws
+from elastic_train.world import World
+
+
+class Training:
+    """What a training function is given: one world, and the run's state in it.
+
+    All of its methods but `say` are for every rank alike, in the thread that trains. A lost peer shows as an exception
+    inside a step, or when the next batch is asked for; `run` then enters the function again, in the next world. So the
+    function keeps nothing of a world (its DDP module, collectives in flight) anywhere but in its local variables, and
+    lets exceptions pass that it does not know.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        world: World,
+        saver: Saver,
+        steps: SessionSteps,
+        sums: StepSums,
+        parallel: OwnParallel,
+        whole: WholeSteps,
+        end: WorldEnd,
+        *,
+        votes: Callable[[], Votes],
+        stand_in: Callable[[], Any],
+        evaluate_if_due: Callable[[World], None],
+    ) -> None:
+        self.world = world
+        """rank, world_size, local_rank, generation, members; `rank` is another one in every world"""
+        self.state: TrainState = worker.state
+        """model, optimizer, and the position: `epoch` (from 0), `step` (committed), `samples_done` in this epoch"""
+        self.device: torch.device = worker.device
+        """where the model's first parameter is"""
+        self._worker = worker
+        self._saver = saver
+        self._steps = steps
+        self._sums = sums
+        self._parallel = parallel
+        self._whole = whole
+        self._end = end
+        self._votes, self._stand_in, self._evaluate_if_due = votes, stand_in, evaluate_if_due
+        self._saved_step = self.state.step
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that `run` was given, not wrapped."""
+        return self.state.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that `run` was given."""
+        return self.state.optimizer
+
+    @property
+    def weight(self) -> float:
+        """This rank's share of the samples of the step in hand, 0 to 1; 0 where it has none and gets a stand-in.
+
+        Raises:
+            UsageError: no step is in hand.
+        """
+        return self._steps.required().weight
+
+    def parallel(self, module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
+        """`module`, or the model, in torch's DDP; `options` are DDP's. Blocks until every rank has called it.
+
+        Gradients are averaged by samples, not by ranks: what the optimizer sees is the mean over the step's samples,
+        also where shares differ in size. The loss of a rank is the mean over its own batch, as usual. `model` itself
+        is for evaluation.
+
+        Raises:
+            RuntimeError: from the communication library, when a peer is lost; `run` enters the function anew then.
+        """
+        return self._parallel.wrap(self.model if module is None else module, **options)
+
+    def epochs(self) -> Iterator[int]:
+        """The epochs that are left, from 0; a world that begins within an epoch begins with that epoch.
+
+        What the function does after an epoch's last batch is done once, unless a peer is lost in that very code.
+        """
+        while not self.state.is_finished:
+            self._between_steps()
+            yield self.state.epoch
+
+    def batches(self) -> Iterator[Any]:
+        """This rank's batches, one per step, from the run's position to the end of the epoch, on the CPU (pinned where
+        the model is on CUDA).
+
+        A step takes the next `global_batch_size` samples of the epoch's order, fewer at its end, and splits them over
+        the ranks; the sizes of the shares differ by 1 at most. So the last step of an epoch may leave a rank a single
+        sample, or none: a stand-in then, of which neither gradients nor BatchNorm take notice. Each batch must be
+        committed before the next one is asked for.
+
+        Torch's random numbers are seeded for each step by (seed, step, share), so that dropout does not depend on what
+        happened before.
+
+        Raises:
+            UsageError: the step before was not committed; or a flag says how `step` should compute it.
+        """
+        require_no_step_flags(self._worker.config)
+        for ((micro_batch, batch),) in self.shares():  # one each: shares are not cut where the step is the user's
+            self.state.remember()
+            seed_model_draws(self._worker.config.seed, micro_batch.step, micro_batch.shard, self.device)
+            yield self._stand_in() if batch is None else batch
+
+    def shares(self) -> Iterator[Share]:
+        """This rank's part of each step, for `step`; else as `batches`."""
+        state = self.state
+        epoch = state.epoch
+        while state.epoch == epoch and not state.is_finished:
+            self._steps.require_committed()
+            self._between_steps()
+            yield self._steps.begin()
+            self._steps.require_committed()
+
+    def step(self, share: Share, loss: BatchLoss) -> float:
+        """One optimizer step over the global batch, by the flags: --reduction fast or ordered, --precision,
+        --clip-grad-norm, --micro-batch-size. Blocks until every rank has taken part. Commit what it returns.
+
+        Args:
+            share: what `shares` gave.
+            loss: called with a module and a batch, perhaps several times; gives the mean over the batch's samples, a
+                scalar. The same function in every step is cheapest.
+
+        Returns:
+            The mean loss over the step's samples, the same on every rank.
+
+        Raises:
+            TrainingDiverged: it is NaN or infinite, on every rank alike; the weights are those before the step.
+            RuntimeError: from the communication library, when a peer is lost; `run` enters the function anew then.
+        """
+        step = self._steps.required()
+        self._sums.settle()
+        self._sums.require_finite()
+        step.result = self._whole.run(share, loss, self._votes())
+        step.is_applied = True
+        return step.result.loss
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate the model on the test set of a `Task`, by --eval-every; called at the end of an epoch, by every
+        rank."""
+        self._evaluate_if_due(self.world)
+
+    def commit(self, loss: torch.Tensor | float) -> None:
+        """The step is done: the optimizer (scheduler, scaler) has stepped.
+
+        The mean loss, and whether the world ends, are known one step later, so that no rank waits for the others here.
+        It does, until every rank has committed, in the first step of a world, at the end of an epoch, where a snapshot
+        is due, in every 100th step where none are, where DDP has not summed the gradients (`no_sync`), and where steps
+        take a second or more.
+
+        Whatever happens from here on, its samples count as trained. What is done before the optimizer's step (that of
+        a scheduler, say) is done once more where a lost peer makes the step be redone. Collectives of the function's
+        own belong before the optimizer's step or after the commit.
+
+        Args:
+            loss: mean over this rank's batch, a scalar; the mean over the step's samples is logged.
+
+        Raises:
+            UsageError: there is no step in hand; or several workers train and `parallel` was not called, so that each
+                would go its own way.
+            TrainingDiverged: the loss of this step, or of the one before, is NaN or infinite and the optimizer has
+                stepped; on every rank alike.
+        """
+        step, sums = self._steps.required(), self._sums
+        if step.result is not None:
+            self._commit_whole(step.result)
+            return
+        if self.world.world_size > 1 and not self._parallel.made:
+            raise UsageError(
+                f"nobody averages the gradients of the {self.world.world_size} workers: train the module that "
+                "training.parallel() makes in the training function"
+            )
+        has_stepped, step.is_applied = step.is_applied, True
+        own_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+        own_part = 0.0 if step.is_stand_in else own_loss * step.weight  # a stand-in's may be NaN
+        sums.settle()
+        # The best that is known of the mean, should a peer be lost.
+        known_loss = (self.state.last_loss or 0.0) if step.is_stand_in else own_loss
+        sums.require_finite()
+        totals = sums.begin(step.first, own_part, known_loss, has_stepped=has_stepped, has_reduced=step.has_reduced)
+        if totals.may_be_late:
+            self._steps.commit(known_loss, totals)
+            return
+        is_known = sums.wait_for(totals)
+        self._steps.commit(totals.mean_loss if is_known else known_loss)
+        if is_known:
+            sums.follow(totals)
+        self._end_if_decided()
+
+    def _commit_whole(self, result: StepResult) -> None:
+        """Of a step that has brought loss and votes along."""
+        self._steps.commit(result.loss)
+        told_to_stop, leaving, joining = result.votes
+        self._end.follow((told_to_stop, leaving, joining))
+        self._end_if_decided()
+
+    def _end_if_decided(self) -> None:
+        self._end.bring_forward()
+        if self.state.is_finished:
+            self._end.call_off()
+
+    def say(self, message: str) -> None:
+        """A line for the person who watches; only rank 0 prints it."""
+        self._worker.reporter.say(message)
+
+    def _between_steps(self) -> None:
+        self._end.raise_if_lost()
+        state, saver = self.state, self._saver
+        if self._saved_step != state.step:
+            self._saved_step = state.step
+            if saver.is_due(state):
+                self._sums.settle()  # only this rank does, where a snapshot was put off: what it finds has to wait
+                self._steps.turn_to_function()
+                if self._sums.is_sound:
+                    saver.save(state)
+        self._end.raise_if_over()
+
+    # --- for Trainer --------------------------------------------------------------------------------------------------
+
+    def note_applied(self) -> None:
+        """The optimizer has stepped."""
+        step = self._steps.in_hand
+        if step is not None:
+            step.is_applied = True
+
+    def finish(self) -> None:
+        """The training function has returned. Raises: what ended the world; UsageError; TrainingDiverged."""
+        self._steps.require_committed()
+        self._sums.settle()
+        self._sums.require_finite()
+        self._end.bring_forward()
+        self._end.raise_if_over()
+
+    def settle_at_once(self) -> None:
+        """The world is over, and what has not come yet never will. Does not block.
+
+        Raises:
+            TrainingDiverged: the newest step has come to nothing.
+        """
+        self._sums.give_up()
+        self._sums.require_finite()
+
+    def commit_what_is_applied(self) -> None:
+        """As `SessionSteps.commit_what_is_applied`."""
+        self._steps.commit_what_is_applied()
+
+    def close(self) -> None:
+        """Lets go of everything that belongs to the world."""
+        self._sums.give_up()
+        self._steps.close()
+        self._end.close()
+        self._parallel.close()
+
+
+def require_no_step_flags(config: Config) -> None:
+    """Raises: UsageError where a flag says how `Training.step` should compute a step."""
+    for entry in fields(StepFlags):
+        value = getattr(config, entry.name)
+        if entry.name != "ema_decay" and value != entry.default:
+            raise UsageError(
+                f"{flag(entry.name)} {value} is for steps that training.step(share, loss) computes, over "
+                "training.shares(): a step of your own decides that itself"
+            )

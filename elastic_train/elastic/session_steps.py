@@ -1,0 +1,136 @@
+"""The steps of a training function in one world, one in hand at a time: from its batch to its commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from elastic_train.elastic.step_sums import LateTotals, StepSums
+from elastic_train.elastic.worker import Worker
+from elastic_train.elastic.world_end import StepObserver
+from elastic_train.errors import UsageError
+from elastic_train.protocol.liveness import Watcher
+from elastic_train.rules import Activity
+from elastic_train.training.reduction import Share
+from elastic_train.training.sampler import MicroBatch
+from elastic_train.training.train import StepResult
+
+
+@dataclass
+class StepInHand:
+    """A step whose batch the training function has got, and which it has not committed."""
+
+    first: MicroBatch
+    """of this rank's"""
+    num_samples: int
+    """this rank's"""
+    result: StepResult | None = None
+    """where it was computed as a whole"""
+    is_applied: bool = False
+    """the optimizer has stepped"""
+    has_reduced: bool = False
+    """its gradients have been summed by DDP"""
+    hushed: list[nn.Module] = field(default_factory=list)
+    """layers in eval mode, so that a stand-in leaves no trace in their statistics"""
+
+    @property
+    def weight(self) -> float:
+        """This rank's share of the step's samples."""
+        return self.num_samples / self.first.step_samples
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether this rank has no sample in it."""
+        return self.num_samples == 0
+
+    def unhush(self) -> None:
+        while self.hushed:
+            self.hushed.pop().training = True
+
+
+class SessionSteps:
+    """Begins and commits the steps of one world.
+
+    Args:
+        shares: this rank's part of each step.
+        is_own_code: whether what is done between two steps is the user's own.
+    """
+
+    def __init__(
+        self,
+        shares: Iterable[Share],
+        worker: Worker,
+        watcher: Watcher,
+        observer: StepObserver,
+        sums: StepSums,
+        *,
+        is_own_code: bool,
+    ) -> None:
+        self._shares = iter(shares)
+        self._worker = worker
+        self._watcher = watcher
+        self._observer = observer
+        self._sums = sums
+        self._is_own_code = is_own_code
+        self.in_hand: StepInHand | None = None
+
+    def required(self) -> StepInHand:
+        """The step in hand. Raises: UsageError where there is none."""
+        if self.in_hand is None:
+            raise UsageError("there is no step in hand: training.batches() begins one, and commit() ends it")
+        return self.in_hand
+
+    def require_committed(self) -> None:
+        """Raises: UsageError where a step is in hand."""
+        if self.in_hand is not None:
+            raise UsageError(
+                f"step {self._worker.state.step + 1} ended without training.commit(loss): call it after the "
+                "optimizer's step"
+            )
+
+    def begin(self) -> Share:
+        """The next step is in hand; returns this rank's share of it."""
+        self._watcher.do(Activity.COMPUTE)
+        share = next(self._shares)
+        self.in_hand = StepInHand(share[0][0], sum(len(micro_batch.indices) for micro_batch, _ in share))
+        self._observer.begin(share)
+        return share
+
+    def commit(self, loss: float, late: LateTotals | None = None) -> None:
+        """The step in hand counts. `late` are its sums where they are not waited for; they give its loss then."""
+        step, state = self.required(), self._worker.state
+        self.in_hand = None
+        step.unhush()
+        state.commit(loss)
+        self._sums.late = late
+        if late is None:
+            self._observer.tell_commit(state, loss, step.first)
+        self._observer.note_commit()
+        self.turn_to_function()
+
+    def commit_what_is_applied(self) -> None:
+        """A peer was lost, and the step before is settled. Where the weights are those after the step in hand, the step
+        is done. Does not block."""
+        if self.in_hand is None or not self.in_hand.is_applied:
+            return
+        state = self._worker.state
+        self._worker.reporter.warn(
+            f"a peer was lost between the optimizer's step and the commit of step {state.step + 1}: what the loop "
+            "does in between (a scheduler's step) may be missing once; move collectives out of there"
+        )
+        # Its loss was not told; that of the step before stands in.
+        self.commit(state.last_loss or 0.0)
+
+    def turn_to_function(self) -> None:
+        """What the user's own code does between steps, on one rank perhaps, may take its time."""
+        if self._is_own_code:
+            self._watcher.do(Activity.COMPUTE, self._watcher.pace.between_steps)
+
+    def close(self) -> None:
+        """The world is over: its batches, and the step in hand, are let go."""
+        step, self.in_hand = self.in_hand, None
+        self._shares = iter(())
+        if step is not None:
+            step.unhush()

@@ -1,0 +1,234 @@
+"""The sums over the ranks that belong to a step of an own loop, and may come only after its commit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_train.elastic.extras_check import ExtrasCheck, do_hashes_differ
+from elastic_train.elastic.worker import Worker
+from elastic_train.elastic.world_end import StepObserver, WorldEnd
+from elastic_train.errors import FormationFailed, TrainingDiverged
+from elastic_train.protocol.liveness import Watcher
+from elastic_train.rules import Activity
+from elastic_train.training.collectives import wait
+from elastic_train.training.sampler import MicroBatch
+from elastic_train.training.train import NO_VOTES, Votes
+from elastic_train.world import World
+
+EVERY = 100
+"""steps from one that waits for all ranks, to compare the extras, to the next, where no snapshots are taken"""
+LONG_STEP_SECONDS = 1.0
+"""steps that take as long wait for all ranks: it costs little, and a grace period may be short"""
+
+
+@dataclass
+class LateTotals:
+    """Sums over the ranks that belong to a step, which may still be under way when it is committed."""
+
+    first: MicroBatch
+    """of the step; the batch itself would only take memory"""
+    known_loss: float
+    has_stepped: bool
+    """the optimizer; else a GradScaler has skipped the step"""
+    may_be_late: bool
+    """whether the step is committed without them"""
+    sums: torch.Tensor
+    """mean loss, hash of the extras, its square, the votes, and each rank's seconds since its commit before"""
+    work: Any = None
+    """None in a world of one"""
+
+    @property
+    def mean_loss(self) -> float:
+        return float(self.sums[0])
+
+    @property
+    def votes(self) -> Votes:
+        told_to_stop, leaving, joining = self.sums[3:6].tolist()
+        return int(told_to_stop), int(leaving), int(joining)
+
+    @property
+    def seconds(self) -> float:
+        return float(self.sums[6])
+
+    @property
+    def has_diverged(self) -> bool:
+        return self.has_stepped and not math.isfinite(self.mean_loss)
+
+    def do_extras_differ(self, world_size: int) -> bool:
+        _, hashes, squares, *_ = self.sums.tolist()
+        return do_hashes_differ(hashes, squares, world_size)
+
+
+class StepSums:
+    """The sums of one world's steps: at each commit they are begun, and waited for at once or before the next one.
+
+    The thread that trains calls everything here; another one gives up what has not come, when that thread waits in a
+    collective that will not end.
+
+    Args:
+        end: is told of votes and of lost peers.
+        votes: this rank's, asked for once a step at most.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        watcher: Watcher,
+        world: World,
+        observer: StepObserver,
+        end: WorldEnd,
+        extras: ExtrasCheck,
+        votes: Callable[[], Votes],
+    ) -> None:
+        self._state = worker.state
+        self._watcher = watcher
+        self._world = world
+        self._observer = observer
+        self._end = end
+        self._extras = extras
+        self._votes = votes
+        self._every = worker.config.snapshot_every or EVERY
+        self._step_seconds = math.inf
+        """of the newest step whose totals have come, a mean over the ranks"""
+        self.late: LateTotals | None = None
+        """of the newest committed step"""
+        self._diverged: TrainingDiverged | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing speaks against saving the state, once the sums are settled: a loss that is not finite, or a
+        lost peer, after which nobody knows whether it is."""
+        return self._diverged is None and self._end.lost is None
+
+    def require_finite(self) -> None:
+        """Raises: TrainingDiverged where the loss of a committed step was not finite."""
+        if self._diverged is not None:
+            raise self._diverged
+
+    # --- at a commit --------------------------------------------------------------------------------------------------
+
+    def begin(
+        self, first: MicroBatch, own_part: float, known_loss: float, *, has_stepped: bool, has_reduced: bool
+    ) -> LateTotals:
+        """Those of the step in hand are under way. Does not block.
+
+        Args:
+            own_part: this rank's part of the mean loss.
+            known_loss: stands for the mean where a peer is lost.
+            has_stepped: the optimizer has.
+            has_reduced: the gradients were summed by DDP.
+        """
+        may_be_late = self._may_be_late(has_reduced)
+        self._end.enter_sums()
+        votes = NO_VOTES if self._end.is_due else self._votes()
+        hashes = self._extras.hashes() if self._is_waited_for() else (0, 0)
+        numbers = [own_part, *hashes, *votes, self._observer.seconds_since_commit]
+        sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        totals = LateTotals(first, known_loss, has_stepped, may_be_late, sums)
+        if self._end.lost is None and self._world.world_size > 1:
+            try:
+                totals.work = dist.all_reduce(totals.sums, async_op=True)
+            except RuntimeError as error:
+                self._end.note_lost(error)
+                totals.may_be_late = False
+        return totals
+
+    def wait_for(self, totals: LateTotals) -> bool:
+        """Whether the sums of the step in hand have come; not where a peer was lost. Blocks until either is known.
+
+        Raises: TrainingDiverged.
+        """
+        is_known = self._end.lost is None and self._has_come(totals)
+        if is_known and totals.has_diverged:
+            raise self._divergence(totals, self._state.step + 1)
+        return is_known
+
+    def follow(self, totals: LateTotals) -> None:
+        """Do what the sums say that were waited for: the step is committed. Every rank calls it."""
+        self._end.follow(totals.votes)
+        if totals.do_extras_differ(self._world.world_size):
+            try:
+                self._watcher.do(Activity.REDUCE)
+                self._extras.warn(self._world.rank)
+            except (RuntimeError, FormationFailed) as error:
+                self._end.note_lost(error)
+
+    def _may_be_late(self, has_reduced: bool) -> bool:
+        """Whether loss and votes of the step in hand need not be known at its commit; alike on every rank."""
+        state = self._state
+        is_last_of_epoch = state.samples_done + state.next_step_samples() >= state.length
+        return (
+            has_reduced  # it stands, as every rank has taken part in it
+            and self._step_seconds < LONG_STEP_SECONDS  # who is told to stop may not have the time for two
+            and not self._end.is_announced
+            and not is_last_of_epoch
+            and not self._is_waited_for()
+            and state.step + 1 < state.last_step
+        )
+
+    def _is_waited_for(self) -> bool:
+        """Whether all ranks wait in the step in hand, for a snapshot or to compare the extras."""
+        return (self._state.step + 1) % self._every == 0
+
+    # --- after it -----------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """The mean loss and the votes of the newest step, once every rank has committed it. Blocks until then, but does
+        not raise what it finds."""
+        totals = self.late
+        if totals is None:
+            return
+        is_known = self._has_come(totals)
+        if self.late is not totals:  # another thread has given up this one, and has told of the step
+            return
+        self.late = None
+        self._take_in(totals, is_known=is_known)
+        if is_known and self._diverged is None:
+            self._end.follow(totals.votes)
+
+    def give_up(self) -> None:
+        """As `settle`, but does not block: the world is over, and what has not come yet never will."""
+        totals, self.late = self.late, None
+        if totals is None:
+            return
+        is_known = False
+        if totals.work.is_completed():
+            with suppress(RuntimeError):  # a peer was lost
+                totals.work.wait()
+                is_known = True
+        self._take_in(totals, is_known=is_known)
+
+    def _has_come(self, totals: LateTotals) -> bool:
+        """Waits for the sums; False where a peer was lost."""
+        self._watcher.do(Activity.REDUCE)
+        try:
+            if totals.work is not None:
+                wait(totals.work)
+        except (RuntimeError, FormationFailed) as error:
+            self._end.note_lost(error)
+            return False
+        self._watcher.do(Activity.COMPUTE)
+        self._step_seconds = totals.seconds / self._world.world_size
+        return True
+
+    def _take_in(self, totals: LateTotals, *, is_known: bool) -> None:
+        """The totals of the newest step have come, or never will."""
+        if is_known and totals.has_diverged:
+            self._diverged = self._divergence(totals, self._state.step)
+            return
+        loss = totals.mean_loss if is_known else totals.known_loss
+        self._state.note_loss(loss)
+        self._observer.tell_commit(self._state, loss, totals.first)
+
+    def _divergence(self, totals: LateTotals, step: int) -> TrainingDiverged:
+        return TrainingDiverged(
+            f"the loss of step {step} (epoch {self._state.epoch + 1}) is {totals.mean_loss}; the last good snapshot is "
+            "kept"
+        )

@@ -1,0 +1,212 @@
+"""Enters a training function in one world after the other, whoever has written it."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_train.elastic.evaluations import Evaluations
+from elastic_train.elastic.extras_check import ExtrasCheck
+from elastic_train.elastic.membership import Membership
+from elastic_train.elastic.own_parallel import OwnParallel
+from elastic_train.elastic.process_group import is_communication_error
+from elastic_train.elastic.saving import Saver
+from elastic_train.elastic.session import Training
+from elastic_train.elastic.session_steps import SessionSteps
+from elastic_train.elastic.step_sums import StepSums
+from elastic_train.elastic.whole_steps import ALONE, BatchLoss, Beginning, WholeSteps, compare, stand_in_batch, warm_up
+from elastic_train.elastic.worker import Worker
+from elastic_train.elastic.world_end import StepObserver, WorldEnd, WorldEnds, votes_of
+from elastic_train.errors import StatesDiffer
+from elastic_train.rules import Activity
+from elastic_train.training.group_sockets import require_unbroken
+from elastic_train.training.reduction import Share
+from elastic_train.training.state import TrainState
+from elastic_train.training.train import NO_VOTES, Outcome, Votes
+from elastic_train.world import World
+
+TrainingFunction = Callable[[Training], None]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What trains."""
+
+    train: TrainingFunction
+    """entered anew in every world"""
+    loss: BatchLoss | None = None
+    """of all its steps, where it is known to leave the weights alone until a step's gradients are reduced, as the
+    bundled trainer does; None where nobody knows"""
+
+
+class Trainer:
+    """Runs a program in the worlds of one worker.
+
+    What is attached to a world is made here for each, and let go at its end.
+    """
+
+    def __init__(self, program: Program, worker: Worker, membership: Membership, saver: Saver) -> None:
+        self._program = program
+        self._worker = worker
+        self._membership = membership
+        self._saver = saver
+        self._evaluations = Evaluations(worker, membership)
+        self._extras = ExtrasCheck(worker)
+        self._stand_in = stand_in_batch(worker)
+        self.step_started = time.monotonic()
+        """when the step in hand was begun, by the monotonic clock"""
+        self.last_votes: Votes = NO_VOTES
+        """what this rank said in the last step"""
+        self.compares_states = True
+        """whether this worker's state hashes to what the others' does"""
+        # A SyncBatchNorm would take a sample of the newcomer's into everybody's statistics.
+        has_sync = any(isinstance(module, nn.SyncBatchNorm) for module in worker.state.model.modules())
+        self.has_room_for_handover = self._is_bundled and worker.config.reduction == "fast" and not has_sync
+        """whether newcomers may take part in a step without samples, and get the state while it is computed"""
+        self._training: Training | None = None
+        self._ddp_modules: list[weakref.ref[DistributedDataParallel]] = []
+        """of the newest world"""
+        optimizer = worker.state.optimizer
+        self._hooks = () if self._is_bundled else (
+            optimizer.register_step_pre_hook(self._require_unbroken),
+            optimizer.register_step_post_hook(self._note_step),
+        )  # fmt: skip
+
+    @property
+    def _is_bundled(self) -> bool:
+        return self._program.loss is not None
+
+    def run(self, world: World, shares: Iterable[Share], begin: Beginning = ALONE) -> Outcome:
+        """Train in `world` over the steps that it is given; every rank calls it. `begin` says what is to be finished
+        before a gradient is applied.
+
+        Raises:
+            StatesDiffer: not all ranks hold the same state; the step in hand does not count.
+            What the training function raises.
+        """
+        state, watcher = self._worker.state, self._membership.watcher
+        self._warn_of_kept_modules()
+        state.set_modes()  # a function of the user's may have been interrupted in an evaluation of its own
+        if begin.comparison is not None and not self._is_bundled:  # at once: what is done with the weights is not known
+            begin.comparison.begin()
+            compare(begin.comparison, self, self._worker, self._membership)
+            begin = replace(begin, comparison=None)
+        if self._worker.config.compile or not self._is_bundled:  # it may compile; the shapes of the shares are others
+            watcher.pace.expect_first_step()
+        self._training = training = self._make_training(world, shares, begin)
+        try:
+            self._program.train(training)
+            training.finish()
+        except WorldEnds as end:
+            return end.outcome
+        except StatesDiffer:  # on every rank alike: nobody is lost
+            raise
+        except Exception as error:
+            watcher.announce_broken()  # whatever the function, or its debugger, takes its time for
+            training.settle_at_once()  # what NaN has led to says less than that there was one
+            if is_communication_error(error):
+                training.commit_what_is_applied()
+                begin_scalers_anew(state)
+            raise
+        finally:
+            training.close()
+            self._training = None
+        if not state.is_finished:
+            self._worker.reporter.warn(
+                f"the training function returned at step {state.step} of {state.last_step}: that is the end then"
+            )
+            state.last_step = state.step
+        return Outcome.FINISHED
+
+    def warm_up(self) -> None:
+        """Do what a newcomer's first step would take longer for, before there is a process group; the state is of no
+        use yet."""
+        if self._program.loss is None or self._worker.config.compile:  # nobody knows how; it is for a step's shapes
+            return
+        warm_up(self._worker, self._stand_in, self._program.loss)
+
+    def evaluate_if_missed(self, world: World) -> None:
+        """Make up for an evaluation that a death has interrupted; every rank calls it."""
+        self._evaluations.if_missed(world)
+
+    def abandon(self) -> None:
+        """Put the state back to a commit, on another thread: the one that trains waits, and will not come back.
+
+        Raises:
+            TrainingDiverged: the newest commit is not worth to be saved.
+        """
+        if self._training is not None:
+            self._training.settle_at_once()
+            self._training.commit_what_is_applied()
+        self._worker.state.rollback()
+
+    def close(self) -> None:
+        """It trains no more: nothing of it stays attached to the state."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _make_training(self, world: World, shares: Iterable[Share], begin: Beginning) -> Training:
+        """The parts of one world; this rank is in the training function from here on."""
+        worker, membership = self._worker, self._membership
+        observer = StepObserver(self, worker, membership, world)
+        end = WorldEnd(world, membership.watcher, observer)
+        sums = StepSums(worker, membership.watcher, world, observer, end, self._extras, self._votes)
+        steps = SessionSteps(shares, worker, membership.watcher, observer, sums, is_own_code=not self._is_bundled)
+        parallel = OwnParallel(world, worker.device, membership.watcher, steps, sums)
+        self._ddp_modules = parallel.made
+        whole = WholeSteps(worker, membership, world, begin, self, self._stand_in)
+        if self._is_bundled:  # before its first batch
+            whole.prepare()
+        steps.turn_to_function()
+        return Training(
+            worker,
+            world,
+            self._saver,
+            steps,
+            sums,
+            parallel,
+            whole,
+            end,
+            votes=self._votes,
+            stand_in=self._stand_in,
+            evaluate_if_due=self._evaluations.if_due,
+        )
+
+    def _votes(self) -> Votes:
+        self.last_votes = votes_of(self._worker, self._membership)
+        return self.last_votes
+
+    def _warn_of_kept_modules(self) -> None:
+        if any(module() is not None for module in self._ddp_modules):
+            self._worker.reporter.warn(
+                "the training function keeps the DDP module of an earlier world, and with it that world's memory: "
+                "make it with training.parallel() in the function and keep it in a local variable"
+            )
+        self._ddp_modules = []
+
+    def _require_unbroken(self, *_arguments: Any) -> None:
+        """NCCL's collectives, once aborted, end with garbage and no error: it must not reach the weights."""
+        if self._training is None:
+            return
+        require_unbroken(self._membership.sockets, self._worker.device)  # the backward pass may still be under way
+        if self._worker.device.type == "cpu":  # a GPU may still wait for the gradients
+            self._membership.watcher.do(Activity.COMPUTE)
+
+    def _note_step(self, *_arguments: Any) -> None:
+        if self._training is not None:
+            self._training.note_applied()
+
+
+def begin_scalers_anew(state: TrainState) -> None:
+    """Have GradScalers forget the step that was broken off between `unscale_` or `step` and `update`: they would take
+    its gradients, when it is done again, for unscaled ones."""
+    for extra in state.extras.values():
+        if isinstance(extra, torch.amp.GradScaler) and extra._scale is not None:  # else `scale` was never called
+            extra.update(extra.get_scale())  # the only public way; the scale stays

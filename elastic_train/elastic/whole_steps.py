@@ -1,0 +1,212 @@
+"""Steps that are computed here from a loss: forward, backward, one reduction with the votes in it, the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from elastic_train.elastic.handover import Handover
+from elastic_train.elastic.membership import Membership
+from elastic_train.elastic.process_group import is_communication_error
+from elastic_train.elastic.worker import Worker
+from elastic_train.errors import ElasticTrainError, FormationFailed, first_line
+from elastic_train.protocol.heartbeat import FIRST_SECONDS
+from elastic_train.rules import Activity
+from elastic_train.training.epoch_dataset import EpochDataset
+from elastic_train.training.group_sockets import require_unbroken
+from elastic_train.training.ordered import OrderedReduction
+from elastic_train.training.reduction import Clipping, FastReduction, Loss, Reduction, Share, StepTotals
+from elastic_train.training.sampler import MicroBatch
+from elastic_train.training.state_hash import StateComparison
+from elastic_train.training.train import NO_VOTES, StepResult, Votes, drop_gradients, task_loss, train_step
+from elastic_train.world import World
+
+BatchLoss = Callable[[nn.Module, Any], torch.Tensor]
+"""(module, batch) -> mean loss over the batch's samples, a scalar"""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What is under way when a world begins."""
+
+    handover: Handover | None = None
+    """is to be finished before the first step's gradient is applied"""
+    comparison: StateComparison | None = None
+    """is to be made within the first step that all ranks begin with a state"""
+    is_handed_over: bool = False
+    """whether some rank, not this one perhaps, gets its state within the first step"""
+
+
+ALONE = Beginning()
+"""of a world in which there is nobody to hand the state to, or to compare it with"""
+
+
+class ComparesStates(Protocol):
+    """Who knows whether this worker's state hashes to what the others' does."""
+
+    compares_states: bool
+
+
+class WholeSteps:
+    """Computes whole steps in one world.
+
+    Args:
+        begin: is finished within the first ones.
+        trainer: is told where states cannot be compared.
+        stand_in: makes a batch of one sample, for a rank that has none in a step; its weight is 0.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        membership: Membership,
+        world: World,
+        begin: Beginning,
+        trainer: ComparesStates,
+        stand_in: Callable[[], Any],
+    ) -> None:
+        self._worker, self._membership, self._world = worker, membership, world
+        self._begin, self._trainer, self._stand_in = begin, trainer, stand_in
+        self._reduction: Reduction | None = None
+        self._loss: tuple[BatchLoss, Loss] | None = None
+
+    def prepare(self) -> None:
+        """Make the reduction, if there is none yet; every rank calls it."""
+        if self._reduction is None:
+            compare_states = partial(compare, trainer=self._trainer, worker=self._worker, membership=self._membership)
+            reduction = _make_reduction(self._worker, self._membership, self._world)
+            self._reduction = UnbrokenReduction(reduction, self._membership, self._begin, compare_states)
+            config, state = self._worker.config, self._worker.state
+            if config.clip_grad_norm is not None:  # on the outside: gradients are unscaled once, if the step counts
+                self._reduction = Clipping(self._reduction, state.optimizer, state.scaler, config.clip_grad_norm)
+
+    def run(self, share: Share, loss: BatchLoss, votes: Votes) -> StepResult:
+        """One step, which is applied then and not committed. Blocks until every rank has taken part.
+
+        Raises:
+            TrainingDiverged, StatesDiffer: on every rank alike; the weights are those before the step.
+            RuntimeError, FormationFailed: a peer is lost.
+        """
+        self.prepare()
+        assert self._reduction is not None, "it was made"
+        if self._loss is None or self._loss[0] is not loss:
+            self._loss = loss, batch_loss(self._worker, self._stand_in, loss)
+        return train_step(self._worker.state, share, self._reduction, self._loss[1], votes)
+
+
+def batch_loss(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> Loss:
+    """`loss` of a micro-batch, with the flags' precision and the random numbers that belong to it."""
+    config = worker.config
+    return task_loss(
+        worker.task, seed=config.seed, precision=config.precision, device=worker.device, stand_in=stand_in, loss=loss
+    )
+
+
+def warm_up(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> None:
+    """A forward and a backward pass over one sample that counts for nothing."""
+    state = worker.state
+    state.set_modes()
+    nothing = MicroBatch(0, 0, 0, np.zeros(0, dtype=np.int64), 1, is_last=True)
+    try:
+        batch_loss(worker, stand_in, loss)(state.model, nothing, None).backward()  # type: ignore[no-untyped-call]
+    except ElasticTrainError:
+        raise
+    except Exception as error:  # of the user's code; the step will raise it too, and is judged
+        worker.reporter.debug(f"no warm-up: {first_line(error)}")
+    drop_gradients(state.optimizer)
+
+
+def stand_in_batch(worker: Worker) -> Callable[[], Any]:
+    """Makes a batch of the first sample, for a rank that has none in a step."""
+    dataset = EpochDataset(worker.task.train_set, seed=worker.config.seed, collate=worker.task.collate)
+
+    return partial(dataset.read, np.zeros(1, dtype=np.int64))
+
+
+def _make_reduction(worker: Worker, membership: Membership, world: World) -> Reduction:
+    config, model, do = worker.config, worker.state.model, membership.watcher.do
+    if config.reduction == "ordered":
+        return OrderedReduction(model, world, worker.device, config.virtual_ranks, do=do)
+    return FastReduction(
+        nn.DataParallel(model) if config.parallel == "dp" else model,
+        world,
+        worker.device,
+        find_unused_parameters=config.find_unused_parameters,
+        static_graph=config.static_graph,
+        num_votes=len(NO_VOTES),
+        do=do,
+    )
+
+
+class UnbrokenReduction:
+    """A reduction that tells the watcher when it is over, and counts only if the group was not broken off meanwhile.
+
+    gloo raises of itself then; NCCL's collectives, once aborted, end with garbage and no error.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        membership: Membership,
+        begin: Beginning = ALONE,
+        compare: Callable[[StateComparison], None] = lambda _comparison: None,
+    ) -> None:
+        self._reduction = reduction
+        self._compare = compare
+        self._sockets, self._watcher = membership.sockets, membership.watcher
+        self._handover, self._comparison = begin.handover, begin.comparison
+        self._is_handed_over = begin.is_handed_over
+        if self._handover is not None:
+            self._handover.begin()
+
+    def run(
+        self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
+    ) -> StepTotals:
+        """As `Reduction.run`. Raises: FormationFailed where the group was broken off. StatesDiffer."""
+        comparison = None
+        if not self._is_handed_over:
+            comparison, self._comparison = self._comparison, None
+        self._is_handed_over = False
+        if comparison is not None:
+            comparison.begin()
+        try:
+            totals = self._reduction.run(micro_batches, loss, scale, votes)
+        except Exception as error:
+            if self._sockets.is_shut and not is_communication_error(error):  # what it was computed from is garbage
+                raise FormationFailed(f"the process group was broken off: {first_line(error)}") from error
+            raise
+        handover, self._handover = self._handover, None
+        if handover is not None:
+            self._watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
+            handover.finish(self._require_unbroken)
+        if comparison is not None:
+            self._compare(comparison)
+        self._watcher.do(Activity.COMPUTE)  # the optimizer's step waits for nobody
+        self._require_unbroken()
+        return totals
+
+    def _require_unbroken(self) -> None:
+        require_unbroken(self._sockets)
+
+
+def compare(comparison: StateComparison, trainer: ComparesStates, worker: Worker, membership: Membership) -> None:
+    """Wait for this rank's hash, then for the others'. Raises: as `StateComparison.compare`; FormationFailed."""
+    membership.watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
+    comparison.finish_hash(lambda: require_unbroken(membership.sockets))
+    membership.watcher.do(Activity.REDUCE)
+    comparison.compare()
+    optimizer = type(worker.state.optimizer).__name__
+    if comparison.why_not is not None:
+        worker.reporter.warn(
+            f"states are not compared: {optimizer} or the model cannot be hashed: {comparison.why_not}"
+        )
+        trainer.compares_states = False
+    if comparison.is_lost_in_loading:  # on every rank alike
+        worker.reporter.debug(f"states are not compared from here on: {optimizer} changes its state when it is loaded")
+        trainer.compares_states = False

@@ -1,0 +1,237 @@
+"""What is told and voted in the steps of a world, what ends it, and whether another one is worth going on to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from elastic_train.elastic.membership import Membership
+from elastic_train.elastic.process_group import is_communication_error
+from elastic_train.elastic.worker import Worker
+from elastic_train.errors import (
+    ElasticTrainError,
+    FormationFailed,
+    StoreUnreachable,
+    TrainingDiverged,
+    UsageError,
+    first_line,
+)
+from elastic_train.protocol.liveness import Watcher
+from elastic_train.rules import NOW, Activity, Failure
+from elastic_train.training.reduction import Share
+from elastic_train.training.sampler import MicroBatch
+from elastic_train.training.state import TrainState
+from elastic_train.training.train import JOINING, Outcome, Votes
+from elastic_train.world import World
+
+MAX_FRUITLESS_WORLDS = 10
+"""worlds in a row in which no step was committed, beyond one for each member"""
+LOOK_SECONDS = 0.05
+"""between two looks at who is ready to join"""
+
+
+class StepClock(Protocol):
+    """Who keeps the time of the step in hand, beyond its world."""
+
+    step_started: float
+
+
+def votes_of(worker: Worker, membership: Membership) -> Votes:
+    """What this rank contributes to the decisions of the step in hand."""
+    membership.note_reduction()
+    told_to_stop, leaving = worker.stop.votes()
+    # Where no peer is lost a vote ends the world: gloo may never end a collective that is cut while all work on it.
+    return told_to_stop, leaving or int(membership.watcher.store_silence.is_too_long), membership.joins.vote()
+
+
+class StepObserver:
+    """Tells of the steps of one world."""
+
+    def __init__(self, clock: StepClock, worker: Worker, membership: Membership, world: World) -> None:
+        self._clock, self._worker, self._world = clock, worker, world
+        self._membership = membership
+        self._watcher = membership.watcher
+        self._reporter = worker.reporter
+        self._committed_at = time.monotonic()
+
+    def begin(self, share: Share) -> None:
+        """This rank's share of a step is about to be trained; nothing of it has been computed."""
+        self._clock.step_started = time.monotonic()
+        self._worker.reach("step", self._world)
+        self._watcher.do(Activity.COMPUTE)
+        if self._reporter.ledger is not None:
+            first = share[0][0]
+            self._reporter.ledger.write(
+                epoch=first.epoch,
+                step=first.step,
+                world=self._world,
+                indices=[micro_batch.indices for micro_batch, _ in share],
+            )
+
+    def tell_commit(self, state: TrainState, loss: float, first: MicroBatch) -> None:
+        """The newest step is committed, and this its mean loss; `first` is one of its micro-batches."""
+        self._reporter.step(state, loss, epoch=first.epoch, samples=first.step_samples)
+
+    def note_commit(self) -> None:
+        """A step is committed; its loss may not be known yet."""
+        self._worker.reach("commit", self._world)
+        watcher = self._watcher
+        watcher.do(Activity.COMPUTE)
+        now = time.monotonic()
+        watcher.pace.note_step(now - self._clock.step_started, now - self._committed_at)
+        self._committed_at = now
+        self._clock.step_started = now
+
+    @property
+    def seconds_since_commit(self) -> float:
+        """Since this rank's commit before the step in hand, or since its world began."""
+        return time.monotonic() - self._committed_at
+
+    def follow_votes(self, votes: Votes) -> None:
+        """What all have said in a step, once that is known."""
+        self._membership.joins.follow_vote(self._world, votes[JOINING])
+
+
+class WorldEnds(BaseException):
+    """Unwinds a training function in which all ranks have agreed to stop; no Exception, which it might catch."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
+
+
+class WorldEnd:
+    """What is known of the end of one world.
+
+    A decision is taken by the votes of a step, which may come when the next step is under way. So it is done after the
+    step that is in hand then, on every rank alike; at once (`bring_forward`) where all ranks waited for the votes.
+    """
+
+    def __init__(self, world: World, watcher: Watcher, observer: StepObserver) -> None:
+        self._world = world
+        self._watcher = watcher
+        self._observer = observer
+        self.lost: Exception | None = None
+        """with what a collective ended between two steps, where a peer was lost"""
+        self._outcome: Outcome | None = None
+        """of this world, after the step in hand"""
+        self._next_outcome: Outcome | None = None
+        """what was decided in the last step, to be done after the one in hand"""
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether the last step has shown that the world ends."""
+        return self.lost is not None or self._next_outcome is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the world ends with the step in hand: nobody votes in it."""
+        return self.lost is not None or self._outcome is not None
+
+    def enter_sums(self) -> None:
+        """The sums of the step in hand are begun: what was decided in the last step is done after this one."""
+        self._outcome, self._next_outcome = self._next_outcome, None
+
+    def follow(self, votes: Votes) -> None:
+        """Do what all have decided, after the step in hand."""
+        if self._outcome is not None:  # in the last step of a world nobody votes
+            return
+        told_to_stop, leaving, joining = votes
+        self._observer.follow_votes(votes)
+        if told_to_stop == self._world.world_size:
+            self._next_outcome = Outcome.STOPPED
+        elif joining == NOW:
+            self._next_outcome = Outcome.SOME_JOIN
+        elif leaving:
+            self._next_outcome = Outcome.SOME_LEAVE
+
+    def bring_forward(self) -> None:
+        """No other step is in hand: what was decided is done now."""
+        self._outcome, self._next_outcome = self._outcome or self._next_outcome, None
+
+    def call_off(self) -> None:
+        """Training is finished: whatever else was asked for has come too late."""
+        self._outcome = None
+
+    def note_lost(self, error: Exception) -> None:
+        """It is raised when the next batch is asked for, so that what the function does after a commit is done.
+
+        Raises: `error`, where it is none of the communication library.
+        """
+        if not is_communication_error(error):
+            raise error
+        self.lost = error
+        self._watcher.announce_broken()
+
+    def raise_if_lost(self) -> None:
+        """Raises the error by which a peer was lost while the function was not looking."""
+        if self.lost is not None:
+            raise self.lost
+
+    def raise_if_over(self) -> None:
+        """Raises what ended the world while the function was not looking."""
+        self.raise_if_lost()
+        if self._outcome is not None:
+            raise WorldEnds(self._outcome)
+
+    def close(self) -> None:
+        """The error is let go, and with it the frames that it holds."""
+        self.lost = None
+
+
+def judge(error: Exception, step: int, world: World, membership: Membership) -> Failure:
+    """Find out whose error ended `step`, and announce one that is not a lost peer's to the others."""
+    if isinstance(error, ElasticTrainError) and not isinstance(error, FormationFailed):
+        if isinstance(error, TrainingDiverged | UsageError):  # of all who train; a spare must not go on
+            with suppress(StoreUnreachable):
+                membership.survivors.announce_fatal(world, str(error))
+        return Failure.JOB
+    try:
+        verdict = membership.survivors.judge(first_line(error), is_communication_error(error), step, world)
+        if verdict is Failure.OWN:
+            membership.leave(world, "error")  # so that the others do not wait for this worker
+        return verdict
+    except StoreUnreachable:  # then there is nobody to tell
+        return Failure.OWN
+
+
+class FruitlessWorlds:
+    """Counts worlds in a row that committed nothing."""
+
+    def __init__(self) -> None:
+        self._count, self._last_step = 0, -1
+
+    def note(self, world: World, step: int, failure: str | None) -> None:
+        """A world has ended at a committed step. Raises: FormationFailed where there were too many."""
+        self._count = 0 if step > self._last_step or world.is_spare else self._count + 1
+        self._last_step = step
+        if self._count > MAX_FRUITLESS_WORLDS + world.world_size:
+            raise FormationFailed(f"{self._count} worlds in a row committed no step; the last error: {failure}")
+
+
+def wait_for_nodes(
+    world: World,
+    membership: Membership,
+    seconds: float,
+    check: Callable[[], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Fewer nodes than --min-nodes: wait, without training, until some are ready to be admitted.
+
+    Raises:
+        Stopped: as `check`. FormationFailed: none came in so many seconds.
+    """
+    membership.watcher.expect(world)  # what ended the world before is over; its rank 0 can be found
+    deadline = clock() + seconds
+    while clock() < deadline:
+        check()
+        if membership.can_take_in:
+            return
+        sleep(LOOK_SECONDS)
+    raise FormationFailed(
+        f"only {world.num_nodes} of at least {world.min_nodes} nodes after {seconds:.0f} s "
+        "(--min-nodes, --wait-timeout)"
+    )

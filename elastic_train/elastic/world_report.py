@@ -1,0 +1,173 @@
+"""How a world begins, in the run's events, its incidents and the lines for the person who watches."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_train.branches import Branch
+from elastic_train.config import Config
+from elastic_train.elastic.membership import Change
+from elastic_train.elastic.restore import Restored
+from elastic_train.elastic.worker import Worker
+from elastic_train.rules import common_backend
+from elastic_train.training.state import TrainState
+from elastic_train.wording import count
+from elastic_train.world import World
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """Why the world before this one ended, and what it took until the agreement on the next one began."""
+
+    cause: str
+    """`start`, `peer_lost`, `leave`, `join` or `states_differ`"""
+    detect_seconds: float = 0.0
+    """from the beginning of the step in hand, or of the world, to the error"""
+    abort_seconds: float = 0.0
+    """until it was found whose error it was, the process group being gone"""
+
+
+class WorldReport:
+    """Reports each world of one worker when it stands."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._incident: dict[str, Any] | None = None
+        """what interrupted the run before the present world"""
+
+    def lost(self, failure: str, change: Change) -> None:
+        """The world before was broken by `failure`, and the others agree on whom it has lost."""
+        names = [member.name for member in change.lost]
+        self._worker.reporter.events.write("peer_lost", error=failure, reason=change.reason, lost_members=names)
+
+    def stands(
+        self,
+        world: World,
+        branch: Branch | None,
+        change: Change,
+        interruption: Interruption,
+        restored: Restored | None,
+        seconds: dict[str, float],
+    ) -> None:
+        """The members hold one state: from now on events and lines are of this world. The first ones say how it came
+        about.
+
+        Args:
+            change: from the world before.
+            restored: where this worker's state came from; None where it had it.
+            seconds: of the phases from the world before to this one.
+        """
+        reporter, state = self._worker.reporter, self._worker.state
+        reporter.events.enter(world)
+        reporter.events.step = state.step
+        reporter.enter(world, state)
+        backend = common_backend(world.workers)
+        lost = [member.name for member in change.lost]
+        left = [member.name for member in change.left]
+        joined = [member.name for member in change.joined]
+        cause = "peer_lost" if lost else "leave" if left else interruption.cause
+        reporter.events.write(
+            "world",
+            cause=cause,
+            members=[member.name for member in world.members],
+            lost_members=lost,
+            left_members=left,
+            joined_members=joined,
+            seconds=seconds,
+            backend=backend,
+            branch=None if branch is None else branch.id,
+        )
+        has_joined = interruption.cause == "start" and restored is not None and restored.source == "peer"
+        self._incident = None
+        if interruption.cause != "start" or has_joined:
+            self._incident = {
+                "cause": "join" if has_joined else cause,
+                "time": time.time(),
+                "lost_members": lost or left,
+                "committed_steps_lost": 0,
+                "seconds": seconds,
+            }
+            state.incidents.append(self._incident)
+        if restored is not None:
+            reporter.events.write("restore", source=restored.source, restored_step=restored.step)
+            reporter.say(describe_start(self._worker, world, backend, restored))
+        else:
+            reporter.say(describe_change(state, world, (lost, left, joined), seconds))
+        reporter.say_for_node(
+            f"in world generation={world.generation} as rank {world.rank} of {world.world_size}; "
+            f"rank 0 on {world.members[0].host} reports"
+        )
+
+    def stands_by(self, world: World) -> None:
+        """This worker is a spare of the world."""
+        self._worker.reporter.events.enter(world)
+        self._worker.reporter.enter(world, self._worker.state)
+        by = "--virtual-ranks" if self._worker.config.reduction == "ordered" else "--global-batch-size"
+        self._worker.reporter.warn(
+            f"this worker is a spare: a step has work for {world.world_size} workers ({by}); "
+            "it steps in when one of them is lost"
+        )
+
+    def state_came_late(self) -> None:
+        """The state has come within the first step, after what `stands` has noted already."""
+        state = self._worker.state
+        state.remember()
+        state.generations += 1
+        if self._incident is not None:
+            state.incidents.append(self._incident)
+
+
+def describe_change(
+    state: TrainState, world: World, names: tuple[list[str], list[str], list[str]], seconds: dict[str, float]
+) -> str:
+    """`world generation=3: 2 workers go on at step 41; lost a/0; detect=0.001 ...`
+
+    Args:
+        names: of the members that were lost, that left, and that joined.
+    """
+    lost, left, joined = (", ".join(one) for one in names)
+    parts = [f"lost {lost}" if lost else "", f"{left} left" if left else "", f"took in {joined}" if joined else ""]
+    what = "; ".join(filter(None, parts)) or "the members are the same"
+    workers = f"{world.world_size} workers go on" if world.world_size > 1 else "1 worker goes on"
+    phases = " ".join(f"{name}={value:.3f}" for name, value in seconds.items())
+    return f"world generation={world.generation}: {workers} at step {state.step + 1}; {what}; {phases} (s)"
+
+
+def describe_share(config: Config, world_size: int) -> str:
+    """Samples of a whole step that a worker has: one number, or the least and the most."""
+    parts, unit = (
+        (config.global_batch_size, 1)
+        if config.reduction == "fast"
+        else (config.virtual_ranks, config.global_batch_size // config.virtual_ranks)
+    )
+    low, high = parts // world_size * unit, -(-parts // world_size) * unit
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def describe_optimizer(state: TrainState) -> str:
+    """`SGD, lr 0.1`: what was chosen, where nothing was said."""
+    rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(state.learning_rates))
+    return f"{type(state.optimizer).__name__}, lr {rates}"
+
+
+def describe_start(worker: Worker, world: World, backend: str, restored: Restored) -> str:
+    config, state = worker.config, worker.state
+    share = describe_share(config, world.world_size)
+    epoch = min(state.epoch + 1, config.epochs)
+    beginning = "from scratch" if config.init_from is None else f"from the weights of {config.init_from}"
+    where = (
+        beginning
+        if restored.source == "scratch"
+        else f"from the {restored.source} of step {restored.step}, in epoch {epoch} of {config.epochs}"
+    )
+    workers = count(world.world_size, "worker")
+    if world.num_spares:
+        workers += f" and {count(world.num_spares, 'spare')}"
+    nodes = count(world.num_nodes, "node")
+    return (
+        f"world generation={world.generation}: {workers} on {nodes} ({worker.device.type}, {backend}), "
+        f"global batch {config.global_batch_size} = {share} samples a worker; training {worker.task.title} {where}; "
+        f"{describe_optimizer(state)}"
+    )

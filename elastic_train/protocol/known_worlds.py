@@ -1,0 +1,212 @@
+"""What a member knows of the worlds whose voters count, those since the last settled one; and what the members of a
+world tell each other and its newcomers.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from elastic_train.errors import StoreUnreachable
+from elastic_train.protocol.agreement import Decision
+from elastic_train.protocol.arbiter import Arbitration
+from elastic_train.protocol.job import Admitted, scoped
+from elastic_train.protocol.join_queue import admitted_key
+from elastic_train.protocol.laws import Voters
+from elastic_train.protocol.store import Clients, KeyValueStore, append, entries
+from elastic_train.rules import disagreement, next_generation
+from elastic_train.world import Member, World
+
+CARRIED_FACTS = ("job_token", "run_uid", "agreement")
+
+
+class KnownWorlds:
+    """What one member knows of the worlds since the last settled one.
+
+    For the training thread and the one that prepares a join. A lock guards `voters`, which both change.
+
+    Args:
+        own: this member's own store, in which others say that they are nobody's voters any more.
+    """
+
+    def __init__(self, own: KeyValueStore) -> None:
+        self._own = own
+        self._lock = threading.Lock()
+        self.voters: tuple[Voters, ...] = ()
+        """of each of them, the present one last"""
+        self.has_state = False
+        """whether a world was settled, as far as this member knows: then those of the first of these have the state"""
+        self.bound: frozenset[str] = frozenset()
+        """uids of voters that have accepted the present world, though they may not be in it"""
+        self.past: Mapping[str, World] = {}
+        """worlds that this member has been in since the last settled one, with the present one; never changed in place,
+        for the other thread reads it"""
+
+    def enter(self, world: World, decision: Decision | None) -> None:
+        """This member has adopted it, by `decision`; a newcomer was told of its voters."""
+        if decision is not None:
+            with self._lock:
+                kept = tuple(one.without(decision.dead) for one in self.voters)
+                self.voters = (*kept, Voters.of(world.uid, world.workers))
+        self.past = {**self.past, world.uid: world}
+
+    def note_settled(self, world: str) -> None:
+        """What is settled for one is settled for all; a spare learns it only from others."""
+        with self._lock:
+            uids = [voters.world for voters in self.voters]
+            if world in uids:
+                self.voters = self.voters[uids.index(world) :]
+
+    def settle(self, world: World) -> None:
+        """The present one."""
+        with self._lock:
+            self.voters, self.bound, self.past = self.voters[-1:], frozenset(), {world.uid: world}
+        self.has_state = True
+
+    def voters_without(self, dead: Collection[str]) -> list[Voters]:
+        """Without the votes of those, and of who has released them."""
+        gone = {*dead, *self._released()}
+        return [one.without(gone) for one in self.voters]
+
+    def holders(self, dead: Collection[str]) -> set[str]:
+        """Members of the last settled world that are not known to be dead."""
+        return set(self.voters[0].members) - self.voters[0].dead - set(dead)
+
+    def left_out(self, world: World) -> set[str]:
+        """Who was in a world before this one, and may train on without knowing of it."""
+        inside = {member.uid for member in world.members} | self._released()
+        # Not voters alone: what any member finds out in time counts for its side.
+        before = {uid for voters in self.voters[:-1] for uid in voters.members if uid not in voters.dead}
+        return before - inside - self.bound
+
+    def _released(self) -> frozenset[str]:
+        """Members that have told this one so."""
+        return frozenset(entries(self._own, "released"))
+
+
+class Newcomers:
+    """What newcomers are told of the world that they are in, and of those before it that count.
+
+    For the training thread, but that `word_for` and `tell` are for the one that prepares a join, too.
+
+    Args:
+        clients: for the training thread.
+    """
+
+    def __init__(
+        self,
+        clients: Clients,
+        known: KnownWorlds,
+        arbitration: Arbitration,
+        max_world_size: int | None,
+        draw_uid: Callable[[], str],
+    ) -> None:
+        self._own, self._clients, self._known, self._arbitration = clients.own, clients, known, arbitration
+        self._max_world_size, self._draw_uid = max_world_size, draw_uid
+        self.word = ""
+        """of the present world"""
+
+    def be_told(self, text: str, uid: str) -> Admitted:
+        """This member is a newcomer itself."""
+        self.word = text
+        told = json.loads(text)
+        decision = Decision.from_fields(told["decision"])
+        old = tuple(Member.from_fields(one) for one in told["old"])
+        parent = World(0, decision.generation - 1, old) if old else None
+        world = decision.world_for(uid, parent, self._max_world_size)
+        assert world is not None, "only those in it are told"
+        self._known.voters = tuple(Voters.from_json(one) for one in told["worlds"])
+        self._arbitration.take_over(told.get("shared", {}))
+        self._known.has_state = told.get("settled", False)
+        return Admitted(world, decision.facts, came_later=bool(old))
+
+    def begin(self, members: tuple[Member, ...]) -> None:
+        """Make the first world of some, by order of rank."""
+        first = members[0]
+        fitting = tuple(one for one in members if disagreement(first.agreement, one.agreement) is None)
+        facts = {name: text for name in CARRIED_FACTS if (text := self._own.get(f"fact/{name}")) is not None}
+        facts.setdefault("agreement", json.dumps(first.agreement))
+        generation = next_generation([one.max_generation for one in fitting])
+        decision = Decision(generation, self._draw_uid(), ranks=(), new=fitting, facts=facts)
+        self._own.put("begun", decision.uid)
+        self._own.put("fact/agreement", facts["agreement"])
+        self.word = self.word_for(decision, None)
+        self.tell(self._clients, fitting, self.word)
+        self._own.put("host", json.dumps(first.store))
+
+    def word_for(self, decision: Decision, world: World | None) -> str:
+        """Those of a decision on what follows `world`, before this member enters that."""
+        old = () if world is None else decision.members_after(world)[: len(decision.ranks)]
+        after = Voters.of(decision.uid, decision.members_after(world)[: self._max_world_size])  # a spare has no state
+        told = {
+            "decision": json.loads(replace(decision, ranks=tuple(range(len(old)))).to_json()),
+            "old": [json.loads(one.to_json()) for one in old],
+            "worlds": [one.without(decision.dead).to_json() for one in self._known.voters] + [after.to_json()],
+            "shared": self._arbitration.known(self._known.voters),
+            "settled": self._known.has_state,
+        }
+        return json.dumps(told)
+
+    def tell(self, clients: Clients, newcomers: Sequence[Member], word: str) -> None:
+        """Each for which a store can be reached; the first word counts."""
+        for member in newcomers:
+            try:
+                clients.of(member).create("admitted", word)
+            except StoreUnreachable:  # it may look here; and whoever misses it in the next agreement tells it again
+                clients.lose(member)
+                self._own.put(admitted_key(member.uid), word)
+
+
+class Announcements:
+    """What the members of a world tell each other at the stores of others; for the training thread.
+
+    What one says in its own store, and what it is told there, takes no more than that store.
+    """
+
+    def __init__(self, clients: Clients, known: KnownWorlds, newcomers: Newcomers) -> None:
+        self._own, self._clients, self._known, self._newcomers = clients.own, clients, known, newcomers
+        self._ready_for = ""
+        """uid of the world"""
+
+    def present(self, world: World, ranks: Sequence[int]) -> dict[int, str]:
+        """As Job.present."""
+
+        def ask(store: KeyValueStore) -> str | None:
+            text, settled = store.get_many([f"{world.key}/present", "settled"])
+            if settled:
+                self._known.has_state = True
+                self._known.note_settled(json.loads(settled)[1])
+            if text is None and store.get("begun") != world.uid:
+                store.create("admitted", self._newcomers.word)  # it may be a newcomer that nobody has told
+            return text
+
+        return {rank: text for rank, text in self._clients.ask_each(world, ranks, ask).items() if text is not None}
+
+    def announce(self, world: World, name: str, text: str) -> None:
+        """As Job.announce."""
+
+        def tell(store: KeyValueStore) -> None:
+            if name.startswith("left/"):
+                append(store, f"{world.key}/left", name.removeprefix("left/"))
+            else:
+                store.create(scoped(world, name), text)
+
+        self._clients.ask_each(world, range(len(world.members)), tell)
+
+    def say_ready(self, world: World) -> None:
+        """As Job.say_ready."""
+        if self._ready_for == world.uid:
+            return  # each counts once
+        self._ready_for = world.uid
+        append(self._clients.of_first(world), f"{world.key}/ready", str(world.rank))
+
+    def are_ready(self, world: World) -> bool:
+        """As Job.are_ready."""
+        return int(self._clients.of_rank(world, 0).get(f"{world.key}/ready/count") or 0) >= world.world_size
+
+    def not_ready(self, world: World) -> tuple[int, ...]:
+        """As Job.not_ready."""
+        ready = set(map(int, entries(self._clients.of_rank(world, 0), f"{world.key}/ready")))
+        return tuple(rank for rank in range(world.world_size) if rank not in ready)

@@ -1,0 +1,116 @@
+"""The one reader of a run's files: lines of JSON, whole, at their ends or as they come, and whole JSON files.
+
+Another process may be writing them. A line that is no JSON object is passed over: a kill or a full disk has cut it off,
+or its writer is not done with it; events.py says when.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+Line = dict[str, Any]
+
+
+def parse(raw: bytes) -> Line | None:
+    """The object in one line, or in the bytes of a file; None where it is none."""
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def read_all(path: Path) -> list[Line]:
+    """All lines of a file; none where it is missing. Raises other OSErrors."""
+    try:
+        return list(_objects(path.read_bytes().split(b"\n")))
+    except FileNotFoundError:
+        return []
+
+
+def read_with_torn(path: Path) -> tuple[list[Line], list[int]]:
+    """All lines of a file, and the numbers (from 1) of those that are torn. Raises OSError.
+
+    What follows the last newline is neither: it was cut off by a kill, or is still being written.
+    """
+    *raw_lines, _cut_off = path.read_bytes().split(b"\n")
+    found = {number: parse(raw) for number, raw in enumerate(raw_lines, start=1) if raw}
+    torn = [number for number, line in found.items() if line is None]
+    return [line for line in found.values() if line is not None], torn
+
+
+def read_ends(path: Path, head_bytes: int = 64 * 1024, tail_bytes: int = 256 * 1024) -> list[Line]:
+    """The lines at the beginning and at the end of a file, all of them if it is small. Raises OSError."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size <= head_bytes + tail_bytes:
+            return list(_objects(_lines_from(file, 0)))
+        file.seek(0)
+        head = file.read(head_bytes).split(b"\n")[:-1]
+        return list(_objects(head + _lines_from(file, size - tail_bytes)))
+
+
+def newest_first(path: Path, tail_bytes: int = 64 * 1024) -> Iterator[Line]:
+    """The lines at the end of a file, the last one first; none where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            raw_lines = _lines_from(file, file.seek(0, os.SEEK_END) - tail_bytes)
+    except OSError:
+        return
+    yield from _objects(reversed(raw_lines))
+
+
+class Follower:
+    """Reads a folder's files of lines as they grow."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._offsets: dict[Path, int] = {}
+
+    def poll(self) -> Iterator[tuple[Path, list[Line]]]:
+        """Every file that is there, with the lines that were ended since the last call."""
+        for path in self._folder.glob("*.jsonl"):
+            offset = self._offsets.get(path, 0)
+            try:
+                with path.open("rb") as file:
+                    file.seek(offset)
+                    data = file.read()
+            except FileNotFoundError:  # moved aside
+                continue
+            whole = data.rfind(b"\n") + 1
+            self._offsets[path] = offset + whole
+            yield path, list(_objects(data[:whole].split(b"\n")))
+
+
+def read_json(path: Path) -> Line | None:
+    """The object in a JSON file; None where the file is missing or torn, or holds something else."""
+    found = read_value(path)
+    return found if isinstance(found, dict) else None
+
+
+def read_value(path: Path) -> Any:
+    """What a JSON file holds; None where it is missing or torn."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def member_of(path: Path) -> str:
+    """NODE/LOCAL_RANK/PID, who writes a file NODE-LOCAL_RANK-PID.jsonl."""
+    return "/".join(path.stem.rsplit("-", 2))
+
+
+def _objects(raw_lines: Iterable[bytes]) -> Iterator[Line]:
+    return (line for raw in raw_lines if (line := parse(raw)) is not None)
+
+
+def _lines_from(file: BinaryIO, start: int) -> list[bytes]:
+    """The lines that begin at `start` or later; all where it is not above 0."""
+    file.seek(max(0, start - 1))  # one byte more, so that a line that begins right at `start` is seen to begin there
+    raw_lines = file.read().split(b"\n")
+    return raw_lines[1:] if start > 0 else raw_lines

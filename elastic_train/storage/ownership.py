@@ -1,0 +1,372 @@
+"""Who may write into the run directory.
+
+All workers of one job write into it at once, from one node or from several, and say so with one `job_token`. Another
+job is refused while a process of the first one lives; once none does, or all of them are stopped (SIGSTOP), it takes
+over. Two things in the directory hold this together:
+
+- `.owner-<job_token>.lock`, one per job, under a shared flock for as long as a worker of the job lives. The kernel
+  drops the flock with the process, however it ends, so there is nothing to clean up after SIGKILL. The file holds one
+  line per worker (host, pid, time).
+- `owner.json`: the job and the generation that own the directory now. A claim replaces it, and `check_owner` reads it
+  before whatever must not be written by a process that was replaced while it was stopped or cut off.
+
+An flock belongs to the open file and not to the process, and fork() hands it on: a DataLoader child that outlived its
+worker would make the directory look in use until it noticed. A child of `os.fork` (multiprocessing, DataLoader)
+therefore closes its copy as soon as it runs, and O_CLOEXEC does the same at exec. A child that C code forks behind
+Python's back keeps the lock until it ends: a claim waits some seconds for that, and then says that the process itself
+has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from elastic_train.errors import NewerGeneration, OwnershipLost, RunDirectoryError, RunDirectoryInUse, cause_of
+from elastic_train.runlog.reader import parse
+from elastic_train.storage.atomic_files import write_atomic
+
+CLAIM_LOCK = ".claim.lock"
+OWNER_RECORD = "owner.json"
+_OWNER_LOCK = re.compile(r"\.owner-(?P<token>.+)\.lock")
+_LEFT_CHILD_TIMEOUT = timedelta(seconds=6)  # a DataLoader child looks for its parent every 5 s
+_FLOCK_MISSING = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+
+# Descriptors that carry an flock of this process; see above what a fork does with them.
+_locked_fds: set[int] = set()
+
+
+def _close_locks_in_child() -> None:
+    for fd in _locked_fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _locked_fds.clear()
+
+
+os.register_at_fork(after_in_child=_close_locks_in_child)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """One worker that has, or had, the lock of its job."""
+
+    host: str
+    pid: int
+    time: float
+    started: str = ""
+    """When the process started, in the kernel's own count; tells it from a later one with the same pid."""
+
+    def __str__(self) -> str:
+        since = datetime.fromtimestamp(self.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return f"host {self.host}, pid {self.pid}, since {since}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner(Holder):
+    """The job and the generation that own a run directory, and the worker that claimed it for them."""
+
+    job_token: str
+    generation: int
+
+
+def open_for_lock(path: Path) -> int:
+    # read and write: NFS wants the first for a shared lock and the second for an exclusive one
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    _locked_fds.add(fd)
+    return fd
+
+
+def close_lock(fd: int) -> None:
+    _locked_fds.discard(fd)
+    os.close(fd)
+
+
+def try_flock(fd: int, operation: int, timeout: timedelta = timedelta(0)) -> bool:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            fcntl.flock(fd, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.005)
+        else:
+            return True
+
+
+def read_holders(fd: int) -> list[Holder]:
+    holders = []
+    os.lseek(fd, 0, os.SEEK_SET)
+    with open(os.dup(fd), "rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                record = parse(line) or {}
+                holder = Holder(
+                    host=str(record["host"]),
+                    pid=int(record["pid"]),
+                    time=float(record["time"]),
+                    started=str(record["started"]),
+                )
+                holders.append(holder)
+    return holders
+
+
+def process_state(holder: Holder) -> str | None:
+    """The state letter of a process of this host: 'T' is stopped. None where it has ended, '?' where unknown."""
+    state, started = process_stat(holder.pid)
+    is_another = bool(started and holder.started) and started != holder.started
+    return None if state in ("Z", "X") or is_another else state
+
+
+def process_stat(pid: int) -> tuple[str | None, str]:
+    """State letter and start time of a process; (None, "") where there is none, ("?", "") without a /proc."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # the name in parentheses may itself hold parentheses and spaces
+            fields = file.read().rpartition(b")")[2].split()
+        return fields[0].decode(), fields[19].decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return (None if os.path.isdir("/proc/self") else "?"), ""
+    except (OSError, IndexError):
+        return "?", ""
+
+
+class Ownership:
+    """Which job has one run directory, and this process's claim on it. Not for use by several threads at once, except
+    `check_owner`, which any thread may call."""
+
+    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._record_path = path / OWNER_RECORD
+        self._now = now
+        self._lock_fd: int | None = None
+        self._lock_pid = 0
+        self._token: str | None = None
+
+    def claim(
+        self,
+        job_token: str,
+        generation: int,
+        host: str,
+        *,
+        is_leader: bool = True,
+        timeout: timedelta = timedelta(seconds=30),
+    ) -> str | None:
+        """Take the directory for a job, or join the workers of the job that has it. Called by every worker at every
+        generation; holds the lock of the job until `release` or the end of the process. Blocks for milliseconds, one
+        worker after the other.
+
+        Args:
+            is_leader: whether this worker speaks for all in its world that share the directory. The others only look
+                whether their job still has it, once they have claimed it: the generation is the same for all.
+            timeout: for a claim of another process that hangs half-way.
+
+        Returns:
+            A warning for the log where the file system has no flock, so that a second job cannot be noticed.
+
+        Raises:
+            RunDirectoryInUse: a live process of another job has it.
+            OwnershipLost: this process had it, and another job has taken it over since.
+            RunDirectoryError: it cannot be written to.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", job_token):
+            raise ValueError(f"job_token {job_token!r} cannot be part of a file name")
+        if self._token not in (None, job_token):
+            raise ValueError(
+                f"RunDirectory({str(self._path)!r}) is claimed for job {self._token} already, not for {job_token}"
+            )
+        try:
+            if self._token is not None and not is_leader:
+                self._refuse_if_replaced(job_token, generation)
+                return None
+            try:
+                with self._claim_lock(timeout):
+                    self._claim_locked(job_token, generation, host)
+                warning = None
+            except OSError as error:
+                if error.errno not in _FLOCK_MISSING:
+                    raise
+                self._refuse_if_replaced(job_token, generation)
+                self._record_owner(job_token, generation, host)
+                warning = (
+                    f"the file system of {self._path} has no flock ({error.strerror}): nothing can notice a second "
+                    "job with the same --run-dir"
+                )
+        except OSError as error:
+            if self._token is None and self._lock_fd is not None:
+                close_lock(self._lock_fd)
+                self._lock_fd = None
+            raise unusable(self._path, "cannot be claimed", error) from error
+        self._token = job_token
+        return warning
+
+    def check_owner(self, job_token: str, generation: int) -> None:
+        """Called right before something becomes visible that a replaced process must not write (a snapshot,
+        result.json). One small read.
+
+        Raises:
+            OwnershipLost: another job has the directory. NewerGeneration: this one has, in a newer generation.
+            RunDirectoryError: the record of the owner cannot be read.
+        """
+        try:
+            owner = self.read()
+        except OSError as error:
+            raise unusable(self._path, "does not let its owner record be read", error) from error
+        owner = self._check_job(owner, job_token, generation)
+        if owner.generation > generation:
+            raise NewerGeneration(
+                f"run directory {self._path} now belongs to generation {owner.generation} ({owner}); "
+                f"{_stops(generation)}"
+            )
+
+    def read(self) -> Owner | None:
+        """The owner, as its record says; None where there is no valid one. Raises OSError other than for a missing
+        file."""
+        try:
+            record = parse(self._record_path.read_bytes()) or {}
+            return Owner(
+                host=str(record["host"]),
+                pid=int(record["pid"]),
+                time=float(record["time"]),
+                job_token=str(record["job_token"]),
+                generation=int(record["generation"]),
+            )
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+
+    def release(self) -> None:
+        """Give the claim up; the last worker of the job removes its lock file. `owner.json` stays as a record."""
+        fd, self._lock_fd = self._lock_fd, None
+        token, self._token = self._token, None
+        if fd is None or token is None or self._lock_pid != os.getpid():
+            return
+        # Without the claim lock another worker might be about to lock the file that is unlinked here.
+        with contextlib.suppress(OSError, RunDirectoryError), self._claim_lock(timedelta(seconds=1)):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._owner_lock_path(token).unlink()
+        close_lock(fd)
+
+    def _check_job(self, owner: Owner | None, job_token: str, generation: int) -> Owner:
+        if owner is None:
+            raise OwnershipLost(
+                f"run directory {self._path} has no valid {OWNER_RECORD} any more; {_stops(generation)}"
+            )
+        if owner.job_token != job_token:
+            raise OwnershipLost(
+                f"run directory {self._path} now belongs to another job ({owner}); {_stops(generation)}"
+            )
+        return owner
+
+    def _owner_lock_path(self, token: str) -> Path:
+        return self._path / f".owner-{token}.lock"
+
+    @contextlib.contextmanager
+    def _claim_lock(self, timeout: timedelta) -> Iterator[None]:
+        """Hold `.claim.lock`. Raises OSError where flock is not supported, RunDirectoryError after `timeout`."""
+        fd = open_for_lock(self._path / CLAIM_LOCK)
+        try:
+            if not try_flock(fd, fcntl.LOCK_EX, timeout):
+                raise RunDirectoryError(
+                    f"run directory {self._path} cannot be claimed: another process has held {CLAIM_LOCK} "
+                    f"for {timeout.total_seconds():g} s; stop that process, or choose another --run-dir"
+                )
+            yield
+        finally:
+            close_lock(fd)
+
+    def _claim_locked(self, job_token: str, generation: int, host: str) -> None:
+        self._refuse_if_replaced(job_token, generation)
+        owner = self.read()
+        if owner is None or owner.job_token != job_token:
+            # Where the record is ours the others were judged before; one of them may have been stopped then and
+            # run now, on its way to finding out.
+            self._judge_others(job_token, owner, host)
+        if self._lock_fd is None:
+            self._lock_job(job_token, host)
+        for leftover in self._path.glob(f".{OWNER_RECORD}.tmp-*"):  # of a process killed during its claim
+            leftover.unlink(missing_ok=True)
+        self._record_owner(job_token, generation, host)
+
+    def _refuse_if_replaced(self, job_token: str, generation: int) -> None:
+        """A process that had the directory and lost it does not get it back, though the job that replaced it has
+        ended: that one came further."""
+        if self._token is not None:
+            self._check_job(self.read(), job_token, generation)
+
+    def _judge_others(self, job_token: str, owner: Owner | None, host: str) -> None:
+        """Remove the locks of jobs that are over; raise RunDirectoryInUse for one that lives."""
+        for path in sorted(self._path.iterdir()):
+            match = _OWNER_LOCK.fullmatch(path.name)
+            if match is None or match["token"] == job_token:
+                continue
+            fd = open_for_lock(path)
+            try:
+                if try_flock(fd, fcntl.LOCK_EX):
+                    path.unlink()
+                    continue
+                holders = read_holders(fd)
+                states = [process_state(holder) if holder.host == host else "?" for holder in holders]
+                if "T" in states and all(state in ("T", None) for state in states):
+                    continue  # stopped; the new owner record fences it out before it can run on
+                living = [holder for holder, state in zip(holders, states, strict=True) if state not in ("T", None)]
+                if holders and not living and try_flock(fd, fcntl.LOCK_EX, _LEFT_CHILD_TIMEOUT):
+                    path.unlink()
+                    continue
+            finally:
+                close_lock(fd)
+            named: Holder | None = owner if owner is not None and owner.job_token == match["token"] else None
+            if living and (named is None or not any(named.pid == one.pid for one in living)):
+                named = living[0]
+            who = str(named) if named is not None else f"unknown, see {path.name}"
+            if holders and not living:
+                who += ", which has ended but left a child process behind"
+            raise RunDirectoryInUse(
+                f"run directory {self._path} is in use by another job ({who}); "
+                "stop that job, or choose another --run-dir"
+            )
+
+    def _lock_job(self, job_token: str, host: str) -> None:
+        fd = open_for_lock(self._owner_lock_path(job_token))
+        try:
+            # Exclusive locks on it are only tried under the claim lock, which we have: this cannot fail for long.
+            if not try_flock(fd, fcntl.LOCK_SH):
+                raise OSError(errno.EWOULDBLOCK, f"{self._owner_lock_path(job_token).name} is locked exclusively")
+            _, started = process_stat(os.getpid())
+            line = json.dumps({"host": host, "pid": os.getpid(), "time": self._now(), "started": started})
+            os.lseek(fd, 0, os.SEEK_END)
+            os.write(fd, line.encode() + b"\n")
+        except BaseException:
+            close_lock(fd)
+            raise
+        self._lock_fd, self._lock_pid = fd, os.getpid()
+
+    def _record_owner(self, job_token: str, generation: int, host: str) -> None:
+        owner = self.read()
+        if owner is not None and owner.job_token == job_token and owner.generation >= generation:
+            return
+        record = {
+            "job_token": job_token,
+            "generation": generation,
+            "host": host,
+            "pid": os.getpid(),
+            "time": self._now(),
+        }
+        write_atomic(self._record_path, json.dumps(record).encode() + b"\n")
+
+
+def unusable(path: Path, what: str, error: OSError) -> RunDirectoryError:
+    """The error to raise where a run directory cannot be used."""
+    return RunDirectoryError(f"run directory {path} {what}: {cause_of(error)}; choose another --run-dir")
+
+
+def _stops(generation: int) -> str:
+    return f"this process (pid {os.getpid()}, generation {generation}) writes nothing more"

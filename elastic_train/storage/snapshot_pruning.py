@@ -1,0 +1,130 @@
+"""Which snapshots are deleted, and what killed writers have left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of
+from elastic_train.storage.snapshot import (
+    SNAPSHOT_NAME,
+    SnapshotInfo,
+    read_info,
+    read_manifest,
+    snapshot_paths,
+    verify,
+)
+
+_TEMPORARY_NAME = re.compile(r"\.tmp-(?:old-)?step-\d{12,}-gen-\d{4,}-(?P<host>.+)-(?P<pid>\d{1,9})")
+
+# Temporary directories that a writer of this process has in hand; one that bears our pid and is not among them was
+# left by an earlier process with the same pid, as is usual in containers.
+IN_HAND: set[Path] = set()
+
+
+class SnapshotPruner:
+    """Deletes snapshots of one host and one run from a directory, in the thread that writes there.
+
+    Args:
+        keep: moments, by (generation, step), that stay on disk.
+        host_in_name: the host as it stands in the names of its snapshots; only these are ever removed.
+    """
+
+    def __init__(self, directory: Path, *, keep: int, host_in_name: str, run_uid: str) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._host_in_name = host_in_name
+        self._run_uid = run_uid
+        self._verified: set[str] = set()
+        """names of snapshots that were found to be whole, or written here"""
+
+    def remove_leftovers(self) -> None:
+        """Remove what writers of this host left behind that were killed."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._directory):
+                match = _TEMPORARY_NAME.fullmatch(name)
+                if match is None or match["host"] != self._host_in_name:
+                    continue
+                path, pid = self._directory / name, int(match["pid"])
+                if path not in IN_HAND if pid == os.getpid() else not _is_alive(pid):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def prune(self, written: Path) -> list[str]:
+        """Remove what is old, now that `written` is durable and whole. Reads each snapshot of other writers once.
+
+        Returns:
+            Warnings: why old ones could not be removed.
+        """
+        self._verified.add(written.name)
+        try:
+            of_run = [info for info in self._readable() if info.run_uid == self._run_uid]
+            for path in self._to_remove(of_run, written):
+                self._remove(path)
+        except (OSError, SnapshotError) as error:
+            cause = cause_of(error) if isinstance(error, OSError) else error
+            return [f"old snapshots in {self._directory} cannot be removed: {cause}"]
+        return []
+
+    def _readable(self) -> list[SnapshotInfo]:
+        """Every snapshot whose manifest can be read, its other files being there or not."""
+        readable = []
+        for path in snapshot_paths(self._directory):
+            with contextlib.suppress(SnapshotDamaged):
+                readable.append(read_manifest(path))
+        return readable
+
+    def _to_remove(self, of_run: Iterable[SnapshotInfo], written: Path) -> list[Path]:
+        """The snapshots of this host beyond the `keep` newest moments of the run. A moment counts when one of its
+        snapshots is whole; several hosts may have written the same one. With several writers none removes what
+        another counts on: more snapshots only push the border up, where the newest are."""
+        of_run = list(of_run)
+        removable = [info for info in of_run if self._is_own(info.path) and info.path != written]
+        moments = sorted({info.age_key for info in of_run}, reverse=True)
+        if len(moments) <= self._keep or all(info.age_key >= moments[self._keep - 1] for info in removable):
+            return []  # nor need any be read
+        kept: list[tuple[int, int]] = []
+        for moment in moments:
+            if any(self._is_whole(info) for info in of_run if info.age_key == moment):
+                kept.append(moment)
+            if len(kept) == self._keep:
+                return [info.path for info in removable if info.age_key < moment]
+        return []
+
+    def _is_whole(self, info: SnapshotInfo) -> bool:
+        """To the last byte, of those that others have written; each is read once. One that is damaged must not push
+        out one that a restart could use."""
+        try:
+            read_info(info.path)
+            if info.name not in self._verified:
+                verify(info)
+                self._verified.add(info.name)
+        except SnapshotDamaged:
+            return False
+        return True
+
+    def _is_own(self, path: Path) -> bool:
+        match = SNAPSHOT_NAME.fullmatch(path.name)
+        return match is not None and match["host"] == self._host_in_name
+
+    def _remove(self, path: Path) -> None:
+        doomed = path.with_name(f".tmp-old-{path.name}-{os.getpid()}")
+        IN_HAND.add(doomed)
+        try:
+            os.rename(path, doomed)  # out of sight first: a reader never meets half of it
+            shutil.rmtree(doomed)
+        finally:
+            IN_HAND.discard(doomed)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

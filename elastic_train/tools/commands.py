@@ -1,0 +1,246 @@
+"""What each command of the console script does with what its parser found.
+
+Returns the exit code. Each imports its code when it runs, and torch only where tensors are: `elastic-train --help` and
+the commands that read files answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic_train.errors import ElasticTrainError, SnapshotDamaged, SnapshotError, UsageError
+from elastic_train.system import num_cores, require_linux
+
+if TYPE_CHECKING:
+    from elastic_train.storage.snapshot import SnapshotInfo
+
+SLURM_OPTIONS = ("job-name", "time", "partition", "account", "gpus-per-node", "cpus-per-task")
+"""those of sbatch that most jobs need"""
+
+
+def show_status(arguments: argparse.Namespace) -> int:
+    if arguments.watch:
+        from elastic_train.tools.audit.watching import watch_status
+
+        watch_status(arguments.run_dir, sys.stdout)
+        return 0
+    from elastic_train.observe.status import read_status
+    from elastic_train.observe.status_table import show
+
+    now = time.time()
+    show(read_status(arguments.run_dir, now), now, sys.stdout)
+    return 0
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    require_linux("a check")
+    from elastic_train.tools.check.check_command import run_check
+
+    return run_check(arguments)
+
+
+def run_drill(arguments: argparse.Namespace) -> int:
+    if not arguments.list:
+        require_linux("a drill")
+    from elastic_train.tools.drills.drill import run_drill
+    from elastic_train.tools.drills.drill_command import list_faults, may_use_namespaces, settings_of
+    from elastic_train.tools.drills.user_namespace import become_root
+
+    if arguments.list:
+        print("\n".join(list_faults()))
+        return 0
+    if may_use_namespaces(arguments):
+        become_root([Path.cwd(), *filter(None, (arguments.run_dir, arguments.scenario))])
+    for signum in (signal.SIGTERM, signal.SIGHUP):  # so that its nodes are ended
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(signum, lambda received, _frame: sys.exit(128 + received))
+    return 0 if run_drill(settings_of(arguments)) else 1
+
+
+def run_audit(arguments: argparse.Namespace) -> int:
+    from elastic_train.tools.audit.audit import audit_history, conclude, describe
+    from elastic_train.tools.audit.history import read_history
+
+    history = read_history(arguments.run_dir)
+    found = audit_history(history)
+    print("\n".join([*describe(found, history), *conclude(found)]))
+    return 0 if found.passed else 1
+
+
+def write_report(arguments: argparse.Namespace) -> int:
+    from elastic_train.tools.audit.audit import audit_history
+    from elastic_train.tools.audit.history import read_history
+    from elastic_train.tools.audit.report import write_report
+
+    history = read_history(arguments.run_dir)
+    path = write_report(history, audit_history(history), arguments.output).absolute()
+    print(path)
+    if arguments.open:
+        import webbrowser
+
+        if not webbrowser.open(path.as_uri()):
+            print("elastic-train: no browser could be opened: open the file above in one", file=sys.stderr)
+    return 0
+
+
+def submit_slurm(arguments: argparse.Namespace) -> int:
+    from elastic_train.tools.submit import SlurmJob, submit, write_script
+
+    given = {option: getattr(arguments, option.replace("-", "_")) for option in SLURM_OPTIONS}
+    options = {option: str(value) for option, value in given.items() if value is not None}
+    if "" in options.values():
+        raise UsageError(f"--{next(option for option, value in options.items() if not value)}: has no value")
+    for text in arguments.sbatch:
+        name, _, value = text.removeprefix("--").partition("=")
+        options[name] = value
+    script = write_script(
+        SlurmJob(
+            nodes=arguments.nodes,
+            allocate=arguments.allocate,
+            is_array=arguments.array,
+            name=arguments.name,
+            etcd=arguments.etcd,
+            etcd_conf=arguments.etcd_conf,
+            run_dir=arguments.run_dir,
+            setup=arguments.setup,
+            workers=arguments.workers,
+            is_checked=not arguments.no_check,
+            has_local_snapshots=arguments.local_snapshots,
+            options=options,
+            flags=arguments.flags,
+        )
+    )
+    print(script.rstrip("\n") if arguments.dry_run else submit(script))
+    return 0
+
+
+def serve_etcd(arguments: argparse.Namespace) -> int:
+    if arguments.members < 1:
+        raise UsageError(f"--members {arguments.members}: must be at least 1")
+    from elastic_train.tools.drills.etcd_command import serve_etcd
+
+    return serve_etcd(arguments)
+
+
+def make_certs(arguments: argparse.Namespace) -> int:
+    from elastic_train.rendezvous.certificates import make_certificates
+
+    hosts = [host.strip() for host in (arguments.hosts or "").split(",") if host.strip()]
+    if arguments.hosts is not None and not hosts:
+        raise UsageError("--hosts: name the hosts of the servers, as clients will")
+    files = make_certificates(arguments.dir, hosts, client=arguments.client, days=arguments.days, renew=arguments.renew)
+    name = arguments.client
+    if hosts:
+        print(f"servers: {files.certificate('server')}, {files.key('server')}; authority: {files.ca}")
+    print(f"workers: --rdzv-conf=ca={files.ca},cert={files.certificate(name)},key={files.key(name)}")
+    print(f"keep {files.ca_key} away from all nodes: whoever has it makes certificates that they accept")
+    return 0
+
+
+def list_snapshots(arguments: argparse.Namespace) -> int:
+    from elastic_train.storage.snapshot import find_snapshots, snapshots_in
+    from elastic_train.wording import duration, human_bytes
+
+    directory = snapshots_in(arguments.path)
+    found = find_snapshots(directory, warn=_warn)
+    if not found:
+        raise SnapshotError(f"no whole snapshot in {directory}")
+    rows = [("step", "epoch", "samples", "generation", "workers", "age", "size", "name")]
+    for info in found:
+        size = sum(file.bytes for file in info.files.values())
+        numbers = (info.step, info.epoch, info.samples_done, info.generation, info.world_size)
+        rows.append((*map(str, numbers), duration(time.time() - info.time), human_bytes(size), info.name))  # type: ignore[arg-type]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        *cells, name = row
+        print("  ".join([*(cell.rjust(width) for cell, width in zip(cells, widths, strict=False)), name]))
+    return 0
+
+
+def verify_snapshots(arguments: argparse.Namespace) -> int:
+    """Prints a line per snapshot; 1 if one is damaged or there is none."""
+    from elastic_train.storage.snapshot import find_snapshots, is_snapshot, read_info, snapshots_in, verify
+
+    damaged = []
+    if is_snapshot(arguments.path):
+        infos = []
+        try:
+            infos = [read_info(arguments.path)]
+        except SnapshotDamaged as error:
+            damaged.append(str(error))
+    else:
+        infos = find_snapshots(snapshots_in(arguments.path), warn=lambda line: damaged.append(_without_skipped(line)))
+    for info in infos:
+        try:
+            verify(info)
+        except SnapshotDamaged as error:
+            damaged.append(str(error))
+        else:
+            print(f"whole: {info.path}")
+    for message in damaged:
+        print(f"damaged: {message}")
+    if not infos and not damaged:
+        raise SnapshotError(f"no snapshot in {snapshots_in(arguments.path)}")
+    return 1 if damaged else 0
+
+
+def hash_snapshot(arguments: argparse.Namespace) -> int:
+    from elastic_train.training.state import state_sha256
+
+    _, state = _read_state(arguments.path)
+    print(state_sha256(state["model"]))
+    return 0
+
+
+def export_snapshot(arguments: argparse.Namespace) -> int:
+    from elastic_train.storage.weights import export_weights
+
+    info, state = _read_state(arguments.path)
+    weights = state.get("extras", {}).get("ema") if arguments.averaged else state["model"]
+    if weights is None:
+        raise SnapshotError(f"{arguments.path} holds no averaged weights; --ema-decay keeps them")
+    output = arguments.output or Path(f"weights.{arguments.format}")
+    export_weights(weights, output, arguments.format)
+    print(f"{len(weights)} tensors of step {info.step}: {output.absolute()}")
+    return 0
+
+
+def _read_state(path: Path) -> tuple[SnapshotInfo, dict[str, Any]]:
+    from elastic_train.storage.weights import read_state
+
+    return read_state(path, warn=_warn)
+
+
+def run_benchmark(arguments: argparse.Namespace) -> int:
+    require_linux("a benchmark")
+    from elastic_train.tools import bench
+    from elastic_train.tools.bench import table
+
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise UsageError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
+    load, cores = os.getloadavg()[0], num_cores()
+    if load > cores / 2:
+        _warn(f"the load is {load:.1f} on {cores} cores: what else is running here will show in the numbers")
+    report = bench.run(arguments.name, arguments.quick)
+    if arguments.json is not None:
+        try:
+            arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ElasticTrainError(f"{arguments.json} cannot be written: {error.strerror}") from error
+    table.show(report)
+    return 0
+
+
+def _warn(message: str) -> None:
+    print(f"elastic-train: warning: {message}", file=sys.stderr, flush=True)
+
+
+def _without_skipped(message: str) -> str:
+    return message.removeprefix("skipped: ")

@@ -1,0 +1,289 @@
+"""What a drill does while its job runs: start the nodes, inject the planned faults, watch what comes of each."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+import psutil
+
+from elastic_train.errors import ElasticTrainError
+from elastic_train.tools.audit.record import Record
+from elastic_train.tools.drills.catalogue import FAULTS
+from elastic_train.tools.drills.cluster import Cluster
+from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed
+from elastic_train.tools.drills.injection import Fault, Injection, NotStruck
+from elastic_train.tools.drills.live import Timeline
+from elastic_train.tools.drills.network import NetworkError
+from elastic_train.tools.drills.nodes import TooSlow
+from elastic_train.tools.drills.schedule import Planned, Settings
+from elastic_train.wording import count
+
+TICK_SECONDS = 0.03
+START_LIMIT_SECONDS = 600.0
+PRECONDITION_LIMIT_SECONDS = 300.0
+END_LIMIT_SECONDS = 600.0
+STEPS_PER_SECOND = 20.0
+"""of the bundled job, while faults are still to come"""
+SLOW_STEPS_PER_SECOND = 2.0
+"""the same, when it has nearly reached its end and they are late"""
+SLOW_FROM = 0.9
+"""share of the steps from which on it waits for the faults"""
+TROUBLE = (NotStruck, NetworkError, EtcdCallFailed, TooSlow, psutil.Error)
+"""what a fault may meet with on a machine, and no reason to end the drill"""
+
+
+class DrillFailed(ElasticTrainError):
+    """The drill could not be carried out; says nothing about the job."""
+
+
+@dataclass
+class _Pending:
+    """A fault that has struck and is watched."""
+
+    number: int
+    planned: Planned
+    fault: Fault
+    injection: Injection
+    struck_at: float
+    """Unix seconds"""
+    recovered_at: float | None = None
+    is_undone: bool = False
+    is_closed: bool = False
+
+
+class Conductor:
+    """Goes through the schedule while the job runs."""
+
+    def __init__(self, settings: Settings, cluster: Cluster, record: Record, timeline: Timeline) -> None:
+        self._settings, self._cluster = settings, cluster
+        self._record, self._timeline = record, timeline
+        self._plan = list(enumerate(settings.plan))
+        self._pending: list[_Pending] = []
+        self._due_since: float | None = None
+        self._zero = 0.0
+        self._pace: float | None = None
+        self._paces: list[tuple[float, float]] = []
+        """Unix seconds, seconds per sample from then on"""
+
+    def conduct(self) -> None:
+        """From the first node to the end of the last. Blocks."""
+        self._start()
+        self._zero = time.monotonic()
+        while (self._plan or self._open) and not self._cluster.watch.is_finished and self._cluster.running:
+            self._tick()
+        self._give_up_the_rest()
+        self._release()
+        self._finish()
+
+    @property
+    def _open(self) -> list[_Pending]:
+        return [pending for pending in self._pending if not pending.is_closed]
+
+    def _start(self) -> None:
+        cluster, say = self._cluster, self._timeline.say
+        self._set_pace_by_rate(STEPS_PER_SECOND)
+        cluster.backend.start()
+        for place in cluster.places:
+            cluster.start(place)
+        deadline = time.monotonic() + START_LIMIT_SECONDS
+        while not (cluster.is_settled and len(cluster.inside) == len(cluster.places)):
+            self._look()
+            if not cluster.running:
+                raise DrillFailed(f"every node ended before the first step: {cluster.last_words()}")
+            if time.monotonic() > deadline:
+                raise DrillFailed(
+                    f"no world of {len(cluster.places)} nodes after {START_LIMIT_SECONDS:.0f} s; "
+                    f"the nodes' logs are in {self._record.path}"
+                )
+        say(f"{len(cluster.places)} nodes train, step {cluster.watch.step}")
+
+    def _tick(self) -> None:
+        self._look()
+        self._adapt_pace()
+        for pending in self._open:
+            self._follow(pending)
+        if self._plan and time.monotonic() - self._zero >= self._plan[0][1].at:
+            self._try_next()
+
+    def _look(self) -> None:
+        time.sleep(TICK_SECONDS)
+        for place in self._cluster.poll():
+            self._timeline.say(f"{place.name} has ended")
+        self._timeline.refresh()
+
+    # --- faults -------------------------------------------------------------------------------------------------------
+
+    def _try_next(self) -> None:
+        number, planned = self._plan[0]
+        fault = FAULTS[planned.fault]()
+        now = time.monotonic()
+        self._due_since = self._due_since or now
+        missing = "an earlier fault is not over" if self._open else fault.not_yet(self._cluster)
+        if missing is None:
+            self._strike(number, planned, fault)
+        elif now - self._due_since > PRECONDITION_LIMIT_SECONDS + fault.limit_seconds(self._injection(number)):
+            self._skip(number, planned, f"in {now - self._due_since:.0f} s it found no moment: {missing}")
+        else:
+            self._replace_lost(fault)
+            return
+        self._plan.pop(0)
+        self._due_since = None
+
+    def _replace_lost(self, fault: Fault) -> None:
+        """On a machine that is too busy, nodes are expelled that no fault touched: start one where a fault needs it.
+        The audit reports them."""
+        cluster = self._cluster
+        if cluster.is_settled and cluster.vacant and not self._open and len(cluster.inside) < fault.least_nodes():
+            place = cluster.vacant[0]
+            self._timeline.say(f"{place.name} starts: {fault.name} needs {fault.least_nodes()} nodes")
+            cluster.start(place)
+
+    def _injection(self, number: int) -> Injection:
+        rng = random.Random(f"{self._settings.seed}/{number}")
+        return Injection(self._cluster, rng, self._settings.peer_timeout)
+
+    def _strike(self, number: int, planned: Planned, fault: Fault) -> None:
+        cluster, injection = self._cluster, self._injection(number)
+        try:
+            injection.targets = fault.choose(injection)
+        except NotStruck as error:
+            self._skip(number, planned, str(error))
+            return
+        injection.generation = cluster.watch.generation
+        injection.members = tuple(member for place in injection.targets for member in place.members)
+        ranks = [rank for place in injection.targets if (rank := cluster.rank_of(place)) is not None]
+        at_rank = f" (rank {', '.join(map(str, ranks))})" if ranks else ""
+        self._timeline.say(f"{fault.name}: {injection.target}{at_rank}, step {cluster.watch.step}")
+        struck_at, step = time.time(), cluster.watch.step
+        try:
+            evidence = fault.strike(injection)
+        except TROUBLE as error:
+            self._skip(number, planned, str(error), injection.target)
+            self._try_undo(fault, injection)  # it may have been done in part
+            for place in injection.targets:
+                place.affliction = None
+            return
+        self._record.fault(
+            "struck",
+            number,
+            name=fault.name,
+            target=injection.target,
+            step=step,
+            evidence=evidence,
+            limit_seconds=fault.limit_seconds(injection),
+            may_take=[place.name for place in fault.may_take(injection)],
+            struck_at=struck_at,
+        )
+        self._pending.append(_Pending(number, planned, fault, injection, struck_at))
+
+    def _skip(self, number: int, planned: Planned, reason: str, target: str = "") -> None:
+        self._timeline.say(f"{planned.fault} did not strike: {reason}")
+        self._record.fault("skipped", number, name=planned.fault, target=target, reason=reason)
+
+    def _follow(self, pending: _Pending) -> None:
+        fault, injection, watch = pending.fault, pending.injection, self._cluster.watch
+        now = time.time()
+        if fault.undo_after is not None and not pending.is_undone:
+            since = pending.recovered_at if fault.changes_world else pending.struck_at
+            if since is not None and now - since >= fault.undo_after:
+                self._undo(pending)
+        if pending.recovered_at is None:
+            if fault.is_over(injection):
+                stepped_at = watch.world.first_step_at if fault.changes_world and watch.world is not None else now
+                pending.recovered_at = stepped_at or now
+                seconds = max(0.0, pending.recovered_at - pending.struck_at)
+                self._record.fault("recovered", pending.number, seconds=seconds)
+                self._timeline.say(f"{fault.name}: next step after {seconds:.2f} s, {self._world_in_words()}")
+            elif now - pending.struck_at > 2 * fault.limit_seconds(injection) + 30:
+                self._fail(pending, f"no step within {now - pending.struck_at:.0f} s")
+        elif (fault.undo_after is None or pending.is_undone) and fault.is_cleared(injection):
+            pending.is_closed = True
+        elif now - pending.recovered_at > END_LIMIT_SECONDS:
+            self._fail(
+                pending, f"{injection.target} was not back {END_LIMIT_SECONDS:.0f} s after the others were through"
+            )
+
+    def _undo(self, pending: _Pending) -> None:
+        """Once, whatever comes of it."""
+        pending.is_undone = True
+        if self._try_undo(pending.fault, pending.injection):
+            pending.injection.undone_at_step = self._cluster.watch.step
+            self._record.fault("undone", pending.number)
+            self._timeline.say(f"{pending.fault.name} of {pending.injection.target} is undone")
+
+    def _try_undo(self, fault: Fault, injection: Injection) -> bool:
+        try:
+            fault.undo(injection)
+        except TROUBLE as error:
+            self._timeline.say(f"{fault.name} of {injection.target} could not be undone: {error}")
+            return False
+        return True
+
+    def _fail(self, pending: _Pending, reason: str) -> None:
+        """The job did not get over it; nor is it to get into the way of what comes next."""
+        self._timeline.say(f"{pending.fault.name}: {reason}")
+        self._record.fault("recovered", pending.number, seconds=None, reason=reason)
+        if pending.fault.undo_after is not None and not pending.is_undone:
+            self._undo(pending)
+        pending.is_closed = True
+
+    def _world_in_words(self) -> str:
+        world = self._cluster.watch.world
+        assert world is not None
+        return f"{count(len(world.members), 'worker')}, generation {world.generation}"
+
+    def _give_up_the_rest(self) -> None:
+        ended = "training had ended" if self._cluster.watch.is_finished else "no node was left"
+        for number, planned in self._plan:
+            more = "; give it more to do, e.g. --epochs" if self._settings.last_step is None else ""
+            self._skip(number, planned, f"{ended} before its time{more}")
+        self._plan.clear()
+        for pending in self._open:
+            if pending.recovered_at is None:
+                self._fail(pending, f"{ended} before the next step")
+            elif pending.fault.undo_after is not None and not pending.is_undone:
+                self._undo(pending)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Let the job reach its end."""
+        self._timeline.say(f"no more faults; the job goes on to its end, step {self._cluster.watch.step}")
+        deadline = time.monotonic() + END_LIMIT_SECONDS
+        step = self._cluster.watch.step
+        while self._cluster.running:
+            self._look()
+            if self._cluster.watch.step > step:
+                step, deadline = self._cluster.watch.step, time.monotonic() + END_LIMIT_SECONDS
+            if time.monotonic() > deadline:
+                names = ", ".join(place.name for place in self._cluster.running)
+                self._timeline.say(f"{names} did not end within {END_LIMIT_SECONDS:.0f} s after the last step")
+                return
+        self._timeline.say(f"every node has ended, step {self._cluster.watch.step}")
+
+    # --- the pace of the bundled job ----------------------------------------------------------------------------------
+
+    def _adapt_pace(self) -> None:
+        last = self._settings.last_step
+        if last is not None:
+            is_early = self._cluster.watch.step < SLOW_FROM * last
+            self._set_pace_by_rate(STEPS_PER_SECOND if is_early else SLOW_STEPS_PER_SECOND)
+
+    def _release(self) -> None:
+        """To the end without pauses: the faults are through."""
+        self._set_pace(0.0)
+        self._record.add_setting(released=time.time())
+
+    def _set_pace_by_rate(self, steps_per_second: float) -> None:
+        """That rate with all nodes; fewer are slower, as with real work."""
+        workers = self._settings.num_nodes * self._settings.num_workers
+        self._set_pace(workers / (steps_per_second * self._settings.global_batch_size))
+
+    def _set_pace(self, seconds_per_sample: float) -> None:
+        if seconds_per_sample != self._pace:
+            self._pace = seconds_per_sample
+            self._cluster.set_pace(seconds_per_sample)
+            self._paces.append((time.time(), seconds_per_sample))
+            self._record.add_setting(paces=self._paces)

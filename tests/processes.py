@@ -1,0 +1,34 @@
+"""What tests do to other processes, and to files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from elastic_train.tools.drills.nodes import wait_until
+
+
+def freeze(pid: int) -> None:
+    """SIGSTOP; it stands still when this returns."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, f"stop of process {pid}", 10.0)
+
+
+def cpu_seconds(command: Sequence[str]) -> float:
+    """Of a command: its time on the wall when it has a core to itself, whatever else this machine is doing."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_utime + usage.ru_stime
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)

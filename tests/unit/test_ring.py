@@ -1,0 +1,409 @@
+"""The ring's way from stage to stage, with parts that only note what they are asked."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_train.elastic.exits import Exits
+from elastic_train.elastic.membership import Change
+from elastic_train.elastic.restore import Restored
+from elastic_train.elastic.resume import Resumed
+from elastic_train.elastic.ring import Ring, RingParts
+from elastic_train.elastic.whole_steps import ALONE
+from elastic_train.elastic.world_end import MAX_FRUITLESS_WORLDS
+from elastic_train.errors import FormationFailed, StatesDiffer, Stopped, StoreUnreachable
+from elastic_train.rules import Failure
+from elastic_train.training.train import Outcome
+from elastic_train.world import World
+from tests.unit.test_liveness import make_member
+
+PAIR = World(rank=0, generation=0, members=(make_member(0), make_member(1)), uid="pair")
+SINGLE = World(rank=0, generation=1, members=(make_member(0),), uid="single")
+SPARE = replace(PAIR, rank=1, max_world_size=1, uid="spare")
+
+Script = list[Any]
+"""what a part answers, one after the other; exceptions are raised"""
+
+
+class Thing:
+    """Something that is to be let go."""
+
+
+class Fake:
+    """All parts of a ring; each call is noted in `calls`, and answered by a script of its name."""
+
+    def __init__(self, **scripts: Script) -> None:
+        self.calls: list[str] = []
+        self.told: dict[str, list[dict[str, Any]]] = {}
+        self.scripts = scripts
+        self.now = 0.0
+        self.has_state = False
+        self.step_started = 0.0
+        self.last_votes = (0, 0, 0)
+        self.is_open = False
+        self.held: weakref.ref[Thing] | None = None
+        self.error_of_end: Exception | None = None
+        self.state = SimpleNamespace(
+            step=0, is_finished=False, generation=-1, generations=0, clock=SimpleNamespace(enter=lambda _phase: None)
+        )
+
+    def answer(self, name: str, default: Any = None, **told: Any) -> Any:
+        self.calls.append(name)
+        self.told.setdefault(name, []).append(told)
+        found = self.scripts[name].pop(0) if self.scripts.get(name) else default
+        if isinstance(found, Exception):
+            try:
+                raise found
+            finally:
+                del found  # a cycle by way of this frame
+        return found
+
+    @contextmanager
+    def open_group(self, _world: World, _formed: Any) -> Iterator[None]:
+        self.answer("group")
+        self.is_open = True
+        try:
+            yield
+        except BaseException:
+            self.calls.append("group broken off")
+            raise
+        finally:
+            self.is_open = False
+            self.calls.append("group gone")
+            if self.error_of_end is not None:
+                raise self.error_of_end
+
+    def next_world(self, world: World, **flags: Any) -> tuple[World, Change]:
+        assert not self.is_open, "its sockets are closed before the others are asked"
+        assert self.held is None or self.held() is None, "what belonged to the world is gone"
+        found: tuple[World, Change] = self.answer("agree", (SINGLE, Change(lost=world.members[1:])), **flags)
+        return found
+
+    def into(self, _world: World, _change: Change, *, is_formed_ahead: bool) -> Resumed:
+        restored = self.answer("into", Restored("scratch", 0, 0) if not self.has_state else None)
+        self.has_state = True
+        return Resumed(restored, ALONE, PAIR.world_size)
+
+    def run(self, _world: World, _steps: Any, _begin: Any) -> Outcome:
+        self.state.step += self.scripts.get("steps", [1]).pop(0) if self.scripts.get("steps") else 1
+        outcome: Outcome = self.answer("train", Outcome.FINISHED)
+        return outcome
+
+    def ring(self) -> Ring:
+        def noting(name: str, default: Any = None) -> Callable[..., Any]:
+            return lambda *_values, **told: self.answer(name, default, **told)
+
+        watcher = SimpleNamespace(
+            expect=noting("expect"), enter=noting("enter"), do=lambda _activity: None, announce_broken=noting("broken")
+        )
+        membership: Any = SimpleNamespace(
+            watcher=watcher,
+            side=SimpleNamespace(branch=None),
+            job=SimpleNamespace(show_place=lambda _world: None),
+            can_take_in=True,
+            joins=SimpleNamespace(take_formed=noting("formed")),
+            barriers=SimpleNamespace(
+                wait_for_workers=noting("wait for workers"),
+                wait_for_left_out=noting("wait for left out"),
+                stand_by=noting("stand by"),
+            ),
+            survivors=SimpleNamespace(judge=noting("judge", Failure.PEER)),
+            next_world=self.next_world,
+            leave=noting("tell that it leaves"),
+        )
+        worker: Any = SimpleNamespace(
+            state=self.state,
+            config=SimpleNamespace(wait_timeout=10.0),
+            stop=SimpleNamespace(check=noting("check")),
+            reporter=SimpleNamespace(debug=lambda text: self.calls.append(text.split(" (")[0]), speak=noting("speak")),
+            reach=lambda _point, _world: None,
+            share_cores=lambda _world: None,
+        )
+        part: Any = SimpleNamespace(
+            run=self.run,
+            warm_up=noting("warm up"),
+            evaluate_if_missed=lambda _world: None,
+            claim=lambda _world, has_state: None,
+            enter=lambda _world: None,
+            stands=noting("stands"),
+            stands_by=noting("stands by"),
+            lost=noting("lost"),
+        )
+        parts = RingParts(
+            find=noting("find", PAIR),
+            open_group=self.open_group,
+            batches=lambda _world, _first_ranks: (),
+            trainer=self,  # type: ignore[arg-type]
+            resume=self,  # type: ignore[arg-type]
+            files=part,
+            saver=part,
+            report=part,
+            exits=SimpleNamespace(
+                finish=lambda _world, outcome, is_saved: self.answer("finish", 0, outcome=outcome, is_saved=is_saved),
+                finish_as_spare=noting("finish as spare", 0),
+                stop=noting("stop", 143),
+                stop_between_worlds=noting("stop between worlds", 143),
+                leave=noting("leave", 143),
+                fail=self.fail,
+            ),  # type: ignore[arg-type]
+        )
+        return Ring(worker, membership, parts, lambda: self.now)
+
+    def fail(self, error: Exception, verdict: Failure, _world: World, *, has_state: bool) -> None:
+        self.answer("fail", error=error, verdict=verdict, has_state=has_state)
+        raise error
+
+    def warm_up(self) -> None:
+        self.answer("warm up")
+
+    def evaluate_if_missed(self, _world: World) -> None:
+        pass
+
+    def lose_step(self, _seconds: float) -> None:
+        self.answer("lose step")
+
+    def stand_by(self) -> None:
+        self.answer("hold a spare's place")
+
+    def drop_wrong_states(self, _world: World, _differ: StatesDiffer, _seconds: float) -> None:
+        self.answer("drop wrong states")
+
+    @property
+    def stages(self) -> list[str]:
+        """The transitions that were logged."""
+        return [call.split(" generation")[0] for call in self.calls if " -> " in call]
+
+
+LOST = FormationFailed("a peer is lost")
+
+
+def test_a_run_without_a_fault() -> None:
+    fake = Fake()
+    assert fake.ring().run() == 0
+    assert fake.stages == ["meet -> form", "form -> sync", "sync -> train", "train -> finish", "finish -> 0"]
+    assert fake.told["finish"] == [{"outcome": "finished", "is_saved": False}]
+    assert fake.calls.index("finish") < fake.calls.index("group gone"), "the last collectives need it"
+
+
+def test_each_transition_is_logged_with_generation_rank_and_step() -> None:
+    fake = Fake()
+    fake.ring().run()
+    assert "train -> finish generation=0 rank=0 step=1" in fake.calls
+
+
+def test_a_lost_peer_leads_to_the_next_world() -> None:
+    fake = Fake(train=[LOST, Outcome.FINISHED])
+    assert fake.ring().run() == 0
+    calls = [call for call in fake.calls if " -> " not in call]
+    broken = calls.index("broken")
+    assert calls[broken : broken + 7] == [
+        "broken", "group broken off", "group gone", "judge", "lose step", "agree", "lost",
+    ]  # fmt: skip
+    assert fake.told["agree"] == [{"has_formed": True, "is_by_vote": False, "is_planned": False}]
+    assert fake.calls.count("find") == 1
+
+
+def test_a_peer_lost_before_the_group_stood() -> None:
+    fake = Fake(**{"wait for workers": [LOST]})
+    assert fake.ring().run() == 0
+    assert fake.told["agree"][0]["has_formed"] is False
+    assert "meet -> form" in fake.stages
+    assert "form -> meet" in fake.stages
+
+
+def test_what_ends_an_agreement_is_not_judged() -> None:
+    fake = Fake(train=[LOST], agree=[StoreUnreachable("the store is gone")])
+    with pytest.raises(StoreUnreachable):
+        fake.ring().run()
+    assert fake.calls.count("judge") == 1, "that of the lost peer"
+
+
+@pytest.mark.parametrize("verdict", [Failure.OWN, Failure.JOB])
+def test_an_error_of_the_code_that_is_trained_ends_this_worker(verdict: Failure) -> None:
+    error = ValueError("a bug")
+    fake = Fake(train=[error], judge=[verdict])
+    with pytest.raises(ValueError, match="a bug"):
+        fake.ring().run()
+    assert fake.told["fail"] == [{"error": error, "verdict": verdict, "has_state": True}]
+    assert not fake.is_open
+
+
+@pytest.mark.parametrize(("outcome", "is_planned"), [(Outcome.SOME_JOIN, True), (Outcome.SOME_LEAVE, False)])
+def test_a_world_that_ends_by_a_vote(outcome: Outcome, is_planned: bool) -> None:
+    fake = Fake(train=[outcome, Outcome.FINISHED])
+    assert fake.ring().run() == 0
+    assert fake.told["agree"] == [{"has_formed": True, "is_by_vote": True, "is_planned": is_planned}]
+    assert not {"broken", "lose step", "lost"} & set(fake.calls)
+
+
+def test_who_was_told_to_stop_leaves_alone() -> None:
+    fake = Fake(train=[Outcome.SOME_LEAVE])
+    fake.last_votes = (1, 1, 0)
+    assert fake.ring().run() == 143
+    assert fake.stages[-2:] == ["train -> leave", "leave -> 143"]
+
+
+def test_all_were_told_to_stop() -> None:
+    fake = Fake(train=[Outcome.STOPPED])
+    assert fake.ring().run() == 143
+    assert fake.calls.index("stop") < fake.calls.index("group gone")
+
+
+def test_told_to_stop_between_two_worlds() -> None:
+    fake = Fake(train=[LOST], agree=[Stopped(15)])
+    assert fake.ring().run() == 143
+    assert fake.calls[-2] == "stop between worlds"
+
+
+def test_told_to_stop_before_there_is_a_state() -> None:
+    fake = Fake(**{"wait for workers": [LOST]}, agree=[Stopped(15)], check=[Stopped(15)])
+    with pytest.raises(Stopped):
+        fake.ring().run()
+    assert "stop between worlds" not in fake.calls, "there is nothing to save"
+
+
+def test_a_spare_steps_in() -> None:
+    fake = Fake(find=[SPARE], agree=[(SINGLE, Change())], **{"stand by": [None]})
+    assert fake.ring().run() == 0
+    assert fake.stages[:2] == ["meet -> stand by", "stand by -> meet"]
+    assert fake.told["agree"] == [{"has_formed": True, "is_by_vote": False, "is_planned": False}]
+
+
+def test_a_spare_is_not_needed() -> None:
+    fake = Fake(find=[SPARE], **{"stand by": ["the result"]})
+    assert fake.ring().run() == 0
+    assert "finish as spare" in fake.calls
+    assert "group" not in fake.calls
+
+
+def test_too_few_nodes_wait_for_others() -> None:
+    few = replace(SINGLE, members=(replace(make_member(0), min_nodes=2),))
+    back = replace(PAIR, generation=2)
+    lost = PAIR.members[1]
+    agreed = [(few, Change(lost=(lost,))), (back, Change(joined=(lost,)))]
+    fake = Fake(train=[LOST, Outcome.FINISHED], agree=agreed)
+    ring = fake.ring()
+    assert ring.run() == 0
+    assert fake.stages[3:6] == ["train -> meet", "meet -> wait", "wait -> form"]
+    assert ring._change.lost == (lost,), "the world that waited has trained nothing"
+    assert ring._change.joined == (lost,)
+
+
+def test_members_with_other_states_take_over_those_of_most() -> None:
+    fake = Fake(train=[StatesDiffer([1], 3, has_majority=True), Outcome.FINISHED])
+    assert fake.ring().run() == 0
+    assert "drop wrong states" in fake.calls
+    assert "broken" not in fake.calls
+    assert fake.told["agree"][0]["is_by_vote"] is True, "all have found the same"
+
+
+def test_worlds_that_commit_nothing_come_to_an_end() -> None:
+    fake = Fake(train=[LOST] * 50, steps=[0] * 50, agree=[(PAIR, Change())] * 50)
+    with pytest.raises(FormationFailed, match="worlds in a row committed no step; the last error: a peer is lost"):
+        fake.ring().run()
+    assert fake.calls.count("train") == MAX_FRUITLESS_WORLDS + PAIR.world_size + 2
+
+
+def test_a_run_that_was_finished_before() -> None:
+    fake = Fake(into=[Restored("snapshot", 8, 0)])
+    fake.state.is_finished = True
+    assert fake.ring().run() == 0
+    assert fake.stages[-2:] == ["sync -> finish", "finish -> 0"]
+    assert fake.told["finish"] == [{"outcome": "already_finished", "is_saved": True}]
+
+
+def test_a_newcomer_warms_up_before_it_enters_a_group_that_was_formed_ahead() -> None:
+    fake = Fake(formed=[object()])
+    assert fake.ring().run() == 0
+    calls = [call for call in fake.calls if call in ("wait for workers", "wait for left out", "warm up", "group")]
+    assert calls == ["wait for left out", "warm up", "group"]
+
+
+@pytest.mark.parametrize("fails_in", ["wait for left out", "into"])
+def test_a_group_that_was_formed_ahead_is_gone_with_its_world(fails_in: str) -> None:
+    thing = Thing()
+    fake = Fake(formed=[thing], **{fails_in: [FormationFailed("a peer is lost")]})
+    fake.held = weakref.ref(thing)
+    del thing
+    gc.disable()
+    try:
+        assert fake.ring().run() == 0
+    finally:
+        gc.enable()
+
+
+def test_what_a_step_held_is_gone_where_its_group_ends_with_an_error_too() -> None:
+    fake = Fake()
+
+    def run(_world: World, _steps: Any, _begin: Any) -> Outcome:
+        if fake.held is not None:
+            return Outcome.FINISHED
+        thing = Thing()
+        fake.held, fake.error_of_end = weakref.ref(thing), FormationFailed("the group does not end")
+        raise FormationFailed("a peer is lost")
+
+    fake.run = run  # type: ignore[method-assign]
+    ring = fake.ring()
+    agree = fake.next_world
+
+    def agree_once(world: World, **flags: Any) -> tuple[World, Change]:
+        fake.error_of_end = None
+        return agree(world, **flags)
+
+    ring._membership.next_world = agree_once  # type: ignore[method-assign]
+    gc.disable()
+    try:
+        assert ring.run() == 0
+    finally:
+        gc.enable()
+    assert "lost" in fake.calls
+
+
+def test_what_ends_the_wait_for_nodes_is_not_judged() -> None:
+    few = replace(SINGLE, members=(replace(make_member(0), min_nodes=2),))
+    fake = Fake(train=[LOST], agree=[(few, Change()), FormationFailed("nobody came")])
+    with pytest.raises(FormationFailed, match="nobody came"):
+        fake.ring().run()
+    assert fake.calls.count("judge") == 1
+
+
+@pytest.mark.parametrize("way", ["finish", "stop", "leave"])
+def test_a_peer_that_is_lost_on_the_way_out_leads_to_the_next_world(way: str) -> None:
+    outcome = {"finish": Outcome.FINISHED, "stop": Outcome.STOPPED, "leave": Outcome.SOME_LEAVE}[way]
+    fake = Fake(train=[outcome, outcome], **{way: [FormationFailed("a peer is lost")]})
+    fake.last_votes = (1, 1, 0)
+    assert fake.ring().run() in (0, 143)
+    assert fake.calls.count(way) == 2
+
+
+def test_a_spare_that_is_told_to_stop_leaves() -> None:
+    fake = Fake(find=[SPARE], **{"stand by": [Stopped(15)]})
+    assert fake.ring().run() == 143
+    assert fake.stages[-2:] == ["stand by -> leave", "leave -> 143"]
+
+
+@pytest.mark.parametrize(
+    ("world", "verdict", "is_saved"),
+    [(PAIR, Failure.OWN, False), (PAIR, Failure.JOB, True), (SINGLE, Failure.OWN, True)],
+    ids=["of two", "of all", "alone"],
+)
+def test_who_saves_before_an_error_ends_it(
+    world: World, verdict: Failure, is_saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[World] = []
+    monkeypatch.setattr(Exits, "_save_for_mended_code", lambda _self, world, _error: saved.append(world))
+    exits = object.__new__(Exits)
+    with pytest.raises(ValueError, match="a bug"):
+        exits.fail(ValueError("a bug"), verdict, world, has_state=True)
+    with pytest.raises(Stopped):
+        exits.fail(Stopped(15), verdict, world, has_state=True)
+    assert bool(saved) is is_saved
+    assert len(saved) < 2, "our own errors are none of the code that is trained"
