@@ -94,9 +94,12 @@ class PresentGroup:
 
     def break_off(self, error: Exception) -> Exception:
         """The same; returns what is to be judged: `error`, or that of the group's end."""
+        traceback = error.__traceback__
         try:
             self.close(error)
         except Exception as later:
+            # It has the frames of the group's end by now, which refer to the error: a cycle (Python 3.12).
+            error.__traceback__ = traceback
             return later
         return error
 
