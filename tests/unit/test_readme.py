@@ -10,14 +10,25 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from simple_parsing.docstring import get_attribute_docstring
 from torch.distributed.run import get_args_parser
 
 from elastic_train.cli import make_parser
-from elastic_train.config import SHARED, Config, flag, parse
+from elastic_train.config import (
+    SHARED,
+    Config,
+    JobFlags,
+    NodeFlags,
+    PlaceFlags,
+    StepFlags,
+    TaskFlags,
+    flag,
+    parse,
+)
 from elastic_train.examples.parity_task import Flags
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +127,20 @@ def test_every_flag_exists() -> None:
     shown = {name for text in (*typed(), *FENCED.findall(TEXT)) for name in FLAG.findall(text)}
     assert len(shown) > 40
     assert shown <= known, shown - known
+
+
+def test_every_flag_of_the_worker_is_in_the_table() -> None:
+    table = [line for line in TEXT.split("## Flags, exit codes")[1].split("## ", 1)[0].splitlines() if line[:1] == "|"]
+    wanted = ["| flag | default | |", "|---|---|---|"]
+    for scope in (TaskFlags, PlaceFlags, JobFlags, StepFlags, NodeFlags):
+        wanted.append(f"| **{scope.__doc__}** | | |")
+        for entry in dataclasses.fields(scope):
+            text = " ".join(get_attribute_docstring(scope, entry.name).docstring_below.split())
+            default = "off" if entry.default is False else "" if entry.default is None else entry.default
+            choices = [one for one in get_args(get_type_hints(scope)[entry.name]) if isinstance(one, str)]
+            name = " ".join(f"`{one}`" for one in (flag(entry.name), *choices))
+            wanted.append(f"| {name} | {default} | {text} |")
+    assert table == wanted, "\n".join(wanted)
 
 
 def test_every_row_of_the_table_that_is_flags_alone_is_a_command_line() -> None:
