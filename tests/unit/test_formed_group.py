@@ -62,6 +62,8 @@ def total(count):
 
 steps = 0
 if rank < 2:  # trains while the group is formed
+    raw.set(f"here/{rank}", "1")  # imports take longer than a group may
+    raw.get("here/0"), raw.get("here/1")
     with process_group(old, lambda: PrefixStore("old", raw.clone()), "gloo", sockets):
         side = threading.Thread(target=form_ahead)
         side.start()
@@ -78,9 +80,9 @@ else:
     raw.get("newcomer comes")
     form_ahead()
 others = open_sockets()
-group = formed.pop()
-mine = dict(group.sockets)
-with process_group(new, lambda: None, "gloo", sockets, formed=group):
+mine = dict(formed[0].sockets)
+# No name for it: a group that outlives the interpreter has threads that may ask for its lock, which aborts the process.
+with process_group(new, lambda: None, "gloo", sockets, formed=formed.pop()):
     reduced = total(1)
     model = DistributedDataParallel(torch.nn.Linear(4, 4), init_sync=False)
     model(torch.ones(2, 4)).sum().backward()
