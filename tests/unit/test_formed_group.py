@@ -81,7 +81,6 @@ else:
     form_ahead()
 others = open_sockets()
 mine = dict(formed[0].sockets)
-# No name for it: a group that outlives the interpreter has threads that may ask for its lock, which aborts the process.
 with process_group(new, lambda: None, "gloo", sockets, formed=formed.pop()):
     reduced = total(1)
     model = DistributedDataParallel(torch.nn.Linear(4, 4), init_sync=False)
@@ -101,6 +100,7 @@ with process_group(new, lambda: None, "gloo", sockets, formed=formed.pop()):
         except RuntimeError as error:
             failed = str(error)
         raw.set(f"broken/{rank}", "1")
+sockets.release()  # a group that outlives the interpreter may ask for its lock, which aborts the process
 print(json.dumps(dict(rank=rank, steps=steps, reduced=reduced, sockets=len(mine), failed=bool(failed))), flush=True)
 raw.set(f"end/{rank}", "1")
 for other in range(3 if rank == 0 else 0):
