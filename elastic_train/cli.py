@@ -21,7 +21,6 @@ from elastic_train.tools.commands import (
     export_snapshot,
     hash_snapshot,
     list_snapshots,
-    make_certs,
     run_audit,
     run_benchmark,
     run_check,
@@ -107,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_audit_and_report(commands)
     _add_submit(commands)
     _add_snapshot(commands)
-    _add_etcd_and_certs(commands)
+    _add_etcd(commands)
     _add_bench(commands)
     return parser
 
@@ -221,23 +220,10 @@ def _add_snapshot(commands: Commands) -> None:
     export.add_argument("--averaged", action="store_true", help="the averaged weights of --ema-decay")
 
 
-def _add_etcd_and_certs(commands: Commands) -> None:
+def _add_etcd(commands: Commands) -> None:
     etcd = _add(commands, "etcd", serve_etcd, "a local etcd cluster to try a job on, until Ctrl-C")
     etcd.add_argument("--members", type=int, default=3, metavar="N", help="how many (default: 3, of which one may die)")
-    etcd.add_argument("--tls", action="store_true", help="with certificates of its own, for the client too")
-    etcd.add_argument("--dir", type=Path, metavar="PATH", help="leave data, logs and certificates there")
-
-    certs = _add(commands, "certs", make_certs, "certificates for an etcd cluster and its clients")
-    certs.add_argument("dir", type=Path, metavar="DIR", help="ca, server and client go there, each .pem and .key")
-    certs.add_argument(
-        "--hosts", metavar="HOST,...",
-        help="names and addresses of the etcd servers; without, only the client's is made, by the authority in DIR",
-    )  # fmt: skip
-    certs.add_argument("--client", default="client", metavar="NAME", help="user name in etcd (default: client)")
-    certs.add_argument("--days", type=int, default=365, help="that server and client are valid (default: 365)")
-    certs.add_argument(
-        "--renew", action="store_true", help="replace what is there, without --hosts the client's; the authority stays"
-    )
+    etcd.add_argument("--dir", type=Path, metavar="PATH", help="leave data and logs there")
 
 
 def _add_bench(commands: Commands) -> None:

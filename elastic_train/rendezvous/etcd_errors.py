@@ -51,13 +51,12 @@ def judge_tls(text: str, endpoint: str, settings: EtcdSettings) -> TlsRefused | 
         return TlsRefused(
             endpoint,
             f"its certificate is not for {endpoint.rpartition(':')[0]}",
-            "name it in --rdzv-endpoint as its certificate does, or make one for this name too (elastic-train certs "
-            "--hosts)",
+            "name it in --rdzv-endpoint as its certificate does, or make one for this name too (deploy/etcd)",
         )
     if found := re.search(r"CERTIFICATE_VERIFY_FAILED(?:: ([^:]+))?", text):
         why = found[1] or "its check has failed"
         if "expired" in why or "not yet valid" in why:
-            do = "renew it (elastic-train certs DIR --hosts ... --renew), or set this machine's clock"
+            do = "renew it (deploy/etcd has how), or set this machine's clock"
             return TlsRefused(endpoint, f"its certificate is not accepted: {why}", do, may_heal=True)
         return TlsRefused(
             endpoint,

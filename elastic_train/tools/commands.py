@@ -129,21 +129,6 @@ def serve_etcd(arguments: argparse.Namespace) -> int:
     return serve_etcd(arguments)
 
 
-def make_certs(arguments: argparse.Namespace) -> int:
-    from elastic_train.rendezvous.certificates import make_certificates
-
-    hosts = [host.strip() for host in (arguments.hosts or "").split(",") if host.strip()]
-    if arguments.hosts is not None and not hosts:
-        raise UsageError("--hosts: name the hosts of the servers, as clients will")
-    files = make_certificates(arguments.dir, hosts, client=arguments.client, days=arguments.days, renew=arguments.renew)
-    name = arguments.client
-    if hosts:
-        print(f"servers: {files.certificate('server')}, {files.key('server')}; authority: {files.ca}")
-    print(f"workers: --rdzv-conf=ca={files.ca},cert={files.certificate(name)},key={files.key(name)}")
-    print(f"keep {files.ca_key} away from all nodes: whoever has it makes certificates that they accept")
-    return 0
-
-
 def list_snapshots(arguments: argparse.Namespace) -> int:
     from elastic_train.storage.snapshot import find_snapshots, snapshots_in
     from elastic_train.wording import duration, human_bytes

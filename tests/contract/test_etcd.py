@@ -16,16 +16,16 @@ import pytest
 
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
-from elastic_train.rendezvous.certificates import make_certificates
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_errors import LeaseLost
 from elastic_train.rendezvous.etcd_job import open_job, take_away
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Guard, Mirror
-from elastic_train.tools.drills.etcd_cluster import EtcdCluster, Tls, make_tls
+from elastic_train.tools.drills.etcd_cluster import EtcdCluster
 from elastic_train.tools.drills.nodes import free_port, is_listening, wait_until
 from elastic_train.world import Member
+from tests.certificates import make_tls
 from tests.etcd_cluster import etcd_running
 
 PATIENCE = 60.0
@@ -525,15 +525,14 @@ def test_where_certificates_were_good_once_they_have_the_grace_to_be_so_again(
 
 
 def test_a_certificate_for_another_name(tmp_path: Path) -> None:
-    files = make_certificates(tmp_path / "certs", ["etcd-1.lan"])
-    client = (files.certificate("client"), files.key("client"))
-    cluster = EtcdCluster(tmp_path, 1, Tls(files.ca, files.certificate("server"), files.key("server"), *client))
+    tls = make_tls(tmp_path / "certs", ["etcd-1.lan"], needs_client_cert=False)
+    cluster = EtcdCluster(tmp_path, 1, tls)
     (member,) = cluster.members
     try:
         member.start()
         wait_until(lambda: is_listening(member.client_port, member.host), "etcd")
-        with pytest.raises(StoreRefused, match=r"its certificate is not for 127\.0\.0\.1; .*--hosts"):
-            connect(cluster.settings(ca=str(files.ca))).get("x")
+        with pytest.raises(StoreRefused, match=r"its certificate is not for 127\.0\.0\.1; .*deploy/etcd"):
+            connect(cluster.settings(ca=str(tls.ca))).get("x")
     finally:
         cluster.end()
 

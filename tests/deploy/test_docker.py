@@ -59,10 +59,10 @@ def test_what_the_image_copies_is_there() -> None:
 
 
 def test_the_image_has_what_flags_of_a_run_ask_for() -> None:
-    """--metrics-port; certificates are made elsewhere."""
+    """--metrics-port, and files of safetensors."""
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
     (extras,) = re.findall(r'pip install "/source\[([\w,]+)\]"', (DOCKER / "Dockerfile").read_text())
-    assert set(extras.split(",")) == set(project["optional-dependencies"]) - {"bench", "certs", "test"}
+    assert set(extras.split(",")) == set(project["optional-dependencies"]) - {"bench", "test"}
 
 
 def test_the_compose_file_is_valid() -> None:

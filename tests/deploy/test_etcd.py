@@ -1,4 +1,4 @@
-"""deploy/etcd: the commands of its page, against real members; `elastic-train certs` and `elastic-train etcd`."""
+"""deploy/etcd: the commands of its page, against real members; `elastic-train etcd`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cryptography import x509
 
 from elastic_train import cli
-from elastic_train.errors import UsageError
-from elastic_train.rendezvous.certificates import make_certificates
 from elastic_train.rendezvous.command_line import read_command
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.tools.check.endpoint import days_of_server, look_at_etcd
-from elastic_train.tools.drills.etcd_cluster import EtcdCluster, Tls, find_program, make_tls
+from elastic_train.tools.drills.etcd_cluster import EtcdCluster, find_program
 from elastic_train.tools.drills.network import Network
 from elastic_train.tools.drills.nodes import clean_environment, wait_until
+from tests.certificates import make_tls, openssl_lines
 
 PAGE = (Path(__file__).parents[2] / "deploy" / "etcd" / "README.md").read_text()
 CONSOLE = [sys.executable, "-m", "elastic_train.cli"]
@@ -104,101 +102,41 @@ class TestCertificates:
         assert f"{endpoint}: it takes connections and does not answer" in problem.what
         assert "ca=" not in problem.do
 
-    def test_keys_are_for_their_owner_and_nothing_is_overwritten_unasked(self, tmp_path: Path) -> None:
-        files = make_certificates(tmp_path / "certs", ["etcd-1.lan", "10.0.0.11", "fd00::1"], client="trainer")
-        for name in ("ca", "server", "trainer"):
-            assert stat.S_IMODE(files.key(name).stat().st_mode) == 0o600
-            ssl.create_default_context().load_verify_locations(files.certificate(name))
-        before = {path.name: path.read_bytes() for path in files.folder.iterdir()}
-        with pytest.raises(UsageError, match="--renew"):
-            make_certificates(files.folder, ["etcd-1.lan"], client="trainer")
-        assert {path.name: path.read_bytes() for path in files.folder.iterdir()} == before
-        with pytest.raises(UsageError, match=r"no .*nobody\.pem to renew"):
-            make_certificates(files.folder, [], client="nobody", renew=True)
-        make_certificates(files.folder, ["etcd-1.lan"], client="trainer", renew=True)
-        after = {path.name: path.read_bytes() for path in files.folder.iterdir()}
-        changed = {name for name in before if after[name] != before[name]}
-        assert changed == {"server.pem", "server.key", "trainer.pem", "trainer.key"}
-        context = ssl.create_default_context(cafile=str(files.ca))
-        context.load_cert_chain(files.certificate("trainer"), files.key("trainer"))  # they belong together
-
-    def test_by_the_command_of_the_page(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        (command,) = [words for words in lines_of_page("elastic-train") if words[1] == "certs"]
-        folder = tmp_path / command[2]
-        assert cli.main([command[1], str(folder), *command[3:]]) == 0
-        assert sorted(path.name for path in folder.iterdir()) == [
+    def test_what_the_page_makes(self, tmp_path: Path) -> None:
+        tls = make_tls(tmp_path, ["etcd-1.lan", "10.0.0.11", "fd00::1"], client="trainer")
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
             "ca.key", "ca.pem", "server.key", "server.pem", "trainer.key", "trainer.pem",
         ]  # fmt: skip
-        assert f"--rdzv-conf=ca={folder / 'ca.pem'},cert={folder / 'trainer.pem'}" in capsys.readouterr().out
-        assert cli.main([command[1], str(folder), *command[3:]]) == 2
-        assert "--renew" in capsys.readouterr().err
+        for key in tmp_path.glob("*.key"):
+            assert stat.S_IMODE(key.stat().st_mode) == 0o600, "for its owner alone"
+        context = ssl.create_default_context(cafile=str(tls.ca))
+        context.load_cert_chain(tls.client_cert, tls.client_key)  # they belong together
 
-    def test_one_more_client_leaves_everything_else_as_it_is(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        folder = tmp_path / "certs"
-        assert cli.main(["certs", str(folder), "--client", "other"]) == 2
-        assert "no authority yet" in capsys.readouterr().err
-        assert not folder.exists()
-        files = make_certificates(folder, ["etcd-1.lan"])
-        before = {path.name: path.read_bytes() for path in folder.iterdir()}
-        assert cli.main(["certs", str(folder), "--client", "other"]) == 0
-        assert "cert=" + str(files.certificate("other")) in capsys.readouterr().out
-        assert cli.main(["certs", str(folder), "--client", "other"]) == 2
-        assert cli.main(["certs", str(folder), "--client", "other", "--renew"]) == 0
-        after = {path.name: path.read_bytes() for path in folder.iterdir()}
-        assert after.keys() - before.keys() == {"other.pem", "other.key"}
-        assert {name: after[name] for name in before} == before
-        authority = x509.load_pem_x509_certificate(before["ca.pem"])
-        x509.load_pem_x509_certificate(after["other.pem"]).verify_directly_issued_by(authority)
+    def test_new_ones_leave_the_authority_as_it_is(self, tmp_path: Path) -> None:
+        """As once a year, and for one more user: the page's lines without that of `ca`."""
+        make_tls(tmp_path, client="trainer")
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        lines = [line for line in openssl_lines() if not line.startswith("new ca ")]
+        assert len(lines) == len(openssl_lines()) - 1
+        type_in(lines, tmp_path)
+        after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        changed = {name for name in before if after[name] != before[name]}
+        assert changed == {"server.pem", "server.key", "trainer.pem", "trainer.key"}
+        type_in(["openssl verify -CAfile ca.pem server.pem trainer.pem"], tmp_path)
 
-    @pytest.mark.parametrize(
-        ("flags", "told"),
-        [
-            (["--hosts", "a b"], "'a b' is no host name or address"),
-            (["--hosts", "a,c:2379"], "'c:2379' is no host name"),
-            (["--hosts", "https://x"], "'https://x' is no host name"),
-            (["--hosts", ","], "--hosts: name the hosts"),
-            (["--hosts", "a", "--days", "0"], "--days 0: 1 to 3650"),
-            (["--hosts", "a", "--days", "-3"], "--days -3: 1 to 3650"),
-            (["--hosts", "a", "--days", "99999999"], "--days 99999999: 1 to 3650"),
-        ],
-    )
-    def test_what_cannot_work_is_one_line(
-        self, flags: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert cli.main(["certs", str(tmp_path / "certs"), *flags]) == 2
-        assert_one_line(capsys, told)
-        assert not (tmp_path / "certs").exists()
 
-    @pytest.mark.parametrize("command", [["certs", "PATH", "--hosts", "a"], ["etcd", "--dir", "PATH"]])
-    def test_a_folder_that_cannot_be_made(
-        self, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        (tmp_path / "afile").touch()
-        for path, told in (("afile", "exists"), ("afile/x", "Not a directory"), ("/proc/none", "No such file")):
-            assert cli.main([word.replace("PATH", str(tmp_path / path)) for word in command]) == 2
-            assert_one_line(capsys, str(tmp_path / path), told)
+@pytest.mark.parametrize(("name", "told"), [("afile", "exists"), ("afile/x", "Not a directory")])
+def test_a_folder_that_cannot_be_made(name: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "afile").touch()
+    assert cli.main(["etcd", "--dir", str(tmp_path / name)]) == 2
+    assert_one_line(capsys, str(tmp_path / name), told)
 
-    def test_an_authority_that_is_none(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        for name in ("ca.pem", "ca.key"):
-            (tmp_path / name).write_text("none\n")
-        assert cli.main(["certs", str(tmp_path), "--hosts", "a"]) == 2
-        assert_one_line(capsys, str(tmp_path / "ca.key"), "are not ours")
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-    @pytest.mark.parametrize("command", [["certs", "PATH", "--hosts", "a"], ["etcd", "--dir", "PATH"]])
-    def test_a_folder_that_may_not_be_written(
-        self, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        tmp_path.chmod(0o500)
-        assert cli.main([word.replace("PATH", str(tmp_path)) for word in command]) == 2
-        assert_one_line(capsys, str(tmp_path), "Permission denied")
-
-    @pytest.mark.parametrize("name", ["ca", "server", "a/b", ""])
-    def test_a_client_that_would_overwrite_the_authority(self, name: str, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="--client"):
-            make_certificates(tmp_path, ["h"], client=name)
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_may_not_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path.chmod(0o500)
+    assert cli.main(["etcd", "--dir", str(tmp_path)]) == 2
+    assert_one_line(capsys, str(tmp_path), "Permission denied")
 
 
 ROOT_PASSWORD, TRAINER_PASSWORD = "of-root", "of-the-trainer"
@@ -243,15 +181,13 @@ def type_in(lines: list[str], folder: Path, prefix: Sequence[str] = ()) -> str:
 @contextlib.contextmanager
 def member_with_users(path: Path, lines: list[str], *, needs_client_cert: bool) -> Iterator[tuple[EtcdCluster, Path]]:
     """One member here with TLS in which the lines of the page have been typed, and the folder of its certificates."""
-    files = make_certificates(path / "certs", ["127.0.0.1"], client="trainer")
-    trainer = (files.certificate("trainer"), files.key("trainer"))
-    tls = Tls(files.ca, files.certificate("server"), files.key("server"), *trainer, needs_client_cert=needs_client_cert)
+    tls = make_tls(path / "certs", client="trainer", needs_client_cert=needs_client_cert)
     cluster = EtcdCluster(path, 1, tls)
     try:
         cluster.start()
         here = f"ETCDCTL_ENDPOINTS={cluster.members[0].url}"
-        type_in([re.sub(r"ETCDCTL_ENDPOINTS=\S+", here, line) for line in lines], files.folder)
-        yield cluster, files.folder
+        type_in([re.sub(r"ETCDCTL_ENDPOINTS=\S+", here, line) for line in lines], tls.ca.parent)
+        yield cluster, tls.ca.parent
     finally:
         cluster.end()
 
@@ -301,14 +237,14 @@ def test_no_password_stands_on_a_command_line() -> None:
 @pytest.mark.skipif(Network.why_not() is not None, reason=f"no network namespaces: {Network.why_not()}")
 def test_three_members_as_the_page_starts_them(tmp_path: Path) -> None:
     """Everything that the page has one type, in its order and as it stands, each member under its name and address."""
-    (certs,) = [words for words in lines_of_page("elastic-train") if words[1] == "certs"]
     (check,) = [words for words in lines_of_page("elastic-train") if words[1] == "check"]
     (etcd,) = lines_of_page("etcd")
     (torchrun,) = lines_of_page("torchrun")
     (backup,) = re.findall(r"`([^`]* snapshot save FILE)`", PAGE)
     names = ["etcd-1", "etcd-2", "etcd-3"]
     folder, run_dir = tmp_path / "certs", ["--run-dir", str(tmp_path / "run")]
-    assert cli.main([*certs[1:2], str(folder), *certs[3:]]) == 0
+    folder.mkdir()
+    type_in(openssl_lines(), folder)
     network = Network(4, aliases=[f"{name}.lan" for name in names])
     trainer = network.node_prefix(3)
     members = []
@@ -352,12 +288,11 @@ def test_three_members_as_the_page_starts_them(tmp_path: Path) -> None:
         network.close()
 
 
-@pytest.mark.parametrize("flags", [(), ("--tls",)])
-def test_a_local_cluster_lives_until_it_is_ended(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_a_local_cluster_lives_until_it_is_ended(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [*CONSOLE, "etcd", "--members", "3", *flags],
+            [*CONSOLE, "etcd", "--members", "3"],
             stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=clean_environment(), cwd=tmp_path,
         )  # fmt: skip
     try:
@@ -366,10 +301,8 @@ def test_a_local_cluster_lives_until_it_is_ended(tmp_path: Path, flags: tuple[st
         assert options["rdzv-backend"] == "etcd3"
         assert options["rdzv-id"] == "try-1"
         assert "Another --rdzv-id is another run" in log.read_text()
-        conf = dict(part.split("=", 1) for part in options.get("rdzv-conf", "").split(",") if part)
-        settings = EtcdSettings.from_torchrun(options["rdzv-endpoint"], conf, {}, min_nodes=1, max_nodes=4)
+        settings = EtcdSettings.from_torchrun(options["rdzv-endpoint"], {}, {}, min_nodes=1, max_nodes=4)
         assert len(settings.endpoints) == 3
-        assert (settings.ca is not None) == bool(flags)
         assert look_at_etcd(settings, "none").problems == ()
         folder = Path(re.findall(r", in (\S+) \(removed at the end\)", log.read_text())[0])
         members = [psutil.Process(int(pid)) for pid in re.findall(r"pid (\d+)", log.read_text())]

@@ -19,6 +19,7 @@ import pytest
 from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.drills.etcd_cluster import find_program
 from elastic_train.tools.drills.network import Network
+from tests.certificates import make_tls
 from tests.deploy.tools import DEPLOY, program, programs_folder
 from tests.integration.cluster import Cluster, free_port, result
 
@@ -286,9 +287,10 @@ def test_the_page_knows_its_versions_and_the_time_to_save() -> None:
 def test_the_page_knows_every_overlay_and_the_names_of_etcd() -> None:
     page = (KUBERNETES / "README.md").read_text()
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.M)) == OVERLAYS
-    (hosts,) = re.findall(r"elastic-train certs \S+ --hosts (\S+)", page)
+    (names,) = re.findall(r"^    SERVERS=(\S+) CLIENT=client$", page, re.M)
+    assert "(../etcd/README.md#certificates)" in page
     members = environment_of(build("etcd3"), pod_of(build("etcd3"), "trainer")["containers"][0])["RDZV_ENDPOINT"]
-    assert [f"{host}:2379" for host in hosts.split(",")] == members.split(",")
+    assert [f"{name.removeprefix('DNS:')}:2379" for name in names.split(",")] == members.split(",")
     secrets = dict(re.findall(r"create secret generic (\S+) (.*)$", page, re.M))
     for role in ("etcd", "trainer"):
         for volume in pod_of(build("etcd3"), role)["volumes"]:
@@ -558,7 +560,7 @@ def test_the_trainer_meets_in_the_etcd_of_the_overlay(tmp_path: Path, cluster: C
     manifests = build("etcd3")
     for folder in ("runs", "tls", "client"):
         (tmp_path / folder).mkdir()
-    make_certificates(tmp_path, [f"etcd-{number}.etcd" for number in range(3)])
+    make_secrets(tmp_path, [f"etcd-{number}.etcd" for number in range(3)])
     container = find(manifests, "StatefulSet", "etcd")["spec"]["template"]["spec"]["containers"][0]
     network = Network(4, aliases=[f"etcd-{number}.etcd" for number in range(3)])
     try:
@@ -585,11 +587,9 @@ def test_the_trainer_meets_in_the_etcd_of_the_overlay(tmp_path: Path, cluster: C
     assert result(tmp_path / "runs" / "first")["step"] == 30
 
 
-def make_certificates(path: Path, hosts: list[str]) -> None:
+def make_secrets(path: Path, hosts: list[str]) -> None:
     """The secrets etcd-server (`tls`) and etcd-client (`client`), as the page makes them."""
-    command = [str(programs_folder(path) / "elastic-train"), "certs", str(path / "certs"), "--hosts", ",".join(hosts)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    make_tls(path / "certs", hosts)
     for folder, owner in (("tls", "server"), ("client", "client")):
         for name in ("ca.pem", f"{owner}.pem", f"{owner}.key"):
             shutil.copy(path / "certs" / name, path / folder / name)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.tools.drills.etcd_cluster import EtcdCluster, make_tls
+from elastic_train.tools.drills.etcd_cluster import EtcdCluster
+from tests.certificates import make_tls
 from tests.etcd_cluster import etcd_running
 from tests.integration.cluster import (
     Cluster,

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.rendezvous.certificates import make_certificates
 from elastic_train.tools.check.endpoint import days_of, expiry_told, look_at_endpoints
 from elastic_train.tools.drills.nodes import free_port
+from tests.certificates import make_tls
 
 
 def test_days_of_a_certificate(tmp_path: Path) -> None:
-    files = make_certificates(tmp_path / "certs", ["localhost"], client="trainer", days=3)
-    days = days_of(str(files.certificate("trainer")))
+    days = days_of(str(make_tls(tmp_path, days=3).client_cert))
     assert days == pytest.approx(3.0, abs=0.1)
     assert expiry_told("the client certificate", days) == ["the client certificate expires in 3 days"]
     assert days_of(str(tmp_path / "none.pem")) is None

@@ -82,9 +82,9 @@ def test_etcd_needs_nothing_that_is_not_installed() -> None:
     assert names >= {"etcd3", "tenacity"}
 
 
-@pytest.mark.parametrize("page", ["deploy/etcd/README.md", "deploy/monitoring/README.md"])
-def test_every_extra_that_is_named_exists(page: str) -> None:
-    named = re.findall(r"(?:elastic_train|'\.)\[([\w,]+)\]'", (ROOT / page).read_text())
+def test_every_extra_that_is_named_exists() -> None:
+    pages = [path.read_text() for path in ROOT.rglob("README.md")]
+    named = [found for page in pages for found in re.findall(r"(?:elastic_train|'\.)\[([\w,]+)\]'", page)]
     assert named
     assert {extra for extras in named for extra in extras.split(",")} <= set(PROJECT["optional-dependencies"])
 

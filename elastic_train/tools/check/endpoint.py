@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 import socket
 import ssl
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from elastic_train.errors import StoreRefused, StoreUnreachable
 from elastic_train.protocol.addresses import split_endpoint
@@ -183,20 +183,21 @@ def days_of_server(endpoint: str, settings: EtcdSettings) -> float | None:
     except OSError:  # it has answered gRPC, which is what counts
         return None
     expiry = certificate.get("notAfter")
-    return (ssl.cert_time_to_seconds(str(expiry)) - time.time()) / 86400 if expiry else None
+    return days_until(str(expiry)) if expiry else None
 
 
 def days_of(path: str) -> float | None:
-    """Until a certificate in a file expires; None where the `certs` extra is not there to tell."""
+    """Until a certificate in a file expires; None where openssl is not there to tell, or cannot read the file."""
+    command = ["openssl", "x509", "-in", path, "-noout", "-enddate"]
     try:
-        from cryptography import x509
-    except ImportError:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):  # a bad file is told by the connection that is made with it
         return None
-    try:
-        certificate = x509.load_pem_x509_certificate(Path(path).read_bytes())
-    except (OSError, ValueError):  # told by the connection that is made with it
-        return None
-    return (certificate.not_valid_after_utc.timestamp() - time.time()) / 86400
+    return days_until(done.stdout.strip().removeprefix("notAfter="))
+
+
+def days_until(expiry: str) -> float:
+    return (ssl.cert_time_to_seconds(expiry) - time.time()) / 86400
 
 
 def expiry_told(what: str, days: float | None) -> list[str]:

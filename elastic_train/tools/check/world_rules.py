@@ -146,7 +146,7 @@ def store_is_usable(gathered: Gathered) -> list[Finding]:
             Level.MATTERS,
             what,
             "from then on nobody can meet, and who trains can tell etcd nothing more",
-            "elastic-train certs --renew, or ask whoever has made it",
+            "renew it (deploy/etcd has how), or ask who has made it",
         )
         for what in dict.fromkeys(what for worker in gathered.workers for what in worker.expiries)
     ]

@@ -51,24 +51,6 @@ class Tls:
     needs_client_cert: bool = False
 
 
-def make_tls(folder: Path, *, needs_client_cert: bool = True) -> Tls:
-    """Certificates for members on this machine and a client, from an authority of their own in `folder`.
-
-    Raises: UsageError where `cryptography` is not installed, or the folder has some already.
-    """
-    from elastic_train.rendezvous.certificates import make_certificates
-
-    files = make_certificates(folder, ["127.0.0.1", "localhost"])
-    return Tls(
-        ca=files.ca,
-        server_cert=files.certificate("server"),
-        server_key=files.key("server"),
-        client_cert=files.certificate("client"),
-        client_key=files.key("client"),
-        needs_client_cert=needs_client_cert,
-    )
-
-
 class EtcdMember:
     """One etcd process; `kill`, `start` again, freeze it, or take its data away."""
 

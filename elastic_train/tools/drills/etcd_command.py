@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from elastic_train.errors import UsageError
-from elastic_train.tools.drills.etcd_cluster import EtcdCluster, EtcdMember, make_tls
+from elastic_train.tools.drills.etcd_cluster import EtcdCluster, EtcdMember
 from elastic_train.wording import count
 
 POLL_SECONDS = 0.2
@@ -39,7 +39,7 @@ def serve_etcd(arguments: argparse.Namespace) -> int:
         signal.signal(signum, lambda received, _frame: ended.append(received))
     folder = (arguments.dir or Path(tempfile.mkdtemp(prefix="elastic-train-etcd-"))).absolute()
     try:
-        cluster = EtcdCluster(folder, arguments.members, make_tls(folder) if arguments.tls else None)
+        cluster = EtcdCluster(folder, arguments.members)
         with ExitStack() as ends:
             ends.callback(cluster.end)  # also the members of a start that fails half way
             cluster.start()
@@ -52,14 +52,12 @@ def serve_etcd(arguments: argparse.Namespace) -> int:
 
 
 def describe(cluster: EtcdCluster, folder: Path, *, keeps: bool) -> list[str]:
-    tls = cluster.tls
-    conf = [f"--rdzv-conf=ca={tls.ca},cert={tls.client_cert},key={tls.client_key}"] if tls else []
     # One of its own: tries without one would all be the run of runs/default, and the second would go on with the first.
-    command = ["torchrun", "--rdzv-backend=etcd3", f"--rdzv-endpoint={cluster.endpoint}", "--rdzv-id=try-1", *conf]
+    command = ["torchrun", "--rdzv-backend=etcd3", f"--rdzv-endpoint={cluster.endpoint}", "--rdzv-id=try-1"]
     size = len(cluster.members)
     spare = (size - 1) // 2
     return [
-        f"elastic-train: etcd, {count(size, 'member')}, {'TLS' if tls else 'plain text'}, "
+        f"elastic-train: etcd, {count(size, 'member')}, plain text, "
         f"in {folder}{'' if keeps else ' (removed at the end)'}; Ctrl-C ends it",
         *(f"  {member.name} at {member.endpoint}, pid {pid_of(member)}" for member in cluster.members),
         f"{spare} of them may be killed at a time. In other terminals:" if spare else "In other terminals:",
