@@ -14,7 +14,6 @@ from typing import Any, Literal, NoReturn
 from elastic_train.errors import UsageError
 from elastic_train.wording import unrecognized
 
-DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
 DOWNLOADABLE = ("mnist", "fashion-mnist", "cifar10")
 IS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """also where a path has made one slash of two"""

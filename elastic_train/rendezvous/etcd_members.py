@@ -85,10 +85,6 @@ class EtcdJob(CentralJob):
     def where(self) -> str:
         return ",".join(self._settings.endpoints)
 
-    def wait_for_change(self, seconds: float) -> None:
-        """Until something of the job changes in etcd; without a change, so many seconds."""
-        self._own.wait_for_change(seconds)
-
     def _before_retry(self, why: str) -> None:
         """Between two attempts of the training thread: it can be stopped, and says what it waits for."""
         self._check()

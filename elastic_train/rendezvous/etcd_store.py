@@ -131,13 +131,6 @@ class EtcdStore:
         """Remove all keys that begin with `prefix`."""
         self.etcd.delete_prefix(prefix)
 
-    def wait_for_change(self, seconds: float) -> None:
-        """Until something below the mirror's prefix changes; without a mirror, or without a change, `seconds`."""
-        if self._mirror is None:
-            time.sleep(seconds)
-        else:
-            self._mirror.wait_for_change(seconds)
-
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def _note(self, key: str, revision: int) -> None:

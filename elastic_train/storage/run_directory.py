@@ -72,10 +72,6 @@ class RunDirectory:
     def result_path(self) -> Path:
         return self.path / "result.json"
 
-    @property
-    def owner_path(self) -> Path:
-        return self.path / OWNER_RECORD
-
     def create(self) -> None:
         """Make the directory where it is missing and check that files can be made in it. The folders below
         are made by those who write into them.

@@ -42,16 +42,14 @@ def serialize_state(state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def deserialize_state(
-    data: bytes, map_location: str | torch.device | None = "cpu", *, source: str = "snapshot"
-) -> dict[str, Any]:
-    """The state dict in the bytes of `serialize_state`, its tensors on `map_location`. Never runs code that the bytes
-    bring along. `source` names them in an error.
+def deserialize_state(data: bytes, *, source: str = "snapshot") -> dict[str, Any]:
+    """The state dict in the bytes of `serialize_state`, its tensors on the CPU. Never runs code that the bytes bring
+    along. `source` names them in an error.
 
     Raises:
         SnapshotError: they hold something else than tensors and plain values, or cannot be read.
     """
-    return read_state(io.BytesIO(data), map_location, source)
+    return read_state(io.BytesIO(data), "cpu", source)
 
 
 def read_state(file: IO[bytes], map_location: str | torch.device | None, source: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ DIGITS_PATH = Path(__file__).with_name("data") / "digits.npz"
 DIGITS_TEST_PER_CLASS = 36
 
 _FLOAT_LIMIT_BYTES = 16 * 2**20  # up to here a second, normalised copy in memory is cheaper than converting
-_LARGEST_DEFAULT_IMAGE = 224
+_LARGEST_IMAGE = 224
 
 
 @dataclass(frozen=True)
@@ -177,19 +177,18 @@ def check_dataset_name(name: str) -> None:
         raise UsageError(f"--dataset {name}: no such data set; {hint}")
 
 
-def load(name: str, data_dir: Path, seed: int = 0, *, image_size: int | None = None) -> ImageData:
+def load(name: str, data_dir: Path, seed: int = 0) -> ImageData:
     """Reads the data set `name`. `seed` is what augmentation, and the synthetic images, are made from.
 
-    `image_size` is for `imagefolder` and `synthetic`; the others have one of their own.
     Raises: DatasetMissing, UsageError for an unknown name.
     """
     check_dataset_name(name)
     if name == "digits":
         return _load_digits(seed)
     if name == "synthetic":
-        return synthetic(seed, image_size=image_size or 32)
+        return synthetic(seed)
     if name == "imagefolder":
-        return _load_imagefolder(data_dir, image_size)
+        return _load_imagefolder(data_dir)
     return _load_torchvision(name, data_dir, seed)
 
 
@@ -267,7 +266,7 @@ def _load_torchvision(name: str, data_dir: Path, seed: int) -> ImageData:
     return ImageData(part(True), part(False), facts.channels, classes=10, image_size=facts.image_size)
 
 
-def _load_imagefolder(data_dir: Path, image_size: int | None) -> ImageData:
+def _load_imagefolder(data_dir: Path) -> ImageData:
     train_dir = data_dir / "train"
     test_dirs = [data_dir / name for name in ("test", "val") if (data_dir / name).is_dir()]
     if not train_dir.is_dir() or not test_dirs:
@@ -287,10 +286,9 @@ def _load_imagefolder(data_dir: Path, image_size: int | None) -> ImageData:
         raise DatasetMissing(
             f"{train_dir} and {test_dirs[0]} do not have the same classes: {', '.join(differing[:5])} in one only"
         )
-    if image_size is None:
-        # The same on every member, since they share the order of the files: the first image speaks for all.
-        with Image.open(train.samples[0][0]) as first:
-            image_size = min(*first.size, _LARGEST_DEFAULT_IMAGE)
+    # The same on every member, since they share the order of the files: the first image speaks for all.
+    with Image.open(train.samples[0][0]) as first:
+        image_size = min(*first.size, _LARGEST_IMAGE)
     train.transform, test.transform = _photo_transforms(image_size)
     return ImageData(train, test, channels=3, classes=len(train.classes), image_size=image_size)
 

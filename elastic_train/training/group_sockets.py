@@ -146,13 +146,13 @@ class GroupSockets:
                     self._kept[name] = connection
                     connection.shutdown(socket.SHUT_RD)
 
-    def wait_for_abort(self, seconds: float = ABORT_SECONDS) -> None:
+    def wait_for_abort(self) -> None:
         """Until NCCL's abort, if there was one, has ended: torch would destroy what it still works on. In torch 2.15
-        neither takes a lock. Blocks for `seconds` at most."""
+        neither takes a lock. Blocks for `ABORT_SECONDS` at most."""
         with self._lock:
             abort, self._abort, self._nccl = self._abort, None, None  # from here on there is nothing to abort
         if abort is not None:
-            abort.join(seconds)
+            abort.join(ABORT_SECONDS)
 
     def _is_spared(self, connection: socket.socket) -> bool:
         is_ip = connection.family in (socket.AF_INET, socket.AF_INET6)

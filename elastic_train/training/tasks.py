@@ -194,8 +194,6 @@ class ImageClassification(Task):
         model: str = "cnn",
         data_dir: str | os.PathLike[str] = "data",
         seed: int = 0,
-        *,
-        image_size: int | None = None,
     ) -> None:
         """Reads no data yet. Raises: UsageError for unknown names."""
         datasets.check_dataset_name(dataset)
@@ -204,12 +202,11 @@ class ImageClassification(Task):
         self.model = model
         self.data_dir = Path(data_dir)
         self.seed = seed
-        self._image_size = image_size
 
     @cached_property
     def data(self) -> datasets.ImageData:
         """Read at the first use. Raises: DatasetMissing."""
-        return datasets.load(self.dataset, self.data_dir, self.seed, image_size=self._image_size)
+        return datasets.load(self.dataset, self.data_dir, self.seed)
 
     @cached_property
     def input_form(self) -> models.InputForm:

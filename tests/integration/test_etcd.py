@@ -13,7 +13,7 @@ import pytest
 
 from elastic_train.tools.drills.etcd_cluster import EtcdCluster
 from tests.certificates import make_tls
-from tests.etcd_cluster import etcd_running
+from tests.etcd_cluster import etcd_running, replace_data
 from tests.integration.cluster import (
     Cluster,
     Node,
@@ -147,7 +147,7 @@ def test_the_leader_freezes_and_a_member_loses_its_data(cluster: Cluster) -> Non
     etcd.wait_until_healthy()
     for member in etcd.members[:2]:
         before = last_step(cluster.run_dir)
-        etcd.replace_data(member)
+        replace_data(etcd, member)
         wait_for_step(cluster.run_dir, before + 50, PATIENCE)
     assert len(worlds(cluster.run_dir)) == 1, "no re-form"
     nodes += cluster.start(*ENDLESS, "--max-steps", "1000000", "--peer-timeout", "10", nnodes="3:4")

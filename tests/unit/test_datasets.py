@@ -321,7 +321,7 @@ class TestImageFolder:
         assert torch.equal(test_images, same)
 
     def test_augmentation_does_not_depend_on_the_process(self) -> None:
-        data = datasets.load("imagefolder", CIFAR10_MINI, image_size=16)
+        data = datasets.load("imagefolder", CIFAR10_MINI)
         here = read(data.train, 2, [[3, 700, 42, 5]])[0][1][0]
         there = read(data.train, 2, [[42, 3], [700], [5]], num_workers=2)
         assert torch.equal(there[0][1][0], here[[2, 0]])

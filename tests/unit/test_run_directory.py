@@ -123,8 +123,12 @@ def directory(tmp_path: Path) -> Iterator[RunDirectory]:
     directory.ownership.release()
 
 
+def owner_record(directory: RunDirectory) -> Path:
+    return directory.path / "owner.json"
+
+
 def owner_of(directory: RunDirectory) -> dict[str, Any]:
-    owner: dict[str, Any] = json.loads(directory.owner_path.read_bytes())
+    owner: dict[str, Any] = json.loads(owner_record(directory).read_bytes())
     return owner
 
 
@@ -145,7 +149,6 @@ def test_paths(tmp_path: Path) -> None:
     assert directory.snapshots_dir == tmp_path / "snapshots"
     assert directory.tensorboard_dir == tmp_path / "tensorboard"
     assert directory.result_path == tmp_path / "result.json"
-    assert directory.owner_path == tmp_path / "owner.json"
 
 
 def test_create_makes_parents_and_is_repeatable(tmp_path: Path) -> None:
@@ -192,16 +195,16 @@ def test_check_owner(directory: RunDirectory) -> None:
         directory.ownership.check_owner("job", 2)
     with pytest.raises(OwnershipLost, match="belongs to another job"):
         directory.ownership.check_owner("other", 3)
-    directory.owner_path.write_text("{")
+    owner_record(directory).write_text("{")
     with pytest.raises(OwnershipLost, match=r"no valid owner\.json"):
         directory.ownership.check_owner("job", 3)
-    directory.owner_path.unlink()
+    owner_record(directory).unlink()
     with pytest.raises(OwnershipLost, match=r"no valid owner\.json"):
         directory.ownership.check_owner("job", 3)
-    directory.owner_path.mkdir()
+    owner_record(directory).mkdir()
     with pytest.raises(RunDirectoryError, match="Is a directory"):
         directory.ownership.check_owner("job", 3)
-    directory.owner_path.rmdir()
+    owner_record(directory).rmdir()
 
 
 def test_a_job_token_must_be_a_file_name(directory: RunDirectory) -> None:
@@ -373,16 +376,16 @@ def test_one_claims_each_generation_for_all_who_have_claimed(directory: RunDirec
         second.ownership.claim("job", 1, HOST, is_leader=False, timeout=timedelta(0))
         with pytest.raises(RunDirectoryError, match="held"):
             second.ownership.claim("job", 1, HOST, timeout=timedelta(0))
-    assert json.loads(directory.owner_path.read_text())["generation"] == 0
+    assert json.loads(owner_record(directory).read_text())["generation"] == 0
     second.ownership.claim("job", 1, HOST)
-    assert json.loads(directory.owner_path.read_text())["generation"] == 1
+    assert json.loads(owner_record(directory).read_text())["generation"] == 1
     second.ownership.release()
 
 
 def test_who_does_not_claim_for_the_others_finds_out_that_it_was_replaced(directory: RunDirectory) -> None:
     directory.ownership.claim("job", 0, HOST, is_leader=False)
-    record = json.loads(directory.owner_path.read_text())
-    directory.owner_path.write_text(json.dumps({**record, "job_token": "other"}))
+    record = json.loads(owner_record(directory).read_text())
+    owner_record(directory).write_text(json.dumps({**record, "job_token": "other"}))
     with pytest.raises(OwnershipLost):
         directory.ownership.claim("job", 1, HOST, is_leader=False)
 

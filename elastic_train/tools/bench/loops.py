@@ -232,13 +232,16 @@ def _all_samples(train_set: Any) -> tuple[Tensor, Tensor]:
 # --- over items, in a loop of the user's own --------------------------------------------------------------------------
 
 
+NUM_ITEMS = 4096
+
+
 class Items(Dataset[Any]):
     """Made-up images of 28 x 28 bytes, read one by one as most data sets are: mirrored at random, as floats."""
 
-    def __init__(self, length: int = 4096) -> None:
+    def __init__(self) -> None:
         made = np.random.default_rng(0)
-        self._images = torch.from_numpy(made.integers(0, 256, (length, 1, 28, 28), dtype=np.uint8))
-        self._labels = made.integers(0, 10, length).tolist()
+        self._images = torch.from_numpy(made.integers(0, 256, (NUM_ITEMS, 1, 28, 28), dtype=np.uint8))
+        self._labels = made.integers(0, 10, NUM_ITEMS).tolist()
 
     def __len__(self) -> int:
         return len(self._labels)

@@ -157,39 +157,15 @@ class EtcdCluster:
             EtcdMember(path, f"m{number}", host, pair, cluster, tls, flags, prefix) for number, pair in enumerate(pairs)
         ]
 
-    def replace_data(self, member: EtcdMember) -> None:
-        """A member whose disk is lost, as etcd's handbook has it replaced: removed, and added again without data.
-
-        Blocks until it is healthy again. The others must have a majority.
-        """
-        other = next(one for one in self.members if one is not member)
-        number = f"{self._own_id(member):x}"
-        member.kill()
-        shutil.rmtree(member.path / member.name)
-
-        def change(*command: str) -> str:
-            """Refused until the others have been in touch for 5 s; what did not answer may have been done."""
-            with contextlib.suppress(EtcdCallFailed):
-                self.ctl("member", *command, endpoint=other.endpoint)
-            return self.ctl("member", "list", endpoint=other.endpoint)
-
-        wait_until(lambda: number not in change("remove", number), f"etcd without {member.name}", HEALTHY_SECONDS)
-        address = f"--peer-urls={member.peer_url}"
-        wait_until(
-            lambda: member.peer_url in change("add", member.name, address), f"etcd with {member.name}", HEALTHY_SECONDS
-        )
-        member.start(state="existing")
-        self.wait_until_healthy()
-
     def start(self) -> None:
         """Blocks until every member is healthy. Raises EtcdMissing, or TooSlow with the end of their logs."""
         for member in self.members:
             member.start()
         self.wait_until_healthy()
 
-    def wait_until_healthy(self, timeout: float = HEALTHY_SECONDS) -> None:
+    def wait_until_healthy(self) -> None:
         try:
-            wait_until(lambda: all(map(self.is_healthy, self.members)), "healthy etcd cluster", timeout)
+            wait_until(lambda: all(map(self.is_healthy, self.members)), "healthy etcd cluster", HEALTHY_SECONDS)
         except TooSlow as error:
             logs = "\n".join((self.path / f"{member.name}.log").read_text()[-1000:] for member in self.members)
             raise TooSlow(f"{error}:\n{logs}") from None
@@ -212,7 +188,7 @@ class EtcdCluster:
     def leader(self) -> EtcdMember:
         """The member that leads at this moment; all of them must answer. Raises EtcdCallFailed where none does."""
         for member in self.members:
-            if self._status(member)["leader"] == self._own_id(member):
+            if self._status(member)["leader"] == self.own_id(member):
                 return member
         raise EtcdCallFailed("no member leads")
 
@@ -220,7 +196,8 @@ class EtcdCluster:
         out = self.ctl("endpoint", "status", "--write-out=json", endpoint=member.endpoint)
         return dict(json.loads(out)[0]["Status"])
 
-    def _own_id(self, member: EtcdMember) -> int:
+    def own_id(self, member: EtcdMember) -> int:
+        """etcd's number of a member that answers. Raises EtcdCallFailed."""
         header = self._status(member)["header"]
         assert isinstance(header, dict)
         return int(header["member_id"])
