@@ -7,8 +7,10 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 from elastic_train.errors import UnsupportedSystem
@@ -91,6 +93,36 @@ def close_in_forked_children(fd: int) -> None:
                 os.close(fd)
 
     os.register_at_fork(after_in_child=close_in_child)
+
+
+def try_flock(fd: int, operation: int, timeout: timedelta = timedelta(0)) -> bool:
+    """Whether this open file got the lock, shared or exclusive, within `timeout`. The kernel drops it with the process,
+    however that ends. Raises OSError where the file system has no flock."""
+    import fcntl  # not on Windows, where this module says what to do instead
+
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            fcntl.flock(fd, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.005)
+        else:
+            return True
+
+
+def process_stat(pid: int) -> tuple[str | None, str]:
+    """State letter and start time of a process; (None, "") where there is none, ("?", "") without a /proc."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # the name in parentheses may itself hold parentheses and spaces
+            fields = file.read().rpartition(b")")[2].split()
+        return fields[0].decode(), fields[19].decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return (None if os.path.isdir("/proc/self") else "?"), ""
+    except (OSError, IndexError):
+        return "?", ""
 
 
 def open_sockets() -> dict[int, str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_train.runlog.reader import Line, read_ends, read_json
-from elastic_train.storage.ownership import process_stat
+from elastic_train.system import process_stat
 from elastic_train.world import host_name
 
 NEWEST_FILES = 64

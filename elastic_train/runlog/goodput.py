@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
+from elastic_train.system import process_stat
+
 
 class Phase(StrEnum):
     """What a second was spent on. Time that cannot be attributed counts as lost (`DOWN`)."""
@@ -121,8 +123,5 @@ def seconds_since_process_start() -> float:
 
 def process_start_ticks() -> int | None:
     """When this process started, in the kernel's ticks since the machine did; None where /proc does not tell."""
-    try:
-        with open("/proc/self/stat", encoding="ascii") as stat:
-            return int(stat.read().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
+    _, ticks = process_stat(os.getpid())
+    return int(ticks) if ticks else None

@@ -34,6 +34,7 @@ from pathlib import Path
 from elastic_train.errors import NewerGeneration, OwnershipLost, RunDirectoryError, RunDirectoryInUse, cause_of
 from elastic_train.runlog.reader import parse
 from elastic_train.storage.atomic_files import write_atomic
+from elastic_train.system import process_stat, try_flock
 
 CLAIM_LOCK = ".claim.lock"
 OWNER_RECORD = "owner.json"
@@ -90,19 +91,6 @@ def close_lock(fd: int) -> None:
     os.close(fd)
 
 
-def try_flock(fd: int, operation: int, timeout: timedelta = timedelta(0)) -> bool:
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        try:
-            fcntl.flock(fd, operation | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.005)
-        else:
-            return True
-
-
 def read_holders(fd: int) -> list[Holder]:
     holders = []
     os.lseek(fd, 0, os.SEEK_SET)
@@ -125,19 +113,6 @@ def process_state(holder: Holder) -> str | None:
     state, started = process_stat(holder.pid)
     is_another = bool(started and holder.started) and started != holder.started
     return None if state in ("Z", "X") or is_another else state
-
-
-def process_stat(pid: int) -> tuple[str | None, str]:
-    """State letter and start time of a process; (None, "") where there is none, ("?", "") without a /proc."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # the name in parentheses may itself hold parentheses and spaces
-            fields = file.read().rpartition(b")")[2].split()
-        return fields[0].decode(), fields[19].decode()
-    except (FileNotFoundError, ProcessLookupError):
-        return (None if os.path.isdir("/proc/self") else "?"), ""
-    except (OSError, IndexError):
-        return "?", ""
 
 
 class Ownership:

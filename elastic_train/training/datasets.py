@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import pickle
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from difflib import get_close_matches
@@ -24,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from elastic_train.errors import DatasetMissing, UsageError, first_line
+from elastic_train.system import try_flock
 from elastic_train.training.augment import Augmentation, augment, random_bits
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
@@ -323,7 +322,10 @@ def download(name: str, data_dir: Path, timeout: timedelta = timedelta(hours=1))
         return
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(data_dir / ".download.lock", timeout):
+        lock = data_dir / ".download.lock"
+        with lock.open("a") as file:
+            if not try_flock(file.fileno(), fcntl.LOCK_EX, timeout):
+                raise TimeoutError(f"another process still held {lock} after {timeout.total_seconds():g} seconds")
             _fetch(name, data_dir)
     except _UNREADABLE as exc:
         raise DatasetMissing(
@@ -336,24 +338,6 @@ def _fetch(name: str, data_dir: Path) -> None:
     """One process at a time. torchvision checks first what is already there."""
     for is_train in (True, False):
         _torchvision_class(name)(str(data_dir), train=is_train, download=True)
-
-
-@contextmanager
-def _locked(path: Path, timeout: timedelta) -> Iterator[None]:
-    """Holds an exclusive lock on `path`, which the kernel releases even if this process is killed."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    with path.open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"another process still held {path} after {timeout.total_seconds():g} seconds"
-                    ) from None
-                time.sleep(0.1)
-        yield
 
 
 def _torchvision_class(name: str) -> Any:

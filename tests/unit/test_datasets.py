@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import multiprocessing
 import random
@@ -374,11 +375,10 @@ class TestDownload:
 
     def test_waiting_for_the_lock_has_an_end(self, tmp_path: Path) -> None:
         lock = tmp_path / ".download.lock"
-        with (
-            datasets._locked(lock, timedelta(0)),
-            pytest.raises(DatasetMissing, match=r"cannot download mnist .*still held .* after 0 seconds"),
-        ):
-            datasets.download("mnist", tmp_path, timeout=timedelta(0))
+        with lock.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            with pytest.raises(DatasetMissing, match=r"cannot download mnist .*still held .* after 0 seconds"):
+                datasets.download("mnist", tmp_path, timeout=timedelta(0))
 
     def test_a_failed_download_is_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fetch(name: str, into: Path) -> None:

@@ -27,6 +27,7 @@ from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryI
 from elastic_train.storage import atomic_files, ownership
 from elastic_train.storage.atomic_files import require_writable, write_atomic
 from elastic_train.storage.run_directory import RunDirectory, Traces
+from elastic_train.system import process_stat
 from tests.processes import freeze
 
 DEADLINE = 30.0
@@ -283,7 +284,7 @@ def test_a_forked_child_does_not_hold_the_directory(
 
 def test_a_child_that_did_keep_the_lock_is_named(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownership, "_LEFT_CHILD_TIMEOUT", timedelta(seconds=0.02))
-    started = ownership.process_stat(os.getpid())[1]
+    started = process_stat(os.getpid())[1]
     lock = directory.path / ".owner-first.lock"
     lock.write_text(json.dumps({"host": HOST, "pid": os.getpid(), "time": 0, "started": started + "0"}))
     with open(lock) as file:
