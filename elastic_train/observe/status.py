@@ -15,18 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from elastic_train.errors import RunDirectoryError, SnapshotError
-from elastic_train.observe.status_files import (
-    IsAlive,
-    WorkerLines,
-    dict_of,
-    drill_is_alive,
-    float_of,
-    int_of,
-    process_is_alive,
-    read_workers,
-    time_of,
-)
-from elastic_train.runlog.reader import Line, read_json
+from elastic_train.observe.status_files import IsAlive, WorkerLines, drill_is_alive, process_is_alive, read_workers
+from elastic_train.runlog.reader import Line, dict_of, float_of, int_of, read_json, time_of
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots
 from elastic_train.wording import count, duration
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic_train.runlog.reader import Line, read_ends, read_json
+from elastic_train.runlog.reader import Line, float_of, int_of, read_ends, read_json, time_of
 from elastic_train.system import process_stat
 from elastic_train.world import host_name
 
@@ -54,25 +54,6 @@ class WorkerLines:
 
 def is_event(line: Line) -> bool:
     return isinstance(line.get("event"), str) and float_of(line, "time") is not None
-
-
-def int_of(line: Line, name: str) -> int | None:
-    value = line.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def float_of(line: Line, name: str) -> float | None:
-    value = line.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def dict_of(line: Line, name: str) -> Line:
-    value = line.get(name)
-    return value if isinstance(value, dict) else {}
-
-
-def time_of(line: Line) -> float:
-    return float_of(line, "time") or 0.0
 
 
 def read_workers(directory: Path) -> list[WorkerLines]:

@@ -107,6 +107,27 @@ def member_of(path: Path) -> str:
     return "/".join(path.stem.rsplit("-", 2))
 
 
+def int_of(line: Line, name: str) -> int | None:
+    """A whole number, of a line that may hold anything; None where it is none."""
+    value = line.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def float_of(line: Line, name: str) -> float | None:
+    value = line.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def dict_of(line: Line, name: str) -> Line:
+    value = line.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def time_of(line: Line) -> float:
+    """Unix seconds; 0 where the line has none."""
+    return float_of(line, "time") or 0.0
+
+
 def _objects(raw_lines: Iterable[bytes]) -> Iterator[Line]:
     return (line for raw in raw_lines if (line := parse(raw)) is not None)
 

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from elastic_train.errors import RunDirectoryError
-from elastic_train.runlog.reader import newest_first
+from elastic_train.runlog.reader import int_of, newest_first, time_of
 from elastic_train.storage.atomic_files import create_once, fsync_directory
 from elastic_train.storage.ownership import CLAIM_LOCK, OWNER_RECORD, Ownership, close_lock, open_for_lock, unusable
 
@@ -163,7 +162,7 @@ class RunDirectory:
             if is_newest and written_at < last_step[2] - _CLOCKS_DIFFER:
                 break
             for line in newest_first(path):
-                generation, step = _whole(line.get("generation")), _whole(line.get("step"))
+                generation, step = int_of(line, "generation"), int_of(line, "step")
                 if generation is None:
                     continue
                 generations.append(generation)
@@ -171,7 +170,7 @@ class RunDirectory:
                     reached.append((generation, step))
                     if line.get("event") == "step":
                         logged.append((generation, step))
-                        last_step = max(last_step, (generation, step, _seconds(line.get("time"))))
+                        last_step = max(last_step, (generation, step, time_of(line)))
         return Traces(max(generations, default=None), max(reached, default=None), max(logged, default=None))
 
     def _event_files(self) -> Iterator[tuple[float, Path]]:
@@ -192,13 +191,3 @@ class RunDirectory:
                 number += 1
             else:
                 return sibling
-
-
-def _whole(value: Any) -> int | None:
-    """A whole number, of what a file may hold."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _seconds(value: Any) -> float:
-    """A time, of what a file may hold; 0 where it is none."""
-    return float(value) if isinstance(value, int | float) else 0.0
