@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from elastic_train.runlog.reader import read_all
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.training.state import state_sha256
 
@@ -98,7 +99,7 @@ def write_lines(path: Path, lines: list[Line]) -> None:
 
 
 def edit_lines(path: Path, edit: Callable[[list[Line]], list[Line]]) -> None:
-    write_lines(path, edit([json.loads(line) for line in path.read_text().splitlines()]))
+    write_lines(path, edit(read_all(path)))
 
 
 def change(path: Path, which: Callable[[Line], bool], **fields: object) -> None:

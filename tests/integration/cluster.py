@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elastic_train.runlog.reader import newest_first, read_with_torn
 from elastic_train.tools.drills.nodes import (
     Node,
     clean_environment,
@@ -112,13 +113,15 @@ class Cluster:
 
 def lines(directory: Path) -> list[dict[str, Any]]:
     """All whole lines of a directory of JSON-lines files, by time where they have one."""
-    found = [json.loads(line) for path in sorted(directory.glob("*.jsonl")) for line in whole_lines(path)]
+    found = [line for path in sorted(directory.glob("*.jsonl")) for line in whole_lines(path)]
     return sorted(found, key=lambda line: line.get("time", 0.0))
 
 
-def whole_lines(path: Path) -> list[bytes]:
-    """The lines of a file that may be written at this moment."""
-    return path.read_bytes().split(b"\n")[:-1]
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file that may be written at this moment; AssertionError where one that was ended is torn."""
+    found, torn = read_with_torn(path)
+    assert not torn, f"{path}: lines {torn} are torn"
+    return found
 
 
 def events(run_dir: Path, name: str | None = None) -> list[dict[str, Any]]:
@@ -127,13 +130,8 @@ def events(run_dir: Path, name: str | None = None) -> list[dict[str, Any]]:
 
 def last_step(run_dir: Path) -> int:
     """The newest committed step that the events show. Cheap enough to be polled."""
-    newest = 0
-    for path in (run_dir / "events").glob("*.jsonl"):
-        for line in reversed(whole_lines(path)):
-            if b'"event":"step"' in line:
-                newest = max(newest, int(json.loads(line)["step"]))
-                break
-    return newest
+    files = (newest_first(path) for path in (run_dir / "events").glob("*.jsonl"))
+    return max((next((int(line["step"]) for line in file if line["event"] == "step"), 0) for file in files), default=0)
 
 
 def wait_for_step(run_dir: Path, step: int, timeout: float = 60.0) -> None:
@@ -199,9 +197,8 @@ def check_lines(run_dir: Path) -> None:
     """Every line is whole. SIGKILL may find a process inside the write of its last one, and cut that off: Linux looks
     for a fatal signal between two pages (events.py). Who came to its end has written `done`."""
     for path in [*run_dir.glob("ledger/*.jsonl"), *run_dir.glob("events/*.jsonl")]:
-        for line in whole_lines(path):
-            assert isinstance(json.loads(line), dict), f"{path}: {line!r}"
-        has_ended = any(json.loads(line)["event"] == "done" for line in whole_lines(run_dir / "events" / path.name))
+        whole_lines(path)
+        has_ended = any(line["event"] == "done" for line in whole_lines(run_dir / "events" / path.name))
         assert path.read_bytes().endswith(b"\n") or not has_ended, f"{path} ends in a torn line"
 
 

@@ -56,7 +56,7 @@ def test_every_line_says_who_wrote_it_and_where_the_run_stood(tmp_path: Path) ->
     log.close()
     path = only_file(tmp_path / "events")
     assert path.name == f"node-1-{os.getpid()}.jsonl"
-    start, step = [json.loads(line) for line in path.read_text().splitlines()]
+    start, step = read_all(path)
     assert before <= start["time"] <= step["time"] <= time.time()
     same = {"pid": os.getpid(), "host": "node"}
     assert began <= start["monotonic"] <= step["monotonic"] <= time.monotonic()
