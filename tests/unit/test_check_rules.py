@@ -10,7 +10,7 @@ import pytest
 from elastic_train.tools.check import node_rules, world_rules
 from elastic_train.tools.check.advice import Finding, Level
 from elastic_train.tools.check.check_command import describe
-from elastic_train.tools.check.facts import Gathered, Gpu, Problem, SharedFacts, Wanted, WorkerFacts
+from elastic_train.tools.check.facts import Gathered, Gpu, Problem, RendezvousFacts, SharedFacts, Wanted, WorkerFacts
 from elastic_train.tools.check.judgement import RULES, is_passed, judge
 
 GB = 10**9
@@ -100,7 +100,7 @@ def test_a_good_job_passes_with_a_word_from_every_rule() -> None:
 
 
 def test_facts_survive_their_way_through_the_store() -> None:
-    one = replace(worker(1), gpu=GPU, rendezvous_problems=(Problem("a", "b"), Problem("c", "d")))
+    one = replace(worker(1), gpu=GPU, rendezvous=RendezvousFacts((Problem("a", "b"), Problem("c", "d"))))
     assert WorkerFacts.from_json(one.to_json()) == one
     assert WorkerFacts.from_json(worker(0).to_json()) == worker(0)
     assert SharedFacts.from_json(shared(0, 3).to_json()) == shared(0, 3)
@@ -148,7 +148,7 @@ def test_no_world_at_all() -> None:
     found = the_one(world_rules.world_is_the_one_asked_for(alone), Level.BREAKS)
     assert "rank 1 did not come" in found.what
     assert not is_passed(judge(alone))
-    without = with_worker(alone, 0, is_rendezvous_usable=False)
+    without = with_worker(alone, 0, rendezvous=RendezvousFacts(is_usable=False))
     assert "rendezvous" in the_one(world_rules.world_is_the_one_asked_for(without), Level.BREAKS).do
 
 
@@ -180,14 +180,16 @@ def test_one_alone_has_compared_nothing() -> None:
 
 
 def test_a_store_that_cannot_be_used_and_one_with_a_member_away() -> None:
-    away = with_worker(job(), 1, rendezvous_problems=(Problem("etcd at b:2379 does not answer", "start it"),))
+    away = with_worker(job(), 1, rendezvous=RendezvousFacts((Problem("etcd at b:2379 does not answer", "start it"),)))
     found = the_one(world_rules.store_is_usable(away), Level.MATTERS)
     assert ("node1" in found.what, found.do) == (True, "start it")
-    gone = with_worker(job(), 1, rendezvous_problems=(Problem("no quorum", "see"),), is_rendezvous_usable=False)
+    gone = with_worker(job(), 1, rendezvous=RendezvousFacts((Problem("no quorum", "see"),), is_usable=False))
     the_one(world_rules.store_is_usable(gone), Level.BREAKS)
-    everywhere = with_all(job(), rendezvous_problems=(Problem("wrong ca=", "another"),), is_rendezvous_usable=False)
+    everywhere = with_all(job(), rendezvous=RendezvousFacts((Problem("wrong ca=", "another"),), is_usable=False))
     assert "from node0, node1, node2: wrong ca=" in the_one(world_rules.store_is_usable(everywhere), Level.BREAKS).what
-    old = with_all(job(), expiries=("the client certificate trainer.pem expires in 3 days",))
+    old = with_all(
+        job(), rendezvous=RendezvousFacts(expiries=("the client certificate trainer.pem expires in 3 days",))
+    )
     assert "deploy/etcd" in the_one(world_rules.store_is_usable(old), Level.MATTERS).do
 
 

@@ -31,6 +31,14 @@ def fine(what: str) -> list[Finding]:
     return [Finding(Level.FINE, what)]
 
 
+def breaks(what: str, why: str, do: str) -> list[Finding]:
+    return [Finding(Level.BREAKS, what, why, do)]
+
+
+def matters(what: str, why: str, do: str) -> list[Finding]:
+    return [Finding(Level.MATTERS, what, why, do)]
+
+
 def skipped(what: str) -> list[Finding]:
     return [Finding(Level.SKIPPED, what)]
 

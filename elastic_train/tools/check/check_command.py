@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from elastic_train.config import Config, parse
 from elastic_train.errors import FormationFailed, LeftOut, StoreRefused, StoreUnreachable, UsageError
@@ -16,12 +15,9 @@ from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.launch import Launch, max_nodes_of
 from elastic_train.stopping import StopSignal, die_with_parent
 from elastic_train.tools.check.advice import Finding, Level
-from elastic_train.tools.check.facts import Gathered, Wanted
+from elastic_train.tools.check.facts import Gathered, RendezvousFacts, Wanted
 from elastic_train.tools.check.judgement import is_passed, judge
 from elastic_train.wording import count
-
-if TYPE_CHECKING:
-    from elastic_train.tools.check.endpoint import RendezvousFacts
 
 OWN_ID = "check"
 """follows the job's run id where its workers meet"""
@@ -127,7 +123,7 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
 
 def look_at_rendezvous(arguments: argparse.Namespace, launch: Launch) -> RendezvousFacts:
     """The store of torchrun's options, or the one that the check's own name; once a node."""
-    from elastic_train.tools.check.endpoint import RendezvousFacts, look_at_endpoints, look_at_etcd
+    from elastic_train.tools.check.endpoint import look_at_endpoints, look_at_etcd
 
     if launch.local_rank != 0:
         return RendezvousFacts()

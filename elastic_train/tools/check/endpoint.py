@@ -8,12 +8,12 @@ import ssl
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from elastic_train.errors import StoreRefused, StoreUnreachable
 from elastic_train.protocol.addresses import split_endpoint
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
-from elastic_train.tools.check.facts import Problem
+from elastic_train.tools.check.facts import Problem, RendezvousFacts
 from elastic_train.wording import count
 
 CONNECT_SECONDS = 3.0
@@ -21,16 +21,6 @@ CALL_SECONDS = 8.0
 EXPIRY_DAYS = 14
 CHECK_ADDRESS = "check the address, the firewall, and whether it has started"
 SEE_PAGE = "deploy/etcd/README.md has TLS, users and roles"
-
-
-@dataclass(frozen=True)
-class RendezvousFacts:
-    problems: tuple[Problem, ...] = ()
-    is_usable: bool = True
-    """whether the problems leave enough of it to meet at"""
-    notes: tuple[str, ...] = ()
-    expiries: tuple[str, ...] = ()
-    """of certificates that expire soon"""
 
 
 def look_at_endpoints(endpoints: Sequence[str]) -> RendezvousFacts:

@@ -28,6 +28,19 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class RendezvousFacts:
+    """What a node finds where the workers of a job meet."""
+
+    problems: tuple[Problem, ...] = ()
+    """with the endpoint, or with some of its members"""
+    is_usable: bool = True
+    """whether the problems leave enough of it to meet at"""
+    notes: tuple[str, ...] = ()
+    expiries: tuple[str, ...] = ()
+    """of certificates that expire soon"""
+
+
+@dataclass(frozen=True)
 class WorkerFacts:
     """What one worker found by itself."""
 
@@ -75,12 +88,7 @@ class WorkerFacts:
     num_loaders: int
     """DataLoader processes, --num-workers"""
     keep_snapshots: int
-    rendezvous_problems: tuple[Problem, ...] = ()
-    """with the endpoint, or with some of its members"""
-    is_rendezvous_usable: bool = True
-    rendezvous_notes: tuple[str, ...] = ()
-    expiries: tuple[str, ...] = ()
-    """of certificates that expire soon"""
+    rendezvous: RendezvousFacts = RendezvousFacts()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -88,13 +96,12 @@ class WorkerFacts:
     @staticmethod
     def from_json(text: str) -> WorkerFacts:
         values: dict[str, Any] = json.loads(text)
-        gpu = values.pop("gpu")
-        problems = tuple(Problem(**problem) for problem in values.pop("rendezvous_problems"))
-        lists = ("interfaces", "host_addresses", "rendezvous_notes", "expiries")
+        gpu, met = values.pop("gpu"), values.pop("rendezvous")
+        problems = tuple(Problem(**problem) for problem in met["problems"])
         return WorkerFacts(
-            **values | {name: tuple(values[name]) for name in lists},
+            **values | {name: tuple(values[name]) for name in ("interfaces", "host_addresses")},
             gpu=None if gpu is None else Gpu(**gpu),
-            rendezvous_problems=problems,
+            rendezvous=RendezvousFacts(problems, met["is_usable"], tuple(met["notes"]), tuple(met["expiries"])),
         )
 
 

@@ -26,8 +26,7 @@ from elastic_train.errors import ElasticTrainError, SnapshotError, UsageError, f
 from elastic_train.protocol.addresses import interface_address
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.storage.snapshot_writer import SnapshotWriter
-from elastic_train.tools.check.endpoint import RendezvousFacts
-from elastic_train.tools.check.facts import Gpu, WorkerFacts
+from elastic_train.tools.check.facts import Gpu, RendezvousFacts, WorkerFacts
 from elastic_train.world import host_name
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -89,10 +88,7 @@ def look_here(
         snapshot_seconds=measured[1] if measured else None,
         num_loaders=config.num_workers,
         keep_snapshots=config.keep_snapshots,
-        rendezvous_problems=rendezvous.problems,
-        is_rendezvous_usable=rendezvous.is_usable,
-        rendezvous_notes=rendezvous.notes,
-        expiries=rendezvous.expiries,
+        rendezvous=rendezvous,
     )
 
 

@@ -8,10 +8,12 @@ import os
 from elastic_train.tools.check.advice import (
     Finding,
     Level,
+    breaks,
     by_value_of,
     errors,
     fine,
     first_of_nodes,
+    matters,
     nodes_of,
     skipped,
 )
@@ -43,24 +45,18 @@ def gpus_are_visible_and_not_shared(gathered: Gathered) -> list[Finding]:
 def _gpus_that_do_not_work(gathered: Gathered) -> list[Finding]:
     findings = []
     for error, ranks in errors(gathered, lambda worker: worker.device_error):
-        findings.append(
-            Finding(
-                Level.BREAKS,
-                f"{nodes_of(gathered, ranks)}: {error}",
-                "the worker will not start",
-                "see that nvidia-smi works there, that the container was given its GPUs, and CUDA_VISIBLE_DEVICES",
-            )
+        findings += breaks(
+            f"{nodes_of(gathered, ranks)}: {error}",
+            "the worker will not start",
+            "see that nvidia-smi works there, that the container was given its GPUs, and CUDA_VISIBLE_DEVICES",
         )
     workers = gathered.workers
     blind = [rank for rank, worker in enumerate(workers) if worker.num_gpu_devices > 0 and worker.num_gpus == 0]
     if blind and not findings:
-        findings.append(
-            Finding(
-                Level.MATTERS,
-                f"{nodes_of(gathered, blind)} has GPUs in /dev, and torch sees none",
-                "it would train on the CPU",
-                "install a CUDA build of torch that fits the driver, and look at CUDA_VISIBLE_DEVICES",
-            )
+        findings += matters(
+            f"{nodes_of(gathered, blind)} has GPUs in /dev, and torch sees none",
+            "it would train on the CPU",
+            "install a CUDA build of torch that fits the driver, and look at CUDA_VISIBLE_DEVICES",
         )
     return findings
 
@@ -70,14 +66,11 @@ def _other_kinds_of_device(gathered: Gathered) -> list[Finding]:
     with_gpu = [rank for rank, worker in enumerate(workers) if worker.gpu is not None]
     if with_gpu and len(with_gpu) < len(workers):
         without = [rank for rank in range(len(workers)) if rank not in with_gpu]
-        return [
-            Finding(
-                Level.BREAKS,
-                f"{nodes_of(gathered, with_gpu)} trains on a GPU, {nodes_of(gathered, without)} on the CPU",
-                "members with another kind of device are refused",
-                "give all the same kind, or say --device cpu for all",
-            )
-        ]
+        return breaks(
+            f"{nodes_of(gathered, with_gpu)} trains on a GPU, {nodes_of(gathered, without)} on the CPU",
+            "members with another kind of device are refused",
+            "give all the same kind, or say --device cpu for all",
+        )
     return []
 
 
@@ -93,23 +86,17 @@ def _gpus_in_use(gathered: Gathered) -> list[Finding]:
         gpu = workers[ranks[0]].gpu
         assert gpu is not None
         if len(ranks) > 1:
-            findings.append(
-                Finding(
-                    Level.MATTERS,
-                    f"ranks {', '.join(map(str, ranks))} on {gathered.name(ranks[0])} share one GPU ({gpu.name})",
-                    "all workers use gloo then, which is slow on GPUs, and these share its memory and its time",
-                    "start one worker for each GPU: --nproc-per-node, CUDA_VISIBLE_DEVICES, one agent for each machine",
-                )
+            findings += matters(
+                f"ranks {', '.join(map(str, ranks))} on {gathered.name(ranks[0])} share one GPU ({gpu.name})",
+                "all workers use gloo then, which is slow on GPUs, and these share its memory and its time",
+                "start one worker for each GPU: --nproc-per-node, CUDA_VISIBLE_DEVICES, one agent for each machine",
             )
         elif gpu.free_bytes < FRAMEWORK_SHARE * gpu.total_bytes:
-            findings.append(
-                Finding(
-                    Level.MATTERS,
-                    f"the GPU of rank {ranks[0]} on {gathered.name(ranks[0])} has {human_bytes(gpu.free_bytes)} free "
-                    f"of {human_bytes(gpu.total_bytes)}",
-                    "somebody else uses it: memory and time will be short",
-                    "see nvidia-smi there",
-                )
+            findings += matters(
+                f"the GPU of rank {ranks[0]} on {gathered.name(ranks[0])} has {human_bytes(gpu.free_bytes)} free "
+                f"of {human_bytes(gpu.total_bytes)}",
+                "somebody else uses it: memory and time will be short",
+                "see nvidia-smi there",
             )
     return findings
 
@@ -117,27 +104,21 @@ def _gpus_in_use(gathered: Gathered) -> list[Finding]:
 def _too_few_gpus(gathered: Gathered) -> list[Finding]:
     alone = gathered.workers[0]
     if (wanted := gathered.wanted.workers) is not None and alone.gpu is not None and alone.num_gpus < wanted:
-        return [
-            Finding(
-                Level.BREAKS,
-                f"{gathered.name(0)} is to have {wanted} workers, and torch sees {count(alone.num_gpus, 'GPU')} there",
-                "a worker without a GPU of its own will not start",
-                "start one worker for each GPU (--nproc-per-node), and look at CUDA_VISIBLE_DEVICES",
-            )
-        ]
+        return breaks(
+            f"{gathered.name(0)} is to have {wanted} workers, and torch sees {count(alone.num_gpus, 'GPU')} there",
+            "a worker without a GPU of its own will not start",
+            "start one worker for each GPU (--nproc-per-node), and look at CUDA_VISIBLE_DEVICES",
+        )
     return []
 
 
 def state_can_be_built(gathered: Gathered) -> list[Finding]:
     findings = []
     for error, ranks in errors(gathered, lambda worker: worker.state_error):
-        findings.append(
-            Finding(
-                Level.BREAKS,
-                f"{nodes_of(gathered, ranks)}: {error}",
-                "the worker will not start",
-                "put the data there, or correct the flags after --",
-            )
+        findings += breaks(
+            f"{nodes_of(gathered, ranks)}: {error}",
+            "the worker will not start",
+            "put the data there, or correct the flags after --",
         )
     return findings
 
@@ -148,13 +129,10 @@ def snapshot_directory_is_one(gathered: Gathered) -> list[Finding]:
     for error, ranks in errors(gathered, lambda worker: worker.snapshot_dir_error):
         is_full = any(os.strerror(code) in error for code in (errno.ENOSPC, errno.EDQUOT))
         mend = "free space there" if is_full else "mount it, give its user the right to write"
-        findings.append(
-            Finding(
-                Level.BREAKS,
-                f"{nodes_of(gathered, ranks)} cannot write to {workers[ranks[0]].snapshot_dir}: {error}",
-                "nothing could be saved there: a job that is stopped begins again from an older state",
-                f"{mend}, or choose another --run-dir or --snapshot-dir",
-            )
+        findings += breaks(
+            f"{nodes_of(gathered, ranks)} cannot write to {workers[ranks[0]].snapshot_dir}: {error}",
+            "nothing could be saved there: a job that is stopped begins again from an older state",
+            f"{mend}, or choose another --run-dir or --snapshot-dir",
         )
     if findings or not gathered.shared:
         return findings or fine(f"snapshot directory {workers[0].snapshot_dir}: writable")
@@ -166,15 +144,12 @@ def snapshot_directory_is_one(gathered: Gathered) -> list[Finding]:
     seen = "; ".join(f"{nodes_of(gathered, ranks)}: {workers[ranks[0]].snapshot_dir}" for ranks in groups.values())
     if not gathered.wanted.wants_shared_directory:
         return fine(f"snapshot directories, each node its own as --local-snapshots says: {seen}")
-    return [
-        Finding(
-            Level.BREAKS,
-            f"the snapshot directory is not the same for all: {seen}",
-            "rank 0 writes the regular snapshots: if its machine is lost and all others stop, what only it had is gone",
-            "mount one file system on all nodes and name it by --run-dir or --snapshot-dir; if each node is to keep "
-            "its own, say --local-snapshots",
-        )
-    ]
+    return breaks(
+        f"the snapshot directory is not the same for all: {seen}",
+        "rank 0 writes the regular snapshots: if its machine is lost and all others stop, what only it had is gone",
+        "mount one file system on all nodes and name it by --run-dir or --snapshot-dir; if each node is to keep "
+        "its own, say --local-snapshots",
+    )
 
 
 def there_is_room(gathered: Gathered) -> list[Finding]:
@@ -197,13 +172,10 @@ def there_is_room(gathered: Gathered) -> list[Finding]:
             )
         loaders = worker.num_loaders * worker.local_world_size
         if worker.shm_free < loaders * LOADER_BYTES:
-            findings.append(
-                Finding(
-                    Level.MATTERS,
-                    f"/dev/shm on {name} has {human_bytes(worker.shm_free)} free for {loaders} DataLoader processes",
-                    "a process that fills it up is killed by a bus error",
-                    "enlarge it (docker run --shm-size, an emptyDir with medium: Memory), or lower --num-workers",
-                )
+            findings += matters(
+                f"/dev/shm on {name} has {human_bytes(worker.shm_free)} free for {loaders} DataLoader processes",
+                "a process that fills it up is killed by a bus error",
+                "enlarge it (docker run --shm-size, an emptyDir with medium: Memory), or lower --num-workers",
             )
     return findings or fine(
         f"room: a snapshot takes {human_bytes(size)}; enough in the snapshot directory and /dev/shm"
@@ -228,7 +200,7 @@ def grace_is_long_enough(gathered: Gathered) -> list[Finding]:
         "tell this check by --grace"
     )
     if seconds > grace:
-        return [Finding(Level.BREAKS, what, "a worker that is told to stop is killed before its state is safe", do)]
+        return breaks(what, "a worker that is told to stop is killed before its state is safe", do)
     if 2 * seconds + 5 > grace:
-        return [Finding(Level.MATTERS, what, "the step in hand is finished first, and a busy disk takes longer", do)]
+        return matters(what, "the step in hand is finished first, and a busy disk takes longer", do)
     return fine(f"grace: {what}")

@@ -5,7 +5,17 @@ from __future__ import annotations
 import ipaddress
 import re
 
-from elastic_train.tools.check.advice import Finding, Level, by_value, by_value_of, fine, listing, nodes_of
+from elastic_train.tools.check.advice import (
+    Finding,
+    Level,
+    breaks,
+    by_value,
+    by_value_of,
+    fine,
+    listing,
+    matters,
+    nodes_of,
+)
 from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, Gathered, Problem
 from elastic_train.wording import count, human_bytes
 
@@ -25,41 +35,32 @@ NOTABLE_SKEW_SECONDS = 1.0
 
 def world_is_the_one_asked_for(gathered: Gathered) -> list[Finding]:
     if gathered.world_error is not None:
-        has_store = all(worker.is_rendezvous_usable for worker in gathered.workers)
-        return [
-            Finding(
-                Level.BREAKS,
-                f"no world was formed: {gathered.world_error}",
-                "what is below is of this worker alone",
-                "see that all nodes are started, with one endpoint, one run id and one --nnodes"
-                if has_store
-                else "mend the rendezvous first, see below",
-            )
-        ]
+        has_store = all(worker.rendezvous.is_usable for worker in gathered.workers)
+        return breaks(
+            f"no world was formed: {gathered.world_error}",
+            "what is below is of this worker alone",
+            "see that all nodes are started, with one endpoint, one run id and one --nnodes"
+            if has_store
+            else "mend the rendezvous first, see below",
+        )
     wanted, num_nodes, num_workers = gathered.wanted, len(gathered.nodes), len(gathered.workers)
     here = f"{count(num_workers, 'worker')} on {count(num_nodes, 'node')}"
     if wanted.nodes is not None and num_nodes != wanted.nodes:
         alone = num_nodes == 1 and wanted.nodes > 1
-        return [
-            Finding(
-                Level.BREAKS,
-                f"the world is {here}, and {wanted.nodes} nodes were asked for ({wanted.nodes_by})",
-                f"perhaps there are {wanted.nodes} worlds of one: each would train by itself and write the same run"
-                if alone
-                else "the nodes that are missing will not train, or are training somewhere else",
-                "give every node the same --rdzv-backend, --rdzv-id and --rdzv-endpoint=HOST:PORT (not localhost, "
-                "torchrun's default) and let --nnodes allow that many; see that the missing nodes have started",
-            )
-        ]
+        return breaks(
+            f"the world is {here}, and {wanted.nodes} nodes were asked for ({wanted.nodes_by})",
+            f"perhaps there are {wanted.nodes} worlds of one: each would train by itself and write the same run"
+            if alone
+            else "the nodes that are missing will not train, or are training somewhere else",
+            "give every node the same --rdzv-backend, --rdzv-id and --rdzv-endpoint=HOST:PORT (not localhost, "
+            "torchrun's default) and let --nnodes allow that many; see that the missing nodes have started",
+        )
     if num_nodes < wanted.max_nodes and wanted.nodes is None:
-        return [
-            Finding(
-                Level.MATTERS,
-                f"the world is {here}; --nnodes allows {wanted.max_nodes} nodes",
-                "whoever is not here is not checked",
-                "if all were to be here, say so with --nodes, and look at the endpoint and the run id of those missing",
-            )
-        ]
+        return matters(
+            f"the world is {here}; --nnodes allows {wanted.max_nodes} nodes",
+            "whoever is not here is not checked",
+            "if all were to be here, say so with --nodes, and look at the endpoint and the run id of those missing",
+        )
     told = "as asked" if wanted.nodes is not None else "--nodes N has this compared with what you meant"
     return fine(f"world: {here}, {told}")
 
@@ -89,33 +90,24 @@ def torch_is_known(gathered: Gathered) -> list[Finding]:
     found = re.match(r"(\d+)\.(\d+)", text)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     if version < OLDEST_TORCH:
-        return [
-            Finding(
-                Level.BREAKS,
-                f"torch {text} is older than {'.'.join(map(str, OLDEST_TORCH))}",
-                "it was never tried with it",
-                "install a newer torch on all nodes",
-            )
-        ]
+        return breaks(
+            f"torch {text} is older than {'.'.join(map(str, OLDEST_TORCH))}",
+            "it was never tried with it",
+            "install a newer torch on all nodes",
+        )
     findings = []
     if version > NEWEST_TORCH:
-        findings.append(
-            Finding(
-                Level.MATTERS,
-                f"torch {text} is newer than {'.'.join(map(str, NEWEST_TORCH))}, the newest that was tried",
-                "names of torch's own that a re-form needs may have changed",
-                "try a join before you rely on it: elastic-train drill --faults join",
-            )
+        findings += matters(
+            f"torch {text} is newer than {'.'.join(map(str, NEWEST_TORCH))}, the newest that was tried",
+            "names of torch's own that a re-form needs may have changed",
+            "try a join before you rely on it: elastic-train drill --faults join",
         )
     bare = [rank for rank, worker in enumerate(gathered.workers) if not worker.has_hook]
     if bare and gathered.wanted.is_c10d:
-        findings.append(
-            Finding(
-                Level.MATTERS,
-                f"torchrun does not load elastic_train's entry point on {nodes_of(gathered, bare)}",
-                "one node trains there as a world that nobody can join, and several end at once",
-                "pip install elastic_train there, in place of a folder on PYTHONPATH",
-            )
+        findings += matters(
+            f"torchrun does not load elastic_train's entry point on {nodes_of(gathered, bare)}",
+            "one node trains there as a world that nobody can join, and several end at once",
+            "pip install elastic_train there, in place of a folder on PYTHONPATH",
         )
     return findings or fine(f"torch {text}: tried")
 
@@ -126,11 +118,11 @@ def torch_is_known(gathered: Gathered) -> list[Finding]:
 def store_is_usable(gathered: Gathered) -> list[Finding]:
     met: dict[Problem, list[int]] = {}
     for rank, worker in enumerate(gathered.workers):
-        for problem in worker.rendezvous_problems:
+        for problem in worker.rendezvous.problems:
             met.setdefault(problem, []).append(rank)
     findings = []
     for problem, ranks in met.items():
-        is_usable = all(gathered.workers[rank].is_rendezvous_usable for rank in ranks)
+        is_usable = all(gathered.workers[rank].rendezvous.is_usable for rank in ranks)
         findings.append(
             Finding(
                 Level.MATTERS if is_usable else Level.BREAKS,
@@ -148,9 +140,9 @@ def store_is_usable(gathered: Gathered) -> list[Finding]:
             "from then on nobody can meet, and who trains can tell etcd nothing more",
             "renew it (deploy/etcd has how), or ask who has made it",
         )
-        for what in dict.fromkeys(what for worker in gathered.workers for what in worker.expiries)
+        for what in dict.fromkeys(what for worker in gathered.workers for what in worker.rendezvous.expiries)
     ]
-    notes = dict.fromkeys(note for worker in gathered.workers for note in worker.rendezvous_notes)
+    notes = dict.fromkeys(note for worker in gathered.workers for note in worker.rendezvous.notes)
     return findings + [Finding(Level.FINE, f"rendezvous: {note}") for note in notes]
 
 
@@ -161,23 +153,17 @@ def names_resolve(gathered: Gathered) -> list[Finding]:
         by_host.setdefault(worker.host, set()).add(worker.machine)
     for host, machines in by_host.items():
         if len(machines) > 1:
-            findings.append(
-                Finding(
-                    Level.BREAKS,
-                    f"{len(machines)} machines call themselves {host}",
-                    "event files, snapshots and members are told apart by host name",
-                    "give each its own: hostnamectl hostname NAME",
-                )
+            findings += breaks(
+                f"{len(machines)} machines call themselves {host}",
+                "event files, snapshots and members are told apart by host name",
+                "give each its own: hostnamectl hostname NAME",
             )
     lost = [rank for rank, worker in enumerate(gathered.workers) if not worker.host_addresses]
     if lost:
-        findings.append(
-            Finding(
-                Level.MATTERS,
-                f"the name of {nodes_of(gathered, lost)} does not resolve there",
-                "a rendezvous in which a name serves as address (torchrun's MASTER_ADDR) waits for the name server",
-                "add it to /etc/hosts or the name server, or give torchrun --local-addr=IP",
-            )
+        findings += matters(
+            f"the name of {nodes_of(gathered, lost)} does not resolve there",
+            "a rendezvous in which a name serves as address (torchrun's MASTER_ADDR) waits for the name server",
+            "add it to /etc/hosts or the name server, or give torchrun --local-addr=IP",
         )
     return findings or fine(f"names: {', '.join(sorted(by_host))}")
 
@@ -187,23 +173,17 @@ def addresses_are_usable(gathered: Gathered) -> list[Finding]:
     addresses = [ipaddress.ip_address(worker.address.split("%")[0]) for worker in gathered.workers]
     loopback = [rank for rank, address in enumerate(addresses) if address.is_loopback]
     if loopback and gathered.is_several_machines:
-        findings.append(
-            Finding(
-                Level.BREAKS,
-                f"{nodes_of(gathered, loopback)} can be reached at {addresses[loopback[0]]} only, from itself",
-                "members on other machines cannot connect to it",
-                "name the endpoint by an address that is not loopback, or see to a default route there",
-            )
+        findings += breaks(
+            f"{nodes_of(gathered, loopback)} can be reached at {addresses[loopback[0]]} only, from itself",
+            "members on other machines cannot connect to it",
+            "name the endpoint by an address that is not loopback, or see to a default route there",
         )
     if len({address.version for address in addresses}) > 1:
         v6 = [rank for rank, address in enumerate(addresses) if address.version == 6]
-        findings.append(
-            Finding(
-                Level.BREAKS,
-                f"{nodes_of(gathered, v6)} has an IPv6 address, the others IPv4",
-                "gloo takes one kind; a pair with different kinds cannot connect",
-                "name the endpoint by an IPv4 address on every node, or by an IPv6 address on every node",
-            )
+        findings += breaks(
+            f"{nodes_of(gathered, v6)} has an IPv6 address, the others IPv4",
+            "gloo takes one kind; a pair with different kinds cannot connect",
+            "name the endpoint by an IPv4 address on every node, or by an IPv6 address on every node",
         )
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         bad = {}
@@ -214,13 +194,10 @@ def addresses_are_usable(gathered: Gathered) -> list[Finding]:
                 bad[rank] = wanted
         if bad:
             rank, wanted = next(iter(bad.items()))
-            findings.append(
-                Finding(
-                    Level.BREAKS,
-                    f"{variable}={wanted} names no interface of {nodes_of(gathered, bad)}",
-                    "the process group cannot be formed",
-                    f"unset it, or take one of {', '.join(gathered.workers[rank].interfaces)}",
-                )
+            findings += breaks(
+                f"{variable}={wanted} names no interface of {nodes_of(gathered, bad)}",
+                "the process group cannot be formed",
+                f"unset it, or take one of {', '.join(gathered.workers[rank].interfaces)}",
             )
     if findings:
         return findings
@@ -264,25 +241,19 @@ def everybody_reaches_everybody(gathered: Gathered) -> list[Finding]:
     if pairs:
         some = ", ".join(f"{gathered.name(a)} to {gathered.name(b)}" for a, b in pairs[:5])
         more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
-        findings.append(
-            Finding(
-                Level.BREAKS,
-                f"no TCP connection from {some}{more}",
-                "every worker connects to every other one, in both directions, at ports that the system chooses",
-                "let the nodes of the job reach each other at all ports (firewall, security group, NetworkPolicy)",
-            )
+        findings += breaks(
+            f"no TCP connection from {some}{more}",
+            "every worker connects to every other one, in both directions, at ports that the system chooses",
+            "let the nodes of the job reach each other at all ports (firewall, security group, NetworkPolicy)",
         )
     errors = by_value_of([shared.group_error or "" for shared in gathered.shared])
     errors.pop("", None)
     if errors and not pairs:
         seen = "; ".join(f"{nodes_of(gathered, ranks)}: {text}" for text, ranks in list(errors.items())[:3])
-        findings.append(
-            Finding(
-                Level.BREAKS,
-                f"no process group that works; {seen}",
-                "nothing can be trained together",
-                "look at interfaces and versions above; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose an interface",
-            )
+        findings += breaks(
+            f"no process group that works; {seen}",
+            "nothing can be trained together",
+            "look at interfaces and versions above; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose an interface",
         )
     if findings or not gathered.shared:
         return findings
@@ -310,13 +281,10 @@ def clocks_agree(gathered: Gathered) -> list[Finding]:
         f"the clock of {gathered.name(worst)} is {abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} that of "
     )
     if sure >= NOTABLE_SKEW_SECONDS:
-        return [
-            Finding(
-                Level.MATTERS,
-                what + gathered.name(0),
-                "training does not mind, but logs of different nodes cannot be put in order, and certificates may look "
-                "expired, or not yet valid",
-                "run chrony or systemd-timesyncd on every node",
-            )
-        ]
+        return matters(
+            what + gathered.name(0),
+            "training does not mind, but logs of different nodes cannot be put in order, and certificates may look "
+            "expired, or not yet valid",
+            "run chrony or systemd-timesyncd on every node",
+        )
     return fine(f"clocks: within {max(abs(offset), error):.3f} s")
