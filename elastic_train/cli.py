@@ -180,7 +180,9 @@ def _add_submit(commands: Commands) -> None:
         "--allocate", type=int, metavar="N",
         help="nodes to ask for, if not the most of --nodes: more are spares, with fewer other jobs are to join",
     )  # fmt: skip
-    slurm.add_argument("--array", action="store_true", help="each node a job of its own; they meet in --etcd")
+    slurm.add_argument(
+        "--array", dest="is_array", action="store_true", help="each node a job of its own; they meet in --etcd"
+    )
     slurm.add_argument("--name", help="of the run (default: the job's id); in etcd, jobs of one name are one run")
     slurm.add_argument("--etcd", metavar="H1:2379,...", help="meet in etcd, where any node may die (default: c10d)")
     slurm.add_argument("--etcd-conf", metavar="KEY=VALUE,...", help="of --rdzv-conf: ca, cert, key, user, ...")
@@ -190,10 +192,13 @@ def _add_submit(commands: Commands) -> None:
     for option in SLURM_OPTIONS:
         slurm.add_argument(f"--{option}", metavar="VALUE", help="of sbatch")
     slurm.add_argument("--sbatch", metavar="OPTION=VALUE", action="append", default=[], help="any other of sbatch")
-    slurm.add_argument("--no-check", action="store_true", help="start at once, without `elastic-train check`")
     slurm.add_argument(
-        "--local-snapshots", action="store_true", help="of the check: each node keeps its own snapshots, on purpose"
+        "--no-check", dest="is_checked", action="store_false", help="start at once, without `elastic-train check`"
     )
+    slurm.add_argument(
+        "--local-snapshots", dest="has_local_snapshots", action="store_true",
+        help="of the check: each node keeps its own snapshots, on purpose",
+    )  # fmt: skip
     slurm.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
     slurm.takes_worker_flags = True
     slurm.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of the worker")

@@ -26,6 +26,18 @@ def unrecognized(words: Sequence[str], known: Collection[str], where: str) -> st
     return f"unrecognized arguments: {' '.join(words)} ({hint}{where})"
 
 
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Lines of a table: cells to the right, those of the columns `left` to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def duration(seconds: float) -> str:
     """Two units at most; a time that lies ahead, by a clock of another machine, is none."""
     seconds = max(0.0, seconds)

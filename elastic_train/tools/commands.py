@@ -7,6 +7,7 @@ the commands that read files answer at once.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -100,23 +101,9 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
     for text in arguments.sbatch:
         name, _, value = text.removeprefix("--").partition("=")
         options[name] = value
-    script = write_script(
-        SlurmJob(
-            nodes=arguments.nodes,
-            allocate=arguments.allocate,
-            is_array=arguments.array,
-            name=arguments.name,
-            etcd=arguments.etcd,
-            etcd_conf=arguments.etcd_conf,
-            run_dir=arguments.run_dir,
-            setup=arguments.setup,
-            workers=arguments.workers,
-            is_checked=not arguments.no_check,
-            has_local_snapshots=arguments.local_snapshots,
-            options=options,
-            flags=arguments.flags,
-        )
-    )
+    names = {entry.name for entry in dataclasses.fields(SlurmJob)}
+    same = {name: value for name, value in vars(arguments).items() if name in names}
+    script = write_script(SlurmJob(**same, options=options))
     print(script.rstrip("\n") if arguments.dry_run else submit(script))
     return 0
 
@@ -131,7 +118,7 @@ def serve_etcd(arguments: argparse.Namespace) -> int:
 
 def list_snapshots(arguments: argparse.Namespace) -> int:
     from elastic_train.storage.snapshot import find_snapshots, snapshots_in
-    from elastic_train.wording import duration, human_bytes
+    from elastic_train.wording import aligned, duration, human_bytes
 
     directory = snapshots_in(arguments.path)
     found = find_snapshots(directory, warn=_warn)
@@ -142,10 +129,7 @@ def list_snapshots(arguments: argparse.Namespace) -> int:
         size = sum(file.bytes for file in info.files.values())
         numbers = (info.step, info.epoch, info.samples_done, info.generation, info.world_size)
         rows.append((*map(str, numbers), duration(time.time() - info.time), human_bytes(size), info.name))  # type: ignore[arg-type]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        *cells, name = row
-        print("  ".join([*(cell.rjust(width) for cell, width in zip(cells, widths, strict=False)), name]))
+    print("\n".join(aligned(rows, left=(len(rows[0]) - 1,))))
     return 0
 
 

@@ -13,6 +13,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 from elastic_train.system import num_cores, processor_facts
+from elastic_train.wording import aligned
+
+HEAD = ("case", "ours", "theirs", "unit", "ratio", "spread")
+LEFT = (0, 3)
+"""columns of words"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,6 @@ def machine() -> str:
 def show(found: dict[str, Any], file: TextIO | None = None) -> None:
     """Print a report: a table on a terminal, aligned plain text elsewhere."""
     file = sys.stdout if file is None else file
-    head = ("case", "ours", "theirs", "unit", "ratio", "spread")
     cells = [
         (row["case"], _number(row["ours"]), _number(row["theirs"]), row["unit"], f"{row['ratio']:.3f}",
          f"{row['spread']:.3f}")
@@ -81,20 +85,14 @@ def show(found: dict[str, Any], file: TextIO | None = None) -> None:
         from rich.table import Table
 
         table = Table(title=title, title_justify="left")
-        for name in head:
-            table.add_column(name, justify="left" if name in ("case", "unit") else "right", no_wrap=True)
+        for column, name in enumerate(HEAD):
+            table.add_column(name, justify="left" if column in LEFT else "right", no_wrap=True)
         for row in cells:
             table.add_row(*row)
         Console(file=file).print(table)
         return
     print(title, file=file)
-    widths = [max(len(row[column]) for row in (head, *cells)) for column in range(len(head))]
-    for row in (head, *cells):
-        padded = [
-            word.ljust(width) if name in ("case", "unit") else word.rjust(width)
-            for name, word, width in zip(head, row, widths, strict=True)
-        ]
-        print("  ".join(padded).rstrip(), file=file)
+    print("\n".join(aligned([HEAD, *cells], left=LEFT)), file=file)
 
 
 def _number(value: float) -> str:
