@@ -126,9 +126,23 @@ def _add_status(commands: Commands) -> None:
 
 
 def _add_check(commands: Commands) -> None:
-    from elastic_train.tools.check.flags import add_flags
-
-    add_flags(_add(commands, "check", run_check, "whether machines can do a job, before it; also under torchrun"))
+    check = _add(commands, "check", run_check, "whether machines can do a job, before it; also under torchrun")
+    check.add_argument("--nodes", type=int, metavar="N", help="how many nodes the job is to have; fewer is a failure")
+    check.add_argument(
+        "--grace", type=float, default=30.0, metavar="SECONDS",
+        help="between the signal to stop and the kill: terminationGracePeriodSeconds, KillWait (default: 30)",
+    )  # fmt: skip
+    check.add_argument("--local-snapshots", action="store_true", help="each node keeps its own snapshots, on purpose")
+    check.add_argument("--wait", type=float, default=120.0, metavar="SECONDS", help="for the others (default: 120)")
+    alone = check.add_argument_group("for one node alone, without torchrun", "what torchrun will be given")
+    alone.add_argument("--workers", type=int, metavar="N", help="of this node, as torchrun's --nproc-per-node")
+    alone.add_argument("--rdzv-backend", choices=("c10d", "etcd3"), default="c10d", help="default: c10d")
+    alone.add_argument("--rdzv-endpoint", metavar="HOST:PORT,...", help="as torchrun will be given it")
+    alone.add_argument("--rdzv-id", default="none", metavar="NAME", help="run id of the job (default: none)")
+    alone.add_argument(
+        "--rdzv-conf", default="", metavar="KEY=VALUE,...", help="ca, cert, key, user, password_file, prefix"
+    )
+    check.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of the job: its model, data and directories")
 
 
 def _add_drill(commands: Commands) -> None:

@@ -4,5 +4,5 @@
 - `here.py`: what a worker finds by itself; `endpoint.py`: at the store it is to meet the others at
 - `together.py`: what takes the others: who reaches whom, clocks, an all-reduce, the directory they share
 - `judgement.py`: facts in, findings out; the whole judgement, with no input or output
-- `flags.py`: its flags; `check_command.py`: the order of it all, and what is printed
+- `check_command.py`: the order of it all, and what is printed
 """
