@@ -265,19 +265,16 @@ def _compare(info: SnapshotInfo, found: SnapshotFile) -> None:
 def newest_whole(
     directory: Path,
     *,
-    accept: Callable[[SnapshotInfo], bool] = lambda info: True,
     map_location: str | torch.device | None = "cpu",
     warn: Callable[[str], None],
 ) -> tuple[SnapshotInfo, dict[str, Any]] | None:
-    """The newest snapshot that `accept` says yes to and whose file verifies, with its state. A damaged one costs a
-    warning and the next older one is tried.
+    """The newest snapshot whose file verifies, with its state. A damaged one costs a warning and the next older one is
+    tried.
 
     Raises:
-        SnapshotError: the directory cannot be listed; as `load_state`. Whatever `accept` raises.
+        SnapshotError: the directory cannot be listed; as `load_state`.
     """
     for info in find_snapshots(directory, warn=warn):
-        if not accept(info):
-            continue
         try:
             return info, load_state(info, map_location)
         except SnapshotDamaged as error:

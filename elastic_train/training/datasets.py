@@ -7,6 +7,7 @@ them, because every worker that joins waits for its imports.
 from __future__ import annotations
 
 import fcntl
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,22 +128,14 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
     `first_index` sets one set apart from another with the same patterns, such as test from training.
     """
 
-    def __init__(
-        self,
-        length: int,
-        *,
-        seed: int = 0,
-        channels: int = 3,
-        image_size: int = 32,
-        classes: int = 10,
-        first_index: int = 0,
-    ) -> None:
+    shape = (3, 32, 32)
+    classes = 10
+
+    def __init__(self, length: int, *, seed: int = 0, first_index: int = 0) -> None:
         self._length = length
         self._seed = seed
-        self._shape = (channels, image_size, image_size)
-        self._classes = classes
         self._first_index = first_index
-        self._patterns = self._noise(np.arange(classes, dtype=np.int64), stream=-3)
+        self._patterns = self._noise(np.arange(self.classes, dtype=np.int64), stream=-3)
 
     def __len__(self) -> int:
         return self._length
@@ -156,16 +149,15 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self._length:
             raise IndexError(f"synthetic sample index out of range [0, {self._length})")
         numbers = indices.numpy() + self._first_index
-        labels = (random_bits(self._seed, 0, numbers, -1)[:, 0] % np.uint64(self._classes)).astype(np.int64)
+        labels = (random_bits(self._seed, 0, numbers, -1)[:, 0] % np.uint64(self.classes)).astype(np.int64)
         images = self._noise(numbers, stream=-2).mul_(2).add_(self._patterns[labels])
         return images, torch.from_numpy(labels)
 
     def _noise(self, numbers: npt.NDArray[np.int64], stream: int) -> Tensor:
         """Uniform in [-1, 1), float32: (sample, channel, height, width)."""
-        num_pixels = self._shape[0] * self._shape[1] * self._shape[2]
-        bits = random_bits(self._seed, 0, numbers, stream, num_pixels) >> np.uint64(40)
+        bits = random_bits(self._seed, 0, numbers, stream, math.prod(self.shape)) >> np.uint64(40)
         values = torch.from_numpy(bits.astype(np.float32)).mul_(2**-23).sub_(1)
-        return values.reshape(len(numbers), *self._shape)
+        return values.reshape(len(numbers), *self.shape)
 
 
 def check_dataset_name(name: str) -> None:
@@ -223,20 +215,12 @@ def _load_digits(seed: int) -> ImageData:
     return ImageData(part(~is_test), part(is_test), channels=1, classes=10, image_size=8)
 
 
-def synthetic(
-    seed: int,
-    *,
-    train_length: int = 4096,
-    test_length: int = 512,
-    channels: int = 3,
-    image_size: int = 32,
-    classes: int = 10,
-) -> ImageData:
+def synthetic(seed: int, *, train_length: int = 4096, test_length: int = 512) -> ImageData:
     """Training and test set of made-up images, of any length; see `SyntheticImages`."""
-    shape = {"channels": channels, "image_size": image_size, "classes": classes}
-    train = SyntheticImages(train_length, seed=seed, **shape)
-    test = SyntheticImages(test_length, seed=seed, first_index=train_length, **shape)
-    return ImageData(train, test, **shape)
+    train = SyntheticImages(train_length, seed=seed)
+    test = SyntheticImages(test_length, seed=seed, first_index=train_length)
+    channels, image_size, _ = SyntheticImages.shape
+    return ImageData(train, test, channels, SyntheticImages.classes, image_size)
 
 
 def _load_torchvision(name: str, data_dir: Path, seed: int) -> ImageData:

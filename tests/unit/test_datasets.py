@@ -168,12 +168,12 @@ class TestSynthetic:
         assert not torch.equal(SyntheticImages(10, seed=6).gather(indices, 0)[0], images)
 
     def test_every_class_occurs_and_test_is_not_training(self) -> None:
-        data = datasets.synthetic(0, train_length=300, test_length=300, channels=1, image_size=8, classes=7)
+        data = datasets.synthetic(0, train_length=300, test_length=300)
         assert isinstance(data.train, SyntheticImages)
         assert isinstance(data.test, SyntheticImages)
         images, labels = data.train.gather(torch.arange(300), 0)
-        assert images.shape == (300, 1, 8, 8)
-        assert sorted(set(labels.tolist())) == list(range(7))
+        assert images.shape == (300, 3, 32, 32)
+        assert sorted(set(labels.tolist())) == list(range(10))
         assert not torch.equal(data.test.gather(torch.arange(300), 0)[1], labels)
 
     def test_index_out_of_range(self) -> None:

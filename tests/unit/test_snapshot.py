@@ -269,17 +269,6 @@ def test_newest_is_by_generation_and_then_step(tmp_path: Path) -> None:
     assert keys(tmp_path) == [(10000, 5), (2, 100), (2, 90), (1, 300), (0, 900)]
 
 
-def test_accept(tmp_path: Path) -> None:
-    writer = make_writer(tmp_path)
-    for step in (1, 2, 3):
-        save(writer, step)
-    found = newest_whole(tmp_path, accept=lambda info: info.step < 3, warn=no_warning)
-    assert found is not None
-    assert found[0].step == 2
-    assert found[1]["step"] == 2
-    assert newest_whole(tmp_path, accept=lambda info: False, warn=no_warning) is None
-
-
 def damage_bit(path: Path) -> None:
     flip_a_bit(path / "state.pt")
 
