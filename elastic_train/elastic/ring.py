@@ -182,6 +182,7 @@ class Ring:
         if world.num_nodes < world.min_nodes and not self._worker.state.is_finished:
             return Stage.WAIT
         self._is_inside = True
+        self._worker.set_environment(world)
         self._parts.trainer.step_started = self._clock()
         return Stage.STAND_BY if world.is_spare else Stage.FORM
 

@@ -77,6 +77,10 @@ class Worker:
             host=world.me.host,
         )
 
+    def set_environment(self, world: World) -> None:
+        """Have the environment say what holds in `world`: the code that is trained may ask it for its rank."""
+        os.environ.update(self.launch.variables_in(world))
+
     def share_cores(self, world: World) -> None:
         """Share this host's cores among the workers of `world` that it has."""
         set_threads(world, self.config)

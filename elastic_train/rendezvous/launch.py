@@ -17,6 +17,7 @@ from elastic_train.protocol.addresses import parse_endpoints
 from elastic_train.rendezvous.command_line import arguments_of_agent, asks_for_c10d, option, parse_nnodes
 from elastic_train.rendezvous.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
 from elastic_train.rendezvous.slurm import torchrun_variables
+from elastic_train.world import World
 
 LAST_CALL_SECONDS = 2.0
 """how long a first world below --nnodes' maximum waits for more nodes, where the user gives no last_call_timeout"""
@@ -86,6 +87,27 @@ class Launch:
     def is_open(self) -> bool:
         """Whether nodes may join, and come back; else a launcher has fixed the world."""
         return self.c10d is not None or self.etcd is not None
+
+    def variables_in(self, world: World) -> dict[str, str]:
+        """What torchrun's variables say of this worker in `world`; none where no launcher has started it.
+
+        Place and size of its node stay what the launcher has said: they choose a device. A spare's rank is one that no
+        worker has.
+        """
+        if self.master is None and not self.is_open:
+            return {}
+        nodes = list(dict.fromkeys(member.node for member in world.members))  # those of the workers come first
+        rank, size = str(world.rank), str(world.world_size)
+        return {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": size,
+            "GROUP_RANK": str(nodes.index(world.me.node)),
+            "GROUP_WORLD_SIZE": str(len({worker.node for worker in world.workers})),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+        }
 
     @staticmethod
     def from_environment(environ: Mapping[str, str], store_endpoint: str | None) -> Launch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from pathlib import Path
@@ -36,10 +37,42 @@ def wait_for_world(cluster: Cluster, size: int) -> None:
     )
 
 
+NOTING = f"""
+import json, os, sys
+import elastic_train
+sys.path.insert(0, {str(EXAMPLES)!r})
+import elastic_ddp
+
+NAMES = ["RANK", "ROLE_RANK", "GROUP_RANK", "WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "LOCAL_RANK",
+         "LOCAL_WORLD_SIZE"]
+
+
+def note(when):
+    with open(f"{{when}}.json", "x") as file:
+        json.dump([os.environ[name] for name in NAMES], file)
+
+
+def train(training):
+    note(f"generation-{{training.world.generation}}-{{training.world.rank}}")
+    its_own(training)
+
+
+its_own, elastic_ddp.train = elastic_ddp.train, train
+elastic_ddp.main()
+note(f"after-{{os.getpid()}}")
+"""
+"""the example, with a note of what its environment says in each world, and when training is over"""
+
+
+def noted(cluster: Cluster, pattern: str) -> list[list[str]]:
+    return sorted(json.loads(path.read_text()) for path in cluster.path.glob(f"{pattern}.json"))
+
+
 def test_a_node_is_killed_and_another_one_joins(cluster: Cluster) -> None:
     epochs = 300  # nobody waits for the one that joins
     flags = ("--epochs", str(epochs), "--ledger", "--peer-timeout", "2")
-    program = (str(EXAMPLES / "elastic_ddp.py"),)
+    (cluster.path / "noting.py").write_text(NOTING)
+    program = ("noting.py",)
     nodes = cluster.start(*flags, nodes=3, program=program)
     wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events")
     wait_for_world(cluster, 3)
@@ -56,6 +89,9 @@ def test_a_node_is_killed_and_another_one_joins(cluster: Cluster) -> None:
     assert [incident["cause"] for incident in end["incidents"]] == ["peer_lost", "join"]
     assert all(incident["committed_steps_lost"] == 0 for incident in end["incidents"])
     assert outcomes(cluster.run_dir).count("finished") == 3
+    for pattern, size in (("generation-0-*", 3), ("generation-1-*", 2), ("generation-2-*", 3), ("after-*", 3)):
+        places = [[str(rank)] * 3 + [str(size)] * 3 + ["0", "1"] for rank in range(size)]
+        assert noted(cluster, pattern) == places, pattern
 
 
 @pytest.mark.slow

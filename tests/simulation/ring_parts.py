@@ -77,6 +77,7 @@ def make_ring(worker: Worker) -> Ring:
         stop=worker.stop,
         reporter=SimpleNamespace(debug=lambda _text: None, speak=lambda _text: None),
         reach=part.reach,
+        set_environment=lambda _world: None,
         share_cores=lambda _world: None,
     )
     return Ring(real_worker, worker.membership, parts, process.clock, process.sleep)

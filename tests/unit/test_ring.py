@@ -51,6 +51,8 @@ class Fake:
         self.is_open = False
         self.held: weakref.ref[Thing] | None = None
         self.error_of_end: Exception | None = None
+        self.environments: list[str] = []
+        """worlds that the environment was set for"""
         self.state = SimpleNamespace(
             step=0, is_finished=False, generation=-1, generations=0, clock=SimpleNamespace(enter=lambda _phase: None)
         )
@@ -125,6 +127,7 @@ class Fake:
             stop=SimpleNamespace(check=noting("check")),
             reporter=SimpleNamespace(debug=lambda text: self.calls.append(text.split(" (")[0]), speak=noting("speak")),
             reach=lambda _point, _world: None,
+            set_environment=lambda world: self.environments.append(world.uid),
             share_cores=lambda _world: None,
         )
         part: Any = SimpleNamespace(
@@ -275,6 +278,7 @@ def test_a_spare_steps_in() -> None:
     assert fake.ring().run() == 0
     assert fake.stages[:2] == ["meet -> stand by", "stand by -> meet"]
     assert fake.told["agree"] == [{"has_formed": True, "is_by_vote": False, "is_planned": False}]
+    assert fake.environments == ["spare", "single"]
 
 
 def test_a_spare_is_not_needed() -> None:

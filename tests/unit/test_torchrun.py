@@ -52,6 +52,8 @@ from elastic_train.rendezvous.launch import (
     Launch,
     max_nodes_of,
 )
+from elastic_train.world import World
+from tests.unit.test_world import member
 
 COMMANDS = [
     "-m elastic_train",
@@ -518,6 +520,30 @@ def test_launch_under_etcd3() -> None:
     launch = Launch.from_environment(environ, None)
     assert (launch.c10d, launch.etcd, launch.node_id, launch.min_nodes) == (None, settings, "abc", 2)
     assert max_nodes_of(launch, environ) == 4
+
+
+def test_a_world_in_torchruns_variables() -> None:
+    """Three nodes of two workers each, ranks as they came; the last node stands by."""
+    nodes = (0, 1, 1, 0, 2, 2)
+    members = tuple(member(node, 0, local_rank=nodes[:rank].count(node)) for rank, node in enumerate(nodes))
+    environ = OF_WORKERS | {C10D_VARIABLE: C10dSettings(("h:1",), 2, 4, 0.5).to_json()}
+    found = []
+    for rank, one in enumerate(members):
+        launch = Launch.from_environment(environ | {"LOCAL_RANK": str(one.local_rank)}, None)
+        found.append(launch.variables_in(World(rank, 7, members, max_world_size=4)))
+    assert found[2] == {
+        "RANK": "2", "WORLD_SIZE": "4", "ROLE_RANK": "2", "ROLE_WORLD_SIZE": "4", "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    }  # fmt: skip
+    assert [variables["RANK"] for variables in found] == list("012345")
+    assert [variables["LOCAL_RANK"] for variables in found] == list("001101")
+    assert [variables["GROUP_RANK"] for variables in found] == list("011022")
+    assert {variables["GROUP_WORLD_SIZE"] for variables in found} == {"2"}
+
+
+def test_where_no_launcher_said_a_rank_none_is_said() -> None:
+    """A second run in the same process, or one that it starts, would take it for a launcher's."""
+    assert Launch().variables_in(World(0, 0, (member(0, 0),))) == {}
 
 
 def test_several_nodes_without_the_plug_in_are_refused(agent: list[str]) -> None:
