@@ -184,6 +184,7 @@ class Training:
                 would go its own way.
             TrainingDiverged: the loss of this step, or of the one before, is NaN or infinite and the optimizer has
                 stepped; on every rank alike.
+            FormationFailed: a peer was lost in the reduction of a step that a GradScaler has skipped.
         """
         step, sums = self._steps.required(), self._sums
         if step.result is not None:
@@ -194,7 +195,7 @@ class Training:
                 f"nobody averages the gradients of the {self.world.world_size} workers: train the module that "
                 "training.parallel() makes in the training function"
             )
-        has_stepped, step.is_applied = step.is_applied, True
+        has_stepped = self._steps.require_sound()
         own_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
         own_part = 0.0 if step.is_stand_in else own_loss * step.weight  # a stand-in's may be NaN
         sums.settle()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -56,6 +56,7 @@ class SessionSteps:
     Args:
         shares: this rank's part of each step.
         is_own_code: whether what is done between two steps is the user's own.
+        require_unbroken: raises FormationFailed where the process group was broken off; waits for the device.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class SessionSteps:
         sums: StepSums,
         *,
         is_own_code: bool,
+        require_unbroken: Callable[[], None],
     ) -> None:
         self._shares = iter(shares)
         self._worker = worker
@@ -74,6 +76,7 @@ class SessionSteps:
         self._observer = observer
         self._sums = sums
         self._is_own_code = is_own_code
+        self._require_unbroken = require_unbroken
         self.in_hand: StepInHand | None = None
 
     def required(self) -> StepInHand:
@@ -97,6 +100,20 @@ class SessionSteps:
         self.in_hand = StepInHand(share[0][0], sum(len(micro_batch.indices) for micro_batch, _ in share))
         self._observer.begin(share)
         return share
+
+    def require_sound(self) -> bool:
+        """The step in hand is about to be committed, and is from here on whatever happens. Returns whether the
+        optimizer has stepped; else a GradScaler has skipped it, or gradients add up.
+
+        Raises: FormationFailed where it has not, because the reduction was broken off: to a GradScaler that looks like
+            an overflow.
+        """
+        step = self.required()
+        has_stepped = step.is_applied
+        if step.has_reduced and not has_stepped:
+            self._require_unbroken()
+        step.is_applied = True
+        return has_stepped
 
     def commit(self, loss: float, late: LateTotals | None = None) -> None:
         """The step in hand counts. `late` are its sums where they are not waited for; they give its loss then."""

@@ -158,7 +158,15 @@ class Trainer:
         observer = StepObserver(self, worker, membership, world)
         end = WorldEnd(world, membership.watcher, observer)
         sums = StepSums(worker, membership.watcher, world, observer, end, self._extras, self._votes)
-        steps = SessionSteps(shares, worker, membership.watcher, observer, sums, is_own_code=not self._is_bundled)
+        steps = SessionSteps(
+            shares,
+            worker,
+            membership.watcher,
+            observer,
+            sums,
+            is_own_code=not self._is_bundled,
+            require_unbroken=self._require_unbroken,
+        )
         parallel = OwnParallel(world, worker.device, membership.watcher, steps, sums)
         self._ddp_modules = parallel.made
         whole = WholeSteps(worker, membership, world, begin, self, self._stand_in)
@@ -192,7 +200,8 @@ class Trainer:
         self._ddp_modules = []
 
     def _require_unbroken(self, *_arguments: Any) -> None:
-        """NCCL's collectives, once aborted, end with garbage and no error: it must not reach the weights."""
+        """NCCL's collectives, once aborted, end with garbage and no error: it must not reach the weights, nor count for
+        an overflow."""
         if self._training is None:
             return
         require_unbroken(self._membership.sockets, self._worker.device)  # the backward pass may still be under way
@@ -208,5 +217,7 @@ def begin_scalers_anew(state: TrainState) -> None:
     """Have GradScalers forget the step that was broken off between `unscale_` or `step` and `update`: they would take
     its gradients, when it is done again, for unscaled ones."""
     for extra in state.extras.values():
-        if isinstance(extra, torch.amp.GradScaler) and extra._scale is not None:  # else `scale` was never called
+        if not isinstance(extra, torch.amp.GradScaler) or not extra.is_enabled():
+            continue
+        if extra._scale is not None:  # else `scale` was never called
             extra.update(extra.get_scale())  # the only public way; the scale stays

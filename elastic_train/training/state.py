@@ -14,6 +14,7 @@ from torch import nn
 from elastic_train.branches import Branches, branches_of
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
+from elastic_train.training.kept import KeptBuffers, KeptScales
 from elastic_train.training.sampler import steps_per_epoch
 
 
@@ -100,6 +101,7 @@ class TrainState:
             model.train()
         self._modes = [(module, module.training) for module in model.modules()]
         self.kept_buffers = KeptBuffers(model)
+        self._kept_scales = KeptScales(self.extras.values())
         self._is_step_open = self._is_updating = False
         optimizer.register_step_pre_hook(self._note_update)
         self._schedule = schedule
@@ -141,9 +143,10 @@ class TrainState:
         _set_modes(self._modes)
 
     def remember(self) -> None:
-        """A step begins: keep what it may change before its reduction is through, BatchNorm's statistics."""
+        """A step begins: keep what it may change before its reduction is known to be sound."""
         self._is_step_open = True
         self.kept_buffers.keep()
+        self._kept_scales.keep()
 
     def rollback(self) -> bool:
         """Back to the last commit, after a step that failed in its reduction: the weights were not touched yet.
@@ -154,6 +157,7 @@ class TrainState:
             return False
         self._is_step_open = False
         self.kept_buffers.put_back()
+        self._kept_scales.put_back()
         return True
 
     def commit(self, loss: float) -> bool:
@@ -263,52 +267,6 @@ class TrainState:
         self.fingerprint = dict(run.get("fingerprint", {}))
         self._apply_schedule()
         self._is_updating = False
-
-
-Buffers = dict[str, torch.Tensor | None]
-"""of one layer, as its forward pass finds them"""
-Remembered = dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]
-"""which tensor each of them was, and a copy of what it held"""
-
-
-class KeptBuffers:
-    """What forward passes change in a model, BatchNorm's statistics, as it was when a step began. For the thread that
-    trains."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._kept: list[tuple[Buffers, Remembered]] | None = None
-
-    def keep(self) -> None:
-        """A step begins."""
-        if self._kept is None:  # once, because walking through a large model costs more than many a step
-            self._kept = [(layer._buffers, {}) for layer in self._model.modules() if layer._buffers]
-        if self._kept:
-            with torch.no_grad():
-                for buffers, kept in self._kept:
-                    _remember(buffers, kept)
-
-    def put_back(self) -> None:
-        """They are again what they were when the step in hand began."""
-        with torch.no_grad():
-            for buffers, kept in self._kept or ():
-                _put_back(buffers, kept)
-
-
-def _remember(buffers: Buffers, kept: Remembered) -> None:
-    for name, buffer in buffers.items():
-        last, copy = kept.get(name, (None, None))
-        if buffer is last and buffer is not None and copy is not None:
-            copy.copy_(buffer)
-        else:  # a forward pass may put another tensor in its place, of another size perhaps
-            kept[name] = (buffer, None if buffer is None else buffer.detach().clone())
-
-
-def _put_back(buffers: Buffers, kept: Remembered) -> None:
-    for name, (buffer, copy) in kept.items():
-        if buffer is not None and copy is not None:
-            buffer.copy_(copy)
-        buffers[name] = buffer
 
 
 def total_steps(length: int, global_batch_size: int, epochs: int, max_steps: int | None) -> int:

@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch.distributed import HashStore, TCPStore
 
 from elastic_train.config import Config
 from elastic_train.elastic.process_group import is_communication_error, process_group
+from elastic_train.elastic.session_steps import SessionSteps, StepInHand
 from elastic_train.elastic.trainer import Program, Trainer
 from elastic_train.elastic.whole_steps import UnbrokenReduction
 from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged
@@ -34,6 +36,7 @@ from elastic_train.system import open_sockets
 from elastic_train.tools.drills.nodes import wait_until
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.reduction import StepTotals
+from elastic_train.training.sampler import MicroBatch
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
 
@@ -657,32 +660,66 @@ def test_nccl_gets_this_workers_device_and_is_destroyed_when_its_abort_has_ended
     assert order == [True]
 
 
-def test_an_own_loop_applies_nothing_before_the_device_has_finished_the_reduction(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where it ends by an abort its sums are garbage, and nothing but the end of the wait shows that."""
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    """Of an own loop on NCCL, whose group is broken off while the device still works on a reduction."""
     sockets = GroupSockets()
     stream = SimpleNamespace(synchronize=sockets.shut)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     sockets.has_nccl = True
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
     task = SimpleNamespace(train_set=torch.utils.data.TensorDataset(torch.ones(1)), collate=list)
     worker: Any = SimpleNamespace(
-        state=SimpleNamespace(optimizer=optimizer, model=torch.nn.Module()),
+        state=SimpleNamespace(optimizer=torch.optim.SGD(model.parameters(), lr=0.1), model=model, step=3),
         device=torch.device("cuda"),
         task=task,
         config=Config(),
     )
     membership: Any = SimpleNamespace(sockets=sockets)
     saver: Any = None
-    trainer = Trainer(Program(lambda _training: None), worker, membership, saver)
-    trainer._training = SimpleNamespace(note_applied=lambda: None)  # type: ignore[assignment]
-    weight.grad = torch.full((2,), 7.0)
+    found = Trainer(Program(lambda _training: None), worker, membership, saver)
+    found._training = SimpleNamespace(note_applied=lambda: None)  # type: ignore[assignment]
+    return found
+
+
+def test_an_own_loop_applies_nothing_before_the_device_has_finished_the_reduction(trainer: Trainer) -> None:
+    """Where it ends by an abort its sums are garbage, and nothing but the end of the wait shows that."""
+    state = trainer._worker.state
+    state.model.weight.grad = torch.full((1, 2), 7.0)  # type: ignore[union-attr]
     with pytest.raises(FormationFailed):
-        optimizer.step()
-    assert weight.tolist() == [1.0, 1.0]
+        state.optimizer.step()
+    assert state.model.weight.tolist() == [[1.0, 1.0]]  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize("has_reduced", [True, False])
+def test_a_step_that_a_scaler_skips_over_garbage_does_not_count(trainer: Trainer, has_reduced: bool) -> None:
+    """One without a sum of gradients (`no_sync`) does: nothing of it came from others."""
+    state, steps = trainer._worker.state, trainer_steps(trainer)
+    steps.in_hand = step = StepInHand(MicroBatch(0, 4, 0, np.arange(1), 2, is_last=True), 1, has_reduced=has_reduced)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(state.model(torch.ones(1, 2)).sum()).backward()
+    state.model.weight.grad.fill_(float("nan"))  # type: ignore[operator, union-attr]
+    scaler.step(state.optimizer)
+    scaler.update()
+    with pytest.raises(FormationFailed) if has_reduced else nullcontext():
+        assert not steps.require_sound()
+    assert step.is_applied is not has_reduced, "else it is committed with the world's end"
+
+
+def trainer_steps(trainer: Trainer) -> SessionSteps:
+    """As the trainer makes them for a world, as far as they need no others."""
+    nothing: Any = None
+    return SessionSteps(
+        (),
+        trainer._worker,
+        nothing,
+        nothing,
+        nothing,
+        is_own_code=True,
+        require_unbroken=trainer._require_unbroken,
+    )
 
 
 def test_what_was_computed_from_garbage_is_nobodys_error() -> None:

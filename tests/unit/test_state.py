@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_train.elastic.trainer import begin_scalers_anew
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.reduction import StepTotals
 from elastic_train.training.state import (
@@ -361,3 +362,30 @@ def test_an_overflow_that_the_scaler_skips_leaves_no_trace_in_the_statistics() -
     state.commit(float("inf"))
     assert all(torch.equal(value, before[name]) for name, value in state.model.named_buffers())
     assert all(parameter.isfinite().all() for parameter in state.model.parameters())
+
+
+@pytest.mark.parametrize("is_used", [True, False], ids=["used before", "in the first step"])
+def test_what_a_scaler_found_in_a_step_that_is_taken_back_is_forgotten(is_used: bool) -> None:
+    """Of a reduction that was broken off, the ranks may have found different things."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=9)
+    state = make_state(extras={"scaler": scaler, "off": torch.amp.GradScaler("cpu", enabled=False)})
+    if is_used:
+        train_with(state, scaler, gradient=1.0)
+    before = scaler.state_dict()
+    state.remember()
+    train_with(state, scaler, gradient=float("nan"))
+    assert scaler.get_scale() == 32.0
+    begin_scalers_anew(state)
+    assert state.rollback()
+    assert scaler.state_dict() == before
+    train_with(state, scaler, gradient=1.0)
+    assert scaler.state_dict() == before | {"_growth_tracker": before["_growth_tracker"] + 1}
+
+
+def train_with(state: TrainState, scaler: torch.amp.GradScaler, gradient: float) -> None:
+    """A step of the user's own."""
+    scaler.scale(torch.ones(()))
+    for parameter in state.model.parameters():
+        parameter.grad = torch.full_like(parameter, gradient)
+    scaler.step(state.optimizer)
+    scaler.update()
