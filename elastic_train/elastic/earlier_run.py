@@ -21,7 +21,8 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.errors import FormationFailed
 from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.runlog.goodput import process_start_ticks, seconds_since_process_start
-from elastic_train.storage.run_record import RUN_FILE, RunRecord, newest_written, read_record
+from elastic_train.storage.past_snapshots import read_past_snapshots
+from elastic_train.storage.run_record import RUN_FILE, RunRecord, read_record
 from elastic_train.storage.snapshot import find_snapshots, set_aside
 from elastic_train.training import determinism
 from elastic_train.training.collectives import gather_json
@@ -164,7 +165,7 @@ class EarlierRun:
             is_new_run=lost is None and (self._is_first_round or self._membership.published("run_uid") is None),
             lost=lost,
             record=self._record,
-            written=lambda: newest_written(worker.directory.events_dir) if world.is_directory_leader else None,
+            past=lambda: read_past_snapshots(worker.directory.events_dir) if world.is_directory_leader else None,
             warn=worker.reporter.warn,
             check=check,
         )

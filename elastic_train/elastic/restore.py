@@ -22,6 +22,7 @@ from elastic_train.errors import (
     TaskMismatch,
 )
 from elastic_train.rules import freshest
+from elastic_train.storage.past_snapshots import PastSnapshots, require_none_written
 from elastic_train.storage.run_record import RunRecord, run_to_continue
 from elastic_train.storage.snapshot import STATE_FILE, SnapshotInfo, load_state
 from elastic_train.training.collectives import gather_json
@@ -53,7 +54,7 @@ def restore(
     is_new_run: bool,
     lost: str | None,
     record: RunRecord,
-    written: Callable[[], Mapping[str, Any] | None],
+    past: Callable[[], PastSnapshots | None],
     warn: Warn,
     check: Check,
 ) -> Restored:
@@ -67,14 +68,15 @@ def restore(
         is_new_run: whether the run directories say which run is meant (the job's first world), or `run_uid` does.
         lost: why it may not begin from scratch where there is none: how a state of this run was lost.
         record: which run this rank's run directory belongs to.
-        written: asked where there is no snapshot: the event of the newest that was written here, as far as is known.
+        past: asked where there is no snapshot: what this rank's run directory says of some; None on ranks that lead
+            none.
         check: is called while this rank waits for a state, and raises where the group was broken off.
 
     Raises:
         RunsMixed: snapshots of two runs can be seen. BranchesMixed: snapshots of two branches of the run can be seen.
         TaskMismatch: the newest snapshot is of another task, seed, batch size, ...; names both values.
-        SnapshotError: it verifies and still cannot be read; or none can be seen, and a state was lost, or a snapshot
-            was written that nobody has.
+        SnapshotError: it verifies and still cannot be read; or none can be seen, and a state was lost, or the run had
+            snapshots that nobody has.
     """
     told = gather_json({"offers": list(map(describe_offer, offers)), "record": record.to_fields()})
     seen = [offer for entry in told for offer in entry["offers"]]
@@ -92,7 +94,9 @@ def restore(
         return Restored("snapshot", state.step, from_rank)
     if lost is not None:
         raise SnapshotError(f"{lost}, and no snapshot of their run can be seen here")
-    _require_none_written(gather_json(written()))
+    found = past()
+    told = gather_json(None if found is None else found.to_fields())
+    require_none_written([PastSnapshots.from_fields(fields) for fields in told if fields is not None])
     state.run_uid, state.superseded = run_uid, superseded
     if state.micro_batch_size is None:
         state.micro_batch_size = -(-state.global_batch_size // world.world_size)
@@ -169,16 +173,6 @@ def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn:
         return {"misfit": str(error)}
     _compare_extras(state, loaded, source, warn)
     return {"read": loaded["run"]["clock"]}
-
-
-def _require_none_written(found: Sequence[Mapping[str, Any] | None]) -> None:
-    """Raises: SnapshotError where a run would begin from scratch though it had come further."""
-    event = max((one for one in found if one is not None), key=lambda one: int(one["snapshot_step"]), default=None)
-    if event is not None:
-        raise SnapshotError(
-            f"host {event['host']} wrote a snapshot of step {event['snapshot_step']} of this run, {event['path']}, and "
-            "no whole one can be seen from here: start where it is, or give --fresh to begin anew"
-        )
 
 
 def sync_from_freshest(

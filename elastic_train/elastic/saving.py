@@ -24,6 +24,7 @@ class Saver:
         self._files = files
         self._every = worker.config.snapshot_every
         self._is_overdue = False
+        self._has_noted_due = False
         self._world: World | None = None
         self._snapshots: SnapshotWriter | None = None
 
@@ -33,7 +34,10 @@ class Saver:
 
     def is_due(self, state: TrainState) -> bool:
         """Whether this worker must call `save` after the step that was just committed. Reports what was written."""
-        if not self._every or self._world is None or self._world.rank != 0:
+        if not self._every or self._world is None:
+            return False
+        if self._world.rank != 0:
+            self._note_due(self._world, state)
             return False
         if self._snapshots is not None:
             self.report()
@@ -41,6 +45,14 @@ class Saver:
             self._writer().prepare(state.state_dict())
         self._is_overdue = self._is_overdue or state.step % self._every == 0
         return self._is_overdue and not state.is_finished and not self._writer().is_busy()
+
+    def _note_due(self, world: World, state: TrainState) -> None:
+        """Once: where the snapshots of another node lie somewhere else, this one's events show that there are some. A
+        step later than the first was due: by then rank 0 has written down that step, too."""
+        if not self._has_noted_due and state.step > self._every:
+            self._has_noted_due = True
+            if world.is_directory_leader:
+                self._reporter.events.write("snapshot_due", every=self._every, by=world.members[0].name)
 
     def save(self, state: TrainState) -> None:
         """In the background; returns when the state is copied."""

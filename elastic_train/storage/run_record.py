@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import RunsMixed
-from elastic_train.runlog.reader import read_all, read_json
+from elastic_train.runlog.reader import read_json
 
 RUN_FILE = "run.json"
 
@@ -87,13 +87,3 @@ def run_to_continue(records: Sequence[RunRecord], offers: Sequence[Mapping[str, 
             "start again, give another --run-dir, or --fresh to begin anew"
         )
     return Choice(candidates[0] if candidates else None, tuple(sorted(superseded)))
-
-
-def newest_written(events_dir: Path) -> dict[str, Any] | None:
-    """The event of the newest snapshot that the workers of a run directory have written. Reads all of their events."""
-    lines = (line for path in events_dir.glob("*.jsonl") for line in read_all(path) if line.get("event") == "snapshot")
-    return max(lines, key=_age, default=None)
-
-
-def _age(line: Mapping[str, Any]) -> tuple[int, int]:
-    return int(line.get("generation") or 0), int(line.get("snapshot_step") or 0)

@@ -116,6 +116,11 @@ def test_run_directories_that_are_local_to_each_node(cluster: Cluster) -> None:
     cluster.kill()
     assert not (run_dirs[other] / "snapshots").exists()
     newest = newest_snapshot(run_dirs[had_rank_0])[0]
+    # Without it nothing begins anew, though the other has never heard of a snapshot.
+    [alone] = start(other, "--max-steps", "60").values()
+    cluster.finish([alone], code=1)
+    [line] = error_lines(alone)
+    assert "of this run at least (generation 0), with a snapshot due every 5 steps" in line
 
     # 2. It leads again, though it comes last, and the other goes on from what it has never seen.
     nodes = start(other + had_rank_0)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_train.errors import RunsMixed
-from elastic_train.storage.run_record import NO_RUN, RUN_FILE, RunRecord, newest_written, read_record, run_to_continue
+from elastic_train.storage.run_record import NO_RUN, RUN_FILE, RunRecord, read_record, run_to_continue
 
 
 def offer(run: str, generation: int, step: int, host: str = "a") -> dict[str, Any]:
@@ -55,15 +54,3 @@ def test_a_record_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: 
     for damaged in (b"", b"[]", b'{"uid": "x"}', NEW.to_json()[:-3]):
         (tmp_path / RUN_FILE).write_bytes(damaged)
         assert read_record(tmp_path) == NO_RUN
-
-
-def test_the_newest_snapshot_that_was_written(tmp_path: Path) -> None:
-    assert newest_written(tmp_path) is None
-    lines = [
-        {"event": "snapshot", "generation": 1, "snapshot_step": 20},
-        {"event": "step", "generation": 3, "step": 99},
-        {"event": "snapshot", "generation": 2, "snapshot_step": 10},
-    ]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    (tmp_path / "b.jsonl").write_text(json.dumps(lines[0]) + "\n{torn")
-    assert newest_written(tmp_path) == lines[2]

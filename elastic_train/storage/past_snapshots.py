@@ -1,0 +1,111 @@
+"""What the events of run directories say of snapshots that nobody can see: a run that had some does not begin anew.
+
+Rank 0 alone writes the regular snapshots, and says so in its own events. Where directories are not shared, the others'
+show no more than how far the run had come; their events `snapshot_due` and `world` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_train.errors import SnapshotError
+from elastic_train.runlog.reader import Line, read_all
+from elastic_train.world import from_runs, to_runs
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The newest moment at which a worker had come past the first snapshot that was due."""
+
+    generation: int
+    step: int
+    every: int
+    """steps between two snapshots"""
+    host: str
+
+
+@dataclass(frozen=True)
+class PastSnapshots:
+    """By the events of one run directory."""
+
+    known: tuple[int, int, str] | None
+    """generation and step of the newest snapshot that was surely there, and how that is known"""
+    reached: Reached | None
+    logged: str
+    """steps that have an event of their own, as runs: who wrote it was rank 0, and would have written the snapshot"""
+
+    def to_fields(self) -> dict[str, Any]:
+        return {**vars(self), "reached": None if self.reached is None else vars(self.reached)}
+
+    @staticmethod
+    def from_fields(fields: Mapping[str, Any]) -> PastSnapshots:
+        reached = None if fields["reached"] is None else Reached(**fields["reached"])
+        return PastSnapshots(fields["known"] and tuple(fields["known"]), reached, fields["logged"])
+
+
+def read_past_snapshots(events_dir: Path) -> PastSnapshots:
+    """Reads all events of a run directory."""
+    known: list[tuple[int, int, str]] = []
+    reached: list[Reached] = []
+    logged: set[int] = set()
+    for path in events_dir.glob("*.jsonl"):
+        lines = read_all(path)
+        known += _known(lines)
+        reached += _reached(lines)
+        logged |= {_step(line) for line in lines if line.get("event") == "step"}
+    newest = max(reached, key=lambda one: (one.generation, one.step), default=None)
+    return PastSnapshots(max(known, default=None), newest, to_runs(sorted(logged)))
+
+
+def require_none_written(found: Sequence[PastSnapshots]) -> None:
+    """For where no snapshot can be seen: `found` is what all members' directories say.
+
+    A run that was ended before its first snapshot was written may begin anew: those who wrote down the steps, all of
+    them here, had written none. Where they are not here they may have.
+
+    Raises:
+        SnapshotError: the run had snapshots.
+    """
+    known = max((one.known for one in found if one.known is not None), default=None)
+    if known is not None:
+        raise SnapshotError(
+            f"{known[2]}, and no whole one can be seen from here: start where it is, or give --fresh to begin anew"
+        )
+    logged = {step for one in found for step in from_runs(one.logged)}
+    for one in found:
+        past = one.reached
+        if past is not None and not logged.issuperset(range(past.every, past.step, past.every)):
+            raise SnapshotError(
+                f"host {past.host} had come to step {past.step} of this run at least (generation {past.generation}), "
+                f"with a snapshot due every {past.every} steps, and none can be seen from here: start where they are, "
+                "or give --fresh to begin anew"
+            )
+
+
+def _known(lines: Iterable[Line]) -> Iterable[tuple[int, int, str]]:
+    for line in lines:
+        generation = int(line.get("generation") or 0)
+        if line.get("event") == "snapshot":
+            step = int(line.get("snapshot_step") or 0)
+            how = f"host {line.get('host')} wrote a snapshot of step {step} of this run, {line.get('path')}"
+            yield generation, step, how
+        elif line.get("event") == "restore" and line.get("source") == "snapshot":
+            step = int(line.get("restored_step") or 0)
+            yield generation, step, f"host {line.get('host')} went on from a snapshot of step {step} of this run"
+
+
+def _reached(lines: Sequence[Line]) -> Iterable[Reached]:
+    """Of one process, whose flags say how often snapshots were due."""
+    configs = (line.get("config") for line in lines if line.get("event") == "start")
+    every = next((int(config.get("snapshot_every") or 0) for config in configs if isinstance(config, dict)), 0)
+    for line in lines:
+        generation = line.get("generation")
+        if every and generation is not None and _step(line) > every:
+            yield Reached(int(generation), _step(line), every, str(line.get("host")))
+
+
+def _step(line: Line) -> int:
+    return int(line.get("step") or 0)

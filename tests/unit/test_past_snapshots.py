@@ -1,0 +1,82 @@
+"""A run that had snapshots does not begin anew where none of them can be seen; one that was killed before may."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_train.errors import SnapshotError
+from elastic_train.storage.past_snapshots import PastSnapshots, Reached, read_past_snapshots, require_none_written
+
+NOTHING = PastSnapshots(None, None, "")
+
+
+def at(step: int, *, logged: str = "", every: int = 100, host: str = "b") -> PastSnapshots:
+    return PastSnapshots(None, Reached(4, step, every, host), logged)
+
+
+@pytest.mark.parametrize(
+    ("found", "may_begin"),
+    [
+        ([], True),
+        ([NOTHING, NOTHING], True),
+        ([PastSnapshots((1, 20, "host a wrote a snapshot of step 20, PATH"), None, "1-25"), NOTHING], False),
+        # Who was rank 0 is not here: it may have written what it had to.
+        ([at(9000)], False),
+        ([NOTHING, at(101), at(9000, host="c")], False),
+        ([at(250, logged="101-250")], False),
+        ([at(250), PastSnapshots(None, None, "1-150")], False),
+        # It is here, and was killed within its first snapshot; or all the time its disk was full.
+        ([at(105, logged="1-105")], True),
+        ([at(104), PastSnapshots(None, None, "1-105")], True),
+        ([at(250), PastSnapshots(None, None, "1-150"), PastSnapshots(None, None, "151-249")], True),
+        # Its line of that very step may be lost.
+        ([at(100), NOTHING], True),
+    ],
+)
+def test_who_may_begin_from_scratch(found: list[PastSnapshots], may_begin: bool) -> None:
+    with (
+        nullcontext() if may_begin else pytest.raises(SnapshotError, match=r"seen from here: .*--fresh to begin anew$")
+    ):
+        require_none_written([PastSnapshots.from_fields(json.loads(json.dumps(one.to_fields()))) for one in found])
+
+
+def test_the_line_says_who_was_where() -> None:
+    with pytest.raises(
+        SnapshotError, match=r"^host c had come to step 9000 of this run at least \(generation 4\), .* every 100"
+    ):
+        require_none_written([at(9000, host="c")])
+
+
+def write(path: Path, *lines: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps({"host": "b", **line}) + "\n" for line in lines) + '{"torn')
+
+
+def start(every: int) -> dict[str, Any]:
+    return {"event": "start", "generation": None, "step": 0, "config": {"snapshot_every": every}}
+
+
+def test_what_events_say(tmp_path: Path) -> None:
+    assert read_past_snapshots(tmp_path) == NOTHING
+    write(tmp_path / "a.jsonl", start(10), *({"event": "step", "generation": 1, "step": step} for step in (1, 2, 10)))
+    assert read_past_snapshots(tmp_path) == PastSnapshots(None, None, "1-2,10"), "the first was due just now"
+    write(tmp_path / "b.jsonl", start(10), {"event": "world", "generation": 2, "step": 30})
+    write(tmp_path / "c.jsonl", start(5), {"event": "snapshot_due", "generation": 1, "step": 90})
+    write(tmp_path / "d.jsonl", start(0), {"event": "world", "generation": 3, "step": 99})
+    assert read_past_snapshots(tmp_path) == PastSnapshots(None, Reached(2, 30, 10, "b"), "1-2,10")
+
+
+def test_a_snapshot_that_was_surely_there(tmp_path: Path) -> None:
+    restored = {"event": "restore", "generation": 1, "step": 30, "source": "snapshot", "restored_step": 30}
+    write(tmp_path / "a.jsonl", start(0), restored, restored | {"source": "peer", "restored_step": 99})
+    assert read_past_snapshots(tmp_path).known == (1, 30, "host b went on from a snapshot of step 30 of this run")
+    write(
+        tmp_path / "b.jsonl",
+        {"event": "snapshot", "generation": 1, "snapshot_step": 40, "path": "/b/40"},
+        {"event": "snapshot", "generation": 2, "snapshot_step": 20, "path": "/b/20"},
+    )
+    assert read_past_snapshots(tmp_path).known == (2, 20, "host b wrote a snapshot of step 20 of this run, /b/20")
