@@ -155,3 +155,27 @@ def test_an_evaluation_takes_no_more_memory_than_the_flags_allow_and_has_their_p
     assert told.count("evaluation") == 1
     assert sizes == [most] * (7 // most) + ([7 % most] if 7 % most else [])
     assert kinds == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            0.5,
+            "Given.evaluate gave a float: it must give a dict of scalars by name, sums over the samples of the batch",
+        ),
+        ({"correct": torch.ones(3)}, "Given.evaluate gave 'correct' of shape (3,): it must be a scalar, the sum"),
+    ],
+)
+def test_an_evaluation_that_gives_something_else_is_told_in_one_line(given: Any, message: str) -> None:
+    class Given(Watched):
+        def evaluate(self, model: nn.Module, batch: Any) -> Any:
+            return given
+
+    task = Given(test_samples=3)
+    loop, _, told = make_loop(task)
+    with pytest.raises(UsageError) as raised:
+        loop.run(WORLD, steps(task))
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+    assert "evaluation" not in told
