@@ -13,6 +13,7 @@ from elastic_train.branches import BRANCH, Branch, id_of
 from elastic_train.config import as_json
 from elastic_train.elastic.connect import Return
 from elastic_train.elastic.handover import Check
+from elastic_train.elastic.ledger_repair import write_lines_again
 from elastic_train.elastic.membership import Membership, new_token, versions
 from elastic_train.elastic.process_group import choose_backend, gpu_of
 from elastic_train.elastic.restore import Restored, require_line, restore
@@ -174,6 +175,8 @@ class EarlierRun:
         # An attempt that a death broke off may have named the run already; that name holds.
         state.run_uid = self._membership.agreed_once("run_uid", state.run_uid)
         self._membership.agreed_once("agreement", json.dumps(worker.agreement()))
+        if restored.source == "snapshot":
+            write_lines_again(worker, world)  # before the next exchange: nobody has a state until all have written
         seen = gather_json({"reached": self._traces.reached, "logged": self._traces.logged})
         note_restart(state, restored, newest_step([entry["reached"] for entry in seen]))
         logged = newest_step([entry["logged"] for entry in seen])

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from elastic_train.config import Config
 from elastic_train.stopping import die_with_parent
 from elastic_train.training.epoch_dataset import EpochDataset, as_fetched
-from elastic_train.training.sampler import MicroBatch, StepSampler
+from elastic_train.training.sampler import MicroBatch, StepSampler, steps_per_epoch
 from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import mapped
 from elastic_train.world import World
@@ -22,7 +22,7 @@ from elastic_train.world import World
 class RunSampler:
     """A `batch_sampler` over all epochs that are left, so that loader processes start once per world, not per epoch."""
 
-    def __init__(self, state: TrainState, world: World, config: Config, first_ranks: int | None) -> None:
+    def __init__(self, state: TrainState, world: World, config: Config, first_ranks: int | None = None) -> None:
         self._first_ranks = world.world_size if first_ranks is None else first_ranks
         self._start = (state.epoch, state.samples_done, state.step)
         self._last_step = state.last_step
@@ -50,6 +50,13 @@ class RunSampler:
                 step = micro_batch.step
                 yield micro_batch
             epoch, samples_done = epoch + 1, 0
+
+    def of_step(self, step: int) -> list[MicroBatch]:
+        """This rank's micro-batches of any step, a committed one perhaps."""
+        length, batch = self._arguments["length"], self._arguments["global_batch_size"]
+        epoch, within = divmod(step - 1, steps_per_epoch(length, batch))
+        arguments = {**self._arguments, "max_steps": step}
+        return list(StepSampler(epoch=epoch, samples_done=within * batch, steps_done=step - 1, **arguments))
 
     def _first_step(self) -> Iterator[MicroBatch]:
         """Split over the first ranks alone; the others get an empty micro-batch."""

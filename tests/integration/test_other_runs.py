@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_train.storage.snapshot import find_snapshots
-from tests.integration.cluster import Cluster, error_line, events, snapshot_names
+from tests.integration.cluster import Cluster, check_ledger, error_line, events, lines, snapshot_names
 
 FLAGS = ("--model", "mlp", "--snapshot-every", "10", "--eval-every", "1000")
 
@@ -84,3 +84,24 @@ def test_a_run_whose_snapshots_are_gone_does_not_begin_anew_without_a_word(clust
     assert starts(cluster.run_dir)[-1] == ("snapshot", 20)
     train(cluster, cluster.run_dir, 10, "--fresh")
     assert starts(cluster.run_dir) == [("scratch", 0)]
+
+
+@pytest.mark.slow
+def test_what_a_generation_had_in_hand_below_a_snapshot_is_written_again(cluster: Cluster) -> None:
+    """Its snapshots were away when two workers went on from an older one, and were killed in a step of which only one
+    of them had written its line: those of the largest generation would be a half of it for ever."""
+    train(cluster, cluster.run_dir, 30, "--ledger")
+    away = [path for path in (cluster.run_dir / "snapshots").iterdir() if "-000000000010-" not in path.name]
+    assert len(away) == 2, snapshot_names(cluster.run_dir)
+    for path in away:
+        path.rename(cluster.path / path.name)
+    faults = {"ELASTIC_TRAIN_FAULT": "kill@step:rank=1,step=14;kill@meet:rank=0"}
+    pair = cluster.start_alone(*FLAGS, "--max-steps", "90", "--ledger", "--spawn", "2", env=faults)
+    cluster.finish([pair], code=137)
+    in_hand = [line for line in lines(cluster.run_dir / "ledger") if (line["step"], line["generation"]) == (15, 1)]
+    assert [line["rank"] for line in in_hand] == [0]
+    for path in away:
+        (cluster.path / path.name).rename(path)
+    train(cluster, cluster.run_dir, 40, "--ledger")
+    assert starts(cluster.run_dir)[-1] == ("snapshot", 30)
+    check_ledger([cluster.run_dir], length=1437, batch=64, steps=40)
