@@ -146,12 +146,15 @@ def _add_check(commands: Commands) -> None:
 
 
 def _add_drill(commands: Commands) -> None:
+    from elastic_train.tools.drills.jobs import JOBS, PACED
+
     drill = _add(
         commands, "drill", run_drill, "a real job on this machine, faults injected by a seeded schedule, and an audit"
     )
     drill.takes_worker_flags = True
     drill.add_argument("--seed", type=int, help="decides what is done to whom and when (default: a new one, printed)")
-    drill.add_argument("--nodes", type=int, default=4, help="how many the job has at most (default: 4)")
+    drill.add_argument("--job", choices=tuple(JOBS), help=f"of the drill's own jobs (default: {PACED}; see --list)")
+    drill.add_argument("--nodes", type=int, help="how many the job has at most (default: 4; of large-state 3)")
     drill.add_argument("--workers", type=int, default=1, help="of a node (default: 1)")
     drill.add_argument("--backend", choices=("c10d", "etcd3"), default="c10d", help="where nodes meet (default: c10d)")
     drill.add_argument(
@@ -161,7 +164,7 @@ def _add_drill(commands: Commands) -> None:
     drill.add_argument("--every", type=float, metavar="SECONDS", help="a fault so often, drawn from --faults")
     drill.add_argument("--faults", metavar="NAME,...", help="draw from these (default: five in a row; see --list)")
     drill.add_argument("--scenario", type=Path, metavar="FILE", help="TOML with [[fault]] tables: at = SECONDS, name")
-    drill.add_argument("--list", action="store_true", help="print the faults and what each does")
+    drill.add_argument("--list", action="store_true", help="print the faults and what each does, and the jobs")
     drill.add_argument(
         "--nodes-as", choices=("auto", "processes", "namespaces"), default="auto",
         help="network namespaces let a node lose its network or its power, and reach nothing but the others; auto: "
@@ -170,7 +173,10 @@ def _add_drill(commands: Commands) -> None:
     drill.add_argument(
         "--run-dir", type=Path, metavar="PATH", help="where it leaves the run (default: runs/drill-SEED-DATE-TIME)"
     )
-    drill.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of the worker, to drill a task of your own")
+    drill.add_argument(
+        "flags", nargs="*", metavar="-- [SCRIPT | -m MODULE] FLAGS",
+        help="of the worker, to drill a task of your own; behind a script as torchrun takes it, those of the script",
+    )  # fmt: skip
 
 
 def _add_audit_and_report(commands: Commands) -> None:

@@ -325,13 +325,18 @@ def _require_values(arguments: Sequence[str]) -> None:
 
 def task_of(arguments: Sequence[str]) -> str | None:
     """The value of `--task`, which may have flags of its own, so that it has to be known before the others."""
+    return value_of(arguments, "--task")
+
+
+def value_of(arguments: Sequence[str], name: str) -> str | None:
+    """What one flag is given among others that are not known; None where it is not there, or has no value."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    finder.add_argument("--task")
+    finder.add_argument(name, dest="value")
     try:
-        task: str | None = finder.parse_known_args(list(arguments))[0].task
+        value: str | None = finder.parse_known_args(list(arguments))[0].value
     except argparse.ArgumentError:  # the whole parser words it
         return None
-    return task
+    return value
 
 
 def check_task_stands_alone(arguments: Sequence[str]) -> None:

@@ -191,6 +191,34 @@ def test_a_standstill_while_an_etcd_member_is_away(run_dir: Path) -> None:
     assert verdicts(audit(run_dir))["losses"] is CheckOutcome.PASS, "a step may take as long as its slowest worker"
 
 
+@pytest.mark.parametrize(("standstill", "passes"), [(3.0, False), (5.0, True)])
+def test_a_job_may_stand_still_by_itself_while_a_fault_passes(run_dir: Path, standstill: float, passes: bool) -> None:
+    """A hiccup of a loader, an evaluation: the job's, and none of the fault's."""
+    away = {"what": "struck", "number": 0, "name": "kill-etcd", "step": 3, "limit_seconds": 15.0, "may_take": []}
+    over = {"what": "recovered", "number": 0, "time": START + 1.9, "seconds": 0.55}
+    kill = {**away, "number": 1, "name": "kill", "may_take": ["node3"], "time": START + 1.35, "struck_at": START + 1.35}
+    lines = [
+        kill, {**over, "number": 1}, {**away, "time": START + 2.05, "struck_at": START + 2.05}, over,
+        {"what": "undone", "number": 0, "time": START + 5.05},
+    ]  # fmt: skip
+    mark_as_drill(run_dir, lines, num_faults=2, standstill=standstill)
+    for member in MEMBERS[:2]:
+        delay(events_of(run_dir, member), 5, lambda line: line["time"] > START + 2.05)
+    assert (verdicts(audit(run_dir))["losses"] is CheckOutcome.PASS) is passes
+
+
+@pytest.mark.parametrize(("standstill", "passes"), [(4.0, False), (5.0, True)])
+def test_what_a_job_takes_by_itself_belongs_to_the_limit_of_an_outage(
+    run_dir: Path, standstill: float, passes: bool
+) -> None:
+    for member in MEMBERS[:2]:
+        delay(events_of(run_dir, member), 40, is_of(1))
+    kill = {"what": "struck", "number": 0, "name": "kill", "step": 3, "limit_seconds": 60.0, "may_take": ["node3"]}
+    over = {"what": "recovered", "number": 0, "time": START + 41.9, "seconds": 40.55}
+    mark_as_drill(run_dir, [{**kill, "time": START + 1.35, "struck_at": START + 1.35}, over], standstill=standstill)
+    assert (verdicts(audit(run_dir))["incidents"] is CheckOutcome.PASS) is passes
+
+
 def test_a_node_that_ends_unstruck_between_worlds_of_new_processes(run_dir: Path) -> None:
     mark_as_drill(run_dir, [])
 

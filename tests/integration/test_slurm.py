@@ -54,7 +54,10 @@ LIVES, TRAINS = 300.0, 600.0
 
 @pytest.fixture(scope="module")
 def undisturbed_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
-    found = undisturbed(FLAGS, is_own_task=True, cwd=tmp_path_factory.mktemp("undisturbed"))
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        found = undisturbed(FLAGS, cwd=folder)
     assert found["step"] == STEPS
     return str(found["state_sha256"])
 

@@ -77,7 +77,10 @@ def _limits(history: History) -> dict[str, float]:
     """Seconds by cause. How long a run stays down outside of a drill is its user's affair."""
     peer_timeout = float(history.config.get("peer_timeout") or 10.0)
     limits = {"peer_lost": 3 * peer_timeout + 30, "leave": 30.0, "join": JOIN_LIMIT_SECONDS}
-    return limits if history.drill is None else limits | {"restart": RESTART_LIMIT_SECONDS}
+    if history.drill is None:
+        return limits
+    limits |= {"restart": RESTART_LIMIT_SECONDS}
+    return {cause: limit + history.drill.standstill for cause, limit in limits.items()}
 
 
 def check_faults(history: History) -> Found:

@@ -28,7 +28,8 @@ def check_losses(history: History) -> Found:
             findings.append(f"{member} of {node or 'no node that was seen'} {what}, and no fault had struck it")
     findings += _ended_unasked(history, drill, [(drill.node_of.get(member), time) for member, time, _ in gone])
     times = sorted(step.time for step in history.steps)
-    limit = STANDSTILL_SECONDS + 2 * max(lost_time(history).step_seconds.values(), default=0.0)
+    step_seconds = max(lost_time(history).step_seconds.values(), default=0.0)
+    limit = STANDSTILL_SECONDS + 2 * step_seconds + drill.standstill
     for fault in drill.faults:
         name = f"fault {fault.number} ({fault.name} of {fault.target})"
         found = (_standstill(times, limit, fault, drill.faults), *_crashed(history, fault))

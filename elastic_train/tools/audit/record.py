@@ -126,6 +126,11 @@ class DrillRecord:
         return self.settings.get("interrupted") is True
 
     @property
+    def standstill(self) -> float:
+        """Seconds that its job may be without a step by itself: a first step, an evaluation."""
+        return float(self.settings.get("standstill") or 0.0)
+
+    @property
     def node_of(self) -> dict[str, str]:
         """Member (`host/local_rank/pid`) -> the drill's name of its node."""
         return {line["member"]: line["node"] for line in self.nodes if line["what"] == "worker"}

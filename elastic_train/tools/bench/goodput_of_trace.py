@@ -29,7 +29,7 @@ from elastic_train.tools.audit.record import PACE_VARIABLE
 from elastic_train.tools.bench import table
 from elastic_train.tools.bench.table import BenchRow
 from elastic_train.tools.drills.backends import C10d, Etcd3, backend_of
-from elastic_train.tools.drills.drill_command import BUNDLED_TASK
+from elastic_train.tools.drills.jobs import BUNDLED_TASK
 from elastic_train.tools.drills.nodes import (
     Node,
     clean_environment,

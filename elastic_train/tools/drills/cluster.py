@@ -25,6 +25,7 @@ from elastic_train.tools.drills.nodes import (
     processes_with,
     wait_until,
 )
+from elastic_train.tools.drills.program import BUNDLED_PROGRAM, DrilledProgram
 from elastic_train.tools.drills.watch import RunWatch
 
 LOOK_SECONDS = 0.3
@@ -77,13 +78,14 @@ class Cluster:
         clocks: NodeClocks | None = None,
         backend: C10d | Etcd3 | None = None,
         cwd: Path | None = None,
+        program: DrilledProgram = BUNDLED_PROGRAM,
     ) -> None:
         """`flags` are the worker's; `num_workers` counts the workers of a node; by default they meet under c10d."""
         self.run_dir = run_dir
         self.watch = RunWatch(run_dir)
         self.network, self.clocks = network, clocks
         self.places = [Place(index) for index in range(num_nodes)]
-        self._flags, self._num_workers = list(flags), num_workers
+        self._flags, self._num_workers, self._program = list(flags), num_workers, program
         self._record = record
         self._cwd = cwd or Path.cwd()
         self._pace_file = record.path / PACE_FILE
@@ -100,8 +102,8 @@ class Cluster:
         place.num_started += 1
         command = [
             sys.executable, "-m", "torch.distributed.run", *self.backend.torchrun_flags(),
-            f"--nnodes=1:{len(self.places)}", f"--nproc-per-node={self._num_workers}", "-m", "elastic_train",
-            "--run-dir", str(self.run_dir), *self._flags,
+            f"--nnodes=1:{len(self.places)}", f"--nproc-per-node={self._num_workers}",
+            *self._program.words, "--run-dir", str(self.run_dir), *self._flags,
         ]  # fmt: skip
         network = self.network
         if network is not None:
@@ -110,7 +112,9 @@ class Cluster:
             command,
             self._record.path / f"{place.name}-{place.num_started}.log",
             self._cwd,
-            clean_environment() | {PACE_VARIABLE: str(self._pace_file), "TMPDIR": self._temporary.name},
+            clean_environment()
+            | self._program.environment
+            | {PACE_VARIABLE: str(self._pace_file), "TMPDIR": self._temporary.name},
             name=place.name,
             host=network.host_name(place.index) if network else None,
             prefix=[

@@ -24,10 +24,8 @@ TICK_SECONDS = 0.03
 START_LIMIT_SECONDS = 600.0
 PRECONDITION_LIMIT_SECONDS = 300.0
 END_LIMIT_SECONDS = 600.0
-STEPS_PER_SECOND = 20.0
-"""of the bundled job, while faults are still to come"""
 SLOW_STEPS_PER_SECOND = 2.0
-"""the same, when it has nearly reached its end and they are late"""
+"""of the bundled job at most, when it has nearly reached its end and faults are late"""
 SLOW_FROM = 0.9
 """share of the steps from which on it waits for the faults"""
 TROUBLE = (NotStruck, NetworkError, EtcdCallFailed, TooSlow, psutil.Error)
@@ -83,7 +81,7 @@ class Conductor:
 
     def _start(self) -> None:
         cluster, say = self._cluster, self._timeline.say
-        self._set_pace_by_rate(STEPS_PER_SECOND)
+        self._set_pace_by_rate(self._settings.job.steps_per_second)
         cluster.backend.start()
         for place in cluster.places:
             cluster.start(place)
@@ -142,7 +140,8 @@ class Conductor:
 
     def _injection(self, number: int) -> Injection:
         rng = random.Random(f"{self._settings.seed}/{number}")
-        return Injection(self._cluster, rng, self._settings.peer_timeout)
+        settings = self._settings
+        return Injection(self._cluster, rng, settings.peer_timeout, standstill=settings.job.standstill)
 
     def _strike(self, number: int, planned: Planned, fault: Fault) -> None:
         cluster, injection = self._cluster, self._injection(number)
@@ -268,8 +267,8 @@ class Conductor:
     def _adapt_pace(self) -> None:
         last = self._settings.last_step
         if last is not None:
-            is_early = self._cluster.watch.step < SLOW_FROM * last
-            self._set_pace_by_rate(STEPS_PER_SECOND if is_early else SLOW_STEPS_PER_SECOND)
+            is_early, rate = self._cluster.watch.step < SLOW_FROM * last, self._settings.job.steps_per_second
+            self._set_pace_by_rate(rate if is_early else min(rate, SLOW_STEPS_PER_SECOND))
 
     def _release(self) -> None:
         """To the end without pauses: the faults are through."""

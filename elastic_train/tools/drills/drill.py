@@ -6,10 +6,12 @@ import os
 import signal
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from elastic_train.runlog.goodput import process_start_ticks
+from elastic_train.runlog.reader import read_json
 from elastic_train.tools.audit.audit import audit_history, conclude, describe
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.record import Record, write_reference
@@ -21,7 +23,7 @@ from elastic_train.tools.drills.conductor import Conductor, DrillFailed
 from elastic_train.tools.drills.faketime import NodeClocks
 from elastic_train.tools.drills.live import Timeline
 from elastic_train.tools.drills.network import Network, NetworkError
-from elastic_train.tools.drills.reference import ReferenceFailed, cache_directory, undisturbed
+from elastic_train.tools.drills.reference import ReferenceFailed, undisturbed
 from elastic_train.tools.drills.schedule import Settings
 from elastic_train.world import host_name
 
@@ -86,7 +88,10 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
         nodes=settings.num_nodes,
         workers_per_node=settings.num_workers,
         nodes_as=kind,
+        program=list(settings.program.words),
         flags=list(settings.flags),
+        busy=list(settings.job.busy),
+        standstill=settings.job.standstill,
         num_faults=len(settings.plan),
         plan=[{"at": planned.at, "fault": planned.fault} for planned in settings.plan],
         started=time.time(),
@@ -97,12 +102,13 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
     cluster = Cluster(
         settings.run_dir,
         record,
-        settings.flags,
+        [*settings.flags, *settings.job.busy],
         num_nodes=settings.num_nodes,
         num_workers=settings.num_workers,
         network=network,
         clocks=NodeClocks(record.path) if needs_clocks else None,
         backend=backend_of(settings.backend, network, run_id=settings.run_dir.name, endpoint=settings.etcd_endpoint),
+        program=settings.program,
     )
     ends.callback(cluster.close)
     seconds = settings.plan[-1].at + 30
@@ -119,11 +125,11 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
 
 
 def _compare(settings: Settings) -> None:
-    is_own_task = settings.last_step is None
-    kept = "" if is_own_task else f" (kept in {cache_directory()} for the next drill)"
-    print(f"the same job undisturbed, to compare with{kept} ...", flush=True)
     try:
-        found = undisturbed(settings.flags, is_own_task=is_own_task, cwd=Path.cwd())
+        found = undisturbed(
+            settings.flags, cwd=Path.cwd(), program=settings.program, say=partial(print, flush=True),
+            last_step=(read_json(settings.run_dir / "result.json") or {}).get("step"),
+        )  # fmt: skip
     except ReferenceFailed as error:
         print(f"elastic-train: warning: nothing to compare with: {error}", flush=True)
     else:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from elastic_train.config import Config, parse
+from elastic_train.config import Config, parse, value_of
 from elastic_train.errors import UsageError
 from elastic_train.tools.drills.backends import Etcd3
 from elastic_train.tools.drills.catalogue import FAULTS
-from elastic_train.tools.drills.conductor import STEPS_PER_SECOND
+from elastic_train.tools.drills.jobs import BUNDLED_TASK, JOBS, PACED, DrillJob
 from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.program import DrilledProgram, read_program
 from elastic_train.tools.drills.schedule import (
     DEFAULT_FAULTS,
     Planned,
@@ -24,26 +26,24 @@ from elastic_train.tools.drills.schedule import (
 )
 from elastic_train.training.own_flags import own_flags
 
-BUNDLED_TASK = "elastic_train.tools.drills.task:PacedDigits"
 TASK_FLAGS = ("--task", "--dataset", "--model")
 OWNED_FLAGS = ("--run-dir", "--fresh", "--snapshot-dir")
 """flags of the worker that the drill sets itself, or that would spoil it"""
-SNAPSHOT_EVERY = 100
-"""steps"""
 EVERY_SECONDS = 5.0
 SHARE_TRAINED = 0.8
 """of a long schedule, about: the rest is incidents, and fewer nodes are slower"""
 
 
 def list_faults() -> list[str]:
-    """One line for each fault there is."""
+    """One line for each fault there is, and for each job."""
     width = max(map(len, FAULTS))
-    return [
+    faults = [
         f"{name:<{width}}  {kind.says}"
         f"{' (needs network namespaces)' if kind.needs_network else ''}"
         f"{f' (--backend {kind.backend})' if kind.backend else ''}"
         for name, kind in FAULTS.items()
     ]
+    return [*faults, "", *(f"{f'--job {name}':<{width}}  {job.says}" for name, job in JOBS.items())]
 
 
 def may_use_namespaces(arguments: argparse.Namespace) -> bool:
@@ -53,30 +53,24 @@ def may_use_namespaces(arguments: argparse.Namespace) -> bool:
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Raises UsageError naming the flag."""
-    for name, least in (("nodes", 2), ("workers", 1)):
-        if getattr(arguments, name) < least:
-            raise UsageError(f"--{name} {getattr(arguments, name)}: must be at least {least}")
-    for name in ("duration", "every"):
-        value = getattr(arguments, name)
-        if value is not None and not value > 0:
-            raise UsageError(f"--{name} {value}: must be a positive number of seconds")
+    program, given = read_program(arguments.flags, os.environ)
+    is_bundled = program.is_bundled and not any(word.partition("=")[0] in TASK_FLAGS for word in given)
+    if arguments.job is not None and not is_bundled:
+        raise UsageError(f"--job {arguments.job}: is for the drill's own jobs; leave it out, or what you train")
+    job = JOBS[arguments.job or PACED]
+    if arguments.nodes is None:
+        arguments.nodes = job.num_nodes
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
-    if arguments.rdzv_endpoint is not None and arguments.backend != Etcd3.name:
-        raise UsageError("--rdzv-endpoint: of an etcd cluster; it goes with --backend etcd3")
-    if arguments.rdzv_endpoint is not None and arguments.nodes_as == "namespaces":
-        raise UsageError("--nodes-as namespaces: nodes there reach nothing but each other; leave out --rdzv-endpoint")
-    why_not = Network.why_not() if may_use_namespaces(arguments) else None
-    if arguments.nodes_as == "namespaces" and why_not is not None:
-        raise UsageError(f"--nodes-as namespaces: not on this machine: {why_not}")
+    why_not = why_no_network(arguments)
     has_network = may_use_namespaces(arguments) and why_not is None
     plan = plan_of(arguments, seed, has_network)
-    is_bundled = not any(given.partition("=")[0] in TASK_FLAGS for given in arguments.flags)
-    is_long = arguments.every is not None or arguments.faults is not None
-    steps = int(max(10.0, plan[-1].at) * 1.2 * STEPS_PER_SECOND * (SHARE_TRAINED if is_long else 1.0))
-    steps += SNAPSHOT_EVERY * sum(FAULTS[planned.fault].snapshots for planned in plan)
-    last_step = steps if is_bundled else None
-    flags = [*default_flags(last_step), *arguments.flags]
-    config = checked(flags, arguments.flags)
+    last_step = num_steps(plan, job, is_long=bool(arguments.every or arguments.faults)) if is_bundled else None
+    flags = [*default_flags(program, last_step, job), *given]
+    for word in given:
+        if word.partition("=")[0] in OWNED_FLAGS:
+            raise UsageError(f"{word}: the drill sets that itself")
+    # A script knows its flags itself.
+    config = parse(flags, own_flags(flags)) if program.is_bundled else Config(peer_timeout=peer_timeout_of(flags))
     run_dir = arguments.run_dir or Path("runs") / f"drill-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise UsageError(f"--run-dir {run_dir} is there already; a drill starts with an empty one")
@@ -94,7 +88,37 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         why_no_network=why_not,
         backend=arguments.backend,
         etcd_endpoint=arguments.rdzv_endpoint,
+        program=program,
+        job=job,
     )
+
+
+def why_no_network(arguments: argparse.Namespace) -> str | None:
+    """What this machine lacks for nodes that are network namespaces, where they may be; checks the numbers, too.
+
+    Raises: UsageError naming a flag that cannot be.
+    """
+    for name, least in (("nodes", 2), ("workers", 1)):
+        if getattr(arguments, name) < least:
+            raise UsageError(f"--{name} {getattr(arguments, name)}: must be at least {least}")
+    for name in ("duration", "every"):
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            raise UsageError(f"--{name} {value}: must be a positive number of seconds")
+    if arguments.rdzv_endpoint is not None and arguments.backend != Etcd3.name:
+        raise UsageError("--rdzv-endpoint: of an etcd cluster; it goes with --backend etcd3")
+    if arguments.rdzv_endpoint is not None and arguments.nodes_as == "namespaces":
+        raise UsageError("--nodes-as namespaces: nodes there reach nothing but each other; leave out --rdzv-endpoint")
+    why_not = Network.why_not() if may_use_namespaces(arguments) else None
+    if arguments.nodes_as == "namespaces" and why_not is not None:
+        raise UsageError(f"--nodes-as namespaces: not on this machine: {why_not}")
+    return why_not
+
+
+def num_steps(plan: Sequence[Planned], job: DrillJob, *, is_long: bool) -> int:
+    """Of one of the drill's own jobs, so that it lasts as long as the schedule."""
+    steps = int(max(10.0, plan[-1].at) * 1.2 * job.steps_per_second * (SHARE_TRAINED if is_long else 1.0))
+    return steps + job.snapshot_every * sum(FAULTS[planned.fault].snapshots for planned in plan)
 
 
 def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list[Planned]:
@@ -141,19 +165,19 @@ def _why_not(name: str, backend: str, has_network: bool) -> str | None:
     return None if (why_not := kind.why_not()) is None else f"not on this machine: {why_not}"
 
 
-def default_flags(last_step: int | None) -> list[str]:
-    """The worker's, before the user's own, which win."""
+def default_flags(program: DrilledProgram, last_step: int | None, job: DrillJob) -> list[str]:
+    """Of what the nodes run, before the user's own, which win."""
+    common = ["--ledger", "--no-progress", "--peer-timeout", "5", "--snapshot-every", str(job.snapshot_every)]
+    if not program.is_bundled:
+        return common  # which steps it computes itself, no flag can order
     bundled = ["--task", BUNDLED_TASK, "--epochs", "1000000", "--max-steps", str(last_step)] if last_step else []
-    return [
-        *bundled, "--reduction", "ordered", "--ledger", "--no-progress", "--peer-timeout", "5",
-        "--snapshot-every", str(SNAPSHOT_EVERY), "--eval-every", "1000000",
-    ]  # fmt: skip
+    return [*bundled, "--reduction", "ordered", "--eval-every", "1000000", *common, *job.flags]
 
 
-def checked(flags: Sequence[str], own: Sequence[str]) -> Config:
-    """The worker's configuration; a user's task is imported for its flags. Raises UsageError where the worker would,
-    or where the drill must decide."""
-    for given in own:
-        if given.partition("=")[0] in OWNED_FLAGS:
-            raise UsageError(f"{given}: the drill sets that itself")
-    return parse(flags, own_flags(list(flags)))
+def peer_timeout_of(flags: Sequence[str]) -> float:
+    """What a script is told. Raises UsageError."""
+    text = value_of(flags, "--peer-timeout")
+    try:
+        return float(text or "")
+    except ValueError:
+        raise UsageError(f"--peer-timeout {text}: must be a positive number") from None

@@ -36,6 +36,8 @@ class Injection:
     rng: random.Random
     peer_timeout: float
     """seconds, the worker's flag"""
+    standstill: float = 0.0
+    """seconds that the job may be without a step by itself"""
     targets: list[Place] = field(default_factory=list)
     generation: int = -1
     """of the world that it struck"""
@@ -96,7 +98,7 @@ class Fault:
 
     def limit_seconds(self, injection: Injection) -> float:
         """From the strike to the next step, at most."""
-        return RECOVERY_LIMIT_SECONDS
+        return RECOVERY_LIMIT_SECONDS + injection.standstill
 
     def not_yet(self, cluster: Cluster) -> str | None:
         """What it waits for; None when it may strike."""
@@ -135,7 +137,7 @@ class Silence(Fault):
     """A node says nothing any more, and nobody can tell whether it lives."""
 
     def limit_seconds(self, injection: Injection) -> float:
-        return 3 * injection.peer_timeout + RECOVERY_LIMIT_SECONDS
+        return 3 * injection.peer_timeout + super().limit_seconds(injection)
 
     def choose(self, injection: Injection) -> list[Place]:
         """Under c10d, of two nodes the one with the higher rank: where the other is silent it waits for that one."""

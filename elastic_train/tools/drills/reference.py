@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from importlib.metadata import version
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,13 @@ from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.system import processor_facts
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.drills.nodes import clean_environment, dying_with_parent
+from elastic_train.tools.drills.program import BUNDLED_PROGRAM, DrilledProgram
+from elastic_train.tools.drills.user_code import digests
+from elastic_train.tools.drills.watch import RunWatch
 
 REFERENCE_SECONDS = 3600.0
+TELL_SECONDS = 10.0
+"""between two lines about a run that is not over"""
 FILE_FLAGS = ("--init-from", "--data-dir")
 
 
@@ -28,49 +34,93 @@ class ReferenceFailed(ElasticTrainError):
     """The undisturbed job did not reach its end."""
 
 
-def undisturbed(flags: Sequence[str], *, is_own_task: bool, cwd: Path) -> dict[str, Any]:
-    """result.json of `python -m elastic_train FLAGS`, and `early_loss` and `late_loss` as of History.
+def undisturbed(
+    flags: Sequence[str],
+    *,
+    cwd: Path,
+    program: DrilledProgram = BUNDLED_PROGRAM,
+    say: Callable[[str], None] = print,
+    last_step: int | None = None,
+) -> dict[str, Any]:
+    """result.json of the program with these flags in one process, and `early_loss` and `late_loss` as of History.
 
-    Those of the bundled job are cached. What a user's own task depends on is not known, nor what is in the files that
-    flags name: they are run anew each time. Blocks for the training.
+    It is kept for the same program, flags and, where code is the user's, `cwd`, and used again while the same are: the
+    user's code (the script or the task's module, and what it imports that is not installed), the files that flags name,
+    all installed packages' versions, elastic_train's code and the kind of processor. Other files that the code reads
+    are not known: who changes them deletes what is kept. A job whose flags name a folder of data or a snapshot is run
+    anew each time. Blocks for the training.
+
+    Args:
+        say: is told in a line where it comes from, why one that is kept will not do, and how far it is.
+        last_step: of the job, for these lines.
 
     Raises:
         ReferenceFailed: it did not end well; the message has its last line.
     """
-    names_files = any(flag.partition("=")[0] in FILE_FLAGS for flag in flags)
-    cached = None if is_own_task or names_files else cache_directory() / f"{cache_key(flags)}.json"
-    found = read_json(cached) if cached is not None else None
-    if found is not None:
-        return found
+    kept = kept_at(program, flags, cwd)
+    facts = facts_of(program, flags, cwd)
+    found = (read_json(kept) if kept is not None else None) or {}
+    changed = changes(found.get("facts"), facts)
+    what = "the same job undisturbed, to compare with"
+    if kept is not None and found and not changed:
+        say(f"{what}: kept from an earlier drill in {kept}")
+        return dict(found["result"])
+    why = f", anew, for {', '.join(changed)} changed" if found else ""
+    say(f"{what}{why} ({f'kept in {kept} for the next drill' if kept else 'not kept: its flags name data'}) ...")
     with tempfile.TemporaryDirectory(prefix="elastic-train-reference-") as folder:
-        result = _run(flags, Path(folder), cwd)
-    if cached is not None:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(cached, json.dumps(result).encode())
+        result = _run(flags, program, Path(folder), cwd, say, last_step)
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(kept, json.dumps({"facts": facts, "result": result}).encode())
     return result
 
 
-def _run(flags: Sequence[str], folder: Path, cwd: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "elastic_train", *flags, "--run-dir", str(folder / "run")]
-    try:
-        done = subprocess.run(
-            [*dying_with_parent(), *command],
+def _run(
+    flags: Sequence[str],
+    program: DrilledProgram,
+    folder: Path,
+    cwd: Path,
+    say: Callable[[str], None],
+    last_step: int | None,
+) -> dict[str, Any]:
+    run_dir, log, started = folder / "run", folder / "log", time.monotonic()
+    watch = RunWatch(run_dir)
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [*dying_with_parent(), sys.executable, *program.words, *flags, "--run-dir", str(run_dir)],
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
             cwd=cwd,
-            env=clean_environment(),
-            timeout=REFERENCE_SECONDS,
-            check=False,
+            env=clean_environment() | program.environment,
         )
-    except subprocess.TimeoutExpired as error:
-        raise ReferenceFailed(f"the undisturbed run took more than {REFERENCE_SECONDS:.0f} s") from error
-    result = read_json(folder / "run" / "result.json")
-    if done.returncode != 0 or result is None:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise ReferenceFailed(f"the undisturbed run ended with code {done.returncode}: {last}")
-    history = read_history(folder / "run")
+    try:
+        while (code := _code_within(process, TELL_SECONDS)) is None:
+            seconds = time.monotonic() - started
+            if seconds > REFERENCE_SECONDS:
+                raise ReferenceFailed(f"the undisturbed run took more than {REFERENCE_SECONDS:.0f} s")
+            watch.poll()
+            say(f"undisturbed, {seconds:.0f} s: step {watch.step}{f' of {last_step}' if last_step else ''}")
+    finally:
+        process.kill()
+        process.wait()
+    result = read_json(run_dir / "result.json")
+    if code != 0 or result is None:
+        last = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        raise ReferenceFailed(f"the undisturbed run ended with code {code}: {last}")
+    history = read_history(run_dir)
     return result | {"early_loss": history.early_loss, "late_loss": history.late_loss}
+
+
+def _code_within(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Its exit code; None where it still runs then."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
 
 
 def cache_directory() -> Path:
@@ -78,14 +128,45 @@ def cache_directory() -> Path:
     return Path(base) / "elastic_train" / "drills"
 
 
-def cache_key(flags: Sequence[str]) -> str:
-    """Everything that the result can depend on: flags, versions, the code itself, the kind of processor."""
-    digest = hashlib.sha256(json.dumps([list(flags), version("torch"), version("numpy"), _processor()]).encode())
+def kept_at(program: DrilledProgram, flags: Sequence[str], cwd: Path) -> Path | None:
+    """The file for a job's result; None where it is not kept."""
+    if any(word.partition("=")[0] in FILE_FLAGS for word in flags):
+        return None
+    named = [*program.words, *flags, *([str(cwd.absolute())] if program.code(flags) else [])]
+    return cache_directory() / f"{hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]}.json"
+
+
+def facts_of(program: DrilledProgram, flags: Sequence[str], cwd: Path) -> dict[str, str]:
+    """What a result depends on beside the words of the command, by name."""
+    versions = sorted(f"{found.name} {found.version}" for found in distributions())
+    named = {word: cwd / word.rpartition("=")[2] for word in flags}
+    return {
+        "elastic_train": _digest_of_package(),
+        "the installed packages": hashlib.sha256(json.dumps(versions).encode()).hexdigest(),
+        "the processor": _processor(),
+        **{
+            word: f"{path.stat().st_size} bytes of {path.stat().st_mtime_ns}"
+            for word, path in named.items()
+            if path.is_file()
+        },
+        **digests(program.code(flags), cwd),
+    }
+
+
+def changes(kept: Mapping[str, str] | None, now: Mapping[str, str]) -> list[str]:
+    """The names of the facts that are not as they were."""
+    before = kept or {}
+    return [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
+
+
+def _digest_of_package() -> str:
+    """Of all that trains; the drills' own task among it, and this file, which says what is kept of a result."""
+    digest = hashlib.sha256()
     package, here = Path(__file__).parents[2], Path(__file__).parent
     training = [path for path in sorted(package.rglob("*.py")) if package / "tools" not in path.parents]
     for path in [*training, here / "task.py", here / "reference.py"]:
         digest.update(path.read_bytes())
-    return digest.hexdigest()[:32]
+    return digest.hexdigest()
 
 
 def _processor() -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_train.errors import UsageError, first_line
+from elastic_train.tools.drills.jobs import JOBS, PACED, DrillJob
+from elastic_train.tools.drills.program import BUNDLED_PROGRAM, DrilledProgram
 
 DEFAULT_FAULTS = ("kill", "join", "hang", "stop", "kill-rank-0")
 LEAST_NODES = 1
@@ -50,6 +52,9 @@ class Settings:
     """of a cluster that is there; None for one of the drill's own"""
     why_no_network: str | None = None
     """what this machine lacks for it, where the drill would have one"""
+    program: DrilledProgram = BUNDLED_PROGRAM
+    job: DrillJob = JOBS[PACED]
+    """of the bundled ones; a user's own goes by this one's limits"""
 
 
 def default_plan(seed: int, duration: float, num_nodes: int, sizes: Mapping[str, int]) -> list[Planned]:

@@ -1,0 +1,50 @@
+"""The jobs that a drill has of its own: the paced one, and the same busy as real jobs are, scaled to two minutes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BUNDLED_TASK = "elastic_train.tools.drills.task:PacedDigits"
+SHORT = ("--peer-timeout", "2")
+"""a fifth of the default, and so is what keeps a job busy"""
+
+
+@dataclass(frozen=True)
+class DrillJob:
+    """A row of the table below."""
+
+    says: str
+    flags: tuple[str, ...] = ()
+    """of the worker, beside those that every job has"""
+    busy: tuple[str, ...] = ()
+    """of the nodes alone: what they spend time with, on which the weights do not depend"""
+    steps_per_second: float = 20.0
+    """of all nodes, while faults are still to come"""
+    standstill: float = 0.0
+    """seconds that it may be without a step by itself"""
+    snapshot_every: int = 100
+    """steps"""
+    num_nodes: int = 4
+
+
+PACED = "paced"
+JOBS = {
+    PACED: DrillJob("digits, 20 steps a second"),
+    "first-step": DrillJob(
+        "the first step of each process takes 14 s", SHORT, ("--first-step-seconds", "14"), standstill=14.0
+    ),
+    "long-steps": DrillJob("steps of 3 s", SHORT, steps_per_second=1 / 3, standstill=12.0, snapshot_every=5),
+    "large-state": DrillJob(
+        "a state of 1.2 GB", ("--state-mb", "1200", "--reduction", "fast"), steps_per_second=0.25, standstill=15.0,
+        snapshot_every=5, num_nodes=3,
+    ),
+    "hiccups": DrillJob(
+        "the loader of each node stops for 8 s now and then", SHORT, ("--hiccup-seconds", "8", "--hiccup-every", "400"),
+        steps_per_second=10.0, standstill=16.0,
+    ),
+    "evaluation": DrillJob(
+        "12 s of evaluation after each 46 steps", (*SHORT, "--eval-every", "2"), ("--evaluation-seconds", "12"),
+        steps_per_second=5.0, standstill=12.0, snapshot_every=50,
+    ),
+}  # fmt: skip
+"""by the name that --job takes"""

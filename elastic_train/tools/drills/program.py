@@ -1,0 +1,70 @@
+"""What the nodes of a drill run: the bundled trainer, or a script with a training function of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_train.config import task_of
+from elastic_train.errors import UsageError
+from elastic_train.rendezvous.command_line import launches_elastic_train
+
+FORCED = "ELASTIC_TRAIN"
+"""in the environment, `1` makes torchrun's agent take any program for ours"""
+
+
+@dataclass(frozen=True)
+class DrilledProgram:
+    """A program as torchrun takes it."""
+
+    words: tuple[str, ...] = ("-m", "elastic_train")
+    """`script.py`, or `-m module`"""
+
+    @property
+    def is_bundled(self) -> bool:
+        return self == BUNDLED_PROGRAM
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its agents and workers need beside a clean one."""
+        return {FORCED: "1"} if os.environ.get(FORCED) == "1" else {}
+
+    def code(self, flags: Sequence[str]) -> tuple[str, ...]:
+        """The part that is the user's, as torchrun would be told to run it; empty where nothing is."""
+        if not self.is_bundled:
+            return self.words
+        task = task_of(flags)
+        return () if task is None else ("-m", task.partition(":")[0])
+
+
+BUNDLED_PROGRAM = DrilledProgram()
+
+
+def read_program(given: Sequence[str], environ: Mapping[str, str]) -> tuple[DrilledProgram, list[str]]:
+    """What stands after `--`: a program, if it begins with one as torchrun takes it, and the flags.
+
+    Raises:
+        UsageError: there is no such script or module, or it does not use elastic_train.
+    """
+    if not given or (given[0].startswith("-") and given[0] not in ("-m", "--module")):
+        return BUNDLED_PROGRAM, list(given)
+    length = 2 if given[0].startswith("-") else 1
+    if len(given) < length:
+        raise UsageError(f"{given[0]}: name the module that torchrun is to run")
+    program, flags = DrilledProgram(("-m", given[1]) if length == 2 else (given[0],)), list(given[length:])
+    if not program.is_bundled:
+        _require_ours(program, environ)
+    return program, flags
+
+
+def _require_ours(program: DrilledProgram, environ: Mapping[str, str]) -> None:
+    name = program.words[-1]
+    if len(program.words) == 1 and not Path(name).is_file():
+        raise UsageError(f"{name}: there is no such script in {Path.cwd()} (flags of the worker begin with --)")
+    if not launches_elastic_train(program.words, environ):
+        raise UsageError(
+            f"{name} does not import elastic_train: a drill needs a script that gives its training function to "
+            f"elastic_train.run; where a module further down imports it, set {FORCED}=1"
+        )
