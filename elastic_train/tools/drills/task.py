@@ -40,6 +40,8 @@ class BusyFlags:
 
 
 NOT_BUSY = BusyFlags()
+HICCUP = "a hiccup of the loader"
+"""what a worker prints when one begins"""
 
 
 class PacedDigits(ImageClassification):
@@ -80,7 +82,7 @@ class PacedDigits(ImageClassification):
             time.sleep(flags.first_step_seconds)
         its_turn = self._num_passes + self._first_rank * flags.hiccup_every // 4
         if flags.hiccup_seconds and its_turn % flags.hiccup_every == 0:
-            print("a hiccup of the loader", flush=True)
+            print(HICCUP, flush=True)
             time.sleep(flags.hiccup_seconds)
 
     def _is_busy(self) -> bool:

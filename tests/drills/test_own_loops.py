@@ -1,0 +1,60 @@
+"""A drill of a training function of one's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from elastic_train.tools.audit.audit import audit
+from elastic_train.tools.audit.record import read_drill
+from tests.drills.test_drill import drill, scenario
+
+SCRIPT = """
+import time
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+import elastic_train
+
+torch.manual_seed(0)
+numbers = torch.linspace(-1, 1, 98).unsqueeze(1)
+model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.1), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def loss(module, batch):
+    inputs, targets = batch
+    return F.mse_loss(module(inputs), targets)
+
+
+def train(training):
+    for epoch in training.epochs():
+        for share in training.shares():
+            training.commit(training.step(share, loss))
+            if training.world.world_size > 1:
+                time.sleep(0.02)
+
+
+elastic_train.run(train, model, optimizer, TensorDataset(numbers, numbers.square()), elastic_train.parse_flags())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_loop_of_ones_own_is_drilled(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    plan = scenario(tmp_path, "kill", "join", "kill-rank-0")
+    words = ("--seed", "5", "--nodes", "3", "--nodes-as", "processes", "--scenario", plan)
+    script = ("--", "mine.py", "--reduction", "ordered", "--global-batch-size", "16", "--max-steps", "1500")
+    done = drill(tmp_path, *words, *script, "--epochs", "1000", timeout=380)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "compared with the final snapshot and an undisturbed run\n" in done.stdout, "by its bits"
+    record = read_drill(tmp_path / "run")
+    assert record is not None
+    assert [fault.name for fault in record.faults if fault.struck_at is not None] == ["kill", "join", "kill-rank-0"]
+    assert record.settings["program"] == ["mine.py"]
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    (tmp_path / "run" / "result.json").write_text(json.dumps(result | {"state_sha256": "0" * 64}))
+    assert {reason.partition(":")[0] for reason in audit(tmp_path / "run").reasons} == {"state"}
