@@ -159,6 +159,7 @@ class TestSnapshotList:
         (["bench", "loop", "--quic"], "unrecognized arguments: --quic"),
         (["drill", "--fault", "kill"], "did you mean --faults? elastic-train drill --help tells more"),
         (["drill", "--task", "x:Y"], "flags of the worker stand behind --: elastic-train drill -- --task"),
+        (["drill", "mine.py", "--rows", "3"], "stand behind --: elastic-train drill -- mine.py --rows"),
         (["bench", "loop", "--json", "/no/such/folder/file"], "there is no folder /no/such/folder"),
         (["check", "--nodes", "0"], "--nodes 0: must be at least 1"),
         (["check", "--workers", "-1"], "--workers -1: must be at least 1"),

@@ -35,8 +35,8 @@ JOBS = {
     ),
     "long-steps": DrillJob("steps of 3 s", SHORT, steps_per_second=1 / 3, standstill=12.0, snapshot_every=5),
     "large-state": DrillJob(
-        "a state of 1.2 GB", ("--state-mb", "1200", "--reduction", "fast"), steps_per_second=0.25, standstill=15.0,
-        snapshot_every=5, num_nodes=3,
+        "a state of 1.2 GB", ("--state-mb", "1200", "--virtual-ranks", "4"), steps_per_second=0.2, standstill=20.0,
+        snapshot_every=4, num_nodes=3,
     ),
     "hiccups": DrillJob(
         "the loader of each node stops for 8 s now and then", SHORT, ("--hiccup-seconds", "8", "--hiccup-every", "400"),
