@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_train.tools.drills import reference
+from elastic_train.tools.drills.jobs import BUNDLED_TASK
 from elastic_train.tools.drills.program import DrilledProgram
 from elastic_train.tools.drills.reference import ReferenceFailed, facts_of, kept_at, undisturbed
 from elastic_train.tools.drills.user_code import digests
@@ -113,11 +114,10 @@ def test_code_is_found_that_is_imported_late_and_within_packages(folder: Path) -
 
 
 def test_our_own_task_is_known_by_the_code_of_the_package(folder: Path) -> None:
-    flags = ["--task", "elastic_train.examples.parity_task:Parity"]
+    flags = ["--task", BUNDLED_TASK]
     assert set(facts_of(DrilledProgram(), flags, folder)) == set(facts_of(DrilledProgram(), [], folder))
-    given = kept_at(DrilledProgram(), [], folder)
+    given = kept_at(DrilledProgram(), flags, folder)
     assert given is not None
     given.parent.mkdir(parents=True)
-    kept = {"facts": facts_of(DrilledProgram(), [], folder), "result": {"step": 3}}
-    given.write_text(json.dumps(kept))
-    assert undisturbed([], cwd=folder / "elsewhere", say=lambda _line: None) == {"step": 3}
+    given.write_text(json.dumps({"facts": facts_of(DrilledProgram(), flags, folder), "result": {"step": 3}}))
+    assert undisturbed(flags, cwd=folder / "elsewhere", say=lambda _line: None) == {"step": 3}

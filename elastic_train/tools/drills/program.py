@@ -35,8 +35,8 @@ class DrilledProgram:
         """The part that is the user's, as torchrun would be told to run it; empty where nothing is."""
         if not self.is_bundled:
             return self.words
-        task = task_of(flags)
-        return () if task is None else ("-m", task.partition(":")[0])
+        module = (task_of(flags) or "").partition(":")[0]
+        return ("-m", module) if module and module.partition(".")[0] != "elastic_train" else ()
 
 
 BUNDLED_PROGRAM = DrilledProgram()
