@@ -58,3 +58,14 @@ def test_a_loop_of_ones_own_is_drilled(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     (tmp_path / "run" / "result.json").write_text(json.dumps(result | {"state_sha256": "0" * 64}))
     assert {reason.partition(":")[0] for reason in audit(tmp_path / "run").reasons} == {"state"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_script_that_does_not_train_is_told_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import elastic_train\nelastic_train.parse_flags()\n")
+    done = drill(tmp_path, "--nodes", "2", "--nodes-as", "processes", "--", "mine.py", timeout=110)
+    assert done.returncode == 1, done.stdout + done.stderr
+    [line] = done.stderr.splitlines()
+    assert "every node ended before the first step" in line
+    assert "does mine.py give its training function and elastic_train.parse_flags() to elastic_train.run?" in line

@@ -89,13 +89,20 @@ class Conductor:
         while not (cluster.is_settled and len(cluster.inside) == len(cluster.places)):
             self._look()
             if not cluster.running:
-                raise DrillFailed(f"every node ended before the first step: {cluster.last_words()}")
+                raise DrillFailed(f"every node ended before the first step: {cluster.last_words()}{self._hint()}")
             if time.monotonic() > deadline:
                 raise DrillFailed(
                     f"no world of {len(cluster.places)} nodes after {START_LIMIT_SECONDS:.0f} s; "
-                    f"the nodes' logs are in {self._record.path}"
+                    f"the nodes' logs are in {self._record.path}{self._hint()}"
                 )
         say(f"{len(cluster.places)} nodes train, step {cluster.watch.step}")
+
+    def _hint(self) -> str:
+        """What a script may lack that trains elsewhere than in the drill's run directory, or not at all."""
+        if self._settings.program.is_bundled or self._cluster.watch.names:
+            return ""
+        script = self._settings.program.words[-1]
+        return f"; does {script} give its training function and elastic_train.parse_flags() to elastic_train.run?"
 
     def _tick(self) -> None:
         self._look()
