@@ -60,8 +60,9 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     job = JOBS[arguments.job or PACED]
     if arguments.nodes is None:
         arguments.nodes = job.num_nodes
+    _check_numbers(arguments)
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
-    why_not = why_no_network(arguments)
+    why_not = _why_no_network(arguments)
     has_network = may_use_namespaces(arguments) and why_not is None
     plan = plan_of(arguments, seed, has_network)
     last_step = num_steps(plan, job, is_long=bool(arguments.every or arguments.faults)) if is_bundled else None
@@ -93,11 +94,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     )
 
 
-def why_no_network(arguments: argparse.Namespace) -> str | None:
-    """What this machine lacks for nodes that are network namespaces, where they may be; checks the numbers, too.
-
-    Raises: UsageError naming a flag that cannot be.
-    """
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    """Raises: UsageError naming a flag whose number cannot be."""
     for name, least in (("nodes", 2), ("workers", 1)):
         if getattr(arguments, name) < least:
             raise UsageError(f"--{name} {getattr(arguments, name)}: must be at least {least}")
@@ -105,6 +103,13 @@ def why_no_network(arguments: argparse.Namespace) -> str | None:
         value = getattr(arguments, name)
         if value is not None and not value > 0:
             raise UsageError(f"--{name} {value}: must be a positive number of seconds")
+
+
+def _why_no_network(arguments: argparse.Namespace) -> str | None:
+    """What this machine lacks for nodes that are network namespaces, where they may be.
+
+    Raises: UsageError where they must be, and cannot.
+    """
     if arguments.rdzv_endpoint is not None and arguments.backend != Etcd3.name:
         raise UsageError("--rdzv-endpoint: of an etcd cluster; it goes with --backend etcd3")
     if arguments.rdzv_endpoint is not None and arguments.nodes_as == "namespaces":
