@@ -56,11 +56,11 @@ def read_ends(path: Path, head_bytes: int = 64 * 1024, tail_bytes: int = 256 * 1
         return list(_objects(head + _lines_from(file, size - tail_bytes)))
 
 
-def newest_first(path: Path) -> Iterator[Line]:
+def newest_first(path: Path, tail_bytes: int = TAIL_BYTES) -> Iterator[Line]:
     """The lines at the end of a file, the last one first; none where it cannot be read."""
     try:
         with path.open("rb") as file:
-            raw_lines = _lines_from(file, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+            raw_lines = _lines_from(file, file.seek(0, os.SEEK_END) - tail_bytes)
     except OSError:
         return
     yield from _objects(reversed(raw_lines))
