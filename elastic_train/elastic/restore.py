@@ -94,7 +94,7 @@ def restore(
         return Restored("snapshot", state.step, from_rank)
     if lost is not None:
         raise SnapshotError(f"{lost}, and no snapshot of their run can be seen here")
-    found = past()
+    found = None if record.uid in superseded else past()  # else it tells of the run in whose place this one is
     told = gather_json(None if found is None else found.to_fields())
     require_none_written([PastSnapshots.from_fields(fields) for fields in told if fields is not None])
     state.run_uid, state.superseded = run_uid, superseded

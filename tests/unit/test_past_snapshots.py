@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from elastic_train.elastic.restore import restore
 from elastic_train.errors import SnapshotError
 from elastic_train.storage.past_snapshots import PastSnapshots, Reached, read_past_snapshots, require_none_written
+from elastic_train.storage.run_record import RunRecord
+from elastic_train.training.state import TrainState
+from elastic_train.world import World
+from tests.unit.test_world import member
 
 NOTHING = PastSnapshots(None, None, "")
 
@@ -80,3 +88,33 @@ def test_a_snapshot_that_was_surely_there(tmp_path: Path) -> None:
         {"event": "snapshot", "generation": 2, "snapshot_step": 20, "path": "/b/20"},
     )
     assert read_past_snapshots(tmp_path).known == (2, 20, "host b wrote a snapshot of step 20 of this run, /b/20")
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("superseded", [(), ("old",)])
+def test_what_a_directory_says_of_a_run_that_fresh_has_replaced_does_not_count(superseded: tuple[str, ...]) -> None:
+    """A node that was away at --fresh has it; the new run was killed before its first snapshot."""
+    model = torch.nn.Linear(1, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), length=8, global_batch_size=8, epochs=9)
+    with nullcontext() if superseded else pytest.raises(SnapshotError, match="of step 20"):
+        restored = restore(
+            state,
+            World(0, 3, (member(0, 0),)),
+            [],
+            task={},
+            run_uid="new",
+            is_new_run=True,
+            lost=None,
+            record=RunRecord("old", superseded),
+            past=lambda: PastSnapshots((1, 20, "host a wrote a snapshot of step 20"), None, ""),
+            warn=pytest.fail,
+            check=lambda: None,
+        )
+        assert restored.source == "scratch"
