@@ -40,18 +40,19 @@ class Evaluations:
         with state.clock.during(Phase.EVALUATE):
             watcher.do(Activity.REDUCE)
             share_buffers(model, world, self._membership.sockets)
-            found = evaluate(
-                model,
-                worker.task,
-                test_set,
-                world,
-                worker.device,
-                config,
-                # Not that of the first world, which the state has: the sums must not depend on it.
-                block_samples=min(BLOCK_SAMPLES, config.micro_batch_size or config.global_batch_size),
-                autocast=autocast_of(config.precision, worker.device),
-                do=watcher.do,
-            )
+            with state.lock.released():
+                found = evaluate(
+                    model,
+                    worker.task,
+                    test_set,
+                    world,
+                    worker.device,
+                    config,
+                    # Not that of the first world, which the state has: the sums must not depend on it.
+                    block_samples=min(BLOCK_SAMPLES, config.micro_batch_size or config.global_batch_size),
+                    autocast=autocast_of(config.precision, worker.device),
+                    do=watcher.do,
+                )
         watcher.do(Activity.COMPUTE)
         state.evaluated_step = state.step
         if found.accuracy is not None:

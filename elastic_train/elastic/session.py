@@ -21,7 +21,7 @@ from elastic_train.elastic.world_end import WorldEnd
 from elastic_train.errors import UsageError
 from elastic_train.training.reduction import Share
 from elastic_train.training.state import TrainState
-from elastic_train.training.train import StepResult, Votes, seed_model_draws
+from elastic_train.training.train import StepResult, Votes
 from elastic_train.world import World
 
 
@@ -122,8 +122,7 @@ class Training:
         """
         require_no_step_flags(self._worker.config)
         for ((micro_batch, batch),) in self.shares():  # one each: shares are not cut where the step is the user's
-            self.state.remember()
-            seed_model_draws(self._worker.config.seed, micro_batch.step, micro_batch.shard, self.device)
+            self._steps.leave_to_function(micro_batch)
             yield self._stand_in() if batch is None else batch
 
     def shares(self) -> Iterator[Share]:
@@ -229,6 +228,7 @@ class Training:
         self._worker.reporter.say(message)
 
     def _between_steps(self) -> None:
+        self.state.lock.hold()
         self._end.raise_if_lost()
         state, saver = self.state, self._saver
         if self._saved_step != state.step:

@@ -15,7 +15,7 @@ from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
 from elastic_train.training.reduction import Share
 from elastic_train.training.sampler import MicroBatch
-from elastic_train.training.train import StepResult
+from elastic_train.training.train import StepResult, seed_model_draws
 
 
 @dataclass
@@ -101,6 +101,13 @@ class SessionSteps:
         self._observer.begin(share)
         return share
 
+    def leave_to_function(self, micro_batch: MicroBatch) -> None:
+        """The user's own code computes the step in hand, from its one micro-batch on this rank."""
+        state = self._worker.state
+        state.remember()
+        seed_model_draws(self._worker.config.seed, micro_batch.step, micro_batch.shard, self._worker.device)
+        state.lock.let_go()
+
     def require_sound(self) -> bool:
         """The step in hand is about to be committed, and is from here on whatever happens. Returns whether the
         optimizer has stepped; else a GradScaler has skipped it, or gradients add up.
@@ -126,6 +133,8 @@ class SessionSteps:
             self._observer.tell_commit(state, loss, step.first)
         self._observer.note_commit()
         self.turn_to_function()
+        if self._is_own_code:
+            state.lock.let_go()
 
     def commit_what_is_applied(self) -> None:
         """A peer was lost, and the step before is settled. Where the weights are those after the step in hand, the step
@@ -139,6 +148,7 @@ class SessionSteps:
         )
         # Its loss was not told; that of the step before stands in.
         self.commit(state.last_loss or 0.0)
+        state.lock.hold()
 
     def turn_to_function(self) -> None:
         """What the user's own code does between steps, on one rank perhaps, may take its time."""

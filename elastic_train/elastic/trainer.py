@@ -102,7 +102,10 @@ class Trainer:
             watcher.pace.expect_first_step()
         self._training = training = self._make_training(world, shares, begin)
         try:
-            self._program.train(training)
+            try:
+                self._program.train(training)
+            finally:
+                state.lock.hold()  # what is done with the state from here on looks after a stop itself
             training.finish()
         except WorldEnds as end:
             return end.outcome
@@ -142,10 +145,19 @@ class Trainer:
         Raises:
             TrainingDiverged: the newest commit is not worth to be saved.
         """
+        self.settle()
         if self._training is not None:
-            self._training.settle_at_once()
             self._training.commit_what_is_applied()
         self._worker.state.rollback()
+
+    def settle(self) -> None:
+        """On another thread, which has taken the state's lock away: what has not come of the newest step never will.
+
+        Raises:
+            TrainingDiverged: the newest commit is not worth to be saved.
+        """
+        if self._training is not None:
+            self._training.settle_at_once()
 
     def close(self) -> None:
         """It trains no more: nothing of it stays attached to the state."""

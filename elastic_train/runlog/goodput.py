@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,8 @@ class Phase(StrEnum):
 
 
 class PhaseClock:
-    """Seconds by phase over the whole life of a run.
+    """Seconds by phase over the whole life of a run. Another thread than the one
+    whose time it is may read and reassign it.
 
     The totals travel with the training state: they survive restarts and the death of any one process.
     `monotonic` and `wall` (Unix seconds) are parameters for tests.
@@ -44,6 +46,7 @@ class PhaseClock:
         process_age: float | None = None,
     ) -> None:
         self._monotonic, self._wall = monotonic, wall
+        self._lock = threading.RLock()
         age = seconds_since_process_start() if process_age is None else process_age
         self._totals: dict[str, float] = {phase.value: 0.0 for phase in Phase}
         self._inherited: dict[str, float] = {}
@@ -61,9 +64,10 @@ class PhaseClock:
 
     def enter(self, phase: Phase) -> None:
         """The running phase ends now and `phase` begins."""
-        now = self._monotonic()
-        self._totals[self._phase] += now - self._since
-        self._phase, self._since = phase, now
+        with self._lock:
+            now = self._monotonic()
+            self._totals[self._phase] += now - self._since
+            self._phase, self._since = phase, now
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -77,18 +81,21 @@ class PhaseClock:
 
     def reassign(self, seconds: float, source: Phase, target: Phase) -> None:
         """Seconds booked on `source` turn out to belong to `target`, e.g. a step that was lost after all."""
-        self.enter(self._phase)
-        seconds = min(seconds, self._totals[source])
-        self._totals[source] -= seconds
-        self._totals[target] += seconds
+        with self._lock:
+            self.enter(self._phase)
+            seconds = min(seconds, self._totals[source])
+            self._totals[source] -= seconds
+            self._totals[target] += seconds
 
     def totals(self) -> dict[str, float]:
         """Seconds by phase up to this moment."""
-        self.enter(self._phase)
-        return {phase: seconds + self._inherited.get(phase, 0.0) for phase, seconds in self._totals.items()}
+        with self._lock:
+            self.enter(self._phase)
+            return {phase: seconds + self._inherited.get(phase, 0.0) for phase, seconds in self._totals.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"totals": self.totals(), "saved_at": self._wall()}
+        with self._lock:
+            return {"totals": self.totals(), "saved_at": self._wall()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the run whose totals these are, on top of this process's own seconds; the last call counts.

@@ -17,8 +17,10 @@ _SCALES = ("_scale", "_growth_tracker")
 
 
 class KeptBuffers:
-    """What forward passes change in a model, BatchNorm's statistics, as it was when a step began. For the thread that
-    trains."""
+    """What forward passes change in a model, BatchNorm's statistics, as it was when a step began.
+
+    For the thread that trains; `put_into` also for one that has taken the state's lock away from it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -38,6 +40,15 @@ class KeptBuffers:
         with torch.no_grad():
             for buffers, kept in self._kept or ():
                 _put_back(buffers, kept)
+
+    def put_into(self, model_state: dict[str, Any]) -> None:
+        """The same in the model's state dict: what the step in hand does to the model meanwhile does not show there."""
+        found = {id(buffers): kept for buffers, kept in self._kept or ()}
+        for place, layer in self._model.named_modules(remove_duplicate=False):
+            for name, (_, copy) in found.get(id(layer._buffers), {}).items():
+                key = f"{place}.{name}" if place else name
+                if copy is not None and key in model_state:
+                    model_state[key] = copy
 
 
 class KeptScales:

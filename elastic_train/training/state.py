@@ -16,6 +16,7 @@ from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.kept import KeptBuffers, KeptScales
 from elastic_train.training.sampler import steps_per_epoch
+from elastic_train.training.state_lock import StateLock
 
 
 class Stateful(Protocol):
@@ -93,6 +94,7 @@ class TrainState:
         self.fingerprint: dict[str, Any] = {}
         """what the bits of an ordered run depend on, as it was where its newest steps were trained"""
         self.clock = PhaseClock()
+        self.lock = StateLock()
         self.length = length
         self.global_batch_size = global_batch_size
         self.num_epochs = epochs
@@ -126,6 +128,11 @@ class TrainState:
         return not self._is_updating
 
     @property
+    def is_step_open(self) -> bool:
+        """Whether a step has begun that is not committed."""
+        return self._is_step_open
+
+    @property
     def averaged(self) -> AveragedWeights | None:
         """The moving average of the weights, where there is one among the extras."""
         found = self.extras.get("ema")
@@ -136,6 +143,7 @@ class TrainState:
         return min(self.global_batch_size, self.length - self.samples_done)
 
     def _note_update(self, *_arguments: Any) -> None:
+        self.lock.hold()
         self._is_updating = True
 
     def set_modes(self) -> None:
@@ -162,6 +170,7 @@ class TrainState:
 
     def commit(self, loss: float) -> bool:
         """The one place where a step becomes done, with its mean loss over all samples. True at the end of an epoch."""
+        self.lock.hold()
         self._is_step_open = False
         self.samples_done += self.next_step_samples()
         self.step += 1
@@ -199,9 +208,13 @@ class TrainState:
             group["lr"] = base_lr * factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only, so that `torch.load(weights_only=True)` can read it."""
+        """Tensors and plain values only, so that `torch.load(weights_only=True)` can read it. Of a step that has begun
+        it holds nothing, until the optimizer's step."""
+        model = self.model.state_dict()
+        if self._is_step_open:
+            self.kept_buffers.put_into(model)
         return {
-            "model": self.model.state_dict(),
+            "model": model,
             "optimizer": self.optimizer.state_dict(),
             "schedule": {
                 "name": self._schedule if isinstance(self._schedule, str) else None,

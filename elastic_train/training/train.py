@@ -60,7 +60,8 @@ def train_step(
     state.remember()
     drop_gradients(state.optimizer)
     scale = state.scaler.scale if state.scaler else _unscaled
-    totals = reduction.run(micro_batches, loss, scale, votes=votes)
+    with state.lock.released():
+        totals = reduction.run(micro_batches, loss, scale, votes=votes)
     if not math.isfinite(totals.loss):
         if not _is_left_to_scaler(state):
             raise TrainingDiverged(
