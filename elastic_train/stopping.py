@@ -5,13 +5,23 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
+import threading
 import time
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from elastic_train.errors import Stopped
 
 GRACE_SECONDS = 3.0
 """people, and schedulers, stop nodes one after the other, and on a busy machine an agent passes the signal on late"""
+LATE_SECONDS = 15.0
+"""from a signal on, in which a worker should stop by itself. SIGKILL follows after 30 s (torchrun, where that is fixed;
+Kubernetes and Slurm by default): one half is for ending steps, the other for saving without the one in hand"""
+HOPELESS_SECONDS = 25.0
+"""from a signal on: what has not begun to save by then would not come to its end"""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignal:
@@ -19,16 +29,57 @@ class StopSignal:
 
     The training loop turns it into a vote, so that all ranks stop at the same step though their signals arrive at
     different moments. A second SIGINT is a person who has lost patience: it ends the process at once.
+
+    A thread listens as well: the handler runs only when the main thread comes back to Python, and a backward pass, or a
+    collective in it, may take long.
+
+    Args:
+        late_after: seconds after a signal until `when_late` is called.
+        hopeless_after: seconds after a signal until nothing more should be begun.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, late_after: float = LATE_SECONDS, hopeless_after: float = HOPELESS_SECONDS) -> None:
         self.signum: int | None = None
         self._requested_at = 0.0
+        self._late_after, self._hopeless_after = late_after, hopeless_after
+        self._heard: int | None = None
+        """by the thread, perhaps before the handler has run"""
+        self.when_late: Callable[[float], None] = lambda _seconds: None
+        """called on the thread that listens, if this worker still runs then, with the seconds until it is hopeless"""
+        self._before: dict[signal.Signals, Any] = {}
+        self._wakeup: socket.socket | None = None
+        self._is_uninstalled = threading.Event()
 
     def install(self) -> None:
         """Call from the main thread."""
-        signal.signal(signal.SIGTERM, self._remember)
-        signal.signal(signal.SIGINT, self._remember)
+        self._before = {signum: signal.signal(signum, self._remember) for signum in SIGNALS}
+        ears, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._be_deaf)
+        threading.Thread(target=self._listen, args=(ears,), name="stop-signal", daemon=True).start()
+
+    def uninstall(self) -> None:
+        """Put back what `install` has replaced; for the main thread."""
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        self._is_uninstalled.set()
+        self._be_deaf()
+
+    def _be_deaf(self) -> None:
+        """In a forked child as well: a signal to that one is none to this worker."""
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            self._wakeup.close()
+            self._wakeup = None
+
+    def _listen(self, ears: socket.socket) -> None:
+        with ears:
+            while self._heard is None and (numbers := ears.recv(1)):
+                if numbers[0] in SIGNALS:
+                    self._heard = numbers[0]
+        if self._heard is not None and not self._is_uninstalled.wait(self._late_after):
+            self.when_late(self._hopeless_after - self._late_after)
 
     def _remember(self, signum: int, _frame: FrameType | None) -> None:
         if signum == signal.SIGINT and self.signum == signal.SIGINT:
@@ -40,6 +91,11 @@ class StopSignal:
     @property
     def is_requested(self) -> bool:
         return self.signum is not None
+
+    @property
+    def cause(self) -> signal.Signals:
+        """With which signal this worker was told to stop; SIGTERM where it was not."""
+        return signal.Signals(self.signum or self._heard or signal.SIGTERM)
 
     def votes(self) -> tuple[int, int]:
         """(told to stop, leaving now): what this worker contributes to the step in hand.

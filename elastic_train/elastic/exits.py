@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -120,24 +119,38 @@ class Exits:
             worker.reporter.warn(f"{error}; the others are not told that this worker leaves")
         with suppress(OwnershipLost):  # the others may be a generation further
             self._saver.wait()
-        worker.reporter.events.write("signal", signal=signal.Signals(worker.stop.signum or signal.SIGTERM).name)
+        worker.reporter.events.write("signal", signal=worker.stop.cause.name)
         worker.reporter.events.write("done", outcome="stopped")
         what = "a spare" if world.is_spare else f"rank {world.rank}"
         worker.reporter.speak(f"{what} leaves at step {worker.state.step}; the others go on")
-        return 128 + (worker.stop.signum or signal.SIGTERM)
+        return 128 + worker.stop.cause
+
+    def stop_late(self, world: World) -> int:
+        """Told to stop, and no commit comes in time. Not on the training thread, which has lost the state's lock: the
+        last commit is saved, by each node for itself, for nobody knows who else was told."""
+        state = self._worker.state
+        if state.is_step_open:
+            state.clock.reassign(time.monotonic() - self._trainer.step_started, Phase.TRAIN, Phase.LOST)
+        if world.is_first_of_node and state.step > 0:
+            with suppress(OwnershipLost):  # the others may be a generation further
+                self._saver.save_beside(state)
+        code = self._say_stopped()
+        with suppress(StoreUnreachable):  # then the others lose it as a peer
+            self._membership.leave(world, "stopped late")
+        return code
 
     def _say_stopped(self) -> int:
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
-        signum = worker.stop.signum or signal.SIGTERM
-        reporter.events.write("signal", signal=signal.Signals(signum).name)
+        cause = worker.stop.cause
+        reporter.events.write("signal", signal=cause.name)
         reporter.events.write("done", outcome="stopped")
-        what = f"stopped by {signal.Signals(signum).name}"
+        what = f"stopped by {cause.name}"
         reporter.say_for_node(f"{what} at step {state.step}")
         reporter.say(
             f"{what} at step {state.step} (epoch {state.epoch + 1} of {worker.config.epochs}, {state.samples_done} of "
             f"{state.length} samples); the same command continues from here"
         )
-        return 128 + signum
+        return 128 + cause
 
     def save_for_next_start(self, world: World) -> str:
         """The last commit, each node for itself: nobody knows who lives. Returns what a person should do next."""

@@ -15,7 +15,6 @@ Everything around the loop is what `-m elastic_train` has: membership, re-formin
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -125,7 +124,6 @@ def run(
     require_system_for_training(os.environ)
     config = config or Config()
     stop = StopSignal()
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     stop.install()
     if "RANK" in os.environ:
         die_with_parent()
@@ -135,11 +133,11 @@ def run(
     except ElasticTrainError as error:
         _exit(error, is_debug=config.debug)
     except BaseException:
-        _restore(handlers)
+        stop.uninstall()
         raise
     if code != 0:
         sys.exit(code)  # with the handlers that there are: another signal would change the code of a process that ends
-    _restore(handlers)
+    stop.uninstall()
     return worker.state
 
 
@@ -182,11 +180,6 @@ def _with_average(extras: Mapping[str, Stateful], model: nn.Module, decay: float
     if "ema" in extras:
         raise UsageError(f"extras['ema'] is the name of the averaged weights of --ema-decay {decay}: leave one out")
     return {**extras, "ema": AveragedWeights(model, decay)}
-
-
-def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
 
 
 def _check_arguments(arguments: list[str], own_flags: type | None) -> None:

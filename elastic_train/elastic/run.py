@@ -14,6 +14,7 @@ from elastic_train.elastic.connect import Applicant, Return, Waits, connect_work
 from elastic_train.elastic.earlier_run import EarlierRun
 from elastic_train.elastic.exits import Exits
 from elastic_train.elastic.formed_group import FormedGroup
+from elastic_train.elastic.late_stop import LateStop
 from elastic_train.elastic.membership import Membership, new_token
 from elastic_train.elastic.process_group import process_group
 from elastic_train.elastic.resume import Resume
@@ -167,7 +168,7 @@ def _open_group(
 
 
 def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingParts) -> None:
-    """What a membership asks of this worker, on threads of its own."""
+    """What a membership, and a stop, ask of this worker on threads of their own."""
     resume, exits = parts.resume, parts.exits
 
     def save_at_last() -> str:
@@ -188,6 +189,8 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
         if ring.world is not None and resume.has_state:
             worker.reporter.speak(exits.save_for_nobody(ring.world))
 
+    late = LateStop(worker, parts.trainer, exits, lambda: ring.world if resume.has_state else None)
+    worker.stop.when_late = late.save
     membership.at_last = save_at_last
     membership.survivors.may_not_go_on = save_while_waiting
     membership.side.progress = lambda: (worker.state.branches, worker.state.step) if resume.has_state else None

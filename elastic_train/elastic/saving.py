@@ -61,15 +61,19 @@ class Saver:
 
     def save_and_wait(self, state: TrainState) -> bool:
         """Durable when it returns True. A full disk costs a warning, not the job."""
-        is_saved = False
         with state.clock.during(Phase.SNAPSHOT):
-            try:
-                self._tell(self._writer().save(state.state_dict(), **self._position(state)))
-                is_saved = True
-            except SnapshotError as error:
-                self._reporter.warn(str(error))
+            is_saved = self.save_beside(state)
         self.report()
         return is_saved
+
+    def save_beside(self, state: TrainState) -> bool:
+        """The same on another thread than the one that trains, which does not wait for it. Nothing else is told of."""
+        try:
+            self._tell(self._writer().save(state.state_dict(), **self._position(state)))
+        except SnapshotError as error:
+            self._reporter.warn(str(error))
+            return False
+        return True
 
     def report(self) -> None:
         """Tell what the background has written since the last call.

@@ -1,0 +1,73 @@
+"""A stop that comes too late for the step in hand: the last commit is saved without the thread that trains."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from elastic_train.elastic.exits import Exits
+from elastic_train.elastic.trainer import Trainer
+from elastic_train.elastic.worker import Worker
+from elastic_train.errors import TrainingDiverged, show_traceback
+from elastic_train.world import World
+
+
+class LateStop:
+    """What is done where the training thread does not come to an end in time after this worker was told to stop.
+
+    Votes are cast when a step begins: the step in hand and a whole one have to end before all stop by them. Where steps
+    are long, or an evaluation is, SIGKILL comes first. The weights are those of the last commit all that time.
+
+    Args:
+        world: the one that this worker trains in, once it has the run's state; else None.
+        end: ends the process.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        trainer: Trainer,
+        exits: Exits,
+        world: Callable[[], World | None],
+        end: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._worker, self._trainer, self._exits = worker, trainer, exits
+        self._world, self._end = world, end
+
+    def save(self, seconds: float) -> None:
+        """Save the last commit and end the process. On another thread than the one that trains; nothing is done where
+        that one looks after the stop itself.
+
+        Args:
+            seconds: in which it has to come to a place where the state is that of a commit.
+        """
+        state, reporter = self._worker.state, self._worker.reporter
+        if not state.lock.take_away(seconds):
+            if not state.is_whole:
+                reporter.warn(
+                    f"told to stop by {self._worker.stop.cause.name}, and the state is between the optimizer's step "
+                    f"and the commit of step {state.step + 1}: it is not saved before that commit"
+                )
+            return
+        world = self._world()
+        if world is None or not state.is_whole or not self._is_sound():
+            state.lock.give_back()
+            return
+        code = 1
+        try:
+            code = self._exits.stop_late(world)
+            reporter.close()
+            self._worker.directory.ownership.release()
+        except Exception as error:  # the training thread waits for the end, and nobody else would tell of it
+            reporter.events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
+            show_traceback(error, is_debug=self._worker.config.debug)
+        finally:
+            self._end(code)
+
+    def _is_sound(self) -> bool:
+        try:
+            self._trainer.settle()
+        except TrainingDiverged as diverged:  # the training thread raises it, if it comes to that
+            self._worker.reporter.warn(str(diverged))
+            return False
+        return True

@@ -1,0 +1,142 @@
+"""What becomes of a worker that was told to stop, and whose training thread comes to no end."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_train.elastic.exits import Exits
+from elastic_train.elastic.late_stop import LateStop
+from elastic_train.errors import OwnershipLost, StoreUnreachable, TrainingDiverged
+from elastic_train.runlog.goodput import Phase, PhaseClock
+from elastic_train.training.state import TrainState
+from elastic_train.world import World
+from tests.unit.test_liveness import make_member
+from tests.unit.test_state import make_state
+
+TIMEOUT = 0.01
+ME = make_member(0)
+SINGLE = World(rank=0, generation=3, members=(ME,), uid="single")
+SECOND_OF_NODE = World(rank=1, generation=3, members=(ME, replace(ME, local_rank=1, pid=2)), uid="two of a node")
+
+
+class Life:
+    """A worker of which all parts note what they are asked; each raises what `raises` has under its name."""
+
+    def __init__(self, state: TrainState, world: World | None = SINGLE, **raises: Exception) -> None:
+        self.calls: list[Any] = []
+        self._raises = raises
+        self.state = state
+        events = SimpleNamespace(write=lambda event, **fields: self.calls.append((event, *fields.values())))
+        reporter = SimpleNamespace(
+            events=events, warn=lambda message: self.calls.append(("warning", message)), say=lambda _message: None,
+            say_for_node=lambda _message: None, close=self.part("close"),
+        )  # fmt: skip
+        worker: Any = SimpleNamespace(
+            state=state, reporter=reporter, config=SimpleNamespace(epochs=3, debug=False),
+            stop=SimpleNamespace(cause=signal.SIGTERM),
+            directory=SimpleNamespace(ownership=SimpleNamespace(release=self.part("release"))),
+        )  # fmt: skip
+        trainer: Any = SimpleNamespace(settle=self.part("settle"), step_started=0.0)
+        membership: Any = SimpleNamespace(leave=self.part("leave"))
+        saver: Any = SimpleNamespace(save_beside=self.part("save"))
+        files: Any = None
+        exits = Exits(worker, membership, saver, trainer, files)
+        self.late = LateStop(worker, trainer, exits, lambda: world, lambda code: self.calls.append(("end", code)))
+
+    def part(self, name: str) -> Any:
+        def call(*_arguments: Any) -> None:
+            self.calls.append(name)
+            if name in self._raises:
+                raise self._raises[name]
+
+        return call
+
+    def run(self) -> list[Any]:
+        self.late.save(TIMEOUT)
+        return self.calls
+
+    @property
+    def is_given_back(self) -> bool:
+        return self.state.lock.take_away(0.0)
+
+
+def make_stepping(steps: int = 1) -> TrainState:
+    """A state in the middle of a step, after some commits."""
+    state = make_state()
+    for _ in range(steps):
+        state.commit(1.0)
+    state.remember()
+    state.lock.let_go()
+    return state
+
+
+def test_the_last_commit_is_saved() -> None:
+    life = Life(make_stepping())
+    stopped = [("signal", "SIGTERM"), ("done", "stopped")]
+    assert life.run() == ["settle", "save", *stopped, "leave", "close", "release", ("end", 143)]
+    assert not life.is_given_back
+
+
+def test_the_step_in_hand_is_lost_time() -> None:
+    state, now = make_stepping(), [0.0]
+    state.clock = PhaseClock(lambda: now[0], lambda: now[0], process_age=0.0)
+    state.clock.enter(Phase.TRAIN)
+    now[0] = 30.0
+    Life(state).run()
+    totals = state.clock.totals()
+    assert totals[Phase.LOST] == 30.0, "of the monotonic clock there is more since 0"
+    assert sum(totals.values()) == 30.0
+
+
+def test_another_worker_of_the_node_saves() -> None:
+    assert "save" not in Life(make_stepping(), SECOND_OF_NODE).run()
+
+
+def test_before_the_first_commit_there_is_nothing_to_save() -> None:
+    calls = Life(make_stepping(0)).run()
+    assert "save" not in calls
+    assert calls[-1] == ("end", 143)
+
+
+@pytest.mark.parametrize("raises", [{"save": OwnershipLost("theirs")}, {"leave": StoreUnreachable("gone")}])
+def test_others_have_gone_on(raises: dict[str, Exception]) -> None:
+    calls = Life(make_stepping(), **raises).run()
+    assert ("done", "stopped") in calls
+    assert calls[-1] == ("end", 143)
+
+
+def test_a_bug_ends_it_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    calls = Life(make_stepping(), save=ValueError("a bug")).run()
+    assert calls[-2:] == [("done", "failed", "ValueError: a bug"), ("end", 1)]
+    assert "a bug" in capsys.readouterr().err
+
+
+def test_who_ends_by_itself_is_left_alone() -> None:
+    state = make_state()
+    state.commit(1.0)
+    assert Life(state).run() == []
+
+
+def test_between_step_and_commit_it_says_why_nothing_is_saved() -> None:
+    state = make_stepping()
+    state.optimizer.step()
+    [(event, message)] = Life(state).run()
+    assert event == "warning"
+    assert "the commit of step 2" in message
+
+
+def test_without_a_state_of_the_run_nothing_is_saved() -> None:
+    life = Life(make_stepping(), world=None)
+    assert life.run() == []
+    assert life.is_given_back
+
+
+def test_a_commit_that_is_worth_nothing_is_not_saved() -> None:
+    life = Life(make_stepping(), settle=TrainingDiverged("the loss of step 1 is nan"))
+    assert life.run() == ["settle", ("warning", "the loss of step 1 is nan")]
+    assert life.is_given_back
