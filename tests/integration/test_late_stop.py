@@ -158,18 +158,25 @@ def check_continued(cluster: Cluster, nodes: list[Node]) -> None:
     assert found.passed, found.reasons
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_stop_in_a_long_step(cluster: Cluster, signum: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("long", "step", "signum"),
+    [
+        ("step 9", 8, signal.SIGTERM),
+        pytest.param("evaluation 3", 6, signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
+def test_stop_in_a_long_step_or_evaluation(cluster: Cluster, long: str, step: int, signum: signal.Signals) -> None:
     command = [PYTHON, "impatient.py", "--run-dir", str(cluster.run_dir), *FLAGS]
-    node = cluster.launch(command, {"LONG": "step 9"})
+    node = cluster.launch(command, {"LONG": long})
     wait_until_long(cluster, 1)
     node.signal(signum)
     assert node.wait(20) == 128 + signum, node.text()
-    assert f"stopped by {signum.name} at step 8" in node.text()
-    check_saved(cluster.run_dir, 8)
-    check_stopped(cluster.run_dir, 8, 1, signum)
+    assert f"stopped by {signum.name} at step {step}" in node.text()
+    check_saved(cluster.run_dir, step)
+    check_stopped(cluster.run_dir, step, 1, signum)
     _, state = newest_snapshot(cluster.run_dir)
-    assert state["run"]["clock"]["totals"]["lost"] > 1.0, "the step that was begun and not committed"
+    seconds = state["run"]["clock"]["totals"]
+    assert seconds["lost" if long == "step 9" else "evaluate"] > 1.0, "what was begun and did not end"
     check_continued(cluster, [cluster.start_alone(*FLAGS)])
 
 
@@ -216,7 +223,8 @@ def test_agent_is_told_to_stop(cluster: Cluster, long: str, step: int) -> None:
     check_continued(cluster, cluster.start(*FLAGS))
 
 
-def test_stop_in_a_long_step_of_two_nodes(cluster: Cluster) -> None:
+@pytest.mark.slow
+def test_all_nodes_are_told_to_stop(cluster: Cluster) -> None:
     """Each saves, for nobody can know whether all were told."""
     nodes = cluster.start(*FLAGS, nodes=2, program=("impatient.py",), env={"LONG": "step 9"})
     wait_until_long(cluster, 2)
@@ -228,7 +236,8 @@ def test_stop_in_a_long_step_of_two_nodes(cluster: Cluster) -> None:
     check_continued(cluster, cluster.start(*FLAGS, nodes=2))
 
 
-def test_stop_in_a_long_step_of_one_of_two_nodes(cluster: Cluster) -> None:
+@pytest.mark.slow
+def test_one_of_two_nodes_is_told_to_stop(cluster: Cluster) -> None:
     """The other one does the step again, and goes on."""
     options: dict[str, Any] = {"nnodes": "1:2", "conf": cluster.last_call(60), "program": ("impatient.py",)}
     [told] = cluster.start(*FLAGS, env={"LONG": "step 9"}, **options)
