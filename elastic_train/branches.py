@@ -2,7 +2,8 @@
 
 The side that the laws let go on keeps to the main line. Every other one that goes on is a branch: it has a random id,
 which its world's decision carries as a fact, and its state says where it left the line before it. When two sides meet,
-the one with fewer committed steps stops.
+the one with fewer committed steps stops. Two jobs of one run id, of which one was begun by a host that came back cut
+off from the other, are sides as well.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ class Position:
     """as Branch.rank; that of the main line is below all"""
     run: str | None = None
     """uid of the run"""
+    job: str | None = None
+    """token of the job: another one where a second job of the same run id was begun"""
+    stands: bool = True
+    """whether its world stands; else its members agree on the next one, or wait since they may not go on"""
 
     @property
     def id(self) -> str:
@@ -70,9 +75,18 @@ class Position:
         """For a person."""
         return f"step {self.step} of {describe(self.branches)} on {self.host}"
 
+    def is_beside(self, other: Position) -> bool:
+        """Whether the two are branches of one run."""
+        return self.run == other.run and self.id != other.id
+
     def goes_before(self, other: Position) -> bool:
-        """Whether `other` stops where the two meet."""
-        return (self.step, -self.rank) > (other.step, -other.rank)
+        """Whether `other` stops where the two meet.
+
+        The one with fewer committed steps does. That holds of two jobs of one run id as well, for no clock tells which
+        of them began later: one that has just begun at step 0 stops for every other, and of equals it is the same one
+        whoever judges, by the jobs' random tokens.
+        """
+        return (self.step, -self.rank, self.job or "") > (other.step, -other.rank, other.job or "")
 
     def to_json(self) -> str:
         return json.dumps(vars(self), separators=(",", ":"))

@@ -21,6 +21,7 @@ ElasticTrainError            ends a worker with one line; `exit_code` says with 
 ├── LeftOut                  the others go on without this worker
 │   ├── Superseded           another branch has more committed steps
 │   └── Refused              its flags, data or versions are not those of the run
+│       └── SecondJob        two jobs of one run id have met, and the other one goes on
 ├── JobFinished              the job reached its end while this worker waited to be taken in (exit code 0)
 └── Stopped                  a signal ended this worker while it waited for others (exit code 143 or 130)
 
@@ -150,6 +151,19 @@ class Superseded(LeftOut):
 
 class Refused(LeftOut):
     """This worker may not train with the others: its flags, data or versions are not those of the run."""
+
+
+class SecondJob(Refused):
+    """Two jobs of one run id have met; this one has fewer committed steps, and stops."""
+
+    def __init__(self, own_place: str, winner: Position) -> None:
+        host, port = winner.store
+        super().__init__(
+            f"two jobs of one run id have met: this one, {own_place}, stops for the one at {winner.name} "
+            f"({host}:{port}), which has no fewer committed steps: start this node again with the same command to join "
+            "that one, or give each job an --rdzv-id of its own"
+        )
+        self.winner = winner
 
 
 class JobFinished(ElasticTrainError):

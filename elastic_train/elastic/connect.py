@@ -200,19 +200,20 @@ def etcd_job(applicant: Applicant, settings: EtcdSettings, own: Endpoints) -> Jo
 
 
 def peer_job(applicant: Applicant, own: Endpoints) -> tuple[PeerJob, Encounters | None]:
-    """The job in its members' own stores, and what looks for other branches of the run, where a side may go on as one.
-    Blocks as `finder_of`."""
+    """The job in its members' own stores, and what looks for other sides of the run, where nodes may join. Blocks as
+    `finder_of`."""
     launch, run_dir, around = applicant.launch, applicant.run_dir, own.around
     store = TorchStore(own.server.store, timedelta(seconds=OWN_SECONDS))
     finder = finder_of(launch, applicant.waits, run_dir, applicant.stop, applicant.back)
     encounters: Encounters | None = None
-    if applicant.goes_on and launch.c10d is not None:
+    if launch.c10d is not None:
         encounters = Encounters(
             store,
             reach,
             finder,
             uid=own.uid,
             run_id=launch.run_id,
+            may_branch=applicant.goes_on,
             in_background=lambda task: around.start("encounters", task),
         )
     job = PeerJob(
@@ -230,7 +231,7 @@ def peer_job(applicant: Applicant, own: Endpoints) -> tuple[PeerJob, Encounters 
         clock=time.monotonic,
         arbiter=None if launch.c10d is None or run_dir is None else run_directory_arbiter(run_dir),
         in_background=lambda task: around.start("ahead", task),
-        goes_on=encounters is not None,
+        goes_on=encounters is not None and encounters.may_branch,
     )
     return job, encounters
 

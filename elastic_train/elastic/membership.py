@@ -22,9 +22,9 @@ from elastic_train.branches import BRANCH, POSITION, Branch, Branches, Position,
 from elastic_train.elastic.formed_group import FormedGroup
 from elastic_train.elastic.joins import Arrival, Joins
 from elastic_train.elastic.next_world import Barriers, Limits, Surroundings, Survivors
-from elastic_train.errors import LeftOut, StoreUnreachable, Superseded
+from elastic_train.errors import LeftOut, SecondJob, StoreUnreachable, Superseded
 from elastic_train.protocol.agreement import Decision
-from elastic_train.protocol.encounters import Encounters
+from elastic_train.protocol.encounters import SUPERSEDED, Encounters
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.liveness import Watcher
@@ -53,65 +53,88 @@ class Change:
 
 
 class OwnSide:
-    """On which side of a run this member is, where a run may go on as several: it says how far its side has come, and
-    learns that its side stops.
+    """On which side of a run this member is, where there may be several: it says how far its side has come, and learns
+    that its side stops.
 
     For two threads: the watcher's calls `tend`, the training thread all else. There is no lock: what is assigned is one
     reference.
 
     Args:
-        encounters: looks for other branches of the run; None where a side never goes on as one.
+        encounters: looks for other sides; None where nobody joins, or one store decides.
         facts: what the job has agreed on, as far as this member knows; it grows.
     """
 
     def __init__(self, encounters: Encounters | None, facts: Mapping[str, str]) -> None:
         self._encounters, self._facts = encounters, facts
         self._world: World | None = None
+        self._stands = False
+        self._has_others = self.may_branch
+        """whether there may be other sides"""
         self.progress: Callable[[], tuple[Branches, int] | None] = lambda: None
         """branches and committed steps of this worker's state, for any thread; None while it has none"""
 
     @property
     def may_branch(self) -> bool:
         """Whether a side may go on as a branch in this job."""
-        return self._encounters is not None
+        return self._encounters is not None and self._encounters.may_branch
 
     @property
     def branch(self) -> Branch | None:
         """On which this member's world is; None on the main line."""
         return Branch.from_json(self._facts.get(BRANCH))
 
+    @property
+    def _branch_id(self) -> str:
+        branch = self.branch
+        return "" if branch is None else branch.id
+
     def enter(self, world: World) -> None:
         """This worker is a member of `world` from now on."""
         self._world = world
 
-    def tend(self) -> None:
-        """Background tasks, on the watcher's thread."""
-        world = self._world
-        if self._encounters is not None and world is not None:
-            self._encounters.tend(world, self._position, self.branch)
+    def tend(self, *, stands: bool) -> None:
+        """Background tasks, on the watcher's thread.
+
+        Args:
+            stands: whether this member's world does.
+        """
+        world, encounters, self._stands = self._world, self._encounters, stands
+        if encounters is None or world is None:
+            return
+        other_jobs = encounters.finder.other_jobs()
+        self._has_others |= bool(other_jobs)
+        if self._has_others:
+            encounters.tend(world, self._position, self.branch, other_jobs)
 
     def is_superseded(self) -> bool:
         """Whether this is rank 0 of a side that stops, and the others of its world are told."""
         world = self._world
-        if self._encounters is None or world is None or world.rank > 0:
+        if self._encounters is None or not self._has_others or world is None or world.rank > 0:
             return False
         return self._encounters.has_told(world)
 
     def require_no_better(self) -> None:
-        """Raises: Superseded where another side goes before this one."""
-        winner = None if self._encounters is None else self._encounters.winner()
-        if winner is not None:
+        """Raises: Superseded where another branch goes before this one; SecondJob where another job of this run id
+        does."""
+        text = None if self._encounters is None else self._encounters.own.get(SUPERSEDED)
+        if text is None:
+            return
+        winner = Position.from_json(text)
+        if winner.run == self._facts.get("run_uid") and winner.id != self._branch_id:
             raise Superseded(winner)
+        mine = self._position()
+        raise SecondJob("which has no state yet" if mine is None else f"at {mine.name}", winner)
 
     def _position(self) -> Position | None:
         world, branch, progress = self._world, self.branch, self.progress()
         if world is None or world.is_spare or progress is None or world.me.store is None:
             return None
         branches, step = progress
-        if id_of(branches) != ("" if branch is None else branch.id):
+        if id_of(branches) != self._branch_id:
             return None  # the world has not brought its members together yet
         rank = -1 if branch is None else branch.rank
-        return Position(branches, step, world.me.host, world.me.store, rank, self._facts.get("run_uid"))
+        run, job = self._facts.get("run_uid"), self._facts.get("job_token")
+        return Position(branches, step, world.me.host, world.me.store, rank, run, job, self._stands)
 
 
 class Membership:
@@ -138,7 +161,7 @@ class Membership:
         sockets: those of the process group, which the watcher breaks off.
         group_store: where the process group of a world meets; raises FormationFailed where its rank 0 is dead.
         form: makes the process group of a world beside the present one, on any thread; None where that cannot be.
-        encounters: looks for other branches of the run; None where a side never goes on as one.
+        encounters: as `OwnSide`'s.
     """
 
     def __init__(
@@ -256,7 +279,7 @@ class Membership:
             is_planned: whether that was to admit newcomers.
 
         Raises:
-            LeftOut: the others went on without this worker. Superseded: another branch goes before this one.
+            LeftOut: the others went on without this worker. Superseded, SecondJob: as `OwnSide.require_no_better`.
             Stopped: this worker was told to stop meanwhile.
             FormationFailed: the job cannot go on, or has waited for `wait_timeout`.
             StoreUnreachable: the store is gone, and the job with it.
@@ -335,7 +358,7 @@ class Membership:
     def tend(self, world: World | None, is_spokesman: bool) -> None:
         """Background tasks, on the watcher's thread."""
         self.job.tend(world, is_spokesman=is_spokesman, headless=self.watcher.headless)
-        self.side.tend()
+        self.side.tend(stands=world is not None)
         if world is not None and is_spokesman:
             self.joins.consider(world)
 

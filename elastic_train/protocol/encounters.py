@@ -1,19 +1,23 @@
-"""How the branches of a run find each other, and which of them stops.
+"""How the sides of a run find each other, and which of them stops.
 
 Each member says in its own store how far its side has come. Rank 0 of a branch looks, on a thread of its own, at the
 members that it has gone on without and at the endpoints. Of two sides that meet one judges, that of the larger id, so
 that never both stop: the main line has none, and never judges. A member of the side that stops finds that in its store,
 and tells the others of its world; then their rank 0 votes for the world's end.
+
+Two jobs of one run id write over each other's signs at an endpoint, and so find each other; the rank 0 of that with the
+larger token looks at the other's, and judges. A side that waits for the silent is left alone: it may never go on, and
+must end nobody who does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from elastic_train.branches import POSITION, Branch, Position
 from elastic_train.errors import StoreUnreachable
-from elastic_train.protocol.join_queue import Finder
+from elastic_train.protocol.join_queue import Finder, address_of
 from elastic_train.protocol.store import Address, Clients, KeyValueStore
 from elastic_train.world import World
 
@@ -26,7 +30,9 @@ class Encounters:
 
     Args:
         own: its own store; it answers several threads.
+        finder: of this member.
         reach: a client of the store at an address, for the thread that looks. Raises: StoreUnreachable.
+        may_branch: whether a side may go on as a branch in this job (branches.py).
         in_background: runs a task on a thread of its own.
     """
 
@@ -38,10 +44,12 @@ class Encounters:
         *,
         uid: str,
         run_id: str,
+        may_branch: bool,
         in_background: Callable[[Callable[[], None]], None],
     ) -> None:
-        self._own, self._clients = own, Clients(own, uid, reach)
-        self._finder, self._run_id, self._in_background = finder, run_id, in_background
+        self.own, self._clients = own, Clients(own, uid, reach)
+        self.finder, self._run_id, self._in_background = finder, run_id, in_background
+        self.may_branch = may_branch
         self._is_busy = False
         self._told_in: str | None = None
         """uid of the world whose members know from this one that this side stops"""
@@ -51,26 +59,30 @@ class Encounters:
         include who has joined."""
         return self._told_in == world.uid
 
-    def winner(self) -> Position | None:
-        """The side for which this member's stops, where it does."""
-        text = self._own.get(SUPERSEDED)
-        return None if text is None else Position.from_json(text)
-
-    def tend(self, world: World, position: Callable[[], Position | None], branch: Branch | None) -> None:
+    def tend(
+        self,
+        world: World,
+        position: Callable[[], Position | None],
+        branch: Branch | None,
+        other_jobs: Sequence[Address],
+    ) -> None:
         """On the watcher's thread, which waits for nobody.
 
         Args:
             position: of this member; None while it has no state of its world.
+            other_jobs: stores of members of another job of this run id, whose sign was found.
         """
         mine = position()
         if mine is not None:
-            self._own.put(POSITION, mine.to_json())
+            self.own.put(POSITION, mine.to_json())
         if self._is_busy or self.has_told(world):
             return
-        word = self._own.get(SUPERSEDED)
+        word = self.own.get(SUPERSEDED)
         if word is not None:
             self._begin(lambda: self._tell(world, word))
-        elif branch is not None and world.rank == 0:
+        elif other_jobs and world.rank == 0:
+            self._begin(lambda: self._meet_jobs(position, other_jobs))
+        elif self.may_branch and branch is not None and world.rank == 0:
             self._begin(lambda: self._meet(world, position, branch))
 
     def _begin(self, task: Callable[[], None]) -> None:
@@ -96,7 +108,7 @@ class Encounters:
         inside = {member.store for member in world.members}
         places = list(branch.others)
         with suppress(StoreUnreachable):
-            places += self._finder.addresses()
+            places += self.finder.addresses()
         for place in dict.fromkeys(places):
             if place in inside:
                 continue
@@ -108,9 +120,38 @@ class Encounters:
                 theirs = Position.from_json(text)
                 if theirs.run != mine.run or theirs.id >= mine.id:  # it judges
                     continue
-                if theirs.goes_before(mine):
-                    self._own.create(SUPERSEDED, text)
+                if not self._outdoes(mine, theirs, self._clients.at(place)):
                     return
-                self._clients.at(place).create(SUPERSEDED, mine.to_json())
             except StoreUnreachable:
                 self._clients.keep_only(())  # a client that got no answer gives none again
+
+    def _meet_jobs(self, position: Callable[[], Position | None], places: Sequence[Address]) -> None:
+        """The same between this job and another one, at the rank 0 of that, to which the store of any member leads."""
+        for place in places:
+            try:
+                host = self._clients.at(place).get("host")
+                if not host:
+                    continue
+                store = self._clients.at(address_of(host))
+                text, run_id, word = store.get_many([POSITION, "run_id", SUPERSEDED])
+                mine = position()
+                if text is None or mine is None or run_id != self._run_id or word is not None:
+                    continue
+                theirs = Position.from_json(text)
+                if theirs.job == mine.job or not (theirs.stands and mine.stands):
+                    continue
+                if self.may_branch and theirs.is_beside(mine):
+                    continue  # they meet as branches
+                if (theirs.job or "") < (mine.job or ""):  # else it judges
+                    self._outdoes(mine, theirs, store)
+                return
+            except StoreUnreachable:
+                self._clients.keep_only(())
+
+    def _outdoes(self, mine: Position, theirs: Position, store: KeyValueStore) -> bool:
+        """Whether the other side stops, and not this one; `store` is of a member of it. Who stops is told."""
+        if theirs.goes_before(mine):
+            self.own.create(SUPERSEDED, theirs.to_json())
+            return False
+        store.create(SUPERSEDED, mine.to_json())
+        return True

@@ -106,6 +106,10 @@ class Finder(Protocol):
     def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
         """Make it known where members of the job are; with `if_missing` only where nothing is known of it."""
 
+    def other_jobs(self) -> Sequence[Address]:
+        """Stores of members of another job of this run id, whose sign stood in the place of this process's since the
+        last call. On any thread."""
+
     def keep(self, *, has_world: bool) -> None:
         """Serve what this machine should serve and nobody does. On the watcher's thread."""
 
@@ -217,7 +221,7 @@ class Entrance:
             text, run_id = store.get_many(["host", "run_id"])
             if not text or run_id != self._run_id:
                 return None
-            named = _address(text)
+            named = address_of(text)
             if named == address:
                 return _Host(address, store, self._clock())
             address = named
@@ -334,10 +338,11 @@ def admitted_key(uid: str) -> str:
     return f"admitted/{uid}"
 
 
-def _address(text: str) -> Address:
+def address_of(text: str) -> Address:
+    """What a store says in `host`."""
     host, port = json.loads(text)
     return str(host), int(port)
 
 
 def _is_address(text: str | None, address: Address) -> bool:
-    return bool(text) and _address(text or "") == address
+    return bool(text) and address_of(text or "") == address

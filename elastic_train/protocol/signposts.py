@@ -175,6 +175,8 @@ class Signposts:
         self._seen: tuple[Address, ...] = ()
         self._sign: tuple[str, str, bool] | None = None
         """what this process shows: a key and its text"""
+        self._other_jobs: tuple[Address, ...] = ()
+        """found since they were last asked for"""
         self._shown_at = -1e9
         self._has_world = False
         self._is_closed = threading.Event()
@@ -289,12 +291,25 @@ class Signposts:
             try:
                 store = self._client(number)
                 there = store.get(key)
+                if there is not None and key == self._key:
+                    self._note_other_job(there, text)
                 if there != text and not (if_missing and there is not None):
                     store.put(key, text)
                 return
             except StoreUnreachable:
                 if self._clients.pop(number, None) is None:
                     return
+
+    def _note_other_job(self, there: str, text: str) -> None:
+        """Two jobs of one run id that know nothing of each other take turns at an endpoint: each sees the other's sign
+        where it writes its own."""
+        theirs = json.loads(there)
+        if theirs["job"] != json.loads(text)["job"]:
+            self._other_jobs = tuple((str(host), int(port)) for host, port in theirs["stores"])
+
+    def other_jobs(self) -> Sequence[Address]:
+        found, self._other_jobs = self._other_jobs, ()
+        return found
 
     def describe(self) -> str:
         return ",".join(f"{host}:{port}" for host, port in self._endpoints)
@@ -365,6 +380,9 @@ class Launcher:
     def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
         if self._store is not None and self._rank == 0 and not job_token:  # once: nobody joins later
             self._store.put(self._key, json.dumps(list(addresses)))
+
+    def other_jobs(self) -> Sequence[Address]:
+        return ()
 
     def keep(self, *, has_world: bool) -> None:
         """Nobody joins."""

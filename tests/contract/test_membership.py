@@ -99,6 +99,9 @@ class _Finder:
 
     def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None: ...
     def keep(self, *, has_world: bool) -> None: ...
+    def other_jobs(self) -> Sequence[Address]:
+        return ()
+
     def describe(self) -> str:
         return "the first worker"
 

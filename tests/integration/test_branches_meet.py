@@ -1,4 +1,4 @@
-"""`--on-split go-on` with real nodes: two namespaces without a shared run directory, cut off and brought together."""
+"""Sides of a run with real nodes: two namespaces without a shared run directory, cut off and brought together."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from elastic_train.tools.drills.nodes import Node, clean_environment, dying_with
 from tests.integration.cluster import events
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+GO_ON = ("--on-split", "go-on")
 FLAGS = (
-    "--on-split", "go-on", "--peer-timeout", "2", "--ledger", "--epochs", "100000", "--eval-every", "100000",
+    "--peer-timeout", "2", "--ledger", "--epochs", "100000", "--eval-every", "100000",
     "--no-progress",
 )  # fmt: skip
 NUM_STEPS = 20
@@ -41,8 +42,8 @@ def network() -> Iterator[Network]:
 class Pair:
     """A node in each of two namespaces, with a run directory of its own."""
 
-    def __init__(self, network: Network, path: Path) -> None:
-        self.path = path
+    def __init__(self, network: Network, path: Path, flags: tuple[str, ...] = GO_ON) -> None:
+        self.path, self._flags = path, flags
         self.run_dirs = [path / f"run{index}" for index in range(2)]
         self._network = network
         self.nodes = [self.start(index, seconds=60) for index in range(2)]
@@ -52,7 +53,7 @@ class Pair:
         command = [
             sys.executable, "-m", "torch.distributed.run", *C10d(self._network).torchrun_flags(), "--nnodes=1:2",
             f"--rdzv-conf=last_call_timeout={seconds}", "-m", "elastic_train", "--run-dir", str(self.run_dirs[index]),
-            *FLAGS,
+            *FLAGS, *self._flags,
         ]  # fmt: skip
         temporary = self.path / f"tmp{index}"
         temporary.mkdir(exist_ok=True)
@@ -77,6 +78,17 @@ class Pair:
 
         return wait_until(found, f"world of {num_members} on each node", 120)  # type: ignore[no-any-return]
 
+    def train_alone(self, index: int) -> None:
+        """Wait until a node has committed so many steps in a world of its own."""
+        run_dir = self.run_dirs[index]
+
+        def found() -> bool:
+            world = (events(run_dir, "world") or [{}])[-1]
+            steps = [one for one in events(run_dir, "step") if one["generation"] == world.get("generation")]
+            return len(world.get("members", ())) == 1 and len(steps) >= NUM_STEPS
+
+        wait_until(found, f"a world of node {index} alone", 60)
+
     def stop(self) -> None:
         for node in self.nodes:
             node.signal(15)
@@ -85,8 +97,8 @@ class Pair:
 
 
 @pytest.fixture
-def pair(network: Network, tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(network, tmp_path)
+def pair(network: Network, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = Pair(network, tmp_path, getattr(request, "param", GO_ON))
     yield pair
     for node in pair.nodes:
         node.end()
@@ -132,8 +144,31 @@ def test_a_node_that_comes_back_with_its_branch_is_refused(network: Network, pai
     pair.nodes[0].signal(15)
     pair.nodes[0].wait(60)
     shutil.copytree(pair.run_dirs[1] / "snapshots", first / "snapshots", dirs_exist_ok=True)
-    command = [sys.executable, "-m", "elastic_train", "--run-dir", str(first), *FLAGS]
+    command = [sys.executable, "-m", "elastic_train", "--run-dir", str(first), *FLAGS, *GO_ON]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "BranchesMixed" in events(first, "done")[-1]["error"]
     assert re.search("host node1 has a snapshot of step .* and host node2 one of step", done.stderr)
+
+
+@pytest.mark.parametrize("pair", [()], indirect=True)
+def test_a_second_job_stops_when_it_meets_the_first(network: Network, pair: Pair) -> None:
+    """The first endpoint's host dies, comes back cut off from the others, and begins anew."""
+    first = pair.train(2)[0]
+    pair.nodes[0].kill()
+    pair.train_alone(1)
+    network.pull_cable(0)
+    shutil.rmtree(pair.run_dirs[0])  # a new disk: it has nothing to go on from
+    pair.nodes[0] = pair.start(0)
+    pair.train_alone(0)
+    network.heal(0)
+    assert pair.nodes[0].wait(60) == 1
+    said = pair.nodes[0].text()
+    pattern = "this one, at step ([0-9]+) of the main line on node1, stops for the one at step ([0-9]+) of .* on node2"
+    found = re.search(pattern, said)
+    assert found is not None, said
+    assert int(found[1]) < int(found[2])
+    pair.nodes[0] = pair.start(0)
+    members = pair.train(2)[1]["members"]
+    assert first["members"][1] in members, "the one that went on was never disturbed"
+    pair.stop()

@@ -84,6 +84,22 @@ def first_host_comes_back() -> Plan:
     return plan(3, (1.0, "kill", 0), (1.5, "back", 0, False), recovers_at=6.0, min_nodes=1)
 
 
+def second_job(heals_at: float, *faults: Fault, seed: int = 1) -> Plan:
+    """The first endpoint's host is killed and cut off, comes back, and begins a second job; then it hears the others
+    again."""
+    cut = (4.0, "partition", (0,), (1, 2))
+    faults = ((4.0, "kill", 0), cut, (4.5, "back", 0, False), *faults, (heals_at, "heal_all"))
+    made = plan(3, *faults, recovers_at=heals_at + 0.1, seed=seed, min_nodes=1)
+    return replace(made, is_formed=False, begins_twice=True)
+
+
+def second_job_that_comes_further(seed: int = 1) -> Plan:
+    """The same, and the first job is suspended meanwhile, for so long that it has fewer steps."""
+    frozen = [(4.5 + 0.001 * host, "freeze", host) for host in (1, 2)]
+    woken = [(19.9, "thaw", host) for host in (1, 2)]
+    return second_job(20.0, *frozen, *woken, seed=seed)
+
+
 def halves() -> Plan:
     """Four in two halves."""
     return plan(4, (1.0, "partition", (0, 3), (1, 2)), recovers_at=1.0 + TIMEOUT + 2.5)

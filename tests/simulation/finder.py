@@ -10,13 +10,17 @@ LOOK_SECONDS = 0.3
 """that a look at an endpoint takes which does not answer"""
 
 
+Sign = tuple[tuple[Address, ...], str]
+"""stores, and the token of their job"""
+
+
 class Signposts:
     """The endpoints of a job, and what is on the disks of its hosts."""
 
     def __init__(self, machines: Machines, hosts: Sequence[str]) -> None:
         self.machines, self.hosts = machines, tuple(hosts)
         self.keepers: dict[str, Process] = {}
-        self.shown: dict[str, dict[bool, tuple[Address, ...]]] = {}
+        self.shown: dict[str, dict[bool, Sign]] = {}
         """by host: where the members of the job are, and (False) those of one that begins"""
         self.directories: dict[str, tuple[Address, ...]] = {}
         """by host: the last members' addresses, in its run directory"""
@@ -28,6 +32,7 @@ class SimFinder:
     def __init__(self, process: Process, posts: Signposts, known: tuple[Address, ...] = ()) -> None:
         self._process, self._posts, self._known = process, posts, known
         self._seen: tuple[float, tuple[Address, ...]] = (-1.0, ())
+        self._other_jobs: tuple[Address, ...] = ()
 
     def keep(self, *, has_world: bool) -> None:
         if has_world or self._process.host != self._posts.hosts[0]:
@@ -59,7 +64,8 @@ class SimFinder:
             ):
                 process.sleep(LOOK_SECONDS)
             elif keeper is not None and keeper.is_alive:
-                found += [*posts.shown[host].get(True, ()), *posts.shown[host].get(False, ())]
+                signs = [posts.shown[host][is_of_job] for is_of_job in (True, False) if is_of_job in posts.shown[host]]
+                found += [address for addresses, _ in signs for address in addresses]
         self._seen = process.kernel.now, tuple(dict.fromkeys(found))
         return self._seen[1]
 
@@ -68,15 +74,25 @@ class SimFinder:
         if not if_missing:
             posts.directories[process.host] = tuple(addresses)
         for host in posts.hosts:
-            process.network.send(process.host, host, self._receive, host, tuple(addresses), bool(job_token), if_missing)
+            process.network.send(process.host, host, self._receive, host, (tuple(addresses), job_token), if_missing)
 
-    def _receive(self, host: str, addresses: tuple[Address, ...], is_of_job: bool, if_missing: bool) -> None:
-        keeper = self._posts.keepers.get(host)
+    def _receive(self, host: str, sign: Sign, if_missing: bool) -> None:
+        process, keeper = self._process, self._posts.keepers.get(host)
         if keeper is None or not keeper.is_running:
             return
-        shown = self._posts.shown[host]
-        if not (if_missing and is_of_job in shown):
-            shown[is_of_job] = addresses
+        is_of_job, shown = bool(sign[1]), self._posts.shown[host]
+        there = shown.get(is_of_job)
+        if is_of_job and there is not None and there[1] != sign[1]:
+            process.network.send(host, process.host, process.take, self._note_other_job, there[0])
+        if not (if_missing and there is not None):
+            shown[is_of_job] = sign
+
+    def _note_other_job(self, addresses: tuple[Address, ...]) -> None:
+        self._other_jobs = addresses
+
+    def other_jobs(self) -> Sequence[Address]:
+        found, self._other_jobs = self._other_jobs, ()
+        return found
 
     def describe(self) -> str:
         return "the endpoints"

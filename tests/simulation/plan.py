@@ -41,6 +41,9 @@ class Plan:
     """by host: the number of its run directory; none where no run directory counts"""
     topology: Topology = STANDARD
     """who pings whom"""
+    begins_twice: bool = False
+    """whether a host begins a second job of the same run id while it is cut off: a state is lost then, and that job is
+    to stop"""
     goes_on: bool = False
     """`--on-split go-on`"""
     stall_timeout: float | None = 3.0

@@ -146,7 +146,12 @@ def branches_never_meet(patch: Patch) -> None:
     patch.setattr(Encounters, "_meet", lambda _self, *_arguments: None)
 
 
+def jobs_never_meet(patch: Patch) -> None:
+    patch.setattr(Encounters, "_meet_jobs", lambda _self, *_arguments: None)
+
+
 ALL = (
+    jobs_never_meet,
     branches_never_meet,
     a_branch_has_no_id,
     newcomers_vote_at_once,

@@ -22,6 +22,7 @@ FOUND_BY: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Plan], s
     (planted.a_listener_has_no_uid, directed.restarted_container, "ends with an error"),
     (planted.it_begins_beside_a_running_job, directed.first_host_comes_back, "a committed step is lost"),
     (planted.a_claim_is_judged_by_its_return_code, lambda: directed.lost_claims(3), "no chain"),
+    (planted.jobs_never_meet, lambda: directed.second_job(9.0), "not together after a heal"),
     (planted.branches_never_meet, directed.halves_that_go_on, "not together after a heal"),
     (planted.a_branch_has_no_id, directed.halves_that_go_on, "no chain"),
     (planted.a_newcomer_claims_alone, directed.newcomers_and_a_directory, "a committed step is lost"),

@@ -60,6 +60,31 @@ def test_5_a_host_that_comes_back_begins_nothing() -> None:
     assert len(worlds) == 1, "it has joined"
 
 
+def judged_second_jobs(plan: Plan) -> tuple[list[str], list[str]]:
+    """Hosts of the members that have stopped since another job was met, and of those that train in one world."""
+    simulation = run(plan)
+    assert len(simulation.starts) == 2, "a second job was begun"
+    stopped = [worker for worker in simulation.workers if worker.process.ending == "second job"]
+    living = simulation.living
+    assert len({worker.world.uid for worker in living if worker.world is not None}) == 1, simulation.describe()
+    for worker in stopped:
+        this, other = str(worker.error).split(", stops for the one at ")
+        assert f"at step {worker.last_step} of the main line on {worker.process.host}" in this
+        assert any(f"of the main line on {one.process.host}" in other for one in living)
+    return [worker.process.host for worker in stopped], [worker.process.host for worker in living]
+
+
+@pytest.mark.parametrize("heals_at", [8.7, 8.8, 8.9, 9.0, 9.2, 12.0])
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_5_a_second_job_stops_when_it_meets_the_first(heals_at: float, seed: int) -> None:
+    assert judged_second_jobs(directed.second_job(heals_at, seed=seed)) == (["h0"], ["h1", "h2"])
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_5_of_two_jobs_that_meet_the_one_with_fewer_steps_stops(seed: int) -> None:
+    assert judged_second_jobs(directed.second_job_that_comes_further(seed)) == (["h1", "h2"], ["h0"])
+
+
 def test_6_of_two_machines_the_lowest_rank_goes_on() -> None:
     assert last_steps(run(directed.two_machines(loses=1)))["h0"] > 10
     simulation = run(directed.two_machines(loses=0))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.next_world import Surroundings
-from elastic_train.errors import JobFinished, LeftOut, Superseded
+from elastic_train.errors import JobFinished, LeftOut, SecondJob, Superseded
 from elastic_train.protocol.encounters import Encounters
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.liveness import Watcher, ping_interval
@@ -96,6 +96,7 @@ class Worker:
             topology=plan.topology,
             pace=Pace(peer_timeout, plan.stall_timeout),
         )
+        self.finder = SimFinder(process, simulation.posts, self.known)
         self.job = simulation.make_job(self)
         self.membership = Membership(
             self.job,
@@ -113,7 +114,7 @@ class Worker:
             sockets=None,  # type: ignore[arg-type]
             group_store=None,  # type: ignore[arg-type]
             form=self._form_ahead,  # type: ignore[arg-type]
-            encounters=self._encounters() if plan.goes_on else None,
+            encounters=self._encounters(),
             surroundings=Surroundings(process.clock, process.sleep, machines.draw_uid, process.start),
         )
         self.membership.survivors.may_not_go_on = self._note_votes
@@ -150,13 +151,14 @@ class Worker:
         return f"{self.uid}@{self.process.host}"
 
     def _encounters(self) -> Encounters:
-        process, posts = self.process, self.simulation.posts
+        process = self.process
         return Encounters(
             SimStore(process, process),
             lambda address: SimStore.connect(process, address),
-            SimFinder(process, posts, self.known),
+            self.finder,
             uid=self.uid,
             run_id="run",
+            may_branch=self.simulation.plan.goes_on,
             in_background=lambda task: process.start("encounters", task),
         )
 
@@ -225,6 +227,8 @@ class Worker:
             self._end(self.activity, "")
         except JobFinished:
             self._end("finished", "")
+        except SecondJob as error:
+            self._end("second job", str(error))
         except LeftOut as error:
             if isinstance(error, Superseded):
                 self.met = (error.winner.store,)
@@ -248,7 +252,7 @@ def make_peer_job(worker: Worker) -> PeerJob:
         SimStore(process, process),
         process.address,
         reach,
-        SimFinder(process, simulation.posts, worker.known),
+        worker.finder,
         simulation.plan.size(),
         uid=worker.uid,
         run_id="run",

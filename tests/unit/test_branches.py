@@ -83,7 +83,7 @@ class Sides:
         self.stores["10.0.0.1", 9].put("position", position(LINE, theirs, port=9).to_json())
         self.encounters = Encounters(
             self.stores["10.0.0.1", 1], self.reach, Finder(), uid="uid1", run_id="job",  # type: ignore[arg-type]
-            in_background=lambda task: task(),
+            may_branch=True, in_background=lambda task: task(),
         )  # fmt: skip
         self.is_cut = False
 
@@ -96,7 +96,7 @@ class Sides:
         """Who is told to stop, and for whom."""
         branch = Branch("b", 1, (("10.0.0.1", 9),))
         for _ in range(2):  # it judges, and tells
-            self.encounters.tend(self.world, lambda: position(FIRST, self.steps, 1), branch)
+            self.encounters.tend(self.world, lambda: position(FIRST, self.steps, 1), branch, ())
         told = {port: store.get(SUPERSEDED) for (_, port), store in self.stores.items()}
         return {port: None if text is None else Position.from_json(text).host for port, text in told.items()}
 
@@ -128,6 +128,67 @@ def test_nobody_stops_for_a_side_that_is_silent() -> None:
     assert sides.tend() == {1: None, 2: None, 9: None}
     sides.is_cut = False
     assert sides.tend() == {1: "host9", 2: "host9", 9: None}, "it looks again"
+
+
+# --- two jobs of one run id -------------------------------------------------------------------------------------------
+
+
+class Jobs:
+    """Rank 0 of two jobs, `a` at port 1 and `b` at port 2; a second member of each is at 3 and 4."""
+
+    def __init__(self, **steps: int) -> None:
+        self.stores = {("10.0.0.1", port): MemoryStore() for port in (1, 2, 3, 4)}
+        self.steps = steps
+        self.waiting: set[str] = set()
+        self.sides: dict[str, Encounters] = {}
+        for port, job in enumerate("ab", 1):
+            for member_port in (port, port + 2):
+                store = self.stores["10.0.0.1", member_port]
+                store.put("run_id", "job")
+                store.put("uid", f"uid{member_port}")
+                store.put("host", f'["10.0.0.1", {port}]')
+            self.sides[job] = Encounters(
+                self.stores["10.0.0.1", port], self.stores.__getitem__, Finder(), uid=f"uid{port}",  # type: ignore[arg-type]
+                run_id="job", may_branch=False, in_background=lambda task: task(),
+            )  # fmt: skip
+
+    def position(self, job: str) -> Position:
+        port = "ab".index(job) + 1
+        stands = job not in self.waiting
+        return replace(position(LINE, self.steps[job], port=port), job=job, stands=stands, run=f"run of {job}")
+
+    def meet(self) -> dict[int, str | None]:
+        """Each sees the sign of the other, with its second member on it; what the stores say then: for whom to stop."""
+        for _ in range(3):  # they say how far they are, one judges, and who stops tells its members
+            for port, job in enumerate("ab", 1):
+                members = tuple(
+                    replace(member(one, one), uid=f"uid{one}", store=("10.0.0.1", one)) for one in (port, port + 2)
+                )
+                others = [("10.0.0.1", 5 - port)]
+                self.sides[job].tend(World(0, 3, members), lambda job=job: self.position(job), None, others)  # type: ignore[misc]
+        told = {port: store.get(SUPERSEDED) for (_, port), store in self.stores.items()}
+        return {port: None if text is None else Position.from_json(text).host for port, text in told.items()}
+
+
+def test_of_two_jobs_the_one_with_fewer_steps_stops() -> None:
+    assert Jobs(a=0, b=1).meet() == {1: "host2", 3: "host2", 2: None, 4: None}
+    assert Jobs(a=500, b=0).meet() == {1: None, 3: None, 2: "host1", 4: "host1"}
+    assert Jobs(a=0, b=0).meet() == {1: "host2", 3: "host2", 2: None, 4: None}, "by the token"
+
+
+def test_a_job_that_waits_for_the_silent_ends_none_that_trains() -> None:
+    jobs = Jobs(a=500, b=20)
+    jobs.waiting = {"a"}
+    assert set(jobs.meet().values()) == {None}
+    jobs.waiting = set()
+    assert jobs.meet() == {1: None, 3: None, 2: "host1", 4: "host1"}
+
+
+def test_a_job_that_stops_already_is_not_judged_again() -> None:
+    """By a new rank 0, say, whose own job has fallen back by then."""
+    jobs = Jobs(a=100, b=99)
+    jobs.stores["10.0.0.1", 1].put(SUPERSEDED, jobs.position("b").to_json())
+    assert jobs.meet()[2] is None
 
 
 # --- restoring --------------------------------------------------------------------------------------------------------

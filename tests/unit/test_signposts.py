@@ -397,6 +397,28 @@ def test_a_beginning_does_not_overwrite_the_call_of_a_running_job(
         assert look(beginner, clock) == (B, A)
 
 
+def test_two_jobs_that_take_turns_at_an_endpoint_learn_of_each_other(
+    make: Make, clock: Clock, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signposts, "KEEP_SECONDS", 0.02)
+    one, other = make(port), make(port, is_host=False)
+    assert one.is_beginner()
+    assert look(other, clock) == ()
+    one.show([A], "token")
+    one.keep(has_world=True)
+    other.show([B], "another token")
+    other.keep(has_world=True)
+    until(lambda: other.other_jobs() == (A,))
+    until(lambda: one.other_jobs() == (B,))
+    other.close()
+    until(lambda: look(one, clock) == (A,))
+    assert one.other_jobs() in ((), (B,)), "the last time"
+    one.show([A, B], "token")
+    end = time.monotonic() + 20 * signposts.KEEP_SECONDS
+    while time.monotonic() < end:
+        assert one.other_jobs() == (), "a sign of the same job"
+
+
 def test_who_does_not_speak_for_the_job_any_more_does_not_repeat_its_sign(
     make: Make, clock: Clock, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
