@@ -47,6 +47,11 @@ class Branch:
         return Branch(str(name), int(rank), tuple((str(host), int(port)) for host, port in others))
 
 
+def id_on(branch: Branch | None) -> str:
+    """As `id_of`, of a state that such a world has."""
+    return "" if branch is None else branch.id
+
+
 @dataclass(frozen=True)
 class Position:
     """How far one side has come, as each of its members says it to those that it may meet."""

@@ -98,6 +98,11 @@ class World:
         return f"world-{self.generation}-{self.uid}"
 
     @property
+    def uids(self) -> frozenset[str]:
+        """Of the members."""
+        return frozenset(member.uid for member in self.members)
+
+    @property
     def world_size(self) -> int:
         """How many train; they are the process group."""
         return len(self.members) if self.max_world_size is None else min(len(self.members), self.max_world_size)

@@ -17,8 +17,7 @@ from pathlib import Path
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from elastic_train.elastic.claims import run_directory_arbiter
-from elastic_train.elastic.formed_group import FORM_TIMEOUT as AHEAD_TIMEOUT
-from elastic_train.elastic.formed_group import FormedGroup, can_form, form
+from elastic_train.elastic.formed_group import FormedGroup, can_form, form, form_timeout
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.next_world import Surroundings
 from elastic_train.errors import StoreUnreachable, first_line
@@ -251,7 +250,7 @@ def begin_limit(applicant: Applicant) -> tuple[float, str]:
 
 def form_ahead(world: World, server: GroupStoreServer, address: str) -> FormedGroup:
     """The process group of `world` beside the present one. Blocks until all members have; raises FormationFailed."""
-    store = PrefixStore(f"ahead/{world.key}", server.group_store(world, AHEAD_TIMEOUT))
+    store = PrefixStore(f"ahead/{world.key}", server.group_store(world, form_timeout(world.world_size)))
     return form(store, world.rank, world.world_size, address)
 
 

@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from elastic_train.errors import FormationFailed, first_line
+from elastic_train.rules import seconds_to_form
 from elastic_train.system import open_sockets
 
 BACKEND = "formed"
 """the name under which torch knows a group of this kind"""
-FORM_TIMEOUT = timedelta(seconds=10)
-"""nobody waits for it but the thread that forms"""
+FORM_SECONDS = 10.0
+"""at least, for a group that is formed beside another one: nobody waits for it but the thread that forms"""
 ATTEMPTS = 3
 
 Address = tuple[str, int]
@@ -57,9 +58,14 @@ def can_form() -> bool:
     return has_names and not is_lazy and dist.get_debug_level() is not dist.DebugLevel.DETAIL
 
 
+def form_timeout(world_size: int) -> timedelta:
+    """Of such a group."""
+    return timedelta(seconds=max(FORM_SECONDS, seconds_to_form(world_size)))
+
+
 def form(store: Store, rank: int, world_size: int, address: str) -> FormedGroup:
     """Connect to all other ranks. Every rank calls it, on a thread of its own choice, with a prefix of this group alone
-    in `store`. Blocks until all have, for FORM_TIMEOUT and some more at most; training may go on meanwhile.
+    in `store`. Blocks until all have, for `form_timeout` and some more at most; training may go on meanwhile.
 
     Args:
         address: where this rank listens, unless GLOO_SOCKET_IFNAME names interfaces.
@@ -69,7 +75,7 @@ def form(store: Store, rank: int, world_size: int, address: str) -> FormedGroup:
     """
     gloo: Any = dist.distributed_c10d.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = FORM_TIMEOUT
+    options._timeout = form_timeout(world_size)
     try:
         options._devices, mine = _make_devices(address)
         store.set(f"listens/{rank}", json.dumps(mine))

@@ -14,14 +14,15 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 from torch.distributed import PrefixStore, Store
 
-from elastic_train.branches import BRANCH, POSITION, Branch, Branches, Position, id_of
+from elastic_train.branches import BRANCH, POSITION, Branch, Branches, Position, id_of, id_on
 from elastic_train.elastic.formed_group import FormedGroup
 from elastic_train.elastic.joins import Arrival, Joins
-from elastic_train.elastic.next_world import Barriers, Limits, Surroundings, Survivors
+from elastic_train.elastic.next_world import Barriers, Forming, Limits, Surroundings, Survivors
 from elastic_train.errors import LeftOut, SecondJob, StoreUnreachable, Superseded
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.encounters import SUPERSEDED, Encounters
@@ -83,11 +84,6 @@ class OwnSide:
         """On which this member's world is; None on the main line."""
         return Branch.from_json(self._facts.get(BRANCH))
 
-    @property
-    def _branch_id(self) -> str:
-        branch = self.branch
-        return "" if branch is None else branch.id
-
     def enter(self, world: World) -> None:
         """This worker is a member of `world` from now on."""
         self._world = world
@@ -120,7 +116,7 @@ class OwnSide:
         if text is None:
             return
         winner = Position.from_json(text)
-        if winner.run == self._facts.get("run_uid") and winner.id != self._branch_id:
+        if winner.run == self._facts.get("run_uid") and winner.id != id_on(self.branch):
             raise Superseded(winner)
         mine = self._position()
         raise SecondJob("which has no state yet" if mine is None else f"at {mine.name}", winner)
@@ -130,7 +126,7 @@ class OwnSide:
         if world is None or world.is_spare or progress is None or world.me.store is None:
             return None
         branches, step = progress
-        if id_of(branches) != self._branch_id:
+        if id_of(branches) != id_on(branch):
             return None  # the world has not brought its members together yet
         rank = -1 if branch is None else branch.rank
         run, job = self._facts.get("run_uid"), self._facts.get("job_token")
@@ -140,7 +136,7 @@ class OwnSide:
 class Membership:
     """Created once per worker. Its methods are for the training thread; they block as they say.
 
-    Those who deal with one of its parts hold that: `arrival`, `joins`, `side`, `survivors`, `barriers`.
+    Those who deal with one of its parts hold that: `arrival`, `joins`, `side`, `survivors`, `forming`, `barriers`.
 
     Args:
         job: what the workers share.
@@ -159,7 +155,8 @@ class Membership:
         begin_timeout: seconds until this worker has to be in a world, where nobody else looks after that.
         too_late: says what was not done in that time.
         sockets: those of the process group, which the watcher breaks off.
-        group_store: where the process group of a world meets; raises FormationFailed where its rank 0 is dead.
+        group_store: where the process group of a world meets, with the timeout of that; raises FormationFailed where
+            its rank 0 is dead.
         form: makes the process group of a world beside the present one, on any thread; None where that cannot be.
         encounters: as `OwnSide`'s.
     """
@@ -183,7 +180,7 @@ class Membership:
         begin_timeout: float = math.inf,
         too_late: str = "",
         sockets: GroupSockets,
-        group_store: Callable[[World], Store],
+        group_store: Callable[[World, timedelta], Store],
         form: Callable[[World], FormedGroup] | None = None,
         encounters: Encounters | None = None,
         surroundings: Surroundings,
@@ -196,6 +193,7 @@ class Membership:
         self._world: World | None = None
         self._facts: dict[str, str] = {}
         self._num_reductions = 0
+        self.forming = Forming()
         self.has_settled = False
         """whether a world with this worker in it was settled"""
         self.came_later = False
@@ -319,6 +317,7 @@ class Membership:
         self._facts.update(facts)
         self.job.enter(world, self._facts, decision)
         self.watcher.adopt(world)
+        self.forming.enter(world, has_stepped=self._num_reductions > 0)
         self._world, self._num_reductions = world, 0
         self.side.enter(world)
         self.joins.enter(world)
@@ -336,7 +335,7 @@ class Membership:
         Raises:
             FormationFailed: rank 0 is dead.
         """
-        return PrefixStore(f"group/{world.key}", self._group_store(world))
+        return PrefixStore(f"group/{world.key}", self._group_store(world, self.forming.timeout))
 
     # --- within a world -----------------------------------------------------------------------------------------------
 

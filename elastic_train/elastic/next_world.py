@@ -9,13 +9,14 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
 from elastic_train.errors import FormationFailed, LeftOut, StoreUnreachable
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, Fatal, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.liveness import Watcher
-from elastic_train.rules import Failure, judge_error
+from elastic_train.rules import Failure, judge_error, seconds_to_form
 from elastic_train.world import Member, World
 
 POLL_SECONDS = 0.001
@@ -218,6 +219,26 @@ class Survivors:
         if found.votes:
             return ", ".join(self._names(world, found.votes))
         return "rank " + ", ".join(map(str, found.ranks)) if found.ranks else "the others"
+
+
+class Forming:
+    """How long a process group may take to form. For the training thread alone."""
+
+    def __init__(self) -> None:
+        self._world: World | None = None
+        self._num_failed = 0
+        """worlds of the same members in a row that ended before their first step"""
+
+    def enter(self, world: World, *, has_stepped: bool) -> None:
+        """This worker is a member of `world` from now on, and has had steps in the one before, or none."""
+        is_again = self._world is not None and not has_stepped and self._world.uids == world.uids
+        self._world, self._num_failed = world, self._num_failed + 1 if is_again else 0
+
+    @property
+    def timeout(self) -> timedelta:
+        """For that of the present world."""
+        assert self._world is not None, "it is in one"
+        return timedelta(seconds=seconds_to_form(self._world.world_size, self._num_failed))
 
 
 class Barriers:

@@ -14,7 +14,7 @@ from torch.distributed import HashStore, Store
 
 from elastic_train.elastic.formed_group import FormedGroup, install
 from elastic_train.errors import FormationFailed, UsageError, first_line
-from elastic_train.protocol.group_store import FORM_TIMEOUT
+from elastic_train.rules import seconds_to_form
 from elastic_train.training.collectives import GROUP_TIMEOUT, broken_off_by
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.world import World
@@ -29,12 +29,15 @@ def process_group(
     timeout: timedelta = GROUP_TIMEOUT,
     formed: FormedGroup | None = None,
     device: torch.device | None = None,
+    form_timeout: timedelta | None = None,
 ) -> Iterator[None]:
     """The default process group of `world` inside the block; destroyed on the way out, whatever happened.
 
     Every member calls it; `make_store` gives a connection of its own, with a prefix of this generation alone. Blocks
-    until all have, FORM_TIMEOUT at most; not at all where the group is `formed` already, by all of them. Inside the
-    block collectives wait `timeout`, until `set_group_timeout`. `device` is this worker's: NCCL would else take the one
+    until all have, for `form_timeout` (by default what rules.py says) and, where a member dies meanwhile that had
+    published its address, five times that: gloo waits so long for the connection that it would have made, with no
+    socket yet that could be shut. Not at all where the group is `formed` already, by all of them. Inside the block
+    collectives wait `timeout`, until `set_group_timeout`. `device` is this worker's: NCCL would else take the one
     of LOCAL_RANK, or of a rank that changes from world to world.
 
     Raises:
@@ -52,7 +55,8 @@ def process_group(
     excepthook = sys.excepthook  # init_process_group wraps it each time and never puts it back
     try:
         if formed is None:
-            _make_group(world, make_store, backend, sockets, device if has_nccl else None)
+            limit = form_timeout or timedelta(seconds=seconds_to_form(world.world_size))
+            _make_group(world, make_store, backend, sockets, device if has_nccl else None, limit)
         else:
             sockets.take(formed.sockets)
             install(formed)
@@ -110,6 +114,7 @@ def _make_group(
     backend: str,
     sockets: GroupSockets,
     device: torch.device | None,
+    timeout: timedelta,
 ) -> None:
     """Raises: FormationFailed, as `process_group`."""
     sockets.begin()
@@ -119,16 +124,16 @@ def _make_group(
             store=make_store(),
             rank=world.rank,
             world_size=world.world_size,
-            timeout=FORM_TIMEOUT,
+            timeout=timeout,
             device_id=device,
         )
         sockets.complete(dist.group.WORLD if "nccl" in backend else None)
-        # Until here a member that died after the list was made costs FORM_TIMEOUT only. No barrier(), which would be
+        # Until here a member that died after the list was made costs this timeout only. No barrier(), which would be
         # NCCL's where a device is given, and have no timeout.
         dist.all_reduce(torch.zeros(1))
     except RuntimeError as error:
         raise FormationFailed(
-            f"no process group of {world.world_size} workers within {FORM_TIMEOUT.total_seconds():.0f} s: "
+            f"no process group of {world.world_size} workers within {timeout.total_seconds():.0f} s: "
             f"{first_line(error)}"
         ) from error
 
@@ -139,7 +144,7 @@ def _count_groups_anew() -> None:
     torch numbers the groups that a process has begun to make, and the number is in the keys by which the members find
     each other. Where one has failed and another had not begun, they would look under different keys for ever.
     """
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=FORM_TIMEOUT)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
 
 def set_group_timeout(timeout: timedelta) -> None:

@@ -164,7 +164,9 @@ def _open_group(
     timeout = timedelta(seconds=worker.config.formation_timeout)
     make_store = partial(membership.group_store, world)
     backend = common_backend(world.workers)
-    return process_group(world, make_store, backend, membership.sockets, timeout, formed, worker.device)
+    return process_group(
+        world, make_store, backend, membership.sockets, timeout, formed, worker.device, membership.forming.timeout
+    )
 
 
 def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingParts) -> None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_train.branches import BRANCH, MOST_OTHERS, POSITION, Branch, Position, is_on
+from elastic_train.branches import BRANCH, MOST_OTHERS, POSITION, Branch, Position, id_on, is_on
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import ArbiterSilent, Arbitration, Claim, silent_members
@@ -310,8 +310,7 @@ class Elsewhere:
         say nothing about each other."""
         if position is None or store.get(POSITION) is not None:
             return False
-        branch = Branch.from_json(self._facts.get(BRANCH))
-        return Position.from_json(position).id != ("" if branch is None else branch.id)
+        return Position.from_json(position).id != id_on(Branch.from_json(self._facts.get(BRANCH)))
 
 
 class BranchOff:

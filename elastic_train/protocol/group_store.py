@@ -13,10 +13,8 @@ from elastic_train.errors import FormationFailed
 from elastic_train.system import close_sockets_at
 from elastic_train.world import World
 
-FORM_TIMEOUT = timedelta(seconds=1)
-"""A member that dies within the milliseconds in which the group is made costs this much, five times as much where it
-had published its address: gloo waits for the connection that it would have made for five timeouts, with no socket yet
-that could be shut."""
+ANSWER_TIMEOUT = timedelta(seconds=1)
+"""of the server's own store, until its user sets another one"""
 
 
 class GroupStoreServer:
@@ -33,11 +31,14 @@ class GroupStoreServer:
         os.register_at_fork(after_in_child=lambda: close_sockets_at(port) if server() is not None else None)
         fd = listener.detach()
         self.store = TCPStore(
-            *self.address, is_master=True, wait_for_workers=False, timeout=FORM_TIMEOUT, master_listen_fd=fd
+            *self.address, is_master=True, wait_for_workers=False, timeout=ANSWER_TIMEOUT, master_listen_fd=fd
         )
 
-    def group_store(self, world: World, timeout: timedelta = FORM_TIMEOUT) -> Store:
+    def group_store(self, world: World, timeout: timedelta) -> Store:
         """The store of the world's rank 0, on a connection of its own, so that it can be broken off.
+
+        Args:
+            timeout: of the connection, for hundreds may ask for one at once, and of each wait for a key.
 
         Raises:
             FormationFailed: rank 0 is dead.
@@ -47,7 +48,7 @@ class GroupStoreServer:
         if world.rank > 0:
             host, port = first.store
             try:
-                socket.create_connection(first.store, FORM_TIMEOUT.total_seconds()).close()
+                socket.create_connection(first.store, timeout.total_seconds()).close()
             except OSError as error:  # TCPStore would try for seconds
                 raise FormationFailed(f"{first.name} (rank 0) does not answer at {host}:{port}") from error
         return TCPStore(*first.store, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -124,7 +124,7 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
     if not operations:
         return
     # A message of gloo waits for as long as its group was given at the start, whatever set_timeout() says later: a
-    # second here (FORM_TIMEOUT), and a slower rank is no lost one. With a limit NCCL would block the processor.
+    # second here, and a slower rank is no lost one. With a limit NCCL would block the processor.
     limit = () if operations[0].tensor.is_cuda else (STEP_TIMEOUT,)
 
     def complete() -> None:

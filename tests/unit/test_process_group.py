@@ -358,10 +358,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-import elastic_train.elastic.process_group
 from elastic_train.config import Config
 from elastic_train.errors import FormationFailed
-from elastic_train.protocol.group_store import FORM_TIMEOUT
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.elastic.process_group import is_communication_error, process_group
 from elastic_train.protocol.store import TorchStore
@@ -381,12 +379,11 @@ members = tuple(
 sockets = GroupSockets()
 excepthook = sys.excepthook
 PATIENT = timedelta(seconds=60)  # a busy machine may let one of two processes stand still for some seconds
-elastic_train.elastic.process_group.FORM_TIMEOUT = PATIENT
 
 
 def group(name):
     world = World(rank=rank, generation=0, members=members)
-    return process_group(world, lambda: PrefixStore(name, store.clone().raw), "gloo", sockets)
+    return process_group(world, lambda: PrefixStore(name, store.clone().raw), "gloo", sockets, form_timeout=PATIENT)
 
 
 def wait_for(key):
@@ -503,13 +500,11 @@ def refuse():
 
 meet("one-sided")
 before = set(open_sockets().values())
-elastic_train.elastic.process_group.FORM_TIMEOUT = FORM_TIMEOUT
 try:
     with process_group(World(rank, 0, members), HashStore if rank == 0 else refuse, "gloo", sockets):
         raise AssertionError("alone")
 except FormationFailed as error:
     text = str(error)
-elastic_train.elastic.process_group.FORM_TIMEOUT = PATIENT
 meet("one-sided-again")
 left_open = len(set(open_sockets().values()) - before)
 try:

@@ -24,6 +24,7 @@ from elastic_train.rules import (
     next_members,
     require_agreement,
     seconds_before_return,
+    seconds_to_form,
     stalled,
 )
 from elastic_train.world import Member
@@ -265,3 +266,14 @@ def test_judge_error_for_every_combination() -> None:
 def test_who_is_left_out_again_and_again_comes_back_ever_later() -> None:
     waits = [seconds_before_return(number, peer_timeout=2.0) for number in (0, 1, 2, 3, 6, 1000)]
     assert waits == [0.0, 2.0, 4.0, 8.0, 60.0, 60.0]
+
+
+def test_a_group_may_take_longer_to_form_the_more_members_it_has_and_the_more_often_they_have_failed() -> None:
+    assert [seconds_to_form(size) for size in (1, 2, 8, 30)] == pytest.approx([1.0] * 4, abs=0.1), "as dear as ever"
+    assert seconds_to_form(128) == pytest.approx(2.6, abs=0.1)
+    assert seconds_to_form(512) > 2 * 512**2 * 36e-6, "that rank 0's store takes to answer"
+    sizes = range(1, 1025)
+    assert all(seconds_to_form(size) < seconds_to_form(size + 1) for size in sizes)
+    assert [seconds_to_form(2, number) / seconds_to_form(2) for number in (0, 1, 2, 3, 4, 5, 1000)] == [
+        1, 2, 4, 8, 16, 16, 16
+    ]  # fmt: skip

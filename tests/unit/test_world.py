@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+from elastic_train.elastic.next_world import Forming
 from elastic_train.world import Member, World
 
 
@@ -68,3 +69,13 @@ def test_members_survive_json_and_refuse_unknown_fields() -> None:
     assert Member.from_json(someone.to_json()) == someone
     with pytest.raises(TypeError):
         Member.from_json(someone.to_json()[:-1] + ',"surprise":1}')
+
+
+def test_the_same_members_that_have_failed_to_form_a_group_may_take_longer_the_next_time() -> None:
+    members = tuple(replace(member(number, number), uid=f"uid{number}") for number in range(3))
+    forming, found, has_stepped = Forming(), [], False
+    for inside, steps_then in [(3, False), (3, False), (3, False), (2, False), (2, True), (2, False)]:
+        forming.enter(World(0, len(found), members[:inside]), has_stepped=has_stepped)
+        found.append(round(forming.timeout.total_seconds()))
+        has_stepped = steps_then
+    assert found == [1, 2, 4, 1, 2, 1], "until one is lost, or a group has stood"
