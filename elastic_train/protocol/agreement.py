@@ -243,9 +243,11 @@ class Agreement:
             if self.asks_others
             else []
         )
-        text = job.decided(world, asked)
-        if text is not None:
-            return Decided(Decision.from_json(text))
+        decided = job.decided(world, asked)
+        if isinstance(decided, Denied):
+            return LeftBehind(decided.gone_on or world.generation)
+        if decided is not None:
+            return Decided(Decision.from_json(decided))
         fatal = job.heard(world, "fatal")
         if fatal is not None:
             return Fatal(fatal)

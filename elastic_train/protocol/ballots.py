@@ -20,7 +20,7 @@ from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import ArbiterSilent, Arbitration, Claim, silent_members
 from elastic_train.protocol.job import Denied
 from elastic_train.protocol.join_queue import Finder
-from elastic_train.protocol.known_worlds import KnownWorlds
+from elastic_train.protocol.known_worlds import FORGOTTEN, KnownWorlds
 from elastic_train.protocol.laws import Voters, may_go_on, missing_votes
 from elastic_train.protocol.store import Clients, KeyValueStore, append
 from elastic_train.world import World, from_runs, to_runs
@@ -224,13 +224,17 @@ class Ballots:
         text = json.dumps({"decision": chosen, "bound": to_runs(sorted(bound)), "since": known.voters[0].world})
         round_.clients.ask_each(world, reachable, lambda store: store.put(f"{world.key}/next", text))
 
-    def decided(self, clients: Clients, world: World, asked: Sequence[int]) -> str | None:
+    def decided(self, clients: Clients, world: World, asked: Sequence[int]) -> str | Denied | None:
         """As Job.decided."""
         key = f"{world.key}/next"
         text = clients.own.get(key)
         for rank in asked if text is None else ():
             try:
-                text = clients.of_rank(world, rank).get(key)
+                store = clients.of_rank(world, rank)
+                text = store.get(key)
+                forgotten = store.get(FORGOTTEN) if text is None else None
+                if forgotten is not None and (generations := json.loads(forgotten))[0] >= world.generation:
+                    return Denied(gone_on=int(generations[1]))
             except StoreUnreachable:
                 clients.lose_rank(world, rank)
             if text is not None:

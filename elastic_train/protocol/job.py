@@ -142,8 +142,9 @@ class Job(Protocol):
     def left(self, world: World) -> frozenset[int]:
         """Ranks that have announced that they leave on purpose (`left/RANK`)."""
 
-    def decided(self, world: World, asked: Sequence[int]) -> str | None:
-        """The decision that stands, as far as this member or one of the ranks `asked` was told."""
+    def decided(self, world: World, asked: Sequence[int]) -> str | Denied | None:
+        """The decision that stands, as far as this member or one of the ranks `asked` was told; Denied where one of
+        these knows no more than that others have gone on long ago."""
 
     def decide(
         self,

@@ -284,6 +284,11 @@ class Entrance:
             self._num_seen = number
         return list(self._queue.values())
 
+    def is_read(self, key: str) -> bool:
+        """Whether it is of one in the queue that this member hosts, and has been read."""
+        number = key.removeprefix("queue/")
+        return number != key and number.isdecimal() and int(number) <= self._num_seen
+
     def drop(self, members: Sequence[Member]) -> None:
         """Those in the queue are gone, or in a world."""
         for member in members:

@@ -5,8 +5,9 @@ world tell each other and its newcomers.
 from __future__ import annotations
 
 import json
+import re
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from elastic_train.errors import StoreUnreachable
@@ -15,11 +16,68 @@ from elastic_train.protocol.arbiter import Arbitration
 from elastic_train.protocol.job import Admitted, scoped
 from elastic_train.protocol.join_queue import admitted_key
 from elastic_train.protocol.laws import Voters
-from elastic_train.protocol.store import Clients, KeyValueStore, append, entries
+from elastic_train.protocol.store import Clients, KeyValueStore, OwnStore, append, entries
 from elastic_train.rules import disagreement, next_generation
 from elastic_train.world import Member, World
 
 CARRIED_FACTS = ("job_token", "run_uid", "agreement")
+KEPT_DECISIONS = 16
+"""worlds before the settled one of which a member can say what followed them; of those before it can say that they are
+over"""
+FORGOTTEN = "forgotten"
+"""key in a member's own store: the newest generation of which it says no more, and that of the settled world"""
+DELETED_AT_ONCE = 100
+"""keys; the watcher's thread has other things to do"""
+_WORLD = re.compile(r"(?:^|/)world-(\d+)-")
+
+
+def outdated(keys: Iterable[str], settled: int) -> tuple[list[str], int | None]:
+    """Which of the keys in a member's own store nobody needs any more when it has settled the world of a generation;
+    and the newest generation of which nothing is kept.
+
+    What that one and the world before it have left is kept, and of some before these what was decided and accepted
+    about their successors: a member that wakes up in one of them is told at once. The votes in a settled world's
+    ancestors are done with. Who would still decide there could do so only for a world with those whose registers these
+    were, and they have gone on.
+    """
+    generations = {key: int(found[1]) for key in keys if (found := _WORLD.search(key))}
+    before = sorted({generation for generation in generations.values() if generation < settled}, reverse=True)
+    over, forgotten = set(before[1:]), before[KEPT_DECISIONS:]
+    unneeded = [
+        key
+        for key, generation in generations.items()
+        if generation in forgotten or (generation in over and not key.endswith(("/next", "/register")))
+    ]
+    return unneeded, max(forgotten, default=None)
+
+
+class Leftovers:
+    """What worlds that are over have left in a member's own store; deleted bit by bit, on the watcher's thread."""
+
+    def __init__(self, own: OwnStore) -> None:
+        self._own = own
+        self._settled: list[int] = []
+        """generations; the training thread appends to it"""
+        self._num_listed = 2
+        """of them: nothing is old before the third"""
+        self._keys: list[str] = []
+
+    def note_settled(self, world: World) -> None:
+        """This member has. For the training thread."""
+        self._settled.append(world.generation)
+
+    def tend(self, is_read: Callable[[str], bool]) -> None:
+        """Delete some of it, and of the keys that only this member reads, and `is_read`."""
+        num_settled = len(self._settled)
+        if num_settled > self._num_listed:
+            keys, settled = self._own.keys(), self._settled[num_settled - 1]
+            found, forgotten = outdated(keys, settled)
+            if forgotten is not None:
+                self._own.put(FORGOTTEN, json.dumps([forgotten, settled]))
+            self._keys, self._num_listed = [*found, *filter(is_read, keys)], num_settled
+        for key in self._keys[:DELETED_AT_ONCE]:
+            self._own.delete(key)
+        del self._keys[:DELETED_AT_ONCE]
 
 
 class KnownWorlds:
@@ -31,8 +89,9 @@ class KnownWorlds:
         own: this member's own store, in which others say that they are nobody's voters any more.
     """
 
-    def __init__(self, own: KeyValueStore) -> None:
+    def __init__(self, own: OwnStore) -> None:
         self._own = own
+        self.leftovers = Leftovers(own)
         self._lock = threading.Lock()
         self.voters: tuple[Voters, ...] = ()
         """of each of them, the present one last"""
@@ -64,6 +123,7 @@ class KnownWorlds:
         with self._lock:
             self.voters, self.bound, self.past = self.voters[-1:], frozenset(), {world.uid: world}
         self.has_state = True
+        self.leftovers.note_settled(world)
 
     def voters_without(self, dead: Collection[str]) -> list[Voters]:
         """Without the votes of those, and of who has released them."""

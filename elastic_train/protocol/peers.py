@@ -5,7 +5,7 @@ What follows a world is decided by a ballot among its members (ballots.py); whic
 Keys in a member's own store: `host` (where newcomers queue, as far as it knows), `queue/...` (the join queue, while it
 is the host), `admitted` (its first world), `admitted/UID` (that of one that could not be told), `released/...` (who is
 nobody's voter any more), `fact/NAME`; and below each world's key `present`, `register`, `next`, `left/...`, at rank 0
-`ready/...`, and what else was announced.
+`ready/...`, and what else was announced. What names a world that is over for long is deleted (`Leftovers`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic_train.protocol.ballots import Ballots, BranchOff, Elsewhere, Round
 from elastic_train.protocol.job import Denied, InQueue, Over, Place, scoped
 from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting
 from elastic_train.protocol.known_worlds import Announcements, KnownWorlds, Newcomers
-from elastic_train.protocol.store import Address, Clients, KeyValueStore, Notes, entries
+from elastic_train.protocol.store import Address, Clients, KeyValueStore, Notes, OwnStore, entries
 from elastic_train.world import Member, World
 
 
@@ -113,7 +113,7 @@ class PeerJob:
 
     def __init__(
         self,
-        own: KeyValueStore,
+        own: OwnStore,
         address: Address,
         reach: Callable[[Address], KeyValueStore],
         finder: Finder,
@@ -270,7 +270,7 @@ class PeerJob:
     def left(self, world: World) -> frozenset[int]:
         return frozenset(map(int, entries(self._own, f"{world.key}/left")))
 
-    def decided(self, world: World, asked: Sequence[int]) -> str | None:
+    def decided(self, world: World, asked: Sequence[int]) -> str | Denied | None:
         return self._ballots.decided(self._clients, world, asked)
 
     def show_place(self, world: World) -> None:
@@ -321,6 +321,7 @@ class PeerJob:
 
     def tend(self, world: World | None, *, is_spokesman: bool, headless: World | None = None) -> None:
         self._finder.keep(has_world=self._world is not None)
+        self._known.leftovers.tend(self._entrance.is_read)
         world = world or self._world  # between two worlds, too: no other job may begin meanwhile
         if headless is not None and headless.rank > 0 and headless is self._world and not self._is_host_meanwhile:
             # Until there is another rank 0, which may take long, a host that comes back must not begin anew.

@@ -129,13 +129,13 @@ class Preparation:
             self._sleep(POLL_SECONDS)
         if self.is_cancelled:
             return
-        self._job.beside(world.me).put(f"go/{planned.uid}", "go")
+        self._job.beside(world.me).put(f"go/{planned.key}", "go")
         self._take_part(plan, planned)
         marks = self._wait_for("formed", planned, range(planned.world_size))
         if self.is_cancelled:
             return
         is_shared = all(found == SEES for found in marks)
-        self._job.beside(world.me).put(f"shared/{planned.uid}", str(int(is_shared)))
+        self._job.beside(world.me).put(f"shared/{planned.key}", str(int(is_shared)))
         self._note_place(planned, is_shared)
         self.is_decided = self._decide(world, plan)
         with suppress(FormationFailed, StoreUnreachable):  # it is the decision all the same
@@ -209,7 +209,7 @@ class Preparation:
         poll_seconds: float = POLL_SECONDS,
     ) -> list[str]:
         """What stands beside rank 0, for each of these ranks or for all together; [] where this was cancelled."""
-        key, beside = f"{name}/{planned.uid}", self._job.beside(planned.members[0])
+        key, beside = f"{name}/{planned.key}", self._job.beside(planned.members[0])
         keys = [key] if ranks is None else [f"{key}/{rank}" for rank in ranks]
         deadline = self._clock() + seconds
         while None in (found := beside.get_many(keys)):
@@ -226,4 +226,4 @@ class Preparation:
 
 def mark(job: Job, name: str, planned: World, text: str = "done") -> None:
     """Tell rank 0 how far this member is. Raises: StoreUnreachable."""
-    job.beside(planned.members[0]).put(f"{name}/{planned.uid}/{planned.rank}", text)
+    job.beside(planned.members[0]).put(f"{name}/{planned.key}/{planned.rank}", text)

@@ -1,8 +1,8 @@
 """The key-value store that members meet at, as the few operations that membership needs; connections to other ones.
 
 An implementation answers each call at once or raises StoreUnreachable; no call waits for a key. Values are text; an
-empty one is as good as none to `create` and `swap`. There is no deletion and no listing: a TCPStore cannot list, and
-keys carry the generation that they belong to.
+empty one is as good as none to `create` and `swap`. Keys carry the generation that they belong to; a member deletes in
+its own store what worlds that are over have left there.
 """
 
 from __future__ import annotations
@@ -49,17 +49,25 @@ class KeyValueStore(Notes, Protocol):
     def add(self, key: str, amount: int) -> int:
         """Add to a counter that starts at 0; the sum."""
 
+    def delete(self, key: str) -> None:
+        """It has no value any more, and perhaps had none."""
+
     def clone(self) -> KeyValueStore:
         """The same store for another thread."""
 
 
+class OwnStore(KeyValueStore, Protocol):
+    """The store that a member serves."""
+
+    def keys(self) -> list[str]:
+        """All of them."""
+
+
 class ListingStore(KeyValueStore, Protocol):
-    """A key-value store that can list, and delete."""
+    """A key-value store that can list what is in a part of it."""
 
     def below(self, prefix: str) -> dict[str, str]:
         """Keys that begin with `prefix`, and their values."""
-
-    def delete(self, key: str) -> None: ...
 
     def delete_prefix(self, prefix: str) -> None: ...
 
@@ -128,6 +136,18 @@ class TorchStore:
     def add(self, key: str, amount: int) -> int:
         try:
             return int(self.raw.add(key, amount))
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def delete(self, key: str) -> None:
+        try:
+            self.raw.delete_key(key)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def keys(self) -> list[str]:
+        try:
+            return list(self.raw.list_keys())
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -239,6 +259,13 @@ class MemoryStore:
         with self._lock:
             self.values[key] = str(int(self.values.get(key, "0")) + amount)
             return int(self.values[key])
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self.values.pop(key, None)
+
+    def keys(self) -> list[str]:
+        return list(self.values)
 
     def clone(self) -> MemoryStore:
         return self  # a dictionary serves all threads

@@ -19,7 +19,8 @@ import pytest
 
 from elastic_train.branches import BRANCH, Branch
 from elastic_train.errors import FormationFailed, StoreUnreachable
-from elastic_train.protocol.agreement import Agreement, Decided, Decision, Liveness, Presence, Wait
+from elastic_train.protocol import known_worlds
+from elastic_train.protocol.agreement import Agreement, Decided, Decision, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.central import CentralJob
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.job import Admitted, Denied, Job, Place
@@ -260,9 +261,6 @@ class ListingMemoryStore(MemoryStore):
     def below(self, prefix: str) -> dict[str, str]:
         return {key: text for key, text in self.values.items() if key.startswith(prefix)}
 
-    def delete(self, key: str) -> None:
-        self.values.pop(key, None)
-
     def delete_prefix(self, prefix: str) -> None:
         for key in self.below(prefix):
             del self.values[key]
@@ -499,6 +497,46 @@ def test_who_is_left_out_learns_it(form: Form) -> None:
     assert isinstance(found, Decided)
     assert found.decision == decision
     assert found.decision.world_for(worlds[2].me.uid, worlds[2], None) is None
+
+
+@pytest.mark.parametrize("name", ["PeersInMemory", "PeersOnTcp"])
+def test_a_member_keeps_little_of_the_worlds_that_are_over(name: str, request: pytest.FixtureRequest) -> None:
+    form = FORMS[name](request)
+    assert isinstance(form, PeersInMemory)
+    jobs, worlds = begin(form)
+    past, sizes = [], []
+    for number in range(24):
+        for rank, (job, world) in enumerate(zip(jobs, worlds, strict=True)):
+            assert isinstance(job, PeerJob)
+            job.say_ready(world)
+            job.announce(world, f"left/{9 + rank}", "as if")
+            for prefix in ("group", "ahead", "formed"):  # of gloo, and of a plan
+                job._own.put(f"{prefix}/{world.key}/{rank}", "x")
+            job._own.put(f"queue/{job._own.add('queue/count', 1)}", Waiting(member(50 + number, ("h", 1)), 1).to_json())
+            job.queue()
+            job.settle(world)
+            job.tend(world, is_spokesman=rank == 0)
+        sizes.append([len(job._own.keys()) for job in jobs if isinstance(job, PeerJob)])
+        past.append((worlds, agree(form, jobs, worlds, [0, 1, 2])))
+        following = [past[-1][1].world_for(world.me.uid, world, None) for world in worlds]
+        worlds = [world for world in following if world is not None]
+        for job, world in zip(jobs, worlds, strict=True):
+            job.enter(world, past[-1][1].facts, past[-1][1])
+    assert sizes[-1] == sizes[-2] == sizes[-3], "what is kept does not grow"
+    assert max(sizes[-1]) < 80
+    for number in (-1, -2, -known_worlds.KEPT_DECISIONS):
+        slept_in, decision = past[number][0][2], past[number][1]
+        assert isinstance(jobs[2], PeerJob)
+        jobs[2]._own.delete(f"{slept_in.key}/next")
+        late = agreement(form, jobs[2], slept_in, {})
+        late.asks_others = True
+        assert late.look() == Decided(decision), "who slept in one of these is told at once"
+    started = time.monotonic()
+    late = agreement(form, jobs[2], past[0][0][2], {})
+    late.asks_others = True
+    assert isinstance(late.look(), LeftBehind), "who slept longer is told that the others have gone on"
+    assert time.monotonic() - started < PATIENCE / 2, "nobody waits for a key that is gone"
+    form.close()
 
 
 def test_one_of_three_without_the_silent_waits_where_nobody_arbitrates() -> None:

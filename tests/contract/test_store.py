@@ -134,6 +134,15 @@ class TestKeyValueStore:
         assert [store.add(key, amount) for amount in (0, 2, 0, -3)] == [0, 2, 2, -1]
         assert store.get(key) == "-1"
 
+    def test_what_is_deleted_has_no_value_and_can_be_created_again(self, store: KeyValueStore, key: str) -> None:
+        store.put(key, "value")
+        store.put(f"{key}/other", "another")
+        for _ in range(2):
+            store.delete(key)
+            assert store.get(key) is None
+            assert store.get_many([key, f"{key}/other"]) == [None, "another"]
+        assert store.create(key, "new") == "new"
+
     def test_a_clone_is_the_same_store(self, store: KeyValueStore, key: str) -> None:
         clone = store.clone()
         store.put(key, "ours")

@@ -137,6 +137,12 @@ class SimStore:
     def add(self, key: str, amount: int) -> int:
         return self._call("add", key, amount)  # type: ignore[no-any-return]
 
+    def delete(self, key: str) -> None:
+        self._call("delete", key)
+
+    def keys(self) -> list[str]:
+        return self._call("keys")  # type: ignore[no-any-return]
+
     def clone(self) -> SimStore:
         return SimStore(self._mine, self._server)
 

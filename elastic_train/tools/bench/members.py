@@ -91,6 +91,10 @@ class Counted:
         self._count(len(key) + 8)
         return self._store.add(key, amount)
 
+    def delete(self, key: str) -> None:
+        self._count(len(key))
+        self._store.delete(key)
+
     def clone(self) -> KeyValueStore:
         return Counted(self._store.clone(), self._count)
 

@@ -1,0 +1,48 @@
+"""What a member deletes in its own store of worlds that are over."""
+
+from __future__ import annotations
+
+from elastic_train.protocol import known_worlds
+from elastic_train.protocol.known_worlds import DELETED_AT_ONCE, Leftovers, outdated
+from elastic_train.protocol.store import MemoryStore
+from elastic_train.world import World
+from tests.unit.test_world import member
+
+PARTS = ("present", "next", "register", "left/1")
+
+
+def keys_of(generation: int) -> list[str]:
+    world = World(0, generation, (member(0, 0),), uid=f"u{generation}")
+    return [f"{world.key}/{part}" for part in PARTS] + [f"group/{world.key}/0", f"ahead/{world.key}/1"]
+
+
+def test_the_last_two_worlds_are_kept_whole_and_of_some_before_them_what_was_decided() -> None:
+    generations = [*range(20), 40]  # a newcomer had seen a larger one
+    keys = ["host", "queue/3", "fact/run_uid", *(key for number in generations for key in keys_of(number))]
+    found, forgotten = outdated(keys, 40)
+    left = set(keys) - set(found)
+    whole = {*keys_of(40), *keys_of(19)}
+    decided = {key for number in range(19) for key in keys_of(number) if key.endswith(("/next", "/register"))}
+    old = {key for number in range(20 - known_worlds.KEPT_DECISIONS) for key in keys_of(number)}
+    assert forgotten == 19 - known_worlds.KEPT_DECISIONS
+    assert left == {"host", "queue/3", "fact/run_uid"} | whole | (decided - old)
+
+
+def test_nothing_is_deleted_of_a_world_beyond_the_settled_one() -> None:
+    keys = [key for number in range(12) for key in keys_of(number)]
+    assert not {key for number in range(7, 12) for key in keys_of(number)} & set(outdated(keys, 8)[0])
+
+
+def test_a_little_is_deleted_at_a_time_and_in_the_end_all() -> None:
+    own = MemoryStore()
+    leftovers = Leftovers(own)
+    for generation in range(4):
+        own.put(f"world-{generation}-u/next", "decided")
+        for number in range(DELETED_AT_ONCE):
+            own.put(f"ready/world-{generation}-u/{number}", "done")
+        leftovers.note_settled(World(0, generation, (member(0, 0),), uid="u"))
+    counts = []
+    for _ in range(4):
+        leftovers.tend(lambda _key: False)
+        counts.append(sum(key.startswith("ready/") for key in own.values))
+    assert counts == [number * DELETED_AT_ONCE for number in (3, 2, 2, 2)]
