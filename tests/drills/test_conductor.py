@@ -83,14 +83,14 @@ def recorded(run_dir: Path) -> FaultRecord:
         NotStruck("it did not stop"),
         psutil.NoSuchProcess(7),
         psutil.AccessDenied(7),
-        NetworkError("iptables: no such module"),
+        NetworkError("tc: no such qdisc"),
         EtcdCallFailed("etcdctl hangs"),
         TooSlow("no end of the killed processes"),
     ],
     ids=lambda error: type(error).__name__,
 )
 def test_what_was_done_in_part_is_undone(tmp_path: Path, conductor: Conductor, error: Exception) -> None:
-    fault = HalfDone(error, undo_error=NetworkError("no such rule"))
+    fault = HalfDone(error, undo_error=NetworkError("no such link"))
     conductor._strike(0, PLANNED, fault)
     assert fault.num_undone == 1
     assert conductor._cluster.places[0].affliction is None

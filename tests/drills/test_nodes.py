@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -165,19 +167,49 @@ def test_a_node_in_a_namespace_has_a_name_pids_and_memory_of_its_own(tmp_path: P
 def test_what_is_done_to_a_network_is_undone_again() -> None:
     network = Network(2)
     try:
-        assert network.can_reach_hub(0)
+        assert network.can_reach(0)
         network.pull_cable(0)
-        assert not network.can_reach_hub(0, 0.3)
+        assert not network.can_reach(0, seconds=0.3)
         network.heal(0)
-        wait_until(lambda: network.can_reach_hub(0), f"way to {HUB_ADDRESS}", 20)
-        if network.has_filter:
-            network.drop_outgoing(0)
-            assert not network.can_reach_hub(0, 0.3)
-            assert network.can_reach_hub(1), "only that node"
-            network.heal(0)
-            wait_until(lambda: network.can_reach_hub(0), f"way to {HUB_ADDRESS}", 20)
+        wait_until(lambda: network.can_reach(0), f"way to {HUB_ADDRESS}", 20)
+        network.drop_outgoing(0)
+        assert not network.can_reach(0, seconds=0.3)
+        assert network.can_reach(1), "only that node"
+        network.heal(0)
+        wait_until(lambda: network.can_reach(0), f"way to {HUB_ADDRESS}", 20)
     finally:
         network.close()
+
+
+def reached(network: Network) -> set[frozenset[int]]:
+    """The pairs of nodes that hear each other: a connection attempt and its answer go both ways."""
+    pairs = combinations(range(network.num_nodes), 2)
+    return {frozenset(pair) for pair in pairs if network.can_reach(pair[0], network.address(pair[1]), seconds=0.3)}
+
+
+@needs_network
+def test_a_network_is_split_and_whole_again() -> None:
+    with contextlib.closing(Network(4)) as network:
+        network.split([0, 3], [1], [2])
+        assert reached(network) == {frozenset((0, 3))}
+        assert [network.can_reach(index, seconds=0.3) for index in range(4)] == [True, False, False, True]
+        network.split([0, 2], [1, 3])
+        pairs = {frozenset((0, 2)), frozenset((1, 3))}
+        wait_until(lambda: reached(network) == pairs, "network of two pairs", 20)  # ARP asks again after a second
+        for index in range(4):
+            network.heal(index)
+        wait_until(lambda: len(reached(network)) == 6, "network that is whole", 20)
+
+
+@needs_network
+def test_two_nodes_lose_only_each_other() -> None:
+    with contextlib.closing(Network(3)) as network:
+        assert len(reached(network)) == 3, "they have known each other"
+        network.cut_pair(0, 2)
+        assert reached(network) == {frozenset((0, 1)), frozenset((1, 2))}
+        network.heal(0)
+        network.heal(2)
+        wait_until(lambda: len(reached(network)) == 3, "network that is whole", 20)
 
 
 @needs_network

@@ -146,12 +146,12 @@ def test_where_there_are_no_namespaces_the_drill_says_why(monkeypatch: pytest.Mo
 @pytest.mark.skipif(Network.why_not() is not None, reason=f"no network namespaces: {Network.why_not()}")
 def test_what_the_machine_cannot_do_to_a_network_is_refused_and_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(network: Network, *_: object) -> None:
-        raise NetworkError("Couldn't load match `statistic'")
+        raise NetworkError("Specified qdisc kind is unknown")
 
-    missing = {"drop_outgoing": "one-way", "drop_some": "packet-loss", "slow_down": "slow-link"}
+    missing = {"drop_some": "packet-loss", "slow_down": "slow-link"}
     for method, fault in missing.items():
         monkeypatch.setattr(Network, method, fail)
-        with pytest.raises(UsageError, match=f"{fault}: not on this machine: Couldn't load"):
+        with pytest.raises(UsageError, match=f"{fault}: not on this machine: Specified qdisc"):
             settings_of(make_parser().parse_args(["drill", "--faults", f"kill,{fault}"]))
     words = ["drill", "--seed", "1", "--every", "1", "--duration", "500"]
     drawn = settings_of(make_parser().parse_args(words)).plan

@@ -149,8 +149,6 @@ class TestInNamespaces:
         ]  # fmt: skip
 
     def test_a_pair_that_cannot_reach_each_other(self, network: Network, tmp_path: Path) -> None:
-        if not network.has_filter:
-            pytest.skip("nft is missing")
         network.cut_pair(1, 2)
         nodes = self.check(network, tmp_path, 3)
         try:

@@ -2,7 +2,8 @@
 
 A node in one of them can lose its network or its power (silence, with no FIN and no RST), and not only its processes.
 All of them hang on one bridge in a namespace of its own, so that nothing touches the machine's network and two drills
-do not meet. Needs root, which may be that of a user namespace, `ip` and `unshare`; the filter faults need `iptables`.
+do not meet. Needs root, which may be that of a user namespace, `ip` and `unshare`; loss and a slow line need `tc`, and
+a kernel that has what they ask it for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,8 @@ NAMESPACES = Path("/run/netns")
 """where `ip netns` keeps them"""
 PREFIX = "et"
 """of their names, before the pid of who made them"""
+NOBODY = "02:00:00:00:00:00"
+"""a hardware address that no node has: what is sent there is lost without a word"""
 
 # `ip netns exec` leads into the network; unshare gives the rest. --kill-child: the node ends with the first process.
 _ENTER = (
@@ -50,8 +53,9 @@ class Network:
         self._folder = Path(tempfile.mkdtemp(prefix="elastic-train-drill-"))
         self.num_nodes = num_nodes
         self._aliases = aliases
-        self._filtered: set[int] = set()
-        self._slowed: set[int] = set()
+        self._num_bridges = 0
+        self._shaped: dict[int, list[list[str]]] = {}
+        """commands that undo what was done to a node's line"""
         try:
             _sweep()
             self._make_hub()
@@ -82,10 +86,6 @@ class Network:
             return str(error)
         return None
 
-    @property
-    def has_filter(self) -> bool:
-        return shutil.which("iptables") is not None
-
     def hub_prefix(self) -> list[str]:
         """Runs a command on the bridge's own address, off all nodes."""
         return self._inside("hub")
@@ -115,52 +115,50 @@ class Network:
 
     def drop_outgoing(self, index: int) -> None:
         """What the node sends is lost; it still hears the others."""
-        self._filter(index, "-A", "OUTPUT", "-o", "eth0", "-j", "DROP")
+        self._send_to_nobody(index, {HUB_ADDRESS, *self.addresses} - {self.address(index)})
+
+    def split(self, *groups: Sequence[int]) -> None:
+        """The nodes of a group hear each other and nobody else; the first group has the hub, and those in none."""
+        while self._num_bridges < len(groups):
+            self._add_bridge()
+        for number, group in enumerate(groups):
+            for index in group:
+                self._plug_in(index, number)
 
     def cut_pair(self, index: int, other: int) -> None:
         """Two nodes lose each other; both still reach everybody else."""
         for here, there in ((index, other), (other, index)):
-            self._filter(here, "-A", "INPUT", "-s", self.address(there), "-j", "DROP")
+            self._send_to_nobody(here, [self.address(there)])
 
     def drop_some(self, index: int, share: float) -> None:
         """A share of the packets that come in is lost."""
-        chance = ("-m", "statistic", "--mode", "random", "--probability", str(share))
-        self._filter(index, "-A", "INPUT", "-i", "eth0", *chance, "-j", "DROP")
+        self._shape(index, "hub", f"veth{index}", "netem", "loss", f"{share:.2%}")
 
     def slow_down(self, index: int, rate: str) -> None:
         """The node sends no faster than `rate`, e.g. `2mbit`."""
-        limit = ("tbf", "rate", rate, "burst", "32k", "latency", "400ms")
-        _run(self._inside(index, "tc", "qdisc", "add", "dev", "eth0", "root", *limit))
-        self._slowed.add(index)
+        self._shape(index, index, "eth0", "tbf", "rate", rate, "burst", "32k", "latency", "400ms")
 
     def num_dropped(self, index: int) -> int:
-        """Packets that rules have taken from the node since they were set."""
-        listed = _run(self._inside(index, "iptables", "-L", "-v", "-x", "-n"))
-        return sum(
-            int(line.split()[0]) for line in listed.splitlines() if " DROP " in line and line.split()[0].isdigit()
-        )
+        """Packets to the node that were lost since `drop_some`."""
+        return self._counted("dropped", "hub", f"veth{index}")
 
     def num_held_back(self, index: int) -> int:
-        """How often a packet of the node had to wait since it was slowed down."""
-        told = _run(self._inside(index, "tc", "-s", "qdisc", "show", "dev", "eth0"))
-        return sum(map(int, re.findall(r"overlimits (\d+)", told)))
+        """How often a packet of the node had to wait since `slow_down`."""
+        return self._counted("overlimits", index, "eth0")
 
     def heal(self, index: int) -> None:
         """Whatever was done to the node's network is undone."""
-        _ip("-n", self._name("hub"), "link", "set", f"veth{index}", "up")
-        if index in self._filtered:
-            self._filter(index, "-F")
-            self._filtered.remove(index)
-        if index in self._slowed:
-            _run(self._inside(index, "tc", "qdisc", "del", "dev", "eth0", "root"))
-            self._slowed.remove(index)
+        self._plug_in(index, 0)
+        _ip("-n", self._name(index), "neigh", "flush", "dev", "eth0", "nud", "permanent")
+        for command in self._shaped.pop(index, []):
+            _run(command)
 
-    def can_reach_hub(self, index: int, seconds: float = 1.0) -> bool:
-        """Whether the bridge answers a TCP connection attempt of the node, with an RST at least, within `seconds`."""
+    def can_reach(self, index: int, address: str = HUB_ADDRESS, *, seconds: float = 1.0) -> bool:
+        """Whether a TCP connection attempt of the node is answered, with an RST at least, within `seconds`."""
         attempt = (
             "import socket, sys\n"
             f"s = socket.socket(); s.settimeout({seconds})\n"
-            f"try: s.connect(('{HUB_ADDRESS}', 9))\n"
+            f"try: s.connect(('{address}', 9))\n"
             "except ConnectionRefusedError: pass\n"
             "except OSError: sys.exit(1)\n"
         )
@@ -178,9 +176,8 @@ class Network:
         hub = self._name("hub")
         self._add(hub)
         _ip("-n", hub, "link", "set", "lo", "up")
-        _ip("-n", hub, "link", "add", "br0", "type", "bridge")
+        self._add_bridge()
         _ip("-n", hub, "addr", "add", f"{HUB_ADDRESS}/24", "dev", "br0")
-        _ip("-n", hub, "link", "set", "br0", "up")
         names = [f"{self.address(index)} {self.host_name(index)}" for index in range(self.num_nodes)]
         names += [f"{self.address(index)} {alias}" for index, alias in enumerate(self._aliases)]
         (self._folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
@@ -190,7 +187,7 @@ class Network:
         self._add(name)
         _ip("-n", name, "link", "set", "lo", "up")
         _ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"veth{index}", "netns", hub)
-        _ip("-n", hub, "link", "set", f"veth{index}", "master", "br0", "up")
+        self._plug_in(index, 0)
         _ip("-n", name, "addr", "add", f"{self.address(index)}/24", "dev", "eth0")
         _ip("-n", name, "link", "set", "eth0", "up")
 
@@ -204,9 +201,30 @@ class Network:
     def _inside(self, which: int | str, *command: str) -> list[str]:
         return ["ip", "netns", "exec", self._name(which), *command]
 
-    def _filter(self, index: int, *rule: str) -> None:
-        _run(self._inside(index, "iptables", *rule))
-        self._filtered.add(index)
+    def _add_bridge(self) -> None:
+        name = f"br{self._num_bridges}"
+        _ip("-n", self._name("hub"), "link", "add", name, "type", "bridge")
+        _ip("-n", self._name("hub"), "link", "set", name, "up")
+        self._num_bridges += 1
+
+    def _plug_in(self, index: int, bridge: int) -> None:
+        _ip("-n", self._name("hub"), "link", "set", f"veth{index}", "master", f"br{bridge}", "up")
+
+    def _send_to_nobody(self, index: int, addresses: Collection[str]) -> None:
+        """Let a node believe that these addresses are that of no machine."""
+        for address in addresses:
+            to = ("to", address, "lladdr", NOBODY, "nud", "permanent", "dev", "eth0")
+            _ip("-n", self._name(index), "neigh", "replace", *to)
+
+    def _shape(self, index: int, which: int | str, device: str, *how: str) -> None:
+        """Queue what goes out of a device so, until `heal(index)`."""
+        at = ("dev", device, "root")
+        _run(self._inside(which, "tc", "qdisc", "add", *at, *how))
+        self._shaped.setdefault(index, []).append(self._inside(which, "tc", "qdisc", "del", *at))
+
+    def _counted(self, what: str, which: int | str, device: str) -> int:
+        told = _run(self._inside(which, "tc", "-s", "qdisc", "show", "dev", device))
+        return sum(map(int, re.findall(rf"{what} (\d+)", told)))
 
 
 def _ip(*arguments: str) -> None:

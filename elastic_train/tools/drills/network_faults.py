@@ -26,7 +26,7 @@ class Partition(Absence):
     def strike(self, injection: Injection) -> str:
         self.cut(injection)
         injection.place.affliction = NodeState.CUT_OFF
-        if injection.network.can_reach_hub(injection.place.index, 0.3):
+        if injection.network.can_reach(injection.place.index, seconds=0.3):
             raise NotStruck("it still reaches the others")
         return "it does not reach the bridge"
 
@@ -38,10 +38,6 @@ class Partition(Absence):
 class OneWayDrop(Partition):
     name = "one-way"
     says = "what a node sends is dropped, what it hears is not"
-
-    @classmethod
-    def why_not(cls) -> str | None:
-        return Network.why_no(lambda network: network.drop_outgoing(0))
 
     def cut(self, injection: Injection) -> None:
         injection.network.drop_outgoing(injection.place.index)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 HIDDEN = ("/run", "/dev/shm")
 # Not seen in there: the machine's network, which nothing made there may be connected to; what it has in /run, where
-# `ip netns` and iptables write; and its shared memory, where the folder of our root may be that of the machine's.
+# `ip netns` writes; and its shared memory, where the folder of our root may be that of the machine's.
 _ENTER = [
     "unshare", "--user", "--map-root-user", "--mount", "--net",
     "sh", "-c",
