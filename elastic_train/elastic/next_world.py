@@ -53,6 +53,18 @@ class Surroundings:
     start: Callable[[str, Callable[[], None]], None] = lambda name, task: threading.Thread(
         target=task, name=name, daemon=True
     ).start()
+    reach: Callable[[str, World], None] = lambda _point, _world: None
+    """told at the points of an agreement and a join at which a drill may strike, on any thread"""
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """Votes without which a side may not go on."""
+
+    since: float
+    """when it first lacked any, by the monotonic clock"""
+    votes: tuple[str, ...]
+    """uids, of the last time that it asked"""
 
 
 class Survivors:
@@ -134,7 +146,7 @@ class Survivors:
             return self._around.monotonic() - counted_from > factor * limit
 
         agreement = self._agreement(world, has_formed, has_run_out)
-        waits_since: float | None = None
+        lacking: Lacking | None = None
         # Where some did not come and nobody was lost, they may have gone on before this member came.
         is_late = not has_formed and self._watcher.reason is None
         next_word, next_ask = started + WORD_SECONDS, started if is_late else started + ASK_SECONDS
@@ -160,9 +172,9 @@ class Survivors:
             agreement.asks_others = bool(found.votes) or now >= next_ask
             if now >= next_ask:
                 next_ask = now + len(world.members) * ASK_AGAIN_SECONDS
-            waits_since = self._note_votes(world, found, waits_since)
-            if waits_since is not None and now - waits_since > self._limits.wait_timeout:
-                names = ", ".join(self._names(world, found.votes))
+            lacking = self._note_votes(world, found, lacking)
+            if lacking is not None and now - lacking.since > self._limits.wait_timeout:
+                names = ", ".join(self._names(world, lacking.votes))
                 raise FormationFailed(
                     f"{names} did not answer for {self._limits.wait_timeout:.0f} s (--wait-timeout), and without them "
                     "this side may not go on"
@@ -170,7 +182,8 @@ class Survivors:
             if now > next_word:
                 next_word = now + WORD_SECONDS
                 self._say(f"waiting for {self._describe(world, found)}, {now - started:.0f} s so far")
-            self._around.sleep(1.0 if waits_since is not None else POLL_SECONDS)
+            is_refused = not found.votes and not found.ranks  # its ballot was too old, and the next one is not
+            self._around.sleep(POLL_SECONDS if lacking is None or is_refused else 1.0)
 
     def _agreement(self, world: World, has_formed: bool, has_run_out: Callable[[float], bool]) -> Agreement:
         watcher, contacts = self._watcher, self._watcher.contacts
@@ -199,17 +212,19 @@ class Survivors:
             watched=lambda: contacts.watched,
             watch_too=contacts.watch_too,
             witnesses=lambda rank: contacts.witnesses(world, rank) if self._around.monotonic() < proven_by else (),
+            reach=self._around.reach,
         )
         return agreement
 
-    def _note_votes(self, world: World, found: Wait, since: float | None) -> float | None:
-        """Since when this side has waited for votes without which it may not go on; None where it does not."""
+    def _note_votes(self, world: World, found: Wait, lacking: Lacking | None) -> Lacking | None:
+        """The votes that this side lacks; None where it lacks none. Who has none at the moment may only have left the
+        proposal to another one."""
         if not found.votes:
-            return since if found.ranks and since is not None else None
-        if since is None:
+            return lacking
+        if lacking is None:
             names = ", ".join(self._names(world, found.votes))
             self.may_not_go_on(f"{names} cannot be reached and may train on: waiting for contact")
-        return self._around.monotonic() if since is None else since
+        return Lacking(self._around.monotonic() if lacking is None else lacking.since, found.votes)
 
     def _names(self, world: World, uids: tuple[str, ...]) -> list[str]:
         names = {member.uid: member.name for member in world.members}

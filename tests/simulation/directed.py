@@ -178,3 +178,8 @@ def newcomer_beside_one_that_dies() -> Plan:
         (5.307115843191063, "partition", (3,), (0,)),
     )
     return Plan(7873, (1,) * 4, faults, 13.807115843191063, TIMEOUT, is_formed=False, num_endpoints=2, goes_on=True)
+
+
+def pair_without_the_lowest_rank() -> Plan:
+    """Split 1-2-1 for a minute; nobody may go on."""
+    return plan(4, (1.0, "partition", (0,), (1, 3), (2,)), recovers_at=60.0)

@@ -173,3 +173,15 @@ def test_who_has_not_voted_beside_a_silent_directory_claims_nothing_else(delay: 
 
 def test_a_newcomer_that_dies_keeps_no_other_from_joining() -> None:
     run(directed.newcomer_beside_one_that_dies())
+
+
+def test_a_side_that_may_not_go_on_says_so_once() -> None:
+    """Two of four without the lowest rank: each proposes in its turn, and is refused by the other; they wait since the
+    first time."""
+    simulation = Simulation(directed.pair_without_the_lowest_rank())
+    told: list[str] = []
+    for worker in simulation.workers:
+        worker.membership.survivors.may_not_go_on = lambda _why, worker=worker: told.append(worker.process.host)
+    simulation.run()
+    assert not simulation.failures, simulation.describe()
+    assert sorted(told) == ["h0", "h1", "h2", "h3"]
