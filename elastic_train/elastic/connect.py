@@ -98,6 +98,8 @@ class Applicant:
     """where this process was another member before"""
     goes_on: bool = False
     """as `PeerJob`'s; without effect but under c10d"""
+    reach: Callable[[str, World], None] = Surroundings.reach
+    """as `Surroundings`'s"""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def connect_worker(applicant: Applicant) -> Membership:
 def open_endpoints(applicant: Applicant) -> Endpoints:
     """Open them. Blocks and warns as `local_address`."""
     waits, warn = applicant.waits, applicant.warn
-    around = Surroundings()
+    around = Surroundings(reach=applicant.reach)
     uid = around.draw_uid()
     host = local_address(applicant.launch, warn)
     # The earlier the thread of its canary is started, the sooner that ends where this process is killed.

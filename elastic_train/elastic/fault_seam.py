@@ -11,9 +11,12 @@ agent), `error` (a RuntimeError, as from the code that is trained), `memory` (a 
 thread never comes back). Points, in the order of a worker's life: `meet` (before it asks to be in a world), `init` (on
 the list, before the process group is made), `sync` (the group stands, before the state is compared), `send` (this
 worker's state is the freshest, and another waits for its bytes), `step` (before a step's reduction), `commit` (right
-after a commit), `finish` (training is through, before result.json), `exit` (the process is about to end).
-Conditions: `rank`, `generation`, `step` (committed steps so far), `local_rank`, `host`; a fault strikes once per
-process.
+after a commit), `finish` (training is through, before result.json), `exit` (the process is about to end). Points of an
+agreement and of a join: `proposed` (as who proposes what follows a world, before the store decides), `planned` (as rank
+0, before it invites the newcomers of a world that it has planned), `formed` (the group of that world stands beside the
+present one, and nobody was told). The last two, and the first in a join, are reached beside the training thread.
+Conditions: `rank` and `generation` (at `planned` and `formed` in the world that is planned), `step` (committed steps so
+far), `local_rank`, `host`; a fault strikes once per process.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from elastic_train.errors import UsageError
 
 VARIABLE = "ELASTIC_TRAIN_FAULT"
 ACTIONS = ("kill", "kill-node", "freeze", "stop", "error", "memory", "hang")
-POINTS = ("meet", "init", "sync", "send", "step", "commit", "finish", "exit")
+POINTS = ("meet", "init", "sync", "send", "step", "commit", "finish", "exit", "proposed", "planned", "formed")
 CONDITIONS = ("rank", "generation", "step", "local_rank", "host")
 
 

@@ -333,5 +333,6 @@ class Joins:
     def _begin_preparation(self) -> Preparation:
         assert self._form is not None, "asked before"
         self.keep_preparation(None)
-        self._preparation = Preparation(self._job, self._form, self._around.monotonic, self._around.sleep)
+        around = self._around
+        self._preparation = Preparation(self._job, self._form, around.monotonic, around.sleep, around.reach)
         return self._preparation

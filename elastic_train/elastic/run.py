@@ -110,6 +110,7 @@ def _as_member(worker: Worker, program: Program, back: Return | None, ends: Exit
             warn=reporter.warn,
             back=back,
             goes_on=config.on_split == "go-on",
+            reach=worker.reach,
         )
     )
     ends.callback(membership.close)

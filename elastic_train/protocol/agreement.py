@@ -192,6 +192,7 @@ class Agreement:
         watched: ranks of which this member sees whether they live; the others by default.
         watch_too: of these, too, from now on.
         witnesses: ranks that may prove the death of one that is gone, and that this member has not watched in time.
+        reach: told, as `proposed`, before the store is asked to decide; a drill may strike there.
     """
 
     def __init__(
@@ -208,12 +209,14 @@ class Agreement:
         watched: Callable[[], Collection[int]] | None = None,
         watch_too: Callable[[Collection[int]], None] = lambda _ranks: None,
         witnesses: Callable[[int], Collection[int]] = lambda _rank: (),
+        reach: Callable[[str, World], None] = lambda _point, _world: None,
     ) -> None:
         others = [rank for rank in range(len(world.members)) if rank != world.rank]
         self._watched, self._watch_too, self._witnesses = watched or (lambda: others), watch_too, witnesses
         self._job, self._world, self._mine = job, world, presence
         self._status, self._is_heard = status, is_heard
         self._newcomers, self._facts, self._draw_uid = newcomers, facts, draw_uid
+        self._reach = reach
         self._present: dict[int, Presence] = {world.rank: presence}
         self._is_told = False
         self.asks_others = False
@@ -310,6 +313,7 @@ class Agreement:
         )
         reachable = [rank for rank, status in found.items() if status is Liveness.ALIVE and self._is_heard(rank)]
         answering = [world.members[rank].uid for rank in found if self._is_heard(rank)]
+        self._reach("proposed", world)
         outcome = job.decide(
             world, decision.to_json(), reachable=[world.rank, *reachable], dead=gone, answering=answering
         )

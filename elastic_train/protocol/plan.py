@@ -76,12 +76,18 @@ class Preparation:
 
     Args:
         form: makes the process group of a world. Blocks until all have; raises FormationFailed.
+        reach: told at `planned`, `formed` and `proposed`; a drill may strike there.
     """
 
     def __init__(
-        self, job: Job, form: Callable[[World], Any], clock: Callable[[], float], sleep: Callable[[float], None]
+        self,
+        job: Job,
+        form: Callable[[World], Any],
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+        reach: Callable[[str, World], None] = lambda _point, _world: None,
     ) -> None:
-        self._job, self._form, self._clock, self._sleep = job, form, clock, sleep
+        self._job, self._form, self._clock, self._sleep, self._reach = job, form, clock, sleep, reach
         self.world: World | None = None
         """the planned one"""
         self.plan: Plan | None = None
@@ -122,6 +128,7 @@ class Preparation:
     def lead(self, world: World, plan: Plan, planned: World) -> None:
         """As rank 0 of `world`."""
         self.plan, self.world = plan, planned
+        self._reach("planned", planned)
         self._job.show_place(planned)
         self._invite(plan, planned)
         self.is_due = True
@@ -137,6 +144,7 @@ class Preparation:
         is_shared = all(found == SEES for found in marks)
         self._job.beside(world.me).put(f"shared/{planned.key}", str(int(is_shared)))
         self._note_place(planned, is_shared)
+        self._reach("proposed", world)
         self.is_decided = self._decide(world, plan)
         with suppress(FormationFailed, StoreUnreachable):  # it is the decision all the same
             self._wait_for("ready", planned, range(len(plan.old), planned.world_size))
@@ -187,6 +195,7 @@ class Preparation:
     def _take_part(self, plan: Plan, planned: World) -> None:
         self.plan, self.world = plan, planned
         formed = self._form(planned)
+        self._reach("formed", planned)
         self.is_place_shared = None if self._job.sees_place(planned) else False
         self.formed = formed
         mark(self._job, "formed", planned, BLIND if self.is_place_shared is False else SEES)

@@ -392,7 +392,12 @@ def begin(form: Form) -> tuple[list[Job], list[World]]:
 
 
 def agreement(
-    form: Form, job: Job, world: World, status: dict[int, Liveness], newcomers: Sequence[Member] = ()
+    form: Form,
+    job: Job,
+    world: World,
+    status: dict[int, Liveness],
+    newcomers: Sequence[Member] = (),
+    reach: Callable[[str, World], None] = lambda _point, _world: None,
 ) -> Agreement:
     return Agreement(
         job,
@@ -403,6 +408,7 @@ def agreement(
         newcomers=lambda: newcomers,
         facts={"token": "t"},
         draw_uid=form.draw_uid,
+        reach=reach,
     )
 
 
@@ -413,9 +419,10 @@ def agree(
     ranks: Sequence[int],
     status: dict[int, Liveness] | None = None,
     newcomers: Sequence[Member] = (),
+    reach: Callable[[str, World], None] = lambda _point, _world: None,
 ) -> Decision:
     """What `ranks` decide, each of them the same."""
-    parts = {rank: agreement(form, jobs[rank], worlds[rank], status or {}, newcomers) for rank in ranks}
+    parts = {rank: agreement(form, jobs[rank], worlds[rank], status or {}, newcomers, reach) for rank in ranks}
     found: dict[int, Decision] = {}
 
     def look() -> bool:
@@ -677,10 +684,16 @@ def planned(plan: Plan, member: Member) -> World:
 
 
 def prepare(
-    form: Form, jobs: list[Job], worlds: list[World], newcomer: Job, plan: Plan, groups: Groups
+    form: Form,
+    jobs: list[Job],
+    worlds: list[World],
+    newcomer: Job,
+    plan: Plan,
+    groups: Groups,
+    reach: Callable[[str, World], None] = lambda _point, _world: None,
 ) -> list[Preparation]:
     """Every member's part; the newcomer's is the last. Blocks until all are through."""
-    parts = [Preparation(job, groups.form, time.monotonic, time.sleep) for job in (*jobs, newcomer)]
+    parts = [Preparation(job, groups.form, time.monotonic, time.sleep, reach) for job in (*jobs, newcomer)]
     lead, *follow, accept = parts
     new = plan.decision.new[0]
 
@@ -722,6 +735,31 @@ def test_a_join_is_prepared_while_the_others_train(form: Form) -> None:
     assert eventually(form, is_admitted)
     decision = agree(form, jobs, worlds, [0, 1, 2])
     assert decision == plan.decision, "whoever agrees in the plain way finds the same"
+
+
+def test_a_drill_may_strike_at_every_point_of_a_join(form: Form) -> None:
+    jobs, worlds = begin(form)
+    newcomer, plan = plan_with(form, jobs, worlds, 7)
+    points: list[tuple[str, int, str]] = []
+    prepare(
+        form,
+        jobs,
+        worlds,
+        newcomer,
+        plan,
+        Groups(4),
+        lambda point, world: points.append((point, world.rank, world.uid)),
+    )
+    old, new = worlds[0].uid, plan.decision.uid
+    assert sorted(points) == [*(("formed", rank, new) for rank in range(4)), ("planned", 0, new), ("proposed", 0, old)]
+    assert (points[0][0], points[-1][0]) == ("planned", "proposed")
+
+
+def test_a_drill_may_strike_who_proposes(form: Form) -> None:
+    jobs, worlds = begin(form)
+    points: list[tuple[str, int]] = []
+    agree(form, jobs, worlds, [0, 1, 2], reach=lambda point, world: points.append((point, world.rank)))
+    assert points == [("proposed", 0)]
 
 
 def test_a_plan_whose_group_does_not_form_leaves_no_trace(form: Form) -> None:
