@@ -47,14 +47,25 @@ def start_world(
     return started
 
 
-def start_after_its_host(cluster: Cluster, steps: int) -> list[Node]:
-    """A world of three under c10d of which the first node, started alone, hosts the endpoint and has rank 0."""
-    options = {"nnodes": "1:3", "conf": cluster.last_call(60)}
-    flags = (*ENDLESS, "--max-steps", str(steps))
-    nodes = cluster.start(*flags, **options)
+def start_after_its_host(
+    cluster: Cluster,
+    max_steps: int,
+    *flags: str,
+    nnodes: str = "1:3",
+    conf: str = "last_call_timeout=60",
+    env: dict[str, str] | None = None,
+    step: int = 40,
+) -> list[Node]:
+    """A world of three under c10d of which the first node, started alone, hosts the endpoint and has rank 0; it has
+    come to `step`."""
+
+    def start() -> list[Node]:
+        return cluster.start(*ENDLESS, "--max-steps", str(max_steps), *flags, nnodes=nnodes, conf=conf, env=env)
+
+    nodes = start()
     wait_until(lambda: nodes[0].listens_at(cluster.port), "endpoint", 300)
-    nodes += [node for _ in range(2) for node in cluster.start(*flags, **options)]
-    wait_until(lambda: last_step(cluster.run_dir) >= 40, "step 40", 300)
+    nodes += [node for _ in range(2) for node in start()]
+    wait_until(lambda: last_step(cluster.run_dir) >= step, f"step {step}", 300)
     assert {e["world_size"] for e in events(cluster.run_dir, "world")} == {3}
     assert rank_of(cluster, nodes[0]) == 0
     return nodes

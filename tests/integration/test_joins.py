@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, set_pace
 from tests.integration.cluster import (
     Cluster,
     Node,
@@ -21,7 +22,15 @@ from tests.integration.cluster import (
     wait_until,
     worlds,
 )
-from tests.integration.test_in_place import BATCH, ENDLESS, LENGTH, check_run, start_after_its_host, start_world
+from tests.integration.test_in_place import (
+    BATCH,
+    ENDLESS,
+    LENGTH,
+    check_run,
+    node_with_rank,
+    start_after_its_host,
+    start_world,
+)
 
 PATIENCE = 120.0
 """seconds for the start of some nodes on a busy machine"""
@@ -218,3 +227,77 @@ def test_the_first_node_dies_and_comes_back(cluster: Cluster) -> None:
     cluster.finish([cluster.start_alone(*ENDLESS, "--max-steps", str(steps))])
     causes = [incident["cause"] for incident in check_run(cluster, steps)["incidents"]]
     assert causes == ["peer_lost", "join", "restart"]
+
+
+class PacedJob:
+    """Three nodes of four, the first of which hosts the endpoint, has rank 0, and is to be struck by a fault."""
+
+    STEPS = 250
+    FLAGS = ("--task", "elastic_train.tools.drills.task:PacedDigits", "--min-nodes", "1")
+
+    def __init__(self, cluster: Cluster, fault: str) -> None:
+        self.cluster = cluster
+        self._pace_file = cluster.path / PACE_FILE
+        set_pace(self._pace_file, 0.01)
+        self._env = {PACE_VARIABLE: str(self._pace_file), "ELASTIC_TRAIN_FAULT": fault}
+        self.nodes = start_after_its_host(
+            cluster, self.STEPS, *self.FLAGS, nnodes="3:4", conf="last_call_timeout=2", env=self._env, step=3
+        )
+        self._struck_pid = self.nodes[0].workers()[0].pid
+
+    def join(self) -> Node:
+        """Start a node; returns at once."""
+        flags = (*ENDLESS, "--max-steps", str(self.STEPS), *self.FLAGS)
+        [node] = self.cluster.start(*flags, nnodes="3:4", env=self._env)
+        return node
+
+    def finish(self, survivors: list[Node], newcomer: Node) -> None:
+        """The fault has struck: the survivors go on in place, the newcomer gets in, and all train to the end."""
+        run_dir, pids = self.cluster.run_dir, {node.workers()[0].pid for node in survivors}
+        assert self.nodes[0].wait(PATIENCE) != 0
+        assert "fault: kill-node" in self.nodes[0].text()
+        world_of_size(self.cluster, len(survivors) + 1, generation=1)
+        wait_for_step(run_dir, last_step(run_dir) + 3)
+        set_pace(self._pace_file, 0.0)
+        self.cluster.finish([*survivors, newcomer])
+        together = {e["pid"] for e in events(run_dir, "world") if e["generation"] == worlds(run_dir)[-1][0]}
+        assert together > pids, "no process was replaced"
+        in_hand = max(e["step"] for e in events(run_dir, "step") if e["pid"] == self._struck_pid)
+        check_run(self.cluster, self.STEPS, in_hand=in_hand)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "moment", ["planned:rank=0,generation=1", "formed:rank=0,generation=1", "proposed:rank=0,generation=0"]
+)
+def test_rank_0_dies_while_it_takes_a_node_in(cluster: Cluster, moment: str) -> None:
+    """Under c10d; its node hosts the endpoint."""
+    job = PacedJob(cluster, f"kill-node@{moment}")
+    newcomer = job.join()
+    job.finish(job.nodes[1:], newcomer)
+    assert [size for _, size in worlds(cluster.run_dir)] == [3, 2, 3]
+
+
+@pytest.mark.slow
+def test_rank_0_dies_while_it_proposes_and_a_node_joins(cluster: Cluster) -> None:
+    """Under c10d; another node has just died, and the endpoint's host does too."""
+    job = PacedJob(cluster, "kill-node@proposed:rank=0,generation=0")
+    newcomer = job.join()
+    wait_until(lambda: newcomer.workers(), "worker of the newcomer", PATIENCE)
+    victim = node_with_rank(cluster, job.nodes, 2)
+    victim.kill()
+    job.finish([node for node in job.nodes[1:] if node is not victim], newcomer)
+
+
+@BOTH
+@pytest.mark.slow
+def test_a_second_job_of_the_same_name_is_nodes_of_the_first(cluster: Cluster) -> None:
+    """The same command twice, each for two nodes: no second world, and nobody is restarted."""
+    first = start_world(cluster, 2, steps=1000000, nnodes="2:4")
+    second = cluster.start(*ENDLESS, "--max-steps", "1000000", nodes=2, nnodes="2:4")
+    world_of_size(cluster, 4)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+    sizes = [size for _, size in worlds(cluster.run_dir)]
+    assert (sizes[0], sizes[-1]) == (2, 4)
+    assert sizes == sorted(sizes)
+    stop_all(cluster, [*first, *second])

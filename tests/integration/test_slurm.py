@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic_train.tools.audit.audit import audit
-from elastic_train.tools.audit.record import PACE_VARIABLE
+from elastic_train.tools.audit.record import PACE_VARIABLE, set_pace
 from elastic_train.tools.drills.etcd_cluster import EtcdCluster
 from elastic_train.tools.drills.network import HUB_ADDRESS
 from elastic_train.tools.drills.nodes import wait_until
@@ -72,9 +72,7 @@ class Site:
         self.set_pace(SLOW)
 
     def set_pace(self, seconds: float) -> None:
-        draft = self.path / "pace.tmp"
-        draft.write_text(str(seconds))
-        draft.replace(self._pace)
+        set_pace(self._pace, seconds)
 
     def submit(self, *arguments: str) -> str:
         given = ["--run-dir", str(self.run_dir), "--setup", self.setup(), "--cpus-per-task", "1"]

@@ -67,6 +67,13 @@ def write_reference(run_dir: Path, found: dict[str, Any]) -> None:
     _replace(run_dir / FOLDER / "reference.json", found)
 
 
+def set_pace(path: Path, seconds_per_sample: float) -> None:
+    """What the workers read whose PACE_VARIABLE names this file."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(str(seconds_per_sample))
+    draft.replace(path)
+
+
 def _replace(path: Path, value: Any) -> None:
     write_atomic(path, (json.dumps(value, indent=2) + "\n").encode())
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, Record
+from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, Record, set_pace
 from elastic_train.tools.drills.backends import ENDING_SECONDS, C10d, Etcd3
 from elastic_train.tools.drills.faketime import NodeClocks
 from elastic_train.tools.drills.network import Network
@@ -129,9 +129,7 @@ class Cluster:
         self._record.node("started", place.name, pid=place.node.process.pid, log=place.node.log.name)
 
     def set_pace(self, seconds_per_sample: float) -> None:
-        draft = self._pace_file.with_suffix(".tmp")
-        draft.write_text(str(seconds_per_sample))
-        draft.replace(self._pace_file)
+        set_pace(self._pace_file, seconds_per_sample)
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
