@@ -2,10 +2,12 @@
 
 Real torchrun nodes of this machine train the bundled digits over gloo. One node after the other, drawn by a seed or the
 one that hosts the endpoint, is killed (SIGKILL to its agent and all its workers) and started again, so that deaths and
-joins take turns. All times are from the run's own event files:
+joins take turns; or it falls silent first (SIGSTOP to all of them). All times are from the run's own event files:
 
 - *killed*: from the SIGKILL to the first step that the survivors' next world commits. Its phases are those of the
   `world` event, as the slowest survivor wrote them; `redo` is the rest: the sight of the death, and the step again.
+- *silent*: from the SIGSTOP to a node that has not the lowest rank to the same step, without `--peer-timeout`; it may
+  be below 0, for the timeout counts from the last ping.
 - *joined*: from the last step of the old world to the first of the new one, with the same phases; `net` is that without
   the median step of the new world.
 
@@ -16,9 +18,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +34,7 @@ from elastic_train.tools.audit.record import Record
 from elastic_train.tools.bench import table
 from elastic_train.tools.bench.table import BenchRow, iqr
 from elastic_train.tools.drills.backends import C10d, Etcd3, backend_of
-from elastic_train.tools.drills.cluster import Cluster, Place
+from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
 from elastic_train.tools.drills.nodes import wait_until
 
 SEED = 1
@@ -57,6 +61,8 @@ class RecoveryCase:
     worst: float
     of_endpoint: bool = False
     """whether it is the node that hosts the endpoint that is killed"""
+    silent_for: float | None = None
+    """--peer-timeout, after which a node is lost that was frozen; None where it is killed at once"""
     flags: tuple[str, ...] = ()
     join_limit: float = JOIN_LIMIT
 
@@ -64,12 +70,27 @@ class RecoveryCase:
         state = ", 200 MB of state" if self.flags == LARGE_FLAGS else ""
         return f"{self.nodes * self.workers} workers on {self.nodes} nodes{state}"
 
+    @property
+    def incident(self) -> str:
+        if self.silent_for is not None:
+            return "one node silent, beyond --peer-timeout"
+        return f"{'the host of the endpoint' if self.of_endpoint else 'one node'} killed"
+
+    def victims(self, cluster: Cluster) -> list[Place]:
+        """The nodes of which one is struck."""
+        if self.of_endpoint:
+            return wait_until(lambda: cluster.hosting, "host", SETTLE_SECONDS)  # type: ignore[no-any-return]
+        if self.silent_for is not None:
+            return [place for place in cluster.places if cluster.rank_of(place) != 0]
+        return cluster.places
+
 
 THREE = RecoveryCase(3, 1, 20, limit=0.08, worst=0.2)
 EIGHT = RecoveryCase(4, 2, 5, limit=0.25, worst=0.5)
 ENDPOINT = RecoveryCase(3, 1, 20, limit=0.15, worst=0.3, of_endpoint=True)
+SILENT = RecoveryCase(3, 1, 5, limit=0.3, worst=0.3, silent_for=2.0)
 LARGE = RecoveryCase(3, 1, 5, limit=2.0, worst=4.0, flags=LARGE_FLAGS, join_limit=LARGE_JOIN_LIMIT)
-THOROUGH = {C10d.name: (THREE, ENDPOINT, EIGHT, LARGE), Etcd3.name: (THREE, EIGHT)}
+THOROUGH = {C10d.name: (THREE, ENDPOINT, SILENT, EIGHT, LARGE), Etcd3.name: (THREE, EIGHT)}
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -92,7 +113,8 @@ def measure(backend: str, case: RecoveryCase, run_dir: Path) -> list[BenchRow]:
     """Kill and bring back, so often as the case says."""
     chance = random.Random(SEED)
     record = Record(run_dir)
-    flags = ("--epochs", "1000000", "--eval-every", "1000000", "--no-progress", *case.flags)
+    timeout = () if case.silent_for is None else ("--peer-timeout", str(case.silent_for))
+    flags = ("--epochs", "1000000", "--eval-every", "1000000", "--no-progress", *timeout, *case.flags)
     cluster = Cluster(
         run_dir, record, flags, num_nodes=case.nodes, num_workers=case.workers, backend=backend_of(backend, None)
     )
@@ -104,21 +126,20 @@ def measure(backend: str, case: RecoveryCase, run_dir: Path) -> list[BenchRow]:
             cluster.start(place)
         cluster.settle(case.nodes, MIN_STEPS, SETTLE_SECONDS)
         for number in range(case.kills):
-            hosts = wait_until(lambda: cluster.hosting, "host", SETTLE_SECONDS) if case.of_endpoint else cluster.places
-            victim = chance.choice(hosts)
-            kills.append(kill(cluster, victim))
+            victim = chance.choice(case.victims(cluster))
+            kills.append(kill(cluster, victim) if case.silent_for is None else freeze(cluster, victim, case.silent_for))
             cluster.settle(case.nodes - 1, MIN_STEPS, SETTLE_SECONDS)
             joins.append(join(cluster, victim))
-            told = f"{case}, {number + 1} of {case.kills}: killed {kills[-1]['all']:.3f} s"
+            told = f"{case}, {number + 1} of {case.kills}: {case.incident} {kills[-1]['all']:.3f} s"
             print(f"{told}, joined {joins[-1]['all']:.3f} s", file=sys.stderr, flush=True)
     finally:
         cluster.close()
         record.close()
-    killed = f"{backend}, {case}, {'the host of the endpoint' if case.of_endpoint else 'one node'} killed"
+    killed = f"{backend}, {case}, {case.incident}"
     worst = max(found["all"] for found in kills)
     return [
         *rows_of(killed, kills, case.limit),
-        BenchRow(f"{killed}, worst of {case.kills}", worst, case.worst, "s", case.worst / worst, 0.0),
+        BenchRow(f"{killed}, worst of {case.kills}", worst, case.worst, "s", case.worst / max(worst, 1e-6), 0.0),
         *rows_of(
             f"{backend}, {case}, a node joined", joins, case.join_limit, statistics.median(j["step"] for j in joins)
         ),
@@ -141,6 +162,19 @@ def kill(cluster: Cluster, victim: Place) -> dict[str, float]:
     generation = cluster.watch.generation
     killed = cluster.kill([victim])
     return in_phases(cluster, generation, first_step_after(cluster, generation) - killed)
+
+
+def freeze(cluster: Cluster, victim: Place, peer_timeout: float) -> dict[str, float]:
+    """Seconds from the SIGSTOP to the others' next step, without the peer timeout. The node is killed then."""
+    assert victim.node is not None
+    generation = cluster.watch.generation
+    victim.affliction = NodeState.FROZEN
+    frozen = time.time()
+    for process in victim.node.all_processes():
+        process.send_signal(signal.SIGSTOP)
+    found = first_step_after(cluster, generation) - frozen - peer_timeout
+    cluster.kill([victim])
+    return {"all": found}
 
 
 def in_phases(cluster: Cluster, generation: int, total: float) -> dict[str, float]:
