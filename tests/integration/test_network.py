@@ -6,6 +6,7 @@ only each other, an endpoint of several addresses.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,16 +14,22 @@ import pytest
 
 from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.audit.record import FOLDER, Record
-from elastic_train.tools.drills.backends import backend_of
+from elastic_train.tools.drills.backends import PORT, backend_of
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
 from elastic_train.tools.drills.network import Network
 from elastic_train.tools.drills.nodes import wait_until
-from tests.integration.cluster import events, outcomes
+from tests.integration.apart import Apart, ending
+from tests.integration.cluster import check_ledger, events, outcomes, result, running
 
 pytestmark = pytest.mark.timeout(400)
 FLAGS = ("--ledger", "--epochs", "100000", "--eval-every", "100000", "--peer-timeout", "2", "--no-progress")
 NUM_STEPS = 20
 """that a world must commit to be called settled"""
+ALL = dict.fromkeys(range(4), 4)
+FEW_STEPS, STEPS = 5, 150
+PACED = ("--task", "elastic_train.tools.drills.task:PacedDigits", "--reduction", "ordered", "--max-steps", str(STEPS))
+PACE = 0.015
+"""seconds for a sample: some four steps a second with four nodes"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -146,3 +153,84 @@ def test_power_is_lost_and_a_node_comes_back(job: Cluster) -> None:
     sources = {event["source"] for event in events(job.run_dir, "restore") if event["generation"] > 0}
     assert sources == {"peer"}, "not from an old snapshot"
     finish(job)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash of the state to which the paced job comes in one process."""
+    with running(tmp_path_factory.mktemp("undisturbed")) as alone:
+        alone.finish([alone.start_alone(*FLAGS, *PACED)])
+        return str(result(alone.run_dir)["state_sha256"])
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """Of four nodes."""
+    with contextlib.closing(Network(4)) as network:
+        yield network
+
+
+@pytest.mark.parametrize(
+    ("groups", "goes_on"),
+    [
+        pytest.param(([0, 3], [1, 2]), 0, id="2-2", marks=pytest.mark.slow),
+        pytest.param(([0], [1, 2, 3]), 1, id="1-3", marks=pytest.mark.slow),
+        pytest.param(([0, 1, 3], [2]), 0, id="3-1"),
+        pytest.param(([0, 2], [1], [3]), 0, id="2-1-1", marks=pytest.mark.slow),
+        pytest.param(([0], [1, 3], [2]), None, id="1-2-1", marks=pytest.mark.slow),
+    ],
+)
+def test_four_nodes_are_split(
+    network: Network, tmp_path: Path, undisturbed: str, groups: tuple[list[int], ...], goes_on: int | None
+) -> None:
+    """Groups by rank. One of them at most goes on, and the others wait; whole again, all train to the end together."""
+    with ending(Apart(network, tmp_path, (*FLAGS, *PACED), num_steps=FEW_STEPS)) as nodes:
+        nodes.set_pace(PACE)
+        nodes.start(*range(4))
+        by_rank = nodes.by_rank(nodes.train(ALL)[0])
+        network.split(*([by_rank[rank] for rank in group] for group in groups))
+        inside = [] if goes_on is None else [by_rank[rank] for rank in groups[goes_on]]
+        outside = [index for index in by_rank if index not in inside]
+        wait_until(lambda: all(map(nodes.waits, outside)), "word of those that wait", 60)
+        before = {index: nodes.steps_of(index) for index in outside}
+        found = nodes.train(dict.fromkeys(inside, len(inside))) if inside else []
+        assert {frozenset(nodes.by_rank(world)) for world in found} <= {frozenset(inside)}
+        assert {index: nodes.steps_of(index) for index in outside} == before, "not a step of those that wait"
+        assert {nodes.last_world(index)["generation"] for index in outside} == {0}
+        for index in by_rank:
+            network.heal(index)
+        nodes.train(ALL)
+        nodes.set_pace(0.0)
+        check_end(nodes, undisturbed)
+
+
+def check_end(nodes: Apart, state_sha256: str) -> None:
+    """All come to the end, in the state of the undisturbed job, with every sample exactly once per epoch."""
+    assert {index: node.wait(120) for index, node in nodes.nodes.items()} == dict.fromkeys(nodes.nodes, 0)
+    ends = [result(nodes.run_dirs[index]) for index in nodes.nodes]
+    assert {(end["step"], end["state_sha256"]) for end in ends} == {(STEPS, state_sha256)}
+    check_ledger(nodes.run_dirs, length=1437, batch=64, steps=STEPS)
+    found = audit(nodes.together())
+    assert found.passed, "\n".join(found.reasons)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["the second endpoint", "the run directory"])
+def test_a_newcomer_finds_the_job_after_the_first_endpoint_is_gone_for_good(tmp_path: Path, by: str) -> None:
+    """Its host is killed, and then silent to whoever asks; the newcomer has the other way alone."""
+    has_directory = by == "the run directory"
+    with contextlib.closing(Network(3)) as network:
+        endpoint = ",".join(f"{network.address(index)}:{PORT}" for index in range(1 if has_directory else 2))
+        given = Apart(network, tmp_path, FLAGS, num_steps=NUM_STEPS, endpoint=endpoint, is_shared=has_directory)
+        with ending(given) as nodes:
+            nodes.start(0, 1, last_call=3)
+            nodes.train({0: 2, 1: 2})
+            nodes.nodes.pop(0).kill()
+            network.pull_cable(0)
+            nodes.train({1: 1})
+            nodes.start(2)
+            [world, _] = nodes.train({1: 2, 2: 2})
+            assert nodes.by_rank(world) == [1, 2]
+            nodes.stop()
+            found = audit(nodes.together())
+            assert found.passed, "\n".join(found.reasons)

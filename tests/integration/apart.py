@@ -1,0 +1,128 @@
+"""Real nodes in network namespaces, whose run directories may be their own: then nothing but votes says who goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, set_pace
+from elastic_train.tools.drills.backends import PORT
+from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.nodes import Node, clean_environment, dying_with_parent, wait_until
+from tests.integration.cluster import events
+
+TRAIN_SECONDS = 120.0
+"""for the start of some nodes on a busy machine"""
+
+
+class Apart:
+    """The nodes of one job under c10d.
+
+    Args:
+        endpoint: as --rdzv-endpoint takes it; by default it lists the addresses of all.
+        num_steps: that a world must commit before the next thing happens.
+        is_shared: whether they have one run directory.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        path: Path,
+        flags: Sequence[str],
+        *,
+        num_steps: int,
+        endpoint: str | None = None,
+        is_shared: bool = False,
+    ) -> None:
+        self.network, self.path = network, path
+        self.run_dirs = [path / ("run" if is_shared else f"run{index}") for index in range(network.num_nodes)]
+        self._flags, self._num_steps = flags, num_steps
+        self._endpoint = endpoint or ",".join(f"{address}:{PORT}" for address in network.addresses)
+        self._pace_file = path / PACE_FILE
+        self.nodes: dict[int, Node] = {}
+
+    def set_pace(self, seconds_per_sample: float) -> None:
+        """Of the task that goes by one."""
+        set_pace(self._pace_file, seconds_per_sample)
+
+    def start(self, *indices: int, last_call: int = 60) -> None:
+        """Start these nodes, the first one of which is to begin; `last_call`: seconds that it waits for others."""
+        for index in indices:
+            command = [
+                sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d",
+                f"--rdzv-endpoint={self._endpoint}", f"--nnodes=1:{self.network.num_nodes}",
+                f"--rdzv-conf=last_call_timeout={last_call}", "-m", "elastic_train", "--run-dir",
+                str(self.run_dirs[index]), *self._flags,
+            ]  # fmt: skip
+            temporary = self.path / f"tmp{index}"
+            temporary.mkdir(exist_ok=True)
+            prefix = [*dying_with_parent(), *self.network.node_prefix(index)]
+            env = clean_environment() | {"TMPDIR": str(temporary), PACE_VARIABLE: str(self._pace_file)}
+            log = self.path / f"node{index}.log"
+            self.nodes[index] = Node(command, log, self.path, env, prefix=prefix, is_wrapped=True)
+
+    def train(self, sizes: Mapping[int, int]) -> list[dict[str, Any]]:
+        """Wait until these nodes are in worlds of so many members, all of which have committed; their last `world`
+        events."""
+
+        def found() -> list[dict[str, Any]] | None:
+            worlds = [self.last_world(index) for index in sizes]
+            if [len(world.get("members", ())) for world in worlds] != list(sizes.values()):
+                return None
+            lines = [line for run_dir in self.run_dirs for line in events(run_dir, "step")]
+            return worlds if all(self._num_committed(world, lines) >= self._num_steps for world in worlds) else None
+
+        return wait_until(found, f"worlds of {sizes} members", TRAIN_SECONDS)  # type: ignore[no-any-return]
+
+    def last_world(self, index: int) -> dict[str, Any]:
+        """What a node has written of its newest world; empty before its first."""
+        return (events(self.run_dirs[index], "world") or [{}])[-1]
+
+    def _num_committed(self, world: dict[str, Any], lines: Sequence[dict[str, Any]]) -> int:
+        by_members = (line for line in lines if f"{line['host']}/0/{line['pid']}" in world["members"])
+        return len({line["step"] for line in by_members if line["generation"] == world["generation"]})
+
+    def by_rank(self, world: dict[str, Any]) -> list[int]:
+        """The nodes of a world's members."""
+        indices = {self.network.host_name(index): index for index in range(self.network.num_nodes)}
+        return [indices[member.partition("/")[0]] for member in world["members"]]
+
+    def waits(self, index: int) -> bool:
+        """Whether a node has said that it may not go on without others."""
+        return "may train on: waiting for contact" in self.nodes[index].text()
+
+    def steps_of(self, index: int) -> list[tuple[int, int]]:
+        """(generation, step) of all that a node's worker has written down."""
+        return [(line["generation"], line["step"]) for line in events(self.run_dirs[index], "step")]
+
+    def stop(self) -> None:
+        """SIGTERM to all; they save and end."""
+        for node in self.nodes.values():
+            node.signal(15)
+        for node in self.nodes.values():
+            node.wait(60)
+
+    def together(self) -> Path:
+        """All run directories as one, for an audit."""
+        together = self.path / "together"
+        for run_dir in filter(Path.exists, self.run_dirs):
+            shutil.copytree(run_dir, together, dirs_exist_ok=True)
+        return together
+
+
+@contextlib.contextmanager
+def ending(nodes: Apart) -> Iterator[Apart]:
+    """Nodes that end with the block. Where it fails, what each last said is shown."""
+    try:
+        yield nodes
+    except BaseException:
+        for node in nodes.nodes.values():
+            print(f"--- {node.name}, exit code {node.process.poll()}\n{node.text()[-3000:]}")
+        raise
+    finally:
+        for node in nodes.nodes.values():
+            node.end()
