@@ -26,7 +26,7 @@ from elastic_train.elastic.next_world import Barriers, Forming, Limits, Surround
 from elastic_train.errors import LeftOut, SecondJob, StoreUnreachable, Superseded
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.encounters import SUPERSEDED, Encounters
-from elastic_train.protocol.job import Job
+from elastic_train.protocol.job import SETTLED_REDUCTIONS, Job
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import require_agreement
@@ -34,7 +34,6 @@ from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.version import VERSION
 from elastic_train.world import Member, World
 
-SETTLED_REDUCTIONS = 2
 FIND_ATTEMPTS = 5
 AT_LAST_SECONDS = 120.0
 """for saving the state of a worker that is about to be ended"""
@@ -343,9 +342,10 @@ class Membership:
         """A reduction is about to begin: those before it have finished. After the second one the world is settled."""
         self._num_reductions += 1
         self.watcher.own.num_reductions = self._num_reductions
-        if self._num_reductions == SETTLED_REDUCTIONS + 1 and self._world is not None:
-            self.job.settle(self._world)
-            self.has_settled = True
+        finished = self._num_reductions - 1
+        if 0 < finished <= SETTLED_REDUCTIONS and self._world is not None:
+            self.job.note_reductions(self._world, finished)
+            self.has_settled |= finished == SETTLED_REDUCTIONS
 
     def leave(self, world: World, reason: str) -> None:
         """Tell the others that this worker leaves on purpose, so that nobody waits for it or looks for it."""

@@ -127,6 +127,8 @@ class Standing:
     members: tuple[Member, ...] = ()
     facts: Mapping[str, str] | None = None
     uid: str = ""
+    num_old: int = 0
+    """how many of the members were in the world before; they come first"""
 
     def follow(self, text_of: Callable[[str], str | None]) -> Standing:
         """Where it stands when every decision so far is read. Raises: FormationFailed where they contradict."""
@@ -141,7 +143,8 @@ class Standing:
                 )
             members = decision.members_after(before)
             world = World(0, decision.generation, members, None, decision.uid)
-            stands = Standing(world.key, decision.generation, members, decision.facts, decision.uid)
+            num_old = len(decision.ranks)
+            stands = Standing(world.key, decision.generation, members, decision.facts, decision.uid, num_old)
         return stands
 
 

@@ -1,9 +1,12 @@
 """A job whose members share one store that decides by itself: etcd, or memory.
 
-The first to create `<world>/next` has decided what follows a world, so any living side may go on and no vote is
-counted. Keys, below the job's prefix: `fact/NAME`, `queue/UID`, `here/UID` (every worker that has not ended),
-`heartbeat/UID` (of rank 0, of those in the queue, and of those between two worlds), `over`, `start/next`, and for each
-world `present/RANK`, `left/RANK`, `next` and what else was announced.
+The first to create `<world>/next` has decided what follows a world, so no vote is counted and any living side may go
+on, but spares and newcomers without all who have the state: those may train on, and would not notice. They come back
+through the queue.
+
+Keys, below the job's prefix: `fact/NAME`, `queue/UID`, `here/UID` (every worker that has not ended), `heartbeat/UID`
+(of rank 0, of those in the queue, and of those between two worlds), `over`, `start/next`, and for each world
+`present/RANK`, `left/RANK`, `next` and what else was announced.
 """
 
 from __future__ import annotations
@@ -12,128 +15,81 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from elastic_train.protocol.agreement import Decision, Standing
-from elastic_train.protocol.job import Admitted, Denied, InQueue, Over, Place, scoped
-from elastic_train.protocol.join_queue import Size, Waiting, by_newest, is_start_due, ready_nodes, without_nodes_of
+from elastic_train.protocol.central_queue import CentralQueue
+from elastic_train.protocol.job import Admitted, Denied, Over, Place, scoped
+from elastic_train.protocol.join_queue import Size, Waiting
 from elastic_train.protocol.store import Below, KeyValueStore, ListingStore, Notes
-from elastic_train.rules import disagreement, next_generation, require_agreement
+from elastic_train.rules import require_agreement
 from elastic_train.world import Member, World
 
-TURN_SECONDS = 1.0
-"""that the first of those who wait has to begin the first world, before any other does it"""
+
+class StateHolders:
+    """Who has the state of the training, as far as one member knows. Spares have none, nor newcomers before the first
+    reduction of their world has finished."""
+
+    def __init__(self) -> None:
+        self._world: World | None = None
+        """the present one"""
+        self._before: frozenset[str] = frozenset()
+        """uids of those who had it when that began"""
+        self._is_everybody = False
+
+    def enter(self, world: World, old: Collection[Member]) -> None:
+        """This member is in `world` from now on.
+
+        Args:
+            old: members of `world` that were in the one before, where this member was not.
+        """
+        self._before = frozenset(member.uid for member in old) if self._world is None else self._within(self._world)
+        self._world, self._is_everybody = world, False
+
+    def note_reduction(self) -> None:
+        """One has finished in the present world."""
+        self._is_everybody = True
+
+    def may_live_outside(self, side: Collection[str], dead: Collection[str]) -> bool:
+        """Whether only others than `side` have the state, and not all of those are dead."""
+        holders = frozenset() if self._world is None else self._within(self._world) - frozenset(dead)
+        return bool(holders) and holders.isdisjoint(side)
+
+    def _within(self, world: World) -> frozenset[str]:
+        if world.is_spare or self._is_everybody:
+            return frozenset(member.uid for member in world.workers)
+        return self._before & {member.uid for member in world.members}
 
 
-class CentralQueue:
-    """The join queue, and how those in it make a world by themselves: the first one, or one after a world whose members
-    are all gone. For the training thread, but `waiting`, which any thread may call.
+class Leftovers:
+    """What is in the store of members and worlds that are gone, and is still to be removed.
 
-    Args: as of CentralJob.
+    Args:
+        prefix: of the job's keys.
     """
 
-    def __init__(
-        self,
-        store: ListingStore,
-        prefix: str,
-        size: Size,
-        *,
-        peer_timeout: float,
-        longest_silence: float,
-        refused: Callable[[Sequence[Member]], list[Member]],
-        draw_uid: Callable[[], str],
-        clock: Callable[[], float],
-    ) -> None:
-        self._store, self._prefix, self._size = store, prefix, size
-        self._peer_timeout, self._longest_silence = peer_timeout, longest_silence
-        self._refused, self._draw_uid, self._clock = refused, draw_uid, clock
-        self._parsed: dict[str, Waiting] = {}
-        """what the queue's texts say: hundreds wait, and look again at every change"""
-        self._enough_since: float | None = None
-        self._due_since: float | None = None
-        self._next_look = 0.0
-        """who is not the first to propose need not look at every change, where hundreds wait"""
-        self._heartbeats: tuple[dict[str, str], float] = ({}, clock())
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._gone: set[str] = set()
+        """uids of members; two threads change it, in place"""
+        self._swept = self._before = ""
+        """keys of the worlds before the present one, the last and the one before it"""
 
-    def waiting(self, store: ListingStore) -> list[Waiting]:
-        """Workers in the queue, by their launcher's order; `store` is that of the thread that asks."""
-        texts = store.below(f"{self._prefix}/queue/").values()
-        before = self._parsed
-        self._parsed = {text: before.get(text) or Waiting.from_json(text) for text in texts}
-        return sorted(self._parsed.values(), key=lambda one: (one.order, one.member.name))
+    def note_gone(self, before: Collection[Member], now: Collection[Member]) -> None:
+        """Of these members those are left."""
+        self._gone |= {member.uid for member in before} - {member.uid for member in now}
 
-    def begin_if_due(self, mine: Waiting) -> InQueue:
-        """Make the first world, where it is time and this worker's turn. It stands in the queue."""
-        if self._clock() >= self._next_look:
-            is_first = self._consider_beginning(mine)
-            self._next_look = self._clock() + (0.0 if is_first else TURN_SECONDS / 2)
-        num_ready = len(ready_nodes(self._parsed.values(), ()))
-        return InQueue(f"waiting for nodes: {num_ready} of at least {self._size.min_nodes} are ready")
+    def remove_members(self, store: ListingStore) -> None:
+        for uid in tuple(self._gone):
+            store.delete(f"{self._prefix}/heartbeat/{uid}")
+            store.delete(f"{self._prefix}/here/{uid}")
+            self._gone.discard(uid)
 
-    def succeed_if_gone(self, stands: Standing, mine: Waiting) -> InQueue:
-        """Make the world after `stands`, where all who trained in that are gone. This worker stands in the queue."""
-        if self._are_gone(stands):
-            self._succeed(stands, mine)
-        nodes = len({member.node for member in stands.members})
-        return InQueue(f"waiting to be admitted: {nodes} of at most {self._size.max_nodes} nodes train")
-
-    def _ready(self) -> tuple[Member, ...]:
-        nodes = by_newest(ready_nodes(self.waiting(self._store), ()))
-        return tuple(member for node in nodes[: self._size.max_nodes] for member in node)
-
-    def _consider_beginning(self, mine: Waiting) -> bool:
-        """Begin, where it is time and this worker's turn; whether it is the first in the queue."""
-        members, now, size = self._ready(), self._clock(), self._size
-        is_first = bool(members) and members[0].uid == mine.member.uid
-        nodes = len({member.node for member in members})
-        if nodes < size.min_nodes or (size.fixed is not None and len(members) < size.fixed):
-            self._enough_since = self._due_since = None
-            return is_first
-        self._enough_since = now if self._enough_since is None else self._enough_since
-        seconds = now - self._enough_since
-        if not is_start_due(
-            nodes, min_nodes=size.min_nodes, max_nodes=size.max_nodes, seconds_enough=seconds, last_call=size.last_call
-        ):
-            return is_first
-        self._due_since = now if self._due_since is None else self._due_since
-        if not is_first and now < self._due_since + TURN_SECONDS:
-            return is_first  # written by all at once, a list of hundreds would keep the store busy for no use
-        gone = self._refused(members)
-        alive = without_nodes_of(gone, members)
-        if gone and len({member.node for member in alive}) < size.min_nodes:
-            return is_first  # the dead one's place in the queue runs out in a while
-        self._begin(alive, None)
-        return is_first
-
-    def _begin(self, members: tuple[Member, ...], after: Standing | None) -> None:
-        if not members:
-            return
-        reference = json.loads(self._store.create(f"{self._prefix}/fact/agreement", json.dumps(members[0].agreement)))
-        fitting = tuple(one for one in members if disagreement(reference, one.agreement) is None)
-        seen = [one.max_generation for one in fitting]
-        generation = next_generation([*seen, after.generation if after else None])
-        lost = tuple(range(len(after.members))) if after else ()
-        decision = Decision(generation, self._draw_uid(), ranks=(), new=fitting, lost=lost)
-        key = "start" if after is None else after.key
-        self._store.create(f"{self._prefix}/{key}/next", decision.to_json())
-
-    def _succeed(self, stands: Standing, mine: Waiting) -> None:
-        """All who trained are gone: those who wait go on without them."""
-        ready = self._ready()
-        alive = without_nodes_of(self._refused(ready), ready)
-        if mine.member.uid in {member.uid for member in alive}:
-            self._begin(alive, stands)
-
-    def _are_gone(self, stands: Standing) -> bool:
-        """Whether nobody of them gives a sign of life. Who cannot be reached may train on without the store for as
-        long as its grace lasts."""
-        uids = {member.uid for member in stands.members}
-        prefix = f"{self._prefix}/heartbeat/"
-        found = {key: text for key, text in self._store.below(prefix).items() if key.removeprefix(prefix) in uids}
-        now = self._clock()
-        if found != self._heartbeats[0]:
-            self._heartbeats = found, now
-        silence = now - self._heartbeats[1] - 1.0
-        if silence <= self._peer_timeout:
-            return False
-        return silence > self._longest_silence or len(self._refused(stands.members)) == len(stands.members)
+    def remove(self, store: ListingStore, world: World) -> None:
+        """All that `world` does not need."""
+        self.remove_members(store)
+        if self._swept != world.key:
+            store.delete_prefix(f"{self._prefix}/ahead/")  # of the plan for this world
+            for part in ("present/", "left/", "ready/", "through/") if self._before else ():
+                store.delete_prefix(f"{self._prefix}/{self._before}/{part}")
+            self._swept, self._before = world.key, self._swept
 
 
 class CentralJob:
@@ -175,16 +131,11 @@ class CentralJob:
             draw_uid=draw_uid,
             clock=clock,
         )
-        self._stands = Standing()
+        self._stands, self._holders, self._leftovers = Standing(), StateHolders(), Leftovers(prefix)
         self._mine: Waiting | None = None
         self._is_queued = self._is_beginning = False
         self._uid = ""
         self._count = 0
-        self._gone: set[str] = set()
-        """uids of members that are gone, whose keys are still to be removed; two threads change it, in place"""
-        self._swept = ""
-        self._before = ""
-        """keys of the worlds before the present one, the last and the one before it"""
         self.is_first = store.get(f"{prefix}/start/next") is None
 
     # --- the job ----------------------------------------------------------------------------------------------------
@@ -274,13 +225,14 @@ class CentralJob:
     # --- a world ------------------------------------------------------------------------------------------------------
 
     def enter(self, world: World, facts: Mapping[str, str], decision: Decision | None = None) -> None:
-        if decision is not None and self._stands.members:
-            now = {member.uid for member in world.members}
-            self._gone |= {member.uid for member in self._stands.members} - now
+        stands = self._stands
+        self._holders.enter(world, stands.members[: stands.num_old] if stands.uid == world.uid else ())
+        if decision is not None:
+            self._leftovers.note_gone(stands.members, world.members)
         self._stands = Standing(world.key, world.generation, world.members, facts, world.uid)
 
-    def settle(self, world: World) -> None:
-        """One store decides: nobody counts votes."""
+    def note_reductions(self, world: World, number: int) -> None:
+        self._holders.note_reduction()
 
     def _key(self, world: World, name: str) -> str:
         return f"{self._prefix}/{world.key}/{name}"
@@ -314,6 +266,9 @@ class CentralJob:
         dead: Collection[str],
         answering: Collection[str] = (),
     ) -> str | Denied:
+        side = [world.members[rank].uid for rank in Decision.from_json(proposal).ranks]
+        if self._holders.may_live_outside(side, dead):
+            return Denied(gone_on=world.generation)
         return self._store.create(self._key(world, "next"), proposal)
 
     def show_place(self, world: World) -> None:
@@ -356,12 +311,7 @@ class CentralJob:
             store.put(f"{self._prefix}/heartbeat/{self._uid}", str(self._count))
         if world is None or not is_spokesman:
             return
-        self.forget(store)
-        if self._swept != world.key:
-            store.delete_prefix(f"{self._prefix}/ahead/")  # of the plan for this world
-            for part in ("present/", "left/", "ready/", "through/") if self._before else ():
-                store.delete_prefix(f"{self._prefix}/{self._before}/{part}")
-            self._swept, self._before = world.key, self._swept
+        self._leftovers.remove(store, world)
 
     def open(self, uid: str) -> None:
         """This worker is of the job; before it stands in the queue."""
@@ -370,10 +320,7 @@ class CentralJob:
 
     def forget(self, store: ListingStore) -> None:
         """Remove what members that are gone have left."""
-        for uid in tuple(self._gone):
-            store.delete(f"{self._prefix}/heartbeat/{uid}")
-            store.delete(f"{self._prefix}/here/{uid}")
-            self._gone.discard(uid)
+        self._leftovers.remove_members(store)
 
     def finish(self, world: World) -> None:
         self.forget(self._store)

@@ -18,6 +18,9 @@ from elastic_train.world import Member, World
 if TYPE_CHECKING:
     from elastic_train.protocol.agreement import Decision
 
+SETTLED_REDUCTIONS = 2
+"""after which a world is settled for a member that has finished them"""
+
 
 @dataclass(frozen=True)
 class Denied:
@@ -121,8 +124,9 @@ class Job(Protocol):
     def enter(self, world: World, facts: Mapping[str, str], decision: Decision | None) -> None:
         """This member has adopted `world`, by `decision` or from the queue; newcomers find the job by it."""
 
-    def settle(self, world: World) -> None:
-        """This member has finished a second reduction in `world`."""
+    def note_reductions(self, world: World, number: int) -> None:
+        """This member has finished so many in `world`: after the first all who train there have the state, after the
+        second the world is settled."""
 
     def say_present(self, world: World, text: str) -> None:
         """This member wants to be in the world after `world`."""

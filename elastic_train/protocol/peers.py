@@ -19,7 +19,7 @@ from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Arbitration
 from elastic_train.protocol.ballots import Ballots, BranchOff, Elsewhere, Round
-from elastic_train.protocol.job import Denied, InQueue, Over, Place, scoped
+from elastic_train.protocol.job import SETTLED_REDUCTIONS, Denied, InQueue, Over, Place, scoped
 from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting
 from elastic_train.protocol.known_worlds import Announcements, KnownWorlds, Newcomers
 from elastic_train.protocol.store import Address, Clients, KeyValueStore, Notes, OwnStore, entries
@@ -249,8 +249,8 @@ class PeerJob:
         self.drop(world.members)
         self._clients.connect_ahead(world, lambda: self._world is world)
 
-    def settle(self, world: World) -> None:
-        if self._world is world:
+    def note_reductions(self, world: World, number: int) -> None:
+        if self._world is world and number == SETTLED_REDUCTIONS:
             self._known.settle(world)
             self._arbitration.forget_all_but(self._known.voters)
             self._own.put("settled", json.dumps([world.generation, world.uid]))

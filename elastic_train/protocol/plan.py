@@ -175,13 +175,28 @@ class Preparation:
 
     def follow(self, world: World, max_world_size: int | None) -> None:
         """As another member of `world`."""
-        text = self._job.beside(world.members[0]).get("plan")
-        plan = None if text is None else Plan.from_json(text)
-        planned = None if plan is None else plan.world_for(world.me.uid, max_world_size)
-        if plan is None or planned is None or plan.parent != world.uid:
-            raise FormationFailed("rank 0 has no plan any more")
+        plan = self._plan_of(world)
+        if plan is None:
+            return
+        planned = plan.world_for(world.me.uid, max_world_size)
+        if planned is None:
+            raise FormationFailed("rank 0 plans without this worker")
         self._take_part(plan, planned)
         self._learn_of_place(planned)
+
+    def _plan_of(self, world: World) -> Plan | None:
+        """What rank 0 plans to follow `world`; None where this was cancelled. A copy of its notes may lag behind the
+        vote. Raises: FormationFailed where there is no plan any more."""
+        beside, deadline = self._job.beside(world.members[0]), self._clock() + HERE_SECONDS
+        while not self.is_cancelled:
+            text = beside.get("plan")
+            plan = None if text is None else Plan.from_json(text)
+            if plan is not None and plan.parent == world.uid:
+                return plan
+            if self._clock() > deadline:
+                raise FormationFailed("rank 0 has no plan any more")
+            self._sleep(POLL_SECONDS)
+        return None
 
     def accept(self, plan: Plan, planned: World) -> None:
         """As a newcomer. Blocks for as long as a step of the others takes besides."""

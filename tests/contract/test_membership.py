@@ -445,22 +445,34 @@ def test_a_job_begins_with_one_list(form: Form) -> None:
 
 
 def test_a_newcomer_is_admitted(form: Form) -> None:
+    _, worlds, (_, world) = joined(form)
+    assert world.rank == 3
+    assert world.uid == worlds[0].uid
+
+
+def joined(form: Form) -> tuple[list[Job], list[World], tuple[Job, World]]:
+    """A first world that has trained, and the newcomer of the one after it; all are in that."""
     jobs, worlds = begin(form)
+    for job, world in zip(jobs, worlds, strict=True):
+        for number in (1, 2):
+            job.note_reductions(world, number)
     newcomer = form.job(7)
     assert newcomer.find()
-    assert not isinstance(newcomer.look_from_queue(Waiting(form.member(7), 1)), Admitted)
     ready: list[Member] = []
 
     def look() -> bool:
+        newcomer.look_from_queue(Waiting(form.member(7), 1))
         ready[:] = [waiting.member for waiting in jobs[0].queue() if waiting.member.uid == "uid7"]
         return bool(ready)
 
     assert eventually(form, look), "it is seen in the queue"
     decision = agree(form, jobs, worlds, [0, 1, 2], newcomers=ready)
+    following = []
     for job, world in zip(jobs, worlds, strict=True):
-        following = decision.world_for(world.me.uid, world, None)
-        assert following is not None
-        job.enter(following, decision.facts, decision)
+        after = decision.world_for(world.me.uid, world, None)
+        assert after is not None
+        job.enter(after, decision.facts, decision)
+        following.append(after)
     places: list[Place] = []
 
     def is_admitted() -> bool:
@@ -471,8 +483,8 @@ def test_a_newcomer_is_admitted(form: Form) -> None:
     [place] = places
     assert isinstance(place, Admitted)
     assert place.came_later
-    assert place.world.rank == 3
-    assert place.world.uid == decision.uid
+    newcomer.enter(place.world, place.facts, None)
+    return jobs, following, (newcomer, place.world)
 
 
 @pytest.mark.parametrize("dead", [{0}, {2}, {0, 1}, {1, 2}])
@@ -546,6 +558,26 @@ def test_a_member_keeps_little_of_the_worlds_that_are_over(name: str, request: p
     form.close()
 
 
+def test_newcomers_without_all_who_have_the_state_decide_nothing(form: Form) -> None:
+    jobs, worlds, newcomer = joined(form)
+    with_state = dict.fromkeys(range(3), Liveness.UNKNOWN)
+    alone = agreement(form, newcomer[0], newcomer[1], with_state)
+    assert isinstance(alone.look(), Wait | LeftBehind)
+    decision = agree(form, jobs, worlds, [0, 1, 2], {3: Liveness.UNKNOWN})
+    assert decision.ranks == (0, 1, 2), "those with the state do"
+
+
+def test_newcomers_decide_when_a_step_was_done_with_them(form: Form) -> None:
+    """They have the state as well, and the others may have died as they like."""
+    _, worlds, newcomer = joined(form)
+    for number in (1, 2):
+        newcomer[0].note_reductions(newcomer[1], number)
+    for rank in range(3):
+        form.kill(worlds[rank].me.pid)
+    dead = dict.fromkeys(range(3), Liveness.DEAD)
+    assert agree(form, [newcomer[0]] * 4, [newcomer[1]] * 4, [3], dead).ranks == (3,)
+
+
 def test_one_of_three_without_the_silent_waits_where_nobody_arbitrates() -> None:
     form = PeersInMemory()
     jobs, worlds = begin(form)
@@ -561,7 +593,7 @@ def split(
     form.goes_on = True
     jobs, worlds = begin(form)
     if has_state:
-        jobs[2].settle(worlds[2])
+        jobs[2].note_reductions(worlds[2], 2)
     worlds = [
         replace(world, members=tuple(replace(one, min_nodes=min_nodes) for one in world.members)) for world in worlds
     ]
@@ -779,3 +811,20 @@ def test_a_plan_loses_against_what_was_decided_before(form: Form) -> None:
     assert not parts[0].is_decided
     assert parts[0].failure == "another world was decided meanwhile"
     assert decided.uid != plan.decision.uid
+
+
+def test_a_member_may_hear_of_the_plan_a_moment_after_the_vote(form: Form) -> None:
+    """What it reads may be a copy: of the world before, or of nothing yet."""
+    jobs, worlds = begin(form)
+    _, plan = plan_with(form, jobs, worlds, 7)
+    beside = jobs[0].beside(worlds[0].me)
+    beside.put("plan", replace(plan, parent="the one before").to_json())
+    beside.put(f"shared/{plan.decision.uid}", "0")
+    part = Preparation(jobs[1], Groups(1).form, time.monotonic, time.sleep)
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(part.run, lambda: part.follow(worlds[1], None))
+        time.sleep(0.2)
+        beside.put("plan", plan.to_json())
+        running.result()
+    assert part.failure is None
+    assert part.formed == plan.decision.uid

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from typing import TYPE_CHECKING
-
-from elastic_train.protocol.agreement import Liveness
-from elastic_train.protocol.laws import may_go_on
 
 if TYPE_CHECKING:
     from tests.simulation.simulator import Simulation, Told
@@ -52,13 +48,9 @@ def _check_chain_of(simulation: Simulation, branch: str) -> None:
 
 def _complete_parents(simulation: Simulation) -> None:
     """Worlds that only newcomers have entered: by the decisions that anybody has read."""
-    for worker in simulation.workers:
-        for key, text in worker.process.memory.values.items():
-            if key.startswith("world-") and key.endswith("/next"):
-                found = json.loads(text)
-                uid = json.loads(found["decision"])["uid"] if "decision" in found else found["uid"]
-                if uid in simulation.worlds and simulation.worlds[uid].parent is None:
-                    simulation.worlds[uid].parent = key.removesuffix("/next").split("-", 2)[2]
+    for parent, uid in simulation.form.decisions():
+        if uid in simulation.worlds and simulation.worlds[uid].parent is None:
+            simulation.worlds[uid].parent = parent
 
 
 def _line(worlds: dict[str, Told], told: Told) -> list[str]:
@@ -84,11 +76,11 @@ def what_is_not_well(simulation: Simulation) -> str | None:
     if len(worlds) == 1 and is_training:
         queue = [worker for worker in living if worker not in trainers and _can_join(simulation, worker, trainers)]
         return f"still in the queue after a heal: {_states(living)}" if queue else None
-    if all(_may_not(worker, trainers) for worker in trainers):
+    if not any(simulation.form.may_go_on(worker, trainers) for worker in trainers):
         return None
-    has_signpost = any(keeper.is_alive for keeper in simulation.posts.keepers.values())
+    has_signpost = simulation.form.has_signpost()
     waiting = [worker for worker in trainers if worker.committed_at <= committed_by]
-    if is_training and not has_signpost and all(_may_not(worker, trainers) for worker in waiting):
+    if is_training and not has_signpost and not any(simulation.form.may_go_on(worker, trainers) for worker in waiting):
         return None  # those who train are strangers to them, and nobody is left who could show the way
     if all(worker.last_step == 0 for worker in trainers):
         return None  # nobody gave them the state: they wait for one who has it
@@ -103,28 +95,7 @@ def _can_join(simulation: Simulation, newcomer: Worker, trainers: list[Worker]) 
         return False
     host = newcomer.process.host
     there = {one.member.local_rank for one in simulation.living if one.process.host == host}
-    addresses = {one.process.address for one in trainers}
-    knows = {*newcomer.known, *simulation.posts.directories.get(host, ())}
-    has_signpost = any(keeper.is_alive for keeper in simulation.posts.keepers.values())
-    return len(there) == simulation.plan.workers_of(host) and (has_signpost or not addresses.isdisjoint(knows))
-
-
-def _may_not(worker: Worker, side: list[Worker]) -> bool:
-    """Whether the laws keep it from going on with all of `side`."""
-    worlds = worker.job._known.voters
-    world = worker.world
-    assert world is not None, "it has been in one"
-    dead = set()
-    for one in side:
-        if one.world is not None and one.world.uid == world.uid:
-            others = (rank for rank in one.watcher.contacts.watched if rank != one.world.rank)
-            dead |= {
-                world.members[rank].uid
-                for rank in others
-                if one.watcher.contacts.status(world.members[rank], one.watcher.verdicts.get(rank), False)
-                is Liveness.DEAD
-            }
-    return not may_go_on([voters.without(dead) for voters in worlds], [one.uid for one in side])
+    return len(there) == simulation.plan.workers_of(host) and simulation.form.finds(newcomer, trainers)
 
 
 def _states(workers: list[Worker]) -> str:
@@ -134,7 +105,8 @@ def _states(workers: list[Worker]) -> str:
 def check_nobody_expelled(simulation: Simulation) -> None:
     """Where workers only die, leave and come: nobody who works is left out, and no world ends without a reason."""
     for worker in simulation.workers:
-        if worker.process.ending == "left_out":
+        has_state = simulation.plan.grace is None or worker.num_commits > 0  # else it only waits in the queue again
+        if worker.process.ending == "left_out" and has_state:
             simulation.fail(f"a worker that works was expelled: {worker} {worker.error}")
     faults = [fault[1] for fault in simulation.plan.faults]
     if set(faults) <= {"kill"} and simulation.plan.founders == len(simulation.plan.hosts):
@@ -178,5 +150,5 @@ def _check_side(simulation: Simulation, side: list[Worker]) -> None:
     entered_at = max(told.entered_at for told in simulation.worlds.values())
     if now - entered_at < simulation.plan.silence_seconds + simulation.plan.work.commit_seconds:
         return  # who fell silent after its last word is found out only now
-    if not _may_not(newest, trainers):
+    if simulation.form.may_go_on(newest, trainers):
         simulation.fail(f"a side that may go on does not: {_states(side)}")

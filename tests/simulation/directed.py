@@ -28,9 +28,9 @@ def late_proof() -> Plan:
     return plan(5, cut, *kills, recovers_at=6.1)
 
 
-def voters_without_state() -> Plan:
+def voters_without_state(grace: float | None = None) -> Plan:
     """2: node 1 has trained alone; three are admitted, and its link fails while the group forms."""
-    quiet = plan(4, recovers_at=6.0, founders=1, min_nodes=1)
+    quiet = replace(plan(4, recovers_at=6.0, founders=1, min_nodes=1), grace=grace)
     at = when(quiet, "enters generation 1") + 0.002
     return replace(quiet, faults=((at, "partition", (0,), (1, 2, 3)),), recovers_at=at + 8.0)
 
@@ -77,6 +77,11 @@ def left_out_without_a_signpost() -> Plan:
     """One of four is cut off for a while, and the endpoint's host dies meanwhile."""
     faults = [(1.0, "partition", (0, 1, 2), (3,)), (1.0 + 2 * TIMEOUT, "kill", 0)]
     return plan(4, *faults, recovers_at=2.0 + 2 * TIMEOUT)
+
+
+def spare_without_the_others() -> Plan:
+    """Two train, and a spare does not hear them any more for a while."""
+    return plan(3, (1.0, "partition", (0, 1), (2,)), recovers_at=2.0 + 2 * TIMEOUT, max_world_size=2)
 
 
 def first_host_comes_back() -> Plan:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from elastic_train.protocol.neighbours import STANDARD, Topology
+from tests.simulation.central import STORE_HOST
 from tests.simulation.plan import Fault, Plan
 
 if TYPE_CHECKING:
@@ -109,6 +110,23 @@ class Faults:
     def unstall(self) -> None:
         self._simulation.directory.stalled.clear()
 
+    def lose_store(self, hosts: tuple[int, ...], ways: str = "both") -> None:
+        """These hosts and the store that all share hear each other no more, or one of them the other (`to`, `from`)."""
+        network = self._simulation.network
+        for host in hosts:
+            if ways != "from":
+                network.cut(f"h{host}", STORE_HOST)
+            if ways != "to":
+                network.cut(STORE_HOST, f"h{host}")
+
+    def find_store(self, hosts: tuple[int, ...]) -> None:
+        for host in hosts:
+            self._simulation.network.heal(f"h{host}", STORE_HOST)
+            self._simulation.network.heal(STORE_HOST, f"h{host}")
+
+    def lose_store_replies(self, number: int) -> None:
+        self._simulation.form.lose_replies(number)
+
     def lose_claims(self, host: int, number: int) -> None:
         replies = self._simulation.directory.loses_replies
         replies[f"h{host}"] = replies.get(f"h{host}", 0) + number
@@ -133,6 +151,36 @@ def draw_going_on(seed: int) -> Plan:
     faults = tuple(fault for fault in plan.faults if fault[1] not in mends)
     last = max((fault[0] for fault in faults), default=1.0)
     return replace(plan, faults=faults, recovers_at=last + 3 * plan.silence_seconds + 2.5, goes_on=True)
+
+
+def draw_central(seed: int) -> Plan:
+    """The same history where one store decides, and hosts may lose that; mostly a side of a partition does."""
+    plan, chance = draw(seed), random.Random(f"central {seed}")
+    of_others = ("stall", "unstall", "lose_claims", "lose_replies")
+    faults = [fault for fault in plan.faults if fault[1] not in of_others]
+    for at, kind, *sides in tuple(faults):
+        if kind == "partition" and chance.random() < 0.6:
+            faults.append((at + chance.choice([0.0, 0.0, 0.01, 0.5]), "lose_store", chance.choice(sides)))
+    at, hosts = chance.uniform(0.2, 2.0), range(len(plan.hosts))
+    for _ in range(chance.choice([0, 0, 1, 1, 2])):
+        some = tuple(chance.sample(hosts, chance.randint(1, len(hosts))))
+        if chance.random() < 0.3:
+            faults.append((at, "lose_store_replies", chance.randint(1, 4)))
+        else:
+            faults.append((at, "lose_store", some, chance.choice(["both", "both", "to", "from"])))
+            faults.append((at + chance.choice([0.3, 1.0, 3.0, 6.0]) * chance.uniform(0.7, 1.3), "find_store", some))
+        at += chance.choice([0.03, 0.3, 2.0]) * chance.random()
+    faults = faults or [(1.0, "kill", 0)]
+    last = max(fault[0] for fault in faults)
+    grace = chance.choice([3.0, 6.0, 12.0])
+    wait = chance.choice([0.0, 0.0, grace])  # those who are away from the store to the end may give up, or not
+    return replace(
+        plan,
+        faults=tuple(sorted(faults, key=lambda fault: fault[0])),
+        recovers_at=last + plan.silence_seconds + 1.5 + wait,
+        directories=(),
+        grace=grace,
+    )
 
 
 def draw(seed: int, topology: Topology = STANDARD) -> Plan:

@@ -46,6 +46,9 @@ class Plan:
     to stop"""
     goes_on: bool = False
     """`--on-split go-on`"""
+    grace: float | None = None
+    """seconds that training goes on without the one store that decides, as under etcd; None where the members serve a
+    store each"""
     stall_timeout: float | None = 3.0
     """`--stall-timeout`"""
     work: Work = field(default_factory=Work)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,7 +14,7 @@ from elastic_train.elastic.resume import Resumed
 from elastic_train.elastic.ring import Ring, RingParts
 from elastic_train.elastic.whole_steps import ALONE
 from elastic_train.elastic.world_end import votes_of
-from elastic_train.errors import JobFinished
+from elastic_train.errors import JobFinished, StoreUnreachable
 from elastic_train.rules import NOW, Activity, Failure
 from elastic_train.training.train import NO_VOTES, Outcome, Votes
 from elastic_train.world import World
@@ -115,7 +115,8 @@ class SimParts:
         return self._end("finished")
 
     def leave(self, world: World) -> int:
-        self._membership.leave(world, "stopped")
+        with suppress(StoreUnreachable):  # then the others lose it as a peer
+            self._membership.leave(world, "stopped")
         return self._end("left")
 
     def stop(self, world: World) -> int:
@@ -212,10 +213,20 @@ class SimParts:
         found: list[Any] = group.exchange((state.commit, state.branches))
         held = [(commit, branches) for commit, branches in found if commit is not None]
         if not held:
-            self._simulation.note_start(self._worker, world)
-            return None
+            newest = self._restore(group)
+            self._simulation.note_start(self._worker, world, newest)
+            return newest
         newest, state.branches = max(held, key=lambda one: (one[0].generation, one[0].step))
         return newest  # type: ignore[no-any-return]
+
+    def _restore(self, group: Group) -> Commit | None:
+        """Where one store decides, those who come back may have to go on without the state: from the newest snapshot,
+        which each has saved when it was left out."""
+        if self._simulation.plan.grace is None:
+            return None
+        found: list[Commit | None] = group.exchange(self._worker.kept)
+        kept = [commit for commit in found if commit is not None]
+        return max(kept, key=lambda one: (one.generation, one.step), default=None)
 
     def stands(self, *_what: Any) -> None:
         pass

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Protocol
 
 from elastic_train.elastic import joins as joins_module
 from elastic_train.elastic import next_world as next_world_module
@@ -14,17 +13,20 @@ from elastic_train.protocol import arbiter as arbiter_module
 from elastic_train.protocol import known_worlds as known_worlds_module
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Claims
-from elastic_train.protocol.laws import Voters
+from elastic_train.protocol.job import Job
+from elastic_train.protocol.plan import MARKS_SECONDS
 from elastic_train.rules import seconds_before_return
 from elastic_train.world import World
+from tests.simulation.central import CentralForm
 from tests.simulation.directory import Directory, SimFolder
 from tests.simulation.faults import Faults
 from tests.simulation.finder import Signposts
+from tests.simulation.peers import PeersForm
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.process import Machines, Process
 from tests.simulation.ring_parts import Commit
 from tests.simulation.work import Work
-from tests.simulation.worker import Worker, make_peer_job
+from tests.simulation.worker import Worker
 
 next_world_module.POLL_SECONDS = 0.02  # fewer events; nothing depends on it
 joins_module.QUEUE_POLL_SECONDS = 0.1
@@ -51,16 +53,49 @@ class Told:
     commits: list[Commit] = field(default_factory=list)
 
 
+class Form(Protocol):
+    """What keeps the job of a history, and what may be expected of it."""
+
+    @property
+    def store_grace(self) -> float | None:
+        """As the watcher's."""
+
+    def job(self, worker: Worker) -> Job:
+        """A new worker's."""
+
+    def begin(self, founders: Sequence[Worker], decision: Decision) -> None:
+        """The first world is there, and everybody in it is told."""
+
+    def decisions(self) -> Iterator[tuple[str, str]]:
+        """(uid of a world, uid of the one that follows it), of all that were decided."""
+
+    def may_go_on(self, worker: Worker, side: Sequence[Worker]) -> bool:
+        """Whether it may, by what it knows, with all of `side`."""
+
+    def finds(self, newcomer: Worker, trainers: Sequence[Worker]) -> bool:
+        """Whether one in the queue has a way to those who train."""
+
+    def has_signpost(self) -> bool:
+        """Whether every newcomer has."""
+
+    def lose_replies(self, number: int) -> None:
+        """So many of the next replies of the store that all share are lost."""
+
+    def may_end(self, worker: Worker, error: Exception) -> bool:
+        """Whether a worker that works may end with this error."""
+
+
 class Simulation:
     """One history."""
 
-    def __init__(self, plan: Plan, make_job: Callable[[Worker], Any] = make_peer_job) -> None:
-        self.plan, self.make_job = plan, make_job
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self.machines = Machines(plan.seed)
         self.kernel, self.network = self.machines.kernel, self.machines.network
         hosts = [f"h{index}" for index in range(len(plan.hosts))]
         self.posts = Signposts(self.machines, hosts[: plan.num_endpoints])
         self.directory = Directory()
+        self.form: Form = PeersForm(self) if plan.grace is None else CentralForm(self, plan.grace)
         self.workers: list[Worker] = []
         self.worlds: dict[str, Told] = {}
         self.notes: list[str] = []
@@ -87,11 +122,7 @@ class Simulation:
         founders = [worker for worker in self.workers if worker.process.host in hosts]
         members = tuple(worker.member for worker in founders)
         facts = {"job_token": "job"} if self.plan.directories or self.plan.work != Work() else {}
-        decision = Decision(0, self.machines.draw_uid(), (), members, facts=facts)
-        worlds = [Voters.of(decision.uid, members[: self.plan.max_world_size]).to_json()]
-        told = json.dumps({"decision": json.loads(decision.to_json()), "old": [], "worlds": worlds})
-        for worker in founders:
-            worker.process.memory.put("admitted", told)
+        self.form.begin(founders, Decision(0, self.machines.draw_uid(), (), members, facts=facts))
 
     def arbiter_of(self, process: Process) -> Arbiter | None:
         directories = self.plan.directories
@@ -154,13 +185,17 @@ class Simulation:
             told.parent = before.uid
         self.note(f"{worker} enters generation {world.generation} {world.uid} of {uids}")
 
-    def note_start(self, worker: Worker, world: World) -> None:
+    def note_start(self, worker: Worker, world: World, restored: Commit | None) -> None:
         if world.uid not in self.starts:
-            self.note(f"{worker} begins from the start in {world.uid}")
+            self.note(f"{worker} begins from {restored.step if restored else 'the start'} in {world.uid}")
             newest = max((commit.step for told in self.worlds.values() for commit in told.commits), default=0)
             # What somebody kept from before is outdated where those who came further have died.
-            least = max(2, newest - 1)
+            least = max(2, newest - 1, 2 + restored.step if restored else 0)
             holders = [one for one in self.living if max(one.last_step, one.kept.step if one.kept else 0) >= least]
+            if self.plan.grace is not None:  # whom those before had left out has no say
+                parent = self.worlds[world.uid].parent
+                heirs = () if parent is None or parent not in self.worlds else self.worlds[parent].members
+                holders = [one for one in holders if one.uid in heirs]
             self.starts[world.uid] = ", ".join(map(str, holders))  # of more than one step, which may be provisional
 
     def note_commit(self, worker: Worker, world: World, parent: Commit | None) -> Commit:
@@ -193,6 +228,8 @@ class Simulation:
             faults.cause("recover")
             found: str | None = ""
             seconds = HEAL_SECONDS * (2 if self.plan.goes_on else 1)  # they meet first
+            if self.plan.grace is not None:
+                seconds += MARKS_SECONDS  # in which a join is given up that one without the store has not heard of
             while found is not None and self.kernel.now < recovers_at + seconds:
                 self.kernel.run(self.kernel.now + 0.5)
                 found = checks.what_is_not_well(self)
@@ -212,20 +249,20 @@ class Simulation:
         return "\n".join(self.notes)
 
 
-def shrink(plan: Plan, make_job: Callable[[Worker], Any] = make_peer_job) -> Plan:
+def shrink(plan: Plan) -> Plan:
     """The same with as few faults as still fail."""
     faults: list[Fault] = list(plan.faults)
     index = 0
     while index < len(faults):
         fewer = replace(plan, faults=tuple(faults[:index] + faults[index + 1 :]))
-        if failures_of(fewer, make_job):
+        if failures_of(fewer):
             del faults[index]
         else:
             index += 1
     return replace(plan, faults=tuple(faults))
 
 
-def failures_of(plan: Plan, make_job: Callable[[Worker], Any] = make_peer_job) -> list[str]:
-    simulation = Simulation(plan, make_job)
+def failures_of(plan: Plan) -> list[str]:
+    simulation = Simulation(plan)
     simulation.run()
     return simulation.failures

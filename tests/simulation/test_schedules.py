@@ -28,8 +28,9 @@ def test_1_late_proof_is_silence() -> None:
     assert {worker.activity for worker in simulation.workers[:2]} == {"agrees"}, "they wait"
 
 
-def test_2_voters_without_the_state_begin_nothing() -> None:
-    simulation = run(directed.voters_without_state())
+@pytest.mark.parametrize("grace", [None, 3.0], ids=["peers", "central"])
+def test_2_voters_without_the_state_begin_nothing(grace: float | None) -> None:
+    simulation = run(directed.voters_without_state(grace))
     assert len(simulation.starts) == 1
 
 
@@ -135,6 +136,21 @@ def test_while_the_directory_is_silent_a_side_goes_on_without_the_dead() -> None
 def test_newcomers_carry_no_job_away() -> None:
     simulation = run(directed.newcomers_and_a_directory())
     assert len(simulation.starts) == 1
+
+
+@pytest.mark.parametrize("grace", [None, 3.0], ids=["peers", "central"])
+def test_a_spare_that_hears_nobody_goes_on_with_nothing(grace: float | None) -> None:
+    """It has no state, and those who have it train on."""
+    simulation = run(replace(directed.spare_without_the_others(), grace=grace))
+    assert len(simulation.starts) == 1
+
+
+@pytest.mark.parametrize("grace", [None, 3.0], ids=["peers", "central"])
+def test_a_spare_goes_on_when_all_others_are_dead(grace: float | None) -> None:
+    plan = replace(directed.spare_without_the_others(), faults=((1.0, "kill", 0), (1.0, "kill", 1)), grace=grace)
+    simulation = Simulation(replace(plan, recovers_at=None))
+    simulation.run()
+    assert simulation.workers[2].last_step > 0, simulation.describe()
 
 
 @pytest.mark.parametrize("frozen_at", [1.0, *(1.0 + directed.TIMEOUT + 0.001 * turn for turn in range(40))])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.next_world import Surroundings
@@ -13,7 +13,6 @@ from elastic_train.errors import JobFinished, LeftOut, SecondJob, Superseded
 from elastic_train.protocol.encounters import Encounters
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.liveness import Watcher, ping_interval
-from elastic_train.protocol.peers import PeerJob
 from elastic_train.world import Member, World
 from tests.simulation.finder import SimFinder
 from tests.simulation.group import Group
@@ -92,12 +91,13 @@ class Worker:
             self._cut,
             self._tend,
             process.clock,
+            store_grace=simulation.form.store_grace,
             give_up=self._give_up,
             topology=plan.topology,
             pace=Pace(peer_timeout, plan.stall_timeout),
         )
         self.finder = SimFinder(process, simulation.posts, self.known)
-        self.job = simulation.make_job(self)
+        self.job = simulation.form.job(self)
         self.membership = Membership(
             self.job,
             self.watcher,
@@ -114,7 +114,7 @@ class Worker:
             sockets=None,  # type: ignore[arg-type]
             group_store=None,  # type: ignore[arg-type]
             form=self._form_ahead,  # type: ignore[arg-type]
-            encounters=self._encounters(),
+            encounters=self._encounters() if plan.grace is None else None,
             surroundings=Surroundings(process.clock, process.sleep, machines.draw_uid, process.start),
         )
         self.membership.survivors.may_not_go_on = self._note_votes
@@ -217,6 +217,8 @@ class Worker:
             while self.process.is_alive:
                 self.watcher.turn()
                 self.watcher.links.turn(self._interval)
+        except LeftOut as error:  # as WatcherThread has it
+            self.watcher.thread._crash = error
         except Exception as error:
             self.simulation.fail_of(self, error)
             self._end("error", repr(error))
@@ -235,32 +237,11 @@ class Worker:
             self._end("left_out", str(error))
             self.simulation.come_back(self)
         except Exception as error:
-            self.simulation.fail_of(self, error)
+            if not self.simulation.form.may_end(self, error):
+                self.simulation.fail_of(self, error)
             self._end("error", repr(error))
 
     def _end(self, ending: str, why: str) -> None:
         self.error = why
         self.simulation.note(f"{self} ends: {ending} {why}")
         self.simulation.end(self, ending)
-
-
-def make_peer_job(worker: Worker) -> PeerJob:
-    process, simulation = worker.process, worker.simulation
-    machines = simulation.machines
-    reach: Callable[[Any], SimStore] = lambda address: SimStore.connect(process, address)  # noqa: E731
-    return PeerJob(
-        SimStore(process, process),
-        process.address,
-        reach,
-        worker.finder,
-        simulation.plan.size(),
-        uid=worker.uid,
-        run_id="run",
-        peer_timeout=simulation.plan.peer_timeout,
-        max_world_size=simulation.plan.max_world_size,
-        refused=worker.refused,
-        draw_uid=machines.draw_uid,
-        clock=process.clock,
-        arbiter=simulation.arbiter_of(process),
-        goes_on=simulation.plan.goes_on,
-    )

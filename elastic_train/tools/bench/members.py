@@ -23,10 +23,11 @@ from torch.distributed import DistNetworkError
 
 from elastic_train.elastic import next_world as next_world_module
 from elastic_train.elastic.connect import OWN_SECONDS, Waits, answering
-from elastic_train.elastic.membership import SETTLED_REDUCTIONS, Membership
+from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.next_world import Surroundings
 from elastic_train.errors import FormationFailed, first_line
 from elastic_train.protocol.group_store import GroupStoreServer
+from elastic_train.protocol.job import SETTLED_REDUCTIONS
 from elastic_train.protocol.join_queue import Size
 from elastic_train.protocol.links import Links
 from elastic_train.protocol.liveness import Watcher, ping_interval
