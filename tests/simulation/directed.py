@@ -51,6 +51,14 @@ def expelled_and_slow(at: float = 1.0) -> Plan:
     return plan(3, (at, "stick", 2), *kills, (killed_at + 0.1, "unstick", 2), recovers_at=killed_at + 4.0)
 
 
+def entered_and_frozen(delay: float) -> Plan:
+    """The stuck one has the lowest rank. When the others have had the time to enter their first reduction without it,
+    one dies and one freezes; the stuck one goes on alone, and then the frozen one wakes."""
+    at = when(plan(3, (1.0, "stick", 0), recovers_at=30.0), "enters generation 1") + delay
+    faults = [(1.0, "stick", 0), (at, "kill", 1), (at, "freeze", 2), (at, "unstick", 0), (at + 6.0, "thaw", 2)]
+    return plan(3, *faults, recovers_at=at + 8.0)
+
+
 def moving_register(delay: float = 0.09) -> Plan:
     """4: who collects the votes dies while others have read the decision and some have not."""
     return plan(4, (1.0, "freeze", 3), (1.0 + TIMEOUT + delay, "kill", 0), recovers_at=8.0)

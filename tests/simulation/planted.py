@@ -8,16 +8,21 @@ from typing import Any
 
 import pytest
 
+from elastic_train.elastic.next_world import Barriers
 from elastic_train.protocol import ballots, contacts, laws, peers
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import ArbiterSilent, Claims
+from elastic_train.protocol.central import StateHolders
 from elastic_train.protocol.encounters import Encounters
 from elastic_train.protocol.job import Denied
 from elastic_train.protocol.join_queue import Entrance
 from elastic_train.protocol.store import Clients, KeyValueStore
-from elastic_train.world import Member
+from elastic_train.world import Member, World
 from tests.simulation.links import SimLinks
 from tests.simulation.process import Address, Machines
+from tests.simulation.ring_parts import Commit
+from tests.simulation.simulator import Simulation
+from tests.simulation.worker import Worker
 
 Patch = pytest.MonkeyPatch
 
@@ -53,6 +58,23 @@ def nobody_waits_for_the_left_out(patch: Patch) -> None:
     # The right one is called all the same: with fewer operations the seed would tell another history.
     right = peers.PeerJob.seconds_to_wait
     patch.setattr(peers.PeerJob, "seconds_to_wait", lambda *arguments: min(0.0, right(*arguments)))
+
+
+def it_waits_for_the_left_out_at_the_first_commit(patch: Patch) -> None:
+    """Instead of before it enters the first reduction: what it has sent there may end that for others."""
+    commit = Simulation.note_commit
+
+    def wait_and_commit(self: Simulation, worker: Worker, world: World, parent: Commit | None) -> Commit:
+        while (seconds := worker.job.seconds_to_wait(world, worker.watcher.links.answered())) > 0:
+            worker.process.sleep(min(seconds, 0.05))
+        return commit(self, worker, world, parent)
+
+    patch.setattr(Barriers, "wait_for_left_out", lambda _self, _world: None)
+    patch.setattr(Simulation, "note_commit", wait_and_commit)
+
+
+def one_store_lets_anybody_go_on(patch: Patch) -> None:
+    patch.setattr(StateHolders, "may_live_outside", lambda *_arguments: False)
 
 
 def both_halves_win_a_tie(patch: Patch) -> None:
@@ -158,7 +180,9 @@ ALL = (
     late_deaths_count,
     an_age_starts_at_acceptance,
     nobody_waits_for_the_left_out,
+    it_waits_for_the_left_out_at_the_first_commit,
     both_halves_win_a_tie,
+    one_store_lets_anybody_go_on,
     a_decision_is_not_collected,
     a_listener_has_no_uid,
     it_begins_beside_a_running_job,

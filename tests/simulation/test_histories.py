@@ -6,30 +6,52 @@ import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
-from tests.simulation.faults import draw, draw_going_on, draw_sparse
+from tests.simulation.faults import draw, draw_central, draw_going_on, draw_sparse
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.simulator import Simulation, failures_of, shrink
 
-NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_HISTORIES", "6000"))
+NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_HISTORIES", "10000"))
+"""of all forms together"""
 FIRST_SEED = int(os.environ.get("ELASTIC_TRAIN_FIRST_SEED", "0"))
 CHUNK = 50
-STRIDE = int(os.environ.get("ELASTIC_TRAIN_STRIDE", "16"))
-"""of the moments of a second fault in the small cases; 1 is every one, by hand"""
+DRAWN: dict[str, tuple[Callable[[int], Plan], float]] = {
+    "members keep the job": (draw, 0.4),
+    "each pings two others": (draw_sparse, 0.15),
+    "each side goes on": (draw_going_on, 0.15),
+    "one store keeps the job": (draw_central, 0.3),
+}
+"""each with its share of the histories"""
 
 
-def failing_seeds(first: int) -> list[int]:
-    return [seed for seed in range(first, first + CHUNK) if failures_of(draw(seed))]
+STRIDES = os.environ.get("ELASTIC_TRAIN_STRIDES", "")
+"""`2:1:1` and the like, by hand: of the small worlds of so many members every such first and second moment"""
+LIFE_SECONDS = 0.8
+"""of a small world: it begins, and commits some steps"""
 
 
-def failing_sparse_seeds(first: int) -> list[int]:
-    return [seed for seed in range(first, first + CHUNK) if failures_of(draw_sparse(seed))]
+@dataclass(frozen=True)
+class Small:
+    """A world of which histories are taken one by one."""
+
+    hosts: int
+    grace: float | None
+    first_stride: int
+    second_stride: int
 
 
-def failing_seeds_going_on(first: int) -> list[int]:
-    return [seed for seed in range(first, first + CHUNK) if failures_of(draw_going_on(seed))]
+SMALL = [Small(2, None, 8, 64), Small(2, 3.0, 8, 64), Small(3, None, 32, 256), Small(3, 3.0, 32, 256)]
+if STRIDES:
+    chosen, every_first, every_second = map(int, STRIDES.split(":"))
+    SMALL = [Small(chosen, grace, every_first, every_second) for grace in (None, 3.0)]
+
+
+def failing_seeds(kind: str, first: int) -> list[int]:
+    return [seed for seed in range(first, first + CHUNK) if failures_of(DRAWN[kind][0](seed))]
 
 
 def report(plan: Plan) -> str:
@@ -38,27 +60,15 @@ def report(plan: Plan) -> str:
     return f"{simulation.failures[:1]}\n{simulation.plan}\n{simulation.describe()}"
 
 
-def run_all(failing: Callable[[int], list[int]], draw: Callable[[int], Plan], number: int) -> None:
-    chunks = range(FIRST_SEED, FIRST_SEED + number, CHUNK)
-    with multiprocessing.get_context("fork").Pool(2, initializer=gc.freeze) as pool:
-        for seeds in pool.imap_unordered(failing, chunks):
-            for seed in seeds:
-                pytest.fail(f"seed {seed}: {report(draw(seed))}")
-
-
 @pytest.mark.timeout(0)  # the number of histories says how long it takes
-def test_no_history_breaks_a_law() -> None:
-    run_all(failing_seeds, draw, NUM_HISTORIES)
-
-
-@pytest.mark.timeout(0)
-def test_no_history_breaks_a_law_where_each_pings_two_others() -> None:
-    run_all(failing_sparse_seeds, draw_sparse, NUM_HISTORIES // 3)
-
-
-@pytest.mark.timeout(0)
-def test_no_history_breaks_a_law_where_each_side_goes_on() -> None:
-    run_all(failing_seeds_going_on, draw_going_on, NUM_HISTORIES // 3)
+@pytest.mark.parametrize("kind", DRAWN)
+def test_no_history_breaks_a_law(kind: str, record_property: Callable[[str, object], None]) -> None:
+    chunks = range(FIRST_SEED, FIRST_SEED + round(DRAWN[kind][1] * NUM_HISTORIES), CHUNK)
+    with multiprocessing.get_context("fork").Pool(2, initializer=gc.freeze) as pool:
+        for seeds in pool.imap_unordered(partial(failing_seeds, kind), chunks):
+            for seed in seeds:
+                pytest.fail(f"seed {seed}: {report(DRAWN[kind][0](seed))}")
+    record_property("histories", f"{len(chunks) * CHUNK} drawn histories, seeds from {FIRST_SEED} on: {kind}")
 
 
 def turns_of(plan: Plan, first: float, last: float) -> list[float]:
@@ -70,38 +80,47 @@ def turns_of(plan: Plan, first: float, last: float) -> list[float]:
     return sorted(moment for moment in moments if first < moment < last)
 
 
-def faults_of(hosts: int) -> list[Fault]:
+def faults_of(hosts: int, grace: float | None) -> list[Fault]:
     """What may befall at a moment, but for its time."""
     cuts = [("cut", one, other) for one in range(hosts) for other in range(hosts) if one != other]
-    return [(kind, victim) for kind in ("kill", "freeze") for victim in range(hosts)] + cuts
+    away = [] if grace is None else [("lose_store", (host,)) for host in range(hosts)]
+    return [(kind, victim) for kind in ("kill", "freeze") for victim in range(hosts)] + cuts + away
 
 
-def small_plan(hosts: int, faults: tuple[Fault, ...]) -> Plan:
+def small_plan(hosts: int, grace: float | None, faults: tuple[Fault, ...]) -> Plan:
     last = max((fault[0] for fault in faults), default=1.0)
-    return Plan(seed=1, hosts=(1,) * hosts, faults=faults, recovers_at=last + 3.5)
+    return Plan(seed=1, hosts=(1,) * hosts, faults=faults, recovers_at=last + 3.5, grace=grace)
 
 
-def pairs(hosts: int, stride: int) -> Iterator[Plan]:
-    """Every first fault between any two operations of a few steps, every second one between any two after it."""
-    for at in turns_of(small_plan(hosts, ()), 0.30, 0.55):
-        for first in faults_of(hosts):
+def pairs(small: Small, until: float = LIFE_SECONDS) -> Iterator[Plan]:
+    """Every first fault between any two operations of a world, from its beginning on; every second one between any two
+    in the seconds after it: those that the strides leave."""
+    hosts, grace = small.hosts, small.grace
+    kinds = faults_of(hosts, grace)
+    for at in turns_of(small_plan(hosts, grace, ()), 0.0, until)[:: small.first_stride]:
+        for first in kinds:
             one = (at, *first)
-            for later in turns_of(small_plan(hosts, (one,)), at, at + 3.0)[::stride]:
-                for second in faults_of(hosts):
+            for later in turns_of(small_plan(hosts, grace, (one,)), at, at + 3.0)[:: small.second_stride]:
+                for second in kinds:
                     if second != first:
-                        yield small_plan(hosts, (one, (later, *second)))
+                        yield small_plan(hosts, grace, (one, (later, *second)))
 
 
-@pytest.mark.parametrize(("hosts", "stride"), [(2, STRIDE), (3, 16 * STRIDE)])
+def name_of(small: Small) -> str:
+    return f"{small.hosts} members, {'their own stores' if small.grace is None else 'one store'}"
+
+
+@pytest.mark.parametrize("small", SMALL, ids=name_of)
 @pytest.mark.timeout(0)
-def test_every_pair_of_faults_in_a_small_world(hosts: int, stride: int) -> None:
+def test_every_pair_of_faults_in_a_small_world(small: Small, record_property: Callable[[str, object], None]) -> None:
     states = 0
     with multiprocessing.get_context("fork").Pool(2, initializer=gc.freeze) as pool:
-        for plan, failed in pool.imap_unordered(judge, pairs(hosts, stride), CHUNK):
+        for plan, failed in pool.imap_unordered(judge, pairs(small), CHUNK):
             states += 1
             if failed:
                 pytest.fail(report(plan))
-    print(f"{hosts} members, every {stride}th second moment: {states} histories")
+    which = f"every {small.first_stride}th first moment, every {small.second_stride}th second one"
+    record_property("histories", f"{states} pairs of faults: {name_of(small)}; {which}")
 
 
 def judge(plan: Plan) -> tuple[Plan, bool]:

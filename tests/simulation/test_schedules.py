@@ -40,6 +40,11 @@ def test_3_expelled_behind_its_back(at: float) -> None:
     run(directed.expelled_and_slow(at))
 
 
+@pytest.mark.parametrize("delay", [0.2, 0.6, 1.1, 1.6, 2.2])
+def test_3_whoever_has_entered_too_early_has_committed_nothing(delay: float) -> None:
+    run(directed.entered_and_frozen(delay))
+
+
 def test_who_was_left_out_is_back_soon_after_the_heal() -> None:
     """By the addresses that it knows: the endpoint's host is gone for good."""
     simulation = run(directed.left_out_without_a_signpost())
