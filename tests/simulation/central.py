@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_train.errors import LeftOut, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.central import CentralJob
+from elastic_train.protocol.liveness import TEND_SECONDS
 from elastic_train.protocol.store import ListingStore
 from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS
 from elastic_train.rendezvous.etcd_job import NOTICE_SECONDS
@@ -255,7 +256,8 @@ class CentralClient:
         process, execute = self._process, getattr(self._server, name)
         if process.kernel.current is None:  # while the worker is made
             return execute(*arguments)[0]
-        began_at, give_up_at, attempt = process.kernel.now, process.clock() + self._deadline, 0
+        answered_at: float = process.store_answered_at  # type: ignore[attr-defined]
+        give_up_at, attempt = process.clock() + self._deadline, 0
         while True:
             attempt += 1
             timeout = max(0.05, min(self._attempt_seconds, give_up_at - process.clock()))
@@ -268,7 +270,7 @@ class CentralClient:
                 self._mirror.must_have(revision)
                 return found
             if process.clock() >= give_up_at:
-                process.waited_for_store = process.kernel.now - min(began_at, process.store_answered_at)  # type: ignore[attr-defined]
+                process.waited_for_store = process.kernel.now - answered_at  # type: ignore[attr-defined]
                 raise StoreUnreachable(f"the store does not answer ({self._deadline:g} s)")
             process.sleep(process.machines.random.uniform(0.02, min(0.5, 0.02 * 2 ** min(attempt, 10))))
 
@@ -392,9 +394,11 @@ class CentralForm:
         network, host = self._simulation.network, worker.process.host
         return network.is_open(host, STORE_HOST) and network.is_open(STORE_HOST, host)
 
-    def may_go_on(self, _worker: Worker, side: Sequence[Worker]) -> bool:
+    def may_go_on(self, worker: Worker, side: Sequence[Worker]) -> bool:
         """One that does not reach the store is waited for, until it is given up; spares wait for those who train."""
-        return all(map(self.reaches, side)) and not all(one.world is None or one.world.is_spare for one in side)
+        inside = () if worker.world is None else [member.uid for member in worker.world.members]
+        awaited = [one for one in self._simulation.living if one in side or one.uid in inside]
+        return all(map(self.reaches, awaited)) and not all(one.world is None or one.world.is_spare for one in side)
 
     def finds(self, newcomer: Worker, _trainers: Sequence[Worker]) -> bool:
         return self.reaches(newcomer)
@@ -407,4 +411,7 @@ class CentralForm:
 
     def may_end(self, worker: Worker, error: Exception) -> bool:
         """Whether a worker may end with this error: its grace is over."""
-        return isinstance(error, StoreUnreachable) and worker.process.waited_for_store > 0.95 * self.store_grace  # type: ignore[attr-defined]
+        if not isinstance(error, StoreUnreachable):
+            return False
+        waited: float = worker.process.waited_for_store  # type: ignore[attr-defined]
+        return waited > 0.98 * self.store_grace - TEND_SECONDS  # the watcher notes an answer no oftener than that

@@ -44,7 +44,7 @@ class Small:
     second_stride: int
 
 
-SMALL = [Small(2, None, 8, 64), Small(2, 3.0, 8, 64), Small(3, None, 32, 256), Small(3, 3.0, 32, 256)]
+SMALL = [Small(2, None, 8, 16), Small(2, 3.0, 16, 32), Small(3, None, 32, 128), Small(3, 3.0, 64, 128)]
 if STRIDES:
     chosen, every_first, every_second = map(int, STRIDES.split(":"))
     SMALL = [Small(chosen, grace, every_first, every_second) for grace in (None, 3.0)]

@@ -19,7 +19,7 @@ from tests.simulation.plan import Fault, Plan
 from tests.simulation.simulator import Simulation
 from tests.simulation.work import KINDS, Work
 
-NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_WORKING_HISTORIES", "125"))
+NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_WORKING_HISTORIES", "100"))
 """of each kind and form"""
 FIRST_SEED = int(os.environ.get("ELASTIC_TRAIN_FIRST_SEED", "0"))
 CHUNK = 25
