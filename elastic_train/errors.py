@@ -8,9 +8,11 @@ ElasticTrainError            ends a worker with one line; `exit_code` says with 
 ├── BranchesMixed            two branches of one run are there to be continued
 ├── RunsMixed                snapshots of two runs are there to be continued
 ├── SnapshotError            a snapshot cannot be written or read
-│   └── SnapshotDamaged      its bytes are not the ones that its manifest promises
+│   ├── SnapshotDamaged      its bytes are not the ones that its manifest promises
+│   └── ObjectStoreError     the store of --snapshot-dir URL does not answer, or refuses
 ├── RunDirectoryError        the run directory cannot be used
 │   ├── RunDirectoryInUse    another live job owns it
+│   ├── SnapshotsInUse       another live job owns the snapshots of --snapshot-dir URL
 │   └── OwnershipLost        another job has taken it over from this process
 │       └── NewerGeneration  the others of this job have gone on in it, without this process
 ├── StoreUnreachable         the rendezvous store does not answer
@@ -35,6 +37,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -84,12 +87,39 @@ class SnapshotDamaged(SnapshotError):
     """The bytes of a snapshot are not the ones that its manifest promises."""
 
 
+class StoreFault(StrEnum):
+    """What went wrong at an object store."""
+
+    TRANSIENT = "transient"
+    """it may pass: a server's error, throttling, a lost connection"""
+    MISSING = "missing"
+    """no such object, or no such bucket"""
+    REFUSED = "refused"
+    """the condition of a write does not hold"""
+    DENIED = "denied"
+    """credentials are missing, wrong, or not for this"""
+    FULL = "full"
+    OTHER = "other"
+
+
+class ObjectStoreError(SnapshotError):
+    """An object store does not answer, or refuses; the message holds no credentials."""
+
+    def __init__(self, message: str, fault: StoreFault) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
 class RunDirectoryError(ElasticTrainError):
     """The run directory cannot be used."""
 
 
 class RunDirectoryInUse(RunDirectoryError):
     """Another live job owns the run directory."""
+
+
+class SnapshotsInUse(RunDirectoryError):
+    """Another live job owns the snapshots of a URL."""
 
 
 class OwnershipLost(RunDirectoryError):

@@ -1,0 +1,155 @@
+"""The bytes of a state as parts: cut and sent while they are made, fetched several at a time and joined in order."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from elastic_train.errors import SnapshotDamaged
+
+PART_BYTES = 2**26
+"""64 MiB: at a round trip of 50 ms and 1 Gbit/s a request costs a tenth of its transfer, and a try that fails costs
+half a second; the four that are in memory are small beside a state that has many"""
+MOST_PART_BYTES = 2**28
+"""that is read at once, whatever a manifest says"""
+AT_ONCE = 3
+"""parts on their way: one connection of TCP seldom fills a line"""
+
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Part:
+    """An object with a share of a file's bytes."""
+
+    name: str
+    bytes: int
+    sha256: str
+    host: str
+    """that wrote it"""
+
+    @staticmethod
+    def from_fields(fields: Mapping[str, Any], prefix: str) -> Part:
+        """Raises: KeyError, TypeError, ValueError: they are not those of a part whose name begins so."""
+        part = Part(str(fields["name"]), fields["bytes"], str(fields["sha256"]), str(fields["host"]))
+        if not part.name.startswith(prefix) or "/" in part.name or "\0" in part.name:
+            raise ValueError(f"{part.name!r} is not the name of a part")
+        if type(part.bytes) is not int or not 0 < part.bytes <= MOST_PART_BYTES:
+            raise ValueError(f"part {part.name} of {part.bytes!r} bytes")
+        return part
+
+
+class PartStream:
+    """What is written here is cut into parts, each sent by a thread of its own while the next ones are made. `write`
+    blocks while AT_ONCE of them are on their way, so that memory is bounded.
+
+    Args:
+        name_of: of a part, by its number.
+        put: sends an object. Blocks; raises ObjectStoreError.
+    """
+
+    def __init__(
+        self,
+        name_of: Callable[[int], str],
+        put: Callable[[str, bytearray], None],
+        host: str,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        self._name_of, self._put, self._host, self._part_bytes = name_of, put, host, part_bytes
+        self._buffer = bytearray()
+        self._slots = threading.BoundedSemaphore(AT_ONCE)
+        self._threads: list[threading.Thread] = []
+        self._sent: dict[int, Part] = {}
+        self._error: BaseException | None = None
+        self.names: list[str] = []
+        """of all parts that may have been sent"""
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Never raises, for torch.save calls it from C++: `finish` does. After an error nothing more is kept."""
+        view = memoryview(data).cast("B")
+        written = len(view)
+        while len(view) and self._error is None:
+            room = self._part_bytes - len(self._buffer)
+            self._buffer += view[:room]
+            view = view[room:]
+            if len(self._buffer) == self._part_bytes:
+                self._send()
+        return written
+
+    def _send(self) -> None:
+        self._slots.acquire()
+        number, data, self._buffer = len(self.names), self._buffer, bytearray()
+        name = self._name_of(number)
+        self.names.append(name)
+        # No pool: its threads would keep a process that has given up on the store from ending.
+        thread = threading.Thread(target=self._run, args=(number, name, data), name="snapshot-part", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run(self, number: int, name: str, data: bytearray) -> None:
+        try:
+            if self._error is None:
+                part = Part(name, len(data), hashlib.sha256(data).hexdigest(), self._host)
+                self._put(name, data)
+                self._sent[number] = part
+        except BaseException as error:  # not handled here: finish() gives it to the thread that writes
+            self._error = self._error or error
+        finally:
+            self._slots.release()
+
+    def finish(self) -> list[Part]:
+        """Send the rest, and wait for all. Raises: what a `put` has."""
+        if self._buffer and self._error is None:
+            self._send()
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return [self._sent[number] for number in range(len(self.names))]
+
+    def wait(self) -> None:
+        """Until no part is on its way."""
+        for thread in self._threads:
+            thread.join()
+
+
+def fetch(parts: Iterable[Part], get: Callable[[str], bytes | None]) -> Iterator[bytes]:
+    """The bytes of parts, in their order, AT_ONCE of them in memory; each is as its manifest promises.
+
+    Args:
+        get: fetches an object by its name; None where there is none.
+
+    Raises:
+        SnapshotDamaged: one is missing, or another. ObjectStoreError: the store does not answer.
+    """
+
+    def one(part: Part) -> bytes:
+        data = get(part.name)
+        if data is None:
+            raise SnapshotDamaged(f"{part.name} is missing")
+        if len(data) != part.bytes or hashlib.sha256(data).hexdigest() != part.sha256:
+            raise SnapshotDamaged(f"{part.name} is damaged: it is not what its manifest says")
+        return data
+
+    return in_order(one, parts)
+
+
+def in_order(function: Callable[[Item], Value], items: Iterable[Item]) -> Iterator[Value]:
+    """As map(), AT_ONCE calls at a time."""
+    waiting: deque[Future[Value]] = deque()
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="snapshot-read") as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(function, item))
+                if len(waiting) == AT_ONCE:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

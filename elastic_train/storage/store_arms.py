@@ -1,0 +1,286 @@
+"""How each kind of store does what an `ObjectStore` asks: one try each, with the errors of the libraries below.
+
+fsspec has no conditional put that all its file systems share; s3:// has the requests of its protocol, memory:// and
+file:// have locks of their own. Of the others none is asked for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from elastic_train.errors import UsageError
+from elastic_train.storage.atomic_files import create_once, write_atomic
+from elastic_train.storage.store_urls import PACKAGES, StoreUrl
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object as it was read."""
+
+    data: bytes
+    version: str
+    """changes whenever the object does"""
+
+
+class Arm(Protocol):
+    """The objects below one URL, one try each. Errors are those of the libraries, as `fault_of` knows them; a condition
+    that does not hold is FileExistsError, or the protocol's own."""
+
+    is_atomic: bool
+    """whether `put_if` claims to decide in the store itself"""
+    pid: int
+    """of the process that may use it"""
+
+    def read(self, key: str, limit: int | None = None) -> Stored: ...
+    def put(self, key: str, data: bytes | bytearray) -> None: ...
+    def put_if(self, key: str, data: bytes, version: str | None) -> str: ...
+    def list(self, prefix: str) -> dict[str, int]: ...
+    def remove(self, key: str) -> None: ...
+
+
+def open_arm(url: StoreUrl, *, attempt_seconds: float, silence_seconds: float) -> Arm:
+    """Raises: UsageError: a package is missing; names what to install."""
+    try:
+        fsspec = importlib.import_module("fsspec")  # a second, with s3fs: only those who give a URL wait for it
+        if url.scheme == "s3":
+            return S3Arm(url, attempt_seconds, silence_seconds)
+        # instances are shared otherwise, and so would be what they remember of listings
+        filesystem = fsspec.filesystem(url.scheme, skip_instance_cache=True, use_listings_cache=False)
+    except (ImportError, ValueError) as error:
+        raise UsageError(
+            f"{url}: what reads {url.scheme}:// is not installed ({error}): pip install {PACKAGES[url.scheme]}"
+        ) from error
+    arms = {"memory": MemoryArm, "file": FileArm}
+    return arms.get(url.scheme, PlainArm)(filesystem, url)
+
+
+def version_of(data: bytes) -> str:
+    """For stores that do not number versions."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def _require_below(limit: int, size: int) -> None:
+    if size > limit:
+        raise ValueError(f"it has {size} bytes, and none of more than {limit} is read")
+
+
+class PlainArm:
+    """Any file system of fsspec: without a conditional put."""
+
+    is_atomic = False
+
+    def __init__(self, filesystem: Any, url: StoreUrl) -> None:
+        self.pid = os.getpid()
+        self._filesystem = filesystem
+        self._root = str(filesystem._strip_protocol(str(url)))
+        _not_for_children(self)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def read(self, key: str, limit: int | None = None) -> Stored:
+        path = self._path(key)
+        if limit is not None:
+            _require_below(limit, self._filesystem.size(path))
+        data = bytes(self._filesystem.cat_file(path))
+        return Stored(data, version_of(data))
+
+    def put(self, key: str, data: bytes | bytearray) -> None:
+        self._filesystem.pipe_file(self._path(key), bytes(data))
+
+    def put_if(self, key: str, data: bytes, version: str | None) -> str:
+        raise NotImplementedError("it is asked for where is_atomic says so")
+
+    def _require_version(self, key: str, version: str | None) -> None:
+        found = None
+        with contextlib.suppress(FileNotFoundError):
+            found = self.read(key).version
+        if found != version:
+            raise FileExistsError(f"{key} has changed")
+
+    def list(self, prefix: str) -> dict[str, int]:
+        found = self._filesystem.find(self._path(prefix).rstrip("/"), detail=True)
+        names = {path.removeprefix(f"{self._root}/"): int(entry["size"]) for path, entry in found.items()}
+        # drafts and locks of file:// are no objects
+        return {name: size for name, size in names.items() if not name.rpartition("/")[2].startswith(".")}
+
+    def remove(self, key: str) -> None:
+        self._filesystem.rm_file(self._path(key))
+
+    def forget(self) -> None:
+        """In a child of fork()."""
+        _close_connections(self._filesystem)
+
+
+_memory_lock = threading.Lock()
+
+
+class MemoryArm(PlainArm):
+    """Of this process alone: for tests, and to try things on."""
+
+    is_atomic = True
+
+    def put_if(self, key: str, data: bytes, version: str | None) -> str:
+        with _memory_lock:
+            self._require_version(key, version)
+            self.put(key, data)
+        return version_of(data)
+
+
+class FileArm(PlainArm):
+    """A folder that is used as an object store."""
+
+    is_atomic = True
+
+    def put(self, key: str, data: bytes | bytearray) -> None:
+        path = Path(self._path(key))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, bytes(data))
+
+    def put_if(self, key: str, data: bytes, version: str | None) -> str:
+        path = Path(self._path(key))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if version is None:
+            create_once(path, data)
+        else:
+            with self._lock(path):
+                self._require_version(key, version)
+                write_atomic(path, data)
+        return version_of(data)
+
+    def remove(self, key: str) -> None:
+        super().remove(key)
+        path = Path(self._path(key))
+        with contextlib.suppress(FileNotFoundError):
+            path.with_name(f".{path.name}.lock").unlink()
+        with contextlib.suppress(OSError):  # others are in it: an object store has no empty folders
+            path.parent.rmdir()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _lock(path: Path) -> Iterator[None]:
+        with open(path.with_name(f".{path.name}.lock"), "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+class S3Arm:
+    """S3's own requests through s3fs. Its retries and those of botocore are off: one place decides on them."""
+
+    is_atomic = True
+
+    def __init__(self, url: StoreUrl, attempt_seconds: float, silence_seconds: float) -> None:
+        self.pid = os.getpid()
+        self._bucket, _, prefix = url.place.partition("/")
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._attempt_seconds = attempt_seconds
+        self._filesystem = importlib.import_module("s3fs").S3FileSystem(
+            skip_instance_cache=True,
+            use_listings_cache=False,
+            config_kwargs={
+                "retries": {"total_max_attempts": 1},
+                "connect_timeout": min(10.0, silence_seconds),
+                "read_timeout": silence_seconds,
+                # the manifest has checksums; not every server that speaks S3 knows the newer trailing ones
+                "request_checksum_calculation": "when_required",
+                "response_checksum_validation": "when_required",
+            },
+        )
+        self._filesystem.retries = 1
+        _not_for_children(self)
+
+    def _call(self, method: str, key: str, **arguments: Any) -> Any:
+        return self._filesystem.call_s3(
+            method, Bucket=self._bucket, Key=f"{self._prefix}{key}", timeout=self._attempt_seconds, **arguments
+        )
+
+    def read(self, key: str, limit: int | None = None) -> Stored:
+        from fsspec.asyn import sync
+
+        async def read() -> Stored:
+            answer = await self._filesystem._call_s3("get_object", Bucket=self._bucket, Key=f"{self._prefix}{key}")
+            if limit is not None:
+                _require_below(limit, answer["ContentLength"])
+            async with answer["Body"] as body:
+                return Stored(await body.read(), answer["ETag"])
+
+        found: Stored = sync(self._filesystem.loop, read, timeout=self._attempt_seconds)
+        return found
+
+    def put(self, key: str, data: bytes | bytearray) -> None:
+        self._call("put_object", key, Body=data)
+
+    def put_if(self, key: str, data: bytes, version: str | None) -> str:
+        condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
+        return str(self._call("put_object", key, Body=data, **condition)["ETag"])
+
+    def list(self, prefix: str) -> dict[str, int]:
+        from fsspec.asyn import sync
+
+        async def read() -> dict[str, int]:
+            found: dict[str, int] = {}
+            more: dict[str, str] = {}
+            while True:
+                answer = await self._filesystem._call_s3(
+                    "list_objects_v2", Bucket=self._bucket, Prefix=f"{self._prefix}{prefix}", **more
+                )
+                for entry in answer.get("Contents", ()):
+                    found[entry["Key"].removeprefix(self._prefix)] = int(entry["Size"])
+                if not answer.get("IsTruncated"):
+                    return found
+                more = {"ContinuationToken": answer["NextContinuationToken"]}
+
+        listed: dict[str, int] = sync(self._filesystem.loop, read, timeout=self._attempt_seconds)
+        return listed
+
+    def remove(self, key: str) -> None:
+        self._call("delete_object", key)
+
+    def forget(self) -> None:
+        """In a child of fork()."""
+        _close_connections(self._filesystem)
+
+
+# --- children of fork() -----------------------------------------------------------------------------------------------
+
+_arms: weakref.WeakSet[Any] = weakref.WeakSet()
+_kept: list[Any] = []
+"""in a child: what must not be collected, for its finalizers wait for a thread that is not there"""
+
+
+def _not_for_children(arm: Any) -> None:
+    _arms.add(arm)
+
+
+def _forget_in_child() -> None:
+    for arm in list(_arms):
+        arm.forget()
+
+
+def _close_connections(filesystem: Any) -> None:
+    """Let go of the parent's connections in a child, as a DataLoader's: the thread that serves them is not there, and
+    a server would see them open for as long as the child lives."""
+    loop = getattr(filesystem, "_loop", None)
+    _kept.extend((filesystem, loop))
+    selector = getattr(loop, "_selector", None)
+    if selector is None:
+        return
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for entry in list((selector.get_map() or {}).values()):
+        # Not through the selector: its epoll is the parent's too. A number that stays taken is given to nobody else.
+        with contextlib.suppress(OSError):
+            os.dup2(nowhere, entry.fd, inheritable=False)
+    os.close(nowhere)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
