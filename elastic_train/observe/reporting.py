@@ -199,7 +199,7 @@ class Reporter:
             self._scalars = Scalars(self._tensorboard_dir, purge_step=self._first_step)
         self._scalars.add(step, values)
 
-    def snapshot(self, *, step: int, path: Path, num_bytes: int, stall_seconds: float, total_seconds: float) -> None:
+    def snapshot(self, *, step: int, path: object, num_bytes: int, stall_seconds: float, total_seconds: float) -> None:
         self._last_snapshot_step = step
         if self.metrics is not None:
             self.metrics.snapshot(Snapshot(time.time(), step, num_bytes, stall_seconds, total_seconds))

@@ -18,6 +18,7 @@ from elastic_train.errors import RunDirectoryError, SnapshotError
 from elastic_train.observe.status_files import IsAlive, WorkerLines, drill_is_alive, process_is_alive, read_workers
 from elastic_train.runlog.reader import Line, dict_of, float_of, int_of, read_json, time_of
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots
+from elastic_train.storage.store_urls import is_url
 from elastic_train.wording import count, duration
 
 SILENT_AFTER_SECONDS = 30.0
@@ -71,6 +72,8 @@ class Status:
     """committed steps when it was measured"""
     snapshot: SnapshotInfo | None = None
     """the newest whole one by its size; its checksum is not verified"""
+    remote_snapshot: Line | None = None
+    """the event of the newest one, where they go to a URL, which nobody asks here"""
     incidents: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """oldest first; of those that differ in numbers only, as in the step of a snapshot, the newest, with a count"""
@@ -150,6 +153,7 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         test_accuracy=accuracy,
         accuracy_step=accuracy_step,
         snapshot=snapshot,
+        remote_snapshot=_newest_remote_snapshot(workers),
         incidents=_incidents(workers, current_result, now),
         warnings=tuple(dict.fromkeys([*_warnings(workers), *problems])),
         is_drill=is_drill,
@@ -243,6 +247,14 @@ def _newest_snapshot(run_dir: Path, config: Line, problems: list[str]) -> Snapsh
     except SnapshotError as error:
         problems.append(str(error))
         return None
+
+
+def _newest_remote_snapshot(workers: list[WorkerLines]) -> Line | None:
+    written = (line for worker in workers for line in worker.lines if line["event"] == "snapshot")
+    remote = (line for line in written if is_url(line.get("path")))
+    return max(
+        remote, key=lambda line: (int_of(line, "generation") or 0, int_of(line, "snapshot_step") or 0), default=None
+    )
 
 
 def _length(start: Line, snapshot: SnapshotInfo | None, step_lines: list[Line]) -> int | None:

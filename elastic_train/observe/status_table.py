@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
 from elastic_train.observe.status import SILENT_AFTER_SECONDS, RunState, Status
+from elastic_train.observe.status_files import int_of, time_of
+from elastic_train.runlog.reader import Line
 from elastic_train.storage.snapshot import SnapshotInfo
 from elastic_train.wording import duration, human_bytes
 
@@ -42,7 +44,7 @@ def describe(status: Status, now: float) -> list[tuple[str, str]]:
     if status.test_accuracy is not None:
         at = f" at step {status.accuracy_step}" if status.accuracy_step != status.step else ""
         row("test accuracy", f"{status.test_accuracy:.2%}{at}")
-    row("snapshot", _describe_snapshot(status.snapshot, now))
+    row("snapshot", _describe_snapshot(status.snapshot, status.remote_snapshot, now))
     row("training", None if status.goodput_ratio is None else f"{status.goodput_ratio:.0%} of the wall time")
     row("incidents", _some(status.incidents))
     row("warnings", _some(status.warnings))
@@ -71,11 +73,15 @@ def _of(value: int | None, total: int | None) -> str | None:
     return str(value) if total is None else f"{value} of {total}"
 
 
-def _describe_snapshot(snapshot: SnapshotInfo | None, now: float) -> str:
-    if snapshot is None:
-        return "none"
-    size = sum(file.bytes for file in snapshot.files.values())
-    return f"step {snapshot.step}, {duration(now - snapshot.time)} ago, {human_bytes(size)}, {snapshot.path}"
+def _describe_snapshot(snapshot: SnapshotInfo | None, remote: Line | None, now: float) -> str:
+    if snapshot is not None:
+        size = sum(file.bytes for file in snapshot.files.values())
+        return f"step {snapshot.step}, {duration(now - snapshot.time)} ago, {human_bytes(size)}, {snapshot.path}"
+    if remote is not None:
+        size = int_of(remote, "bytes") or 0
+        ago = duration(now - time_of(remote))
+        return f"step {int_of(remote, 'snapshot_step')}, {ago} ago, {human_bytes(size)}, {remote['path']}"
+    return "none"
 
 
 def _some(messages: tuple[str, ...]) -> str | None:

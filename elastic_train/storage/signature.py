@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import json
@@ -17,8 +18,9 @@ _UNSIGNED = frozenset({SIGNATURE, "format_version", "parts"})
 """how the bytes are laid out, which a copy changes; what they are, their SHA-256 says, and that is signed"""
 
 
+@functools.lru_cache
 def read_key(path: Path) -> bytes:
-    """The key in a file, without the white space around it.
+    """The key in a file, without the white space around it; read once, for what becomes of it during a run is late.
 
     Raises:
         UsageError: it cannot be read, or is too short for a key.

@@ -26,10 +26,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, cast
 
 from elastic_train.branches import Branches, branches_of
 from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of, first_line
+from elastic_train.storage.signature import why_not_signed
 from elastic_train.storage.state_bytes import (
     SnapshotFile,
     read_state,
@@ -46,11 +47,62 @@ MANIFEST_FILE = "manifest.json"
 SNAPSHOT_NAME = re.compile(r"step-\d{12,}-gen-\d{4,}-(?P<host>.+)")
 
 
+class RemoteSnapshot(Protocol):
+    """The place of one snapshot that lies in no folder of this machine. Prints as its URL."""
+
+    @property
+    def name(self) -> str: ...
+
+    def read_info(self) -> SnapshotInfo:
+        """As the function of that name."""
+
+    def read_manifest(self) -> dict[str, Any]: ...
+
+    def open_verified(self, promised: SnapshotFile) -> contextlib.AbstractContextManager[IO[bytes]]:
+        """The bytes of its state, once they are verified. Raises: SnapshotDamaged, SnapshotError."""
+
+
+class RemoteFolder(Protocol):
+    """A place of many snapshots that is no folder of this machine. Prints as its URL."""
+
+    def find(self, *, warn: Callable[[str], None], key: bytes | None) -> list[SnapshotInfo]:
+        """As `find_snapshots`."""
+
+    def write(
+        self,
+        name: str,
+        fill: Callable[[IO[bytes]], None],
+        manifest: dict[str, Any],
+        *,
+        key: bytes | None,
+        before_visible: Callable[[], None] | None = None,
+    ) -> SnapshotFile:
+        """Write a snapshot, whole or not at all; where a whole one of that name and run is there, it stays.
+
+        Args:
+            fill: writes the bytes of the state into a file.
+            manifest: of the format of a folder, without `files`.
+            key, before_visible: as of `SnapshotWriter`.
+
+        Raises:
+            SnapshotError: it cannot be written; older ones are untouched. Whatever `before_visible` raises.
+        """
+
+    def snapshot(self, name: str) -> RemoteSnapshot: ...
+
+    def prune(self, written: str, *, keep: int, run_uid: str) -> list[str]:
+        """Delete the old snapshots of a run, and what writers left behind that did not end. Returns warnings."""
+
+
+SnapshotFolder: TypeAlias = "Path | RemoteFolder"
+SnapshotPlace: TypeAlias = "Path | RemoteSnapshot"
+
+
 @dataclass(frozen=True)
 class SnapshotInfo:
     """One snapshot as its manifest describes it. Its state has the right size, its checksum is not verified yet."""
 
-    path: Path
+    path: SnapshotPlace
     step: int
     epoch: int
     samples_done: int
@@ -83,7 +135,7 @@ class SnapshotInfo:
 class SnapshotResult:
     """One snapshot written."""
 
-    path: Path
+    path: SnapshotPlace
     step: int
     generation: int
     bytes: int
@@ -96,13 +148,16 @@ class SnapshotResult:
     """What did not keep the snapshot from being written, such as an old one that could not be removed."""
 
 
-def read_info(path: Path) -> SnapshotInfo:
+def read_info(path: SnapshotPlace, key: bytes | None = None) -> SnapshotInfo:
     """What the manifest of one snapshot says. Cheap: the state is not read, only its size is compared.
 
     Raises:
-        SnapshotDamaged: the manifest is missing, torn or of an unknown version, or a file has another size.
+        SnapshotDamaged: the manifest is missing, torn or of an unknown version, a file has another size, or it is not
+            signed with `key`, where there is one.
     """
-    info = read_manifest(path)
+    if not isinstance(path, Path):
+        return path.read_info()
+    info = read_manifest(path, key)
     for name, promised in info.files.items():
         try:
             size = (path / name).stat().st_size
@@ -113,18 +168,33 @@ def read_info(path: Path) -> SnapshotInfo:
     return info
 
 
-def read_manifest(path: Path) -> SnapshotInfo:
+def read_manifest(path: Path, key: bytes | None = None) -> SnapshotInfo:
     try:
-        manifest = json.loads((path / MANIFEST_FILE).read_bytes())
+        data = (path / MANIFEST_FILE).read_bytes()
     except OSError as error:
         raise SnapshotDamaged(f"snapshot {path}: {MANIFEST_FILE} cannot be read: {cause_of(error)}") from error
+    return info_of(parse_manifest(data, path, FORMAT_VERSION), path, key)
+
+
+def parse_manifest(data: bytes, path: SnapshotPlace, wanted_version: int) -> dict[str, Any]:
+    """Raises: SnapshotDamaged: it is no manifest of that version."""
+    try:
+        manifest = json.loads(data)
     except ValueError as error:
         raise SnapshotDamaged(f"snapshot {path}: {MANIFEST_FILE} is not JSON: {first_line(error)}") from error
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
-    if version != FORMAT_VERSION:
+    if version != wanted_version:
         raise SnapshotDamaged(
-            f"snapshot {path}: unknown format_version {version!r}; elastic_train {VERSION} reads {FORMAT_VERSION}"
+            f"snapshot {path}: unknown format_version {version!r}; elastic_train {VERSION} reads {wanted_version}"
         )
+    return dict(manifest)
+
+
+def info_of(manifest: dict[str, Any], path: SnapshotPlace, key: bytes | None) -> SnapshotInfo:
+    """Raises: SnapshotDamaged: it is incomplete, or not signed with `key`."""
+    why = None if key is None else why_not_signed(manifest, key)
+    if why is not None:
+        raise SnapshotDamaged(f"snapshot {path}: {why}")
     try:
         info = SnapshotInfo(
             path=path,
@@ -164,20 +234,28 @@ def _plain_file_name(name: str) -> str:
     return name
 
 
-def find_snapshots(directory: Path, *, warn: Callable[[str], None]) -> list[SnapshotInfo]:
+def find_snapshots(
+    directory: SnapshotFolder, *, warn: Callable[[str], None], key: bytes | None = None
+) -> list[SnapshotInfo]:
     """The snapshots in a directory, newest first, after the cheap check of `read_info`. Hands `warn` one line for
-    each damaged one and leaves it out. A missing directory holds none.
+    each damaged one, or one that is not signed with `key`, and leaves it out. A missing directory holds none.
 
     Raises:
         SnapshotError: the directory cannot be listed.
     """
+    if not isinstance(directory, Path):
+        return newest_first(directory.find(warn=warn, key=key))
     found = []
     for path in snapshot_paths(directory):
         try:
-            found.append(read_info(path))
+            found.append(read_info(path, key))
         except SnapshotDamaged as error:
             if path.exists():  # else its writer has pruned it since
                 warn(f"skipped: {error}")
+    return newest_first(found)
+
+
+def newest_first(found: list[SnapshotInfo]) -> list[SnapshotInfo]:
     return sorted(found, key=lambda info: (info.age_key, info.time, info.name), reverse=True)
 
 
@@ -210,7 +288,7 @@ def set_aside(directory: Path, folder: str, which: Callable[[SnapshotInfo], bool
             if which(info):
                 (directory / folder).mkdir(exist_ok=True)
                 with contextlib.suppress(FileNotFoundError):  # another worker that sees this directory has moved it
-                    os.rename(info.path, _free_name(directory / folder, info.name))
+                    os.rename(directory / info.name, _free_name(directory / folder, info.name))
                     moved.append(info.name)
     except OSError as error:
         raise SnapshotError(f"snapshots in {directory} cannot be moved to {folder}: {cause_of(error)}") from error
@@ -224,7 +302,7 @@ def load_state(info: SnapshotInfo, map_location: str | torch.device | None = "cp
         SnapshotDamaged: the file is not the one that the manifest promises, or cannot be read.
         SnapshotError: as `deserialize_state`.
     """
-    with _verified(info) as file:
+    with open_verified(info) as file:
         return read_state(file, map_location, source=f"snapshot {info.path}")
 
 
@@ -234,13 +312,17 @@ def verify(info: SnapshotInfo) -> None:
     Raises:
         SnapshotDamaged: as there.
     """
-    with _verified(info):
+    with open_verified(info):
         pass
 
 
 @contextlib.contextmanager
-def _verified(info: SnapshotInfo) -> Iterator[IO[bytes]]:
+def open_verified(info: SnapshotInfo) -> Iterator[IO[bytes]]:
     """The file of the state, at its beginning: whatever is done to its name now, it is the one that was verified."""
+    if not isinstance(info.path, Path):
+        with info.path.open_verified(info.files[STATE_FILE]) as fetched:
+            yield fetched
+        return
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(open(info.path / STATE_FILE, "rb"))
@@ -263,7 +345,7 @@ def _compare(info: SnapshotInfo, found: SnapshotFile) -> None:
 
 
 def newest_whole(
-    directory: Path,
+    directory: SnapshotFolder,
     *,
     map_location: str | torch.device | None = "cpu",
     warn: Callable[[str], None],
@@ -282,17 +364,21 @@ def newest_whole(
     return None
 
 
-def is_snapshot(path: Path) -> bool:
+def is_snapshot(path: SnapshotPlace | SnapshotFolder) -> TypeGuard[SnapshotPlace]:
     """Whether a path is one snapshot, perhaps a damaged one."""
+    if not isinstance(path, Path):
+        return hasattr(path, "open_verified")
     return (path / MANIFEST_FILE).exists() or (path / STATE_FILE).exists()
 
 
-def snapshots_in(path: Path) -> Path:
-    """The folder of snapshots that a path names: itself, or that of a run directory.
+def snapshots_in(path: SnapshotPlace | SnapshotFolder) -> SnapshotFolder:
+    """The folder of snapshots that a path, which is no snapshot, names: itself, or that of a run directory.
 
     Raises:
         SnapshotError: there is no such folder.
     """
+    if not isinstance(path, Path):
+        return cast("RemoteFolder", path)
     if not path.is_dir():
         raise SnapshotError(f"{path} is no directory; give a run directory or its snapshots/")
     return path / "snapshots" if (path / "snapshots").is_dir() else path

@@ -82,7 +82,7 @@ class SnapshotPruner:
         snapshots is whole; several hosts may have written the same one. With several writers none removes what
         another counts on: more snapshots only push the border up, where the newest are."""
         of_run = list(of_run)
-        removable = [info for info in of_run if self._is_own(info.path) and info.path != written]
+        removable = [info for info in of_run if self._is_own(info.name) and info.path != written]
         moments = sorted({info.age_key for info in of_run}, reverse=True)
         if len(moments) <= self._keep or all(info.age_key >= moments[self._keep - 1] for info in removable):
             return []  # nor need any be read
@@ -91,7 +91,7 @@ class SnapshotPruner:
             if any(self._is_whole(info) for info in of_run if info.age_key == moment):
                 kept.append(moment)
             if len(kept) == self._keep:
-                return [info.path for info in removable if info.age_key < moment]
+                return [self._directory / info.name for info in removable if info.age_key < moment]
         return []
 
     def _is_whole(self, info: SnapshotInfo) -> bool:
@@ -106,8 +106,8 @@ class SnapshotPruner:
             return False
         return True
 
-    def _is_own(self, path: Path) -> bool:
-        match = SNAPSHOT_NAME.fullmatch(path.name)
+    def _is_own(self, name: str) -> bool:
+        match = SNAPSHOT_NAME.fullmatch(name)
         return match is not None and match["host"] == self._host_in_name
 
     def _remove(self, path: Path) -> None:

@@ -44,7 +44,7 @@ class SnapshotStore:
         Raises:
             SnapshotError: it cannot be written, or holds something else; the older snapshots are untouched.
         """
-        return self._writer.save(state, **_position(step)).path
+        return self.directory / self._writer.save(state, **_position(step)).path.name
 
     def save_in_background(self, state: dict[str, Any], *, step: int) -> bool:
         """The same behind the caller's back: blocks for a copy in memory only. False, and nothing done, where the one

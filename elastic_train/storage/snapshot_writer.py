@@ -17,10 +17,13 @@ from typing import Any
 from elastic_train.branches import Branches
 from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of
 from elastic_train.storage.atomic_files import fsync_directory
+from elastic_train.storage.signature import sign
 from elastic_train.storage.snapshot import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     STATE_FILE,
+    SnapshotFolder,
+    SnapshotPlace,
     SnapshotResult,
     read_info,
     verify,
@@ -51,22 +54,24 @@ class _Position:
 class SnapshotWriter:
     """Writes the snapshots of one process, one at a time. Its methods are for one thread, the one that trains.
 
-    `keep` is how many moments, by (generation, step), stay on disk of a run; only those of this host are ever
+    `keep` is how many moments, by (generation, step), stay of a run; in a folder only those of this host are ever
     removed. `before_rename` is called by the thread that writes, when a snapshot is complete but not yet visible; what
-    it raises (OwnershipLost) ends that snapshot. `task` is JSON: what must agree with a run that continues.
+    it raises (OwnershipLost) ends that snapshot. `task` is JSON: what must agree with a run that continues. `key` signs
+    manifests.
 
     A process that ends while a snapshot is being written loses that snapshot; call `wait` before.
     """
 
     def __init__(
         self,
-        directory: Path,
+        directory: SnapshotFolder,
         *,
         keep: int,
         host: str,
         run_uid: str,
         task: Mapping[str, Any],
         before_rename: Callable[[], None] | None = None,
+        key: bytes | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         if keep < 1:
@@ -75,14 +80,16 @@ class SnapshotWriter:
         self._host = host
         self._host_in_name = re.sub(r"[^A-Za-z0-9._-]", "_", host)
         self._run_uid = run_uid
-        self._pruner = SnapshotPruner(directory, keep=keep, host_in_name=self._host_in_name, run_uid=run_uid)
+        self._keep, self._key = keep, key
         self._task = json.loads(json.dumps(task))
         self._before_rename = before_rename
         self._now = now
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._outcomes: list[SnapshotResult | BaseException] = []  # append and pop are atomic
-        self._pruner.remove_leftovers()
+        if isinstance(directory, Path):
+            self._pruner = SnapshotPruner(directory, keep=keep, host_in_name=self._host_in_name, run_uid=run_uid)
+            self._pruner.remove_leftovers()
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Allocate what the first snapshot of a state of this shape is copied into, beside the caller's work.
@@ -191,15 +198,29 @@ class SnapshotWriter:
     ) -> SnapshotResult:
         """`state` is already the writer's own copy."""
         name = f"step-{position.step:012d}-gen-{position.generation:04d}-{self._host_in_name}"
-        path = self.directory / name
         warnings: list[str] = []
-        num_bytes = self._existing_bytes(path, warnings)
-        if num_bytes is None:
-            num_bytes = self._write_new(state, position, path)
-        total_seconds = time.perf_counter() - start
-        warnings += self._pruner.prune(path)
+        place: SnapshotPlace
+        if isinstance(self.directory, Path):
+            place = path = self.directory / name
+            num_bytes = self._existing_bytes(path, warnings)
+            if num_bytes is None:
+                num_bytes = self._write_new(state, position, path)
+            total_seconds = time.perf_counter() - start
+            warnings += self._pruner.prune(path)
+        else:
+            place = self.directory.snapshot(name)
+            require_numbers(state.get("model"), position.step)
+            num_bytes = self.directory.write(
+                name,
+                lambda file: write_state(state, file),
+                self._manifest(position),
+                key=self._key,
+                before_visible=self._before_rename,
+            ).bytes
+            total_seconds = time.perf_counter() - start
+            warnings += self.directory.prune(name, keep=self._keep, run_uid=self._run_uid)
         return SnapshotResult(
-            path=path,
+            path=place,
             step=position.step,
             generation=position.generation,
             bytes=num_bytes,
@@ -231,11 +252,12 @@ class SnapshotWriter:
         displaced = path.with_name(f".tmp-old-{path.name}-{os.getpid()}")
         IN_HAND.update((temporary, displaced))
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             os.mkdir(temporary)
             written = _write_state(temporary / STATE_FILE, state)
-            _write_bytes(temporary / MANIFEST_FILE, self._manifest(position, written))
+            manifest = sign({**self._manifest(position), "files": {STATE_FILE: vars(written)}}, self._key)
+            _write_bytes(temporary / MANIFEST_FILE, json.dumps(manifest, indent=2).encode() + b"\n")
             fsync_directory(temporary)
             if self._before_rename is not None:
                 self._before_rename()
@@ -249,7 +271,7 @@ class SnapshotWriter:
                 except OSError:
                     if self._existing_bytes(path, []) is None:
                         raise
-            fsync_directory(self.directory)
+            fsync_directory(path.parent)
         except OSError as error:
             raise SnapshotError(
                 f"snapshot {path} cannot be written: {cause_of(error)}; older snapshots are untouched; "
@@ -261,10 +283,11 @@ class SnapshotWriter:
             IN_HAND.difference_update((temporary, displaced))
         return written.bytes
 
-    def _manifest(self, position: _Position, state_file: SnapshotFile) -> bytes:
+    def _manifest(self, position: _Position) -> dict[str, Any]:
+        """All of it but the files."""
         import torch
 
-        manifest = {
+        return {
             "format_version": FORMAT_VERSION,
             **vars(position),
             "run_uid": self._run_uid,
@@ -273,9 +296,7 @@ class SnapshotWriter:
             "torch_version": str(torch.__version__),
             "elastic_train_version": VERSION,
             "task": self._task,
-            "files": {STATE_FILE: vars(state_file)},
         }
-        return json.dumps(manifest, indent=2).encode() + b"\n"
 
 
 def _write_state(path: Path, state: dict[str, Any]) -> SnapshotFile:

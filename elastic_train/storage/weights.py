@@ -13,7 +13,16 @@ from torch import Tensor, nn
 
 from elastic_train.errors import SnapshotError, UsageError
 from elastic_train.storage.atomic_files import write_atomic
-from elastic_train.storage.snapshot import SnapshotInfo, is_snapshot, load_state, newest_whole, read_info, snapshots_in
+from elastic_train.storage.snapshot import (
+    SnapshotFolder,
+    SnapshotInfo,
+    SnapshotPlace,
+    is_snapshot,
+    load_state,
+    newest_whole,
+    read_info,
+    snapshots_in,
+)
 from elastic_train.storage.state_bytes import deserialize_state
 
 WRAPPED = "module."
@@ -104,7 +113,9 @@ def read_weights(path: Path, *, warn: Callable[[str], None]) -> dict[str, Tensor
     return weights
 
 
-def read_state(path: Path, *, warn: Callable[[str], None]) -> tuple[SnapshotInfo, dict[str, Any]]:
+def read_state(
+    path: SnapshotPlace | SnapshotFolder, *, warn: Callable[[str], None]
+) -> tuple[SnapshotInfo, dict[str, Any]]:
     """A snapshot and its state, or the newest whole one in a folder of them or in a run.
 
     The state holds a model; what else depends on who wrote it, a `SnapshotStore` of somebody's own perhaps.

@@ -71,7 +71,7 @@ def _keeps_snapshots_here(history: History) -> bool:
 
 
 def snapshots_of(history: History) -> Path:
-    """The folder of its snapshots."""
+    """The folder of its snapshots; one that is not there, for a URL: an audit reads files, and asks no store."""
     given = history.config.get("snapshot_dir")
     return Path(given) if isinstance(given, str) else history.run_dir / "snapshots"
 

@@ -234,7 +234,7 @@ class Damage(KillAll):
     def strike(self, injection: Injection) -> str:
         cluster = injection.cluster
         cluster.kill(cluster.running)
-        newest = snapshots_of(cluster)[0].path
+        newest = cluster.run_dir / "snapshots" / snapshots_of(cluster)[0].name
         state = newest / "state.pt"
         data = bytearray(state.read_bytes())
         position = injection.rng.randrange(len(data))

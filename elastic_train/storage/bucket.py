@@ -1,0 +1,282 @@
+"""Snapshots below a URL: as in a folder, with the bytes of the state in parts and the manifest put last.
+
+    <url>/step-000000000120-gen-0003-<host>/
+        state.pt.00000.<nonce>, ...   of 64 MiB; joined in order, they are the state.pt of a folder
+        manifest.json                 format version 3: also names the parts
+    <url>/owner.json                  see bucket_owner.py
+
+An object store has no rename: what makes a snapshot visible is its manifest, which is created and never replaced. The
+nonce is of one attempt to write, so that no other attempt under the same name can change a byte of a snapshot that is
+whole. Parts without a manifest are nobody's, and the owner deletes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import IO, Any, cast
+
+from elastic_train.errors import ObjectStoreError, SnapshotDamaged, SnapshotError, cause_of
+from elastic_train.storage.object_store import ObjectStore
+from elastic_train.storage.parts import MOST_PART_BYTES, PART_BYTES, Part, PartStream, fetch
+from elastic_train.storage.signature import sign
+from elastic_train.storage.snapshot import (
+    MANIFEST_FILE,
+    SNAPSHOT_NAME,
+    STATE_FILE,
+    SnapshotInfo,
+    info_of,
+    parse_manifest,
+)
+from elastic_train.storage.state_bytes import HashingFile, SnapshotFile
+
+FORMAT_VERSION = 3
+PART_PREFIX = f"{STATE_FILE}."
+MOST_MANIFEST_BYTES = 2**25
+"""some 100,000 parts; whatever is larger is none"""
+
+Files = Mapping[str, int]
+"""of one snapshot: bytes by name"""
+
+
+@dataclass(frozen=True)
+class BucketSnapshot:
+    """The place of one snapshot; with the parts that its manifest names, where that was read."""
+
+    store: ObjectStore
+    name: str
+    parts: tuple[Part, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.store}/{self.name}"
+
+    def key_of(self, file: str) -> str:
+        return f"{self.name}/{file}"
+
+    def read_info(self, key: bytes | None = None) -> SnapshotInfo:
+        """What its manifest says, once the parts are there and of the right size. Raises: SnapshotDamaged."""
+        return self.read_listed(self.files(), key)
+
+    def read_manifest(self) -> dict[str, Any]:
+        """All that it says. Raises: SnapshotDamaged: there is none that can be read."""
+        return self.manifest(self.files())
+
+    def files(self) -> Files:
+        prefix = self.key_of("")
+        return {path.removeprefix(prefix): size for path, size in self.store.list(prefix).items()}
+
+    def read_listed(self, files: Files, key: bytes | None = None) -> SnapshotInfo:
+        """The same, of what a listing shows."""
+        manifest = self.manifest(files)
+        info = info_of(manifest, self, key)
+        promised = info.files[STATE_FILE]
+        try:
+            parts = tuple(Part.from_fields(fields, PART_PREFIX) for fields in manifest["parts"])
+            if sum(part.bytes for part in parts) != promised.bytes:
+                raise ValueError(f"its parts have not the {promised.bytes} bytes of {STATE_FILE}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise SnapshotDamaged(f"snapshot {self}: {MANIFEST_FILE} is wrong or incomplete: {error!r}") from error
+        for part in parts:
+            if (size := files.get(part.name)) != part.bytes:
+                seen = "is missing" if size is None else f"has {size} bytes"
+                raise SnapshotDamaged(f"snapshot {self}: {part.name} {seen}, its manifest says {part.bytes}")
+        return replace(info, path=replace(self, parts=parts))
+
+    def manifest(self, files: Files) -> dict[str, Any]:
+        size = files.get(MANIFEST_FILE)
+        if size is None or size > MOST_MANIFEST_BYTES:
+            seen = "is missing" if size is None else f"has {size} bytes, which no manifest has"
+            raise SnapshotDamaged(f"snapshot {self}: {MANIFEST_FILE} {seen}")
+        found = self.store.get(self.key_of(MANIFEST_FILE), limit=MOST_MANIFEST_BYTES)
+        if found is None:
+            raise SnapshotDamaged(f"snapshot {self}: {MANIFEST_FILE} is missing")
+        return parse_manifest(found.data, self, FORMAT_VERSION)
+
+    @contextlib.contextmanager
+    def open_verified(self, promised: SnapshotFile) -> Iterator[IO[bytes]]:
+        """The bytes of its state in a file of this machine that has no name, once they are verified.
+
+        Raises:
+            SnapshotDamaged: they are not what the manifest promises. SnapshotError: they cannot be had.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(tempfile.TemporaryFile(prefix="elastic_train-"))
+                self._fetch_into(file, promised)
+                file.seek(0)
+            except OSError as error:
+                raise SnapshotError(
+                    f"snapshot {self} cannot be fetched: {cause_of(error)} in {tempfile.gettempdir()}, where it takes "
+                    f"{promised.bytes} bytes: free some space, or set TMPDIR to where there is some"
+                ) from error
+            yield cast("IO[bytes]", file)
+
+    def _fetch_into(self, file: IO[bytes], promised: SnapshotFile) -> None:
+        def get(name: str) -> bytes | None:
+            found = self.store.get(self.key_of(name), limit=MOST_PART_BYTES)
+            return None if found is None else found.data
+
+        digest = hashlib.sha256()
+        try:
+            for data in fetch(self.parts, get):
+                file.write(data)
+                digest.update(data)
+        except SnapshotDamaged as error:
+            raise SnapshotDamaged(f"snapshot {self}: {error}") from error
+        if digest.hexdigest() != promised.sha256:
+            raise SnapshotDamaged(f"snapshot {self}: {STATE_FILE} is damaged: its SHA-256 is not that of its manifest")
+
+
+class Bucket:
+    """The snapshots below one URL."""
+
+    def __init__(self, store: ObjectStore, *, part_bytes: int = PART_BYTES) -> None:
+        self.store = store
+        self._part_bytes = part_bytes
+
+    def __str__(self) -> str:
+        return str(self.store)
+
+    def snapshot(self, name: str) -> BucketSnapshot:
+        return BucketSnapshot(self.store, name)
+
+    def find(self, *, warn: Callable[[str], None], key: bytes | None = None) -> list[SnapshotInfo]:
+        """As `snapshot.find_snapshots`. What has no manifest is no snapshot, and nothing to warn of."""
+        found = []
+        for name, files in self._list().items():
+            if MANIFEST_FILE not in files:
+                continue
+            try:
+                found.append(self.snapshot(name).read_listed(files, key))
+            except SnapshotDamaged as error:
+                warn(f"skipped: {error}")
+        return found
+
+    def _list(self) -> dict[str, dict[str, int]]:
+        """The files of each snapshot, whole or not, by its name."""
+        found: dict[str, dict[str, int]] = {}
+        for path, size in self.store.list().items():
+            name, _, file = path.partition("/")
+            if file and SNAPSHOT_NAME.fullmatch(name):
+                found.setdefault(name, {})[file] = size
+        return found
+
+    def write(
+        self,
+        name: str,
+        fill: Callable[[IO[bytes]], None],
+        manifest: dict[str, Any],
+        *,
+        key: bytes | None = None,
+        before_visible: Callable[[], None] | None = None,
+    ) -> SnapshotFile:
+        """As `snapshot.RemoteFolder.write`."""
+        place = self.snapshot(name)
+        try:
+            existing = self._existing(place, str(manifest["run_uid"]))
+            return existing or self._write_new(place, fill, manifest, key, before_visible)
+        except ObjectStoreError as error:
+            raise SnapshotError(f"snapshot {name} cannot be written: {error}; older ones are untouched") from error
+
+    def _existing(self, place: BucketSnapshot, run_uid: str) -> SnapshotFile | None:
+        """The state of this very snapshot, where it is there already and whole; what is left of a broken one goes."""
+        files = place.files()
+        if MANIFEST_FILE not in files:
+            return None
+        try:
+            info = place.read_listed(files)
+        except SnapshotDamaged:
+            self.store.delete(place.key_of(MANIFEST_FILE))
+            return None
+        if info.run_uid != run_uid:
+            raise SnapshotError(
+                f"snapshot {place} cannot be written: another run has one of that name there; "
+                "choose another --snapshot-dir"
+            )
+        return info.files[STATE_FILE]
+
+    def _write_new(
+        self,
+        place: BucketSnapshot,
+        fill: Callable[[IO[bytes]], None],
+        manifest: dict[str, Any],
+        key: bytes | None,
+        before_visible: Callable[[], None] | None,
+    ) -> SnapshotFile:
+        nonce = secrets.token_hex(4)
+        stream = PartStream(
+            lambda number: f"{PART_PREFIX}{number:05d}.{nonce}",
+            lambda part, data: self.store.put(place.key_of(part), data),
+            str(manifest["host"]),
+            self._part_bytes,
+        )
+        is_visible = False
+        try:
+            hashing = HashingFile(cast("IO[bytes]", stream))
+            fill(cast("IO[bytes]", hashing))
+            parts = stream.finish()
+            written = hashing.written()
+            if before_visible is not None:
+                before_visible()
+            whole = sign(
+                {
+                    **manifest,
+                    "format_version": FORMAT_VERSION,
+                    "files": {STATE_FILE: vars(written)},
+                    "parts": [vars(part) for part in parts],
+                },
+                key,
+            )
+            data = json.dumps(whole, indent=2).encode() + b"\n"
+            is_visible = self.store.put_if(place.key_of(MANIFEST_FILE), data, None) is not None
+            if not is_visible:  # another worker of this host has written the same moment meanwhile
+                written = self._existing(place, str(manifest["run_uid"])) or written
+            return written
+        finally:
+            if not is_visible:
+                stream.wait()
+                self._delete(self.store.impatient(), place, stream.names)
+
+    def prune(self, written: str, *, keep: int, run_uid: str) -> list[str]:
+        """As `snapshot.RemoteFolder.prune`, of all hosts: machines that may be taken away come back under other names.
+        Called by the owner, whose newest snapshots are never the ones that a start reads: it has read before."""
+        try:
+            listed = self._list()
+            infos = []
+            for name, files in listed.items():
+                with contextlib.suppress(SnapshotDamaged):
+                    infos.append(self.snapshot(name).read_listed(files))
+            of_run = [info for info in infos if info.run_uid == run_uid]
+            moments = sorted({info.age_key for info in of_run}, reverse=True)[:keep]
+            doomed = [info.name for info in of_run if info.age_key < moments[-1]] if len(moments) == keep else []
+            generation = next(info.generation for info in infos if info.name == written)
+            doomed += [
+                name
+                for name, files in listed.items()
+                if MANIFEST_FILE not in files and _generation_of(name) < generation
+            ]
+            for name in doomed:
+                self._delete(self.store, self.snapshot(name), [MANIFEST_FILE, *listed[name]])
+        except (ObjectStoreError, StopIteration) as error:
+            return [f"old snapshots in {self} cannot be deleted: {error}"]
+        return []
+
+    @staticmethod
+    def _delete(store: ObjectStore, place: BucketSnapshot, files: list[str]) -> None:
+        """The manifest first: a reader finds the whole snapshot or none."""
+        try:
+            for file in dict.fromkeys(sorted(files, key=lambda file: file != MANIFEST_FILE)):
+                store.delete(place.key_of(file))
+        except ObjectStoreError:
+            if store.tries.total:
+                raise  # else an attempt, after something that is told instead; the next writer's pruning finds them
+
+
+def _generation_of(name: str) -> int:
+    """Parts of a generation that is over have no writer: it may make nothing visible any more."""
+    return int(name.split("-")[3])

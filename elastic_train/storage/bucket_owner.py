@@ -1,0 +1,244 @@
+"""Who may write the snapshots below a URL: `owner.json` there.
+
+It names the job and the generation, and is replaced by conditional puts alone: with each snapshot right before its
+manifest, and every 10 s in between by the worker that writes. Another job takes over where the last owner wrote that it
+left, or once the record has not changed for three renewals on that job's own clock; no two machines' clocks are ever
+compared. An owner that was replaced while it was stopped or cut off finds out at its next put, before anything of it
+becomes visible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from elastic_train.errors import NewerGeneration, ObjectStoreError, OwnershipLost, SnapshotsInUse
+from elastic_train.runlog.reader import parse
+from elastic_train.storage.object_store import ObjectStore
+from elastic_train.storage.ownership import OWNER_RECORD
+from elastic_train.storage.store_arms import Stored
+
+RENEWAL_SECONDS = 10.0
+RENEWALS_MISSED = 3
+POLL_SECONDS = 2.0
+LEAVE_SECONDS = 5.0
+"""that the end of a job waits for a renewal which hangs"""
+
+
+@dataclass(frozen=True)
+class BucketRecord:
+    """What `owner.json` says."""
+
+    job_token: str
+    generation: int
+    run_uid: str
+    superseded: tuple[str, ...]
+    """runs that this one is in the place of: an empty run directory does not know them"""
+    host: str
+    pid: int
+    time: float
+    renewals: int = 0
+    has_left: bool = False
+
+    def __str__(self) -> str:
+        since = datetime.fromtimestamp(self.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return f"host {self.host}, pid {self.pid}, generation {self.generation}, last at {since}"
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @staticmethod
+    def of(stored: Stored | None) -> BucketRecord | None:
+        """None where there is none that can be read."""
+        fields: dict[str, Any] = {} if stored is None else parse(stored.data) or {}
+        try:
+            return BucketRecord(
+                job_token=str(fields["job_token"]),
+                generation=int(fields["generation"]),
+                run_uid=str(fields["run_uid"]),
+                superseded=tuple(map(str, fields["superseded"])),
+                host=str(fields["host"]),
+                pid=int(fields["pid"]),
+                time=float(fields["time"]),
+                renewals=int(fields["renewals"]),
+                has_left=bool(fields["has_left"]),
+            )
+        except (KeyError, TypeError, ValueError):
+            return None
+
+
+class BucketOwner:
+    """This process's part in who owns the snapshots below a URL. Any thread may call it.
+
+    Args:
+        clock: monotonic, in seconds; `sleep` waits by it.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        host: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._host = store, host
+        self._clock, self._sleep, self._now = clock, sleep, now
+        self._lock = threading.Lock()
+        """of the version, while the store is asked"""
+        self._mine: BucketRecord | None = None
+        """what this process writes next, but for time and number"""
+        self._renewals = 0
+        self._version: str | None = None
+        self._lost: OwnershipLost | None = None
+        self._stop: threading.Event | None = None
+
+    def read(self) -> BucketRecord | None:
+        """The owner, as the store says. Raises: ObjectStoreError."""
+        return BucketRecord.of(self._store.get(OWNER_RECORD))
+
+    def take(self, job_token: str, generation: int, check: Callable[[], None]) -> None:
+        """Make the snapshots this job's; called once by one worker of a job, when it starts. Blocks for three renewals
+        where the last owner has not written that it left.
+
+        Args:
+            check: is called every other second meanwhile; what it raises ends the wait.
+
+        Raises:
+            SnapshotsInUse: another job has them, and lives. ObjectStoreError: the store cannot be asked.
+        """
+        first: Stored | None = None
+        since = self._clock()
+        while True:
+            stored = self._store.get(OWNER_RECORD)
+            record = BucketRecord.of(stored)
+            is_free = record is None or record.has_left or record.job_token == job_token
+            if record is not None and not is_free:
+                if first is not None and stored is not None and stored.version != first.version:
+                    raise self._in_use(record)
+                is_free = self._clock() - since >= RENEWAL_SECONDS * RENEWALS_MISSED
+            if record is not None and record.job_token != job_token and record.generation >= generation and is_free:
+                raise self._in_use(record)  # it came further between this start's look and now
+            if is_free and self._put_first(stored, job_token, generation):
+                return
+            first = first or stored
+            if not is_free:
+                check()
+                self._sleep(POLL_SECONDS)
+
+    def _in_use(self, record: BucketRecord) -> SnapshotsInUse:
+        return SnapshotsInUse(
+            f"the snapshots in {self._store} are in use by another job ({record}); stop that job, or choose another "
+            "--snapshot-dir"
+        )
+
+    def _put_first(self, stored: Stored | None, job_token: str, generation: int) -> bool:
+        """Whether the record is ours now; what a run is called is not known yet, so that its last name stays."""
+        before = BucketRecord.of(stored)
+        uid, superseded = ("", ()) if before is None else (before.run_uid, before.superseded)
+        with self._lock:
+            self._mine = BucketRecord(job_token, generation, uid, superseded, self._host, os.getpid(), self._now())
+            self._version = self._store.put_if(
+                OWNER_RECORD, self._mine.to_json(), None if stored is None else stored.version
+            )
+            return self._version is not None
+
+    def enter(
+        self, job_token: str, generation: int, run_uid: str, superseded: tuple[str, ...], *, is_writer: bool
+    ) -> None:
+        """A world stands: from now on its generation is the one that writes. Returns at once; the worker that writes
+        renews the record from now on."""
+        # Without the lock: who re-forms does not wait for a store that hangs.
+        self._mine = BucketRecord(job_token, generation, run_uid, superseded, self._host, os.getpid(), self._now())
+        self._lost = None
+        self._stop_renewing()
+        if is_writer:
+            self._stop = threading.Event()
+            threading.Thread(target=self._renew, args=(self._stop,), name="bucket-owner", daemon=True).start()
+
+    def release(self) -> None:
+        """This process is no member of the job any more; others may be."""
+        self._stop_renewing()
+
+    def _stop_renewing(self) -> None:
+        if self._stop is not None:
+            self._stop.set()
+            self._stop = None
+
+    def _renew(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            try:
+                self._put(stop)
+            except OwnershipLost:  # the thread that trains finds it in `_lost`
+                return
+            except ObjectStoreError:
+                pass  # what is not renewed may be taken over, and is found out by the next put that goes through
+            stop.wait(RENEWAL_SECONDS)
+
+    def raise_if_lost(self) -> None:
+        """Costs nothing. Raises: OwnershipLost: found out since the last world."""
+        if self._lost is not None:
+            raise self._lost
+
+    def check(self) -> None:
+        """Renew the record now; called right before something becomes visible.
+
+        Raises:
+            OwnershipLost: another job has the snapshots. NewerGeneration: this one has, in a newer generation.
+            ObjectStoreError: it cannot be found out.
+        """
+        self._put(None)
+
+    def leave(self) -> None:
+        """Say that the job has left, so that the next one need not wait. One try: that one waits otherwise."""
+        self._stop_renewing()
+        if self._mine is None:
+            return
+        self._mine = replace(self._mine, has_left=True)
+        with contextlib.suppress(ObjectStoreError, OwnershipLost):
+            self._put(None, self._store.impatient(), LEAVE_SECONDS)
+
+    def _put(
+        self, stop: threading.Event | None, store: ObjectStore | None = None, timeout_seconds: float = -1.0
+    ) -> None:
+        store, mine = store or self._store, self._mine
+        assert mine is not None, "a world has been entered"
+        if not self._lock.acquire(timeout=timeout_seconds):
+            return
+        try:
+            while stop is None or not stop.is_set():
+                if self._version is None:
+                    self._version = self._judge(store.get(OWNER_RECORD), mine)
+                self._renewals += 1
+                record = replace(mine, renewals=self._renewals, time=self._now())
+                self._version = store.put_if(OWNER_RECORD, record.to_json(), self._version)
+                if self._version is not None:
+                    return
+        except OwnershipLost as error:
+            if mine is self._mine:  # else a newer world has been entered meanwhile
+                self._lost = error
+            raise
+        finally:
+            self._lock.release()
+
+    def _judge(self, stored: Stored | None, mine: BucketRecord) -> str:
+        """The version that may be replaced."""
+        record = BucketRecord.of(stored)
+        stops = f"this process (pid {os.getpid()}, generation {mine.generation}) writes nothing more"
+        if stored is None or record is None:
+            raise OwnershipLost(f"{self._store} has no valid {OWNER_RECORD} any more; {stops}")
+        if record.job_token != mine.job_token:
+            raise OwnershipLost(f"the snapshots in {self._store} now belong to another job ({record}); {stops}")
+        if record.generation > mine.generation:
+            raise NewerGeneration(
+                f"the snapshots in {self._store} now belong to generation {record.generation} ({record}); {stops}"
+            )
+        return stored.version

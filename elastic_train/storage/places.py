@@ -1,0 +1,132 @@
+"""Where snapshots are, as a person writes it: a folder, a run directory, one snapshot, or the URL of any of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of
+from elastic_train.storage.atomic_files import fsync_directory, write_atomic
+from elastic_train.storage.bucket import Bucket
+from elastic_train.storage.bucket_owner import BucketOwner
+from elastic_train.storage.object_store import ObjectStore
+from elastic_train.storage.snapshot import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    SNAPSHOT_NAME,
+    STATE_FILE,
+    SnapshotFolder,
+    SnapshotInfo,
+    SnapshotPlace,
+    find_snapshots,
+    is_snapshot,
+    open_verified,
+    read_info,
+    snapshots_in,
+    verify,
+)
+from elastic_train.storage.store_urls import StoreUrl, is_url, parse_url
+from elastic_train.world import host_name
+
+
+class OwnedBucket(Bucket):
+    """The snapshots of a job, below a URL that it owns."""
+
+    def __init__(self, url: StoreUrl) -> None:
+        super().__init__(ObjectStore(url))
+        self.owner = BucketOwner(self.store, host_name())
+
+
+@functools.lru_cache
+def bucket_at(url: str) -> OwnedBucket:
+    """One for the life of the process: connections are kept, and what is known of its owner.
+
+    Raises:
+        UsageError: it is no URL that works here, or a package is missing.
+    """
+    return OwnedBucket(parse_url(url, "--snapshot-dir"))
+
+
+def place_at(text: str | os.PathLike[str]) -> SnapshotPlace | SnapshotFolder:
+    """What a path or a URL names: one snapshot, or a place of many. Raises: UsageError: it is no URL that works."""
+    if not is_url(text):
+        return Path(text)
+    url = parse_url(str(text))
+    above, _, name = url.place.rpartition("/")
+    if above and SNAPSHOT_NAME.fullmatch(name):
+        return Bucket(ObjectStore(StoreUrl(url.scheme, above))).snapshot(name)
+    return Bucket(ObjectStore(url))
+
+
+def copy_snapshot(source: str, target: str, *, warn: Callable[[str], None]) -> tuple[SnapshotInfo, str]:
+    """Copy a snapshot, or the newest whole one of a place of many, to a folder or a URL, where it is whole or absent;
+    one that is there stays. Returns it, and where it is now.
+
+    Raises:
+        SnapshotError: there is none, or it cannot be written. UsageError: as `place_at`.
+    """
+    info = _whole_one(place_at(source), warn)
+    folder = place_at(target)
+    if is_snapshot(folder) and not isinstance(folder, Path):
+        raise SnapshotError(f"{target} names one snapshot: name what it is to lie in")
+    manifest = _manifest_of(info)
+    with open_verified(info) as file:
+        if isinstance(folder, Path):
+            _write_to_folder(folder / info.name, file, manifest, info)
+        else:
+            snapshots_in(folder).write(  # type: ignore[union-attr]  # it is no path
+                info.name, lambda into: shutil.copyfileobj(file, into), manifest, key=None
+            )
+    return info, f"{folder}/{info.name}"
+
+
+def _whole_one(place: SnapshotPlace | SnapshotFolder, warn: Callable[[str], None]) -> SnapshotInfo:
+    if is_snapshot(place):
+        return read_info(place)
+    folder = snapshots_in(place)
+    for info in find_snapshots(folder, warn=warn):
+        try:
+            verify(info)
+            return info
+        except SnapshotDamaged as error:
+            warn(f"skipped: {error}")
+    raise SnapshotError(f"no whole snapshot in {folder}")
+
+
+def _manifest_of(info: SnapshotInfo) -> dict[str, Any]:
+    """All that it says, with its signature, which holds wherever the snapshot lies."""
+    if isinstance(info.path, Path):
+        return dict(json.loads((info.path / MANIFEST_FILE).read_bytes()))
+    return info.path.read_manifest()
+
+
+def _write_to_folder(path: Path, file: IO[bytes], manifest: dict[str, Any], info: SnapshotInfo) -> None:
+    if path.exists():
+        try:
+            there = read_info(path)
+        except SnapshotDamaged as error:
+            raise SnapshotError(f"{error}: move it out of the way first") from error
+        if there.files != info.files:
+            raise SnapshotError(f"snapshot {path} is there already, and is another one: copy to another folder")
+        return
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    manifest = {name: value for name, value in manifest.items() if name != "parts"}
+    try:
+        temporary.mkdir(parents=True)
+        with open(temporary / STATE_FILE, "wb") as into:
+            shutil.copyfileobj(file, into)
+            into.flush()
+            os.fsync(into.fileno())
+        data = json.dumps({**manifest, "format_version": FORMAT_VERSION}, indent=2).encode() + b"\n"
+        write_atomic(temporary / MANIFEST_FILE, data)
+        os.rename(temporary, path)
+        fsync_directory(path.parent)
+    except OSError as error:
+        raise SnapshotError(f"snapshot {path} cannot be written: {cause_of(error)}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

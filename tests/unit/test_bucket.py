@@ -1,0 +1,375 @@
+"""Snapshots below a URL: in parts, whole or absent wherever a writer ends, read with limits, pruned by the owner."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from elastic_train.errors import OwnershipLost, SnapshotError
+from elastic_train.storage import parts as parts_module
+from elastic_train.storage.bucket import Bucket
+from elastic_train.storage.object_store import ObjectStore, Tries
+from elastic_train.storage.parts import AT_ONCE, PartStream
+from elastic_train.storage.places import copy_snapshot, place_at
+from elastic_train.storage.snapshot import SnapshotResult, find_snapshots, newest_whole, verify
+from elastic_train.storage.snapshot_writer import SnapshotWriter
+from elastic_train.storage.store_arms import MemoryArm, Stored, version_of
+from elastic_train.storage.store_urls import parse_url
+
+PART_BYTES = 4096
+KEY = b"0123456789abcdef"
+
+
+class Stops(BaseException):
+    """The process is killed here."""
+
+
+class CountingArm(MemoryArm):
+    """Ends the process before or after the n-th call that changes something; then it does nothing any more."""
+
+    calls = 0
+    stops_before: int | None = None
+    stops_after: int | None = None
+    has_stopped = False
+
+    @contextlib.contextmanager
+    def _one_call(self) -> Iterator[None]:
+        self.calls += 1
+        number = self.calls
+        self.has_stopped |= number == self.stops_before
+        if self.has_stopped:
+            raise Stops
+        yield
+        if number == self.stops_after:
+            self.has_stopped = True
+            raise Stops
+
+    def put(self, key: str, data: bytes | bytearray) -> None:
+        with self._one_call():
+            super().put(key, data)
+
+    def put_if(self, key: str, data: bytes, version: str | None) -> str:
+        with self._one_call():
+            self._require_version(key, version)
+            super().put(key, data)
+        return version_of(data)
+
+    def remove(self, key: str) -> None:
+        with self._one_call():
+            super().remove(key)
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest) -> str:
+    return f"memory://{request.node.name.replace('[', '/').rstrip(']')}"
+
+
+def bucket_of(url: str, arm: MemoryArm | None = None) -> Bucket:
+    store = ObjectStore(parse_url(url), Tries(total=0.0), arm)
+    store._is_conditional = True
+    return Bucket(store, part_bytes=PART_BYTES)
+
+
+def writer_to(bucket: Bucket, **options: Any) -> SnapshotWriter:
+    return SnapshotWriter(bucket, **{"keep": 2, "host": "one", "run_uid": "run", "task": {}, **options})
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"model": {"w": torch.full((5000,), float(step))}, "run": {"step": step}}
+
+
+def save(writer: SnapshotWriter, step: int, generation: int = 0) -> SnapshotResult:
+    return writer.save(state_of(step), step=step, epoch=0, samples_done=step, generation=generation, world_size=1)
+
+
+def newest(bucket: Bucket, warnings: list[str] | None = None) -> int | None:
+    found = newest_whole(bucket, warn=[].append if warnings is None else warnings.append)
+    if found is None:
+        return None
+    assert torch.equal(found[1]["model"]["w"], state_of(found[0].step)["model"]["w"])
+    return found[0].step
+
+
+def test_what_is_written_is_read(url: str) -> None:
+    bucket = bucket_of(url)
+    result = save(writer_to(bucket), 3)
+    assert str(result.path) == f"{url}/step-000000000003-gen-0000-one"
+    assert newest(bucket) == 3
+    files = bucket.store.list()
+    part_sizes = [size for key, size in sorted(files.items()) if "/state.pt." in key]
+    assert len(part_sizes) == 6
+    assert set(part_sizes[:-1]) == {PART_BYTES}
+    [info] = find_snapshots(bucket, warn=pytest.fail)
+    verify(info)
+    manifest = json.loads(bucket.store.get(f"{info.name}/manifest.json").data)  # type: ignore[union-attr]
+    assert manifest["format_version"] == 3
+    assert [part["host"] for part in manifest["parts"]] == ["one"] * 6
+    joined = b"".join(bucket.store.get(f"{info.name}/{part['name']}").data for part in manifest["parts"])  # type: ignore[union-attr]
+    assert hashlib.sha256(joined).hexdigest() == manifest["files"]["state.pt"]["sha256"]
+
+
+def calls_of_a_save(url: str) -> int:
+    arm = CountingArm(fsspec.filesystem("memory"), parse_url(f"{url}/counted"))
+    bucket = bucket_of(f"{url}/counted", arm)
+    writer = writer_to(bucket)
+    for step in (1, 2):
+        save(writer, step)
+    arm.calls = 0
+    save(writer, 3)
+    return arm.calls
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_killed_at_every_boundary_it_is_whole_or_absent(url: str, moment: str) -> None:
+    """A third snapshot is written, and the first one pruned, with a kill before or after each change."""
+    num_calls = calls_of_a_save(url)
+    assert num_calls > 10
+    seen = set()
+    for number in range(1, num_calls + 1):
+        arm = CountingArm(fsspec.filesystem("memory"), parse_url(f"{url}/{number}"))
+        bucket = bucket_of(f"{url}/{number}", arm)
+        writer = writer_to(bucket)
+        for step in (1, 2):
+            save(writer, step)
+        arm.calls = 0
+        setattr(arm, f"stops_{moment}", number)
+        with pytest.raises(Stops):
+            save(writer, 3)
+        other = bucket_of(f"{url}/{number}")
+        warnings: list[str] = []
+        seen.add(newest(other, warnings))
+        steps = [info.step for info in find_snapshots(other, warn=warnings.append)]
+        assert 2 in steps
+        assert warnings == [], "what is not whole has no manifest"
+        save(writer_to(other, host="two"), 4, generation=1)
+        left = {key.partition("/")[0] for key in other.store.list()}
+        assert left == {info.name for info in find_snapshots(other, warn=pytest.fail)}, "leftovers are deleted"
+    assert seen == {2, 3}
+
+
+def test_parts_are_on_their_way_while_others_are_made_and_few_at_once() -> None:
+    running, most, release = [0], [0], threading.Event()
+    lock = threading.Lock()
+
+    def put(name: str, data: bytearray) -> None:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        release.wait(10.0)
+        with lock:
+            running[0] -= 1
+
+    stream = PartStream(str, put, "host", part_bytes=10)
+    writing = threading.Thread(target=stream.write, args=(bytes(100),))
+    writing.start()
+    writing.join(0.3)
+    assert writing.is_alive(), "it waits for those on their way"
+    assert len(stream.names) <= AT_ONCE
+    release.set()
+    writing.join(10.0)
+    assert [part.bytes for part in stream.finish()] == [10] * 10
+    assert most[0] == AT_ONCE
+
+
+def test_a_part_that_fails_ends_the_stream() -> None:
+    def put(name: str, data: bytearray) -> None:
+        raise SnapshotError("no")
+
+    stream = PartStream(str, put, "host", part_bytes=10)
+    assert stream.write(bytes(1000)) == 1000
+    with pytest.raises(SnapshotError, match="no"):
+        stream.finish()
+    assert len(stream.names) <= AT_ONCE + 1, "what follows is not sent"
+
+
+def test_an_owner_that_was_replaced_makes_nothing_visible(url: str) -> None:
+    def replaced() -> None:
+        raise OwnershipLost("another job")
+
+    bucket = bucket_of(url)
+    with pytest.raises(OwnershipLost):
+        save(writer_to(bucket, before_rename=replaced), 1)
+    assert bucket.store.list() == {}
+
+
+def test_a_moment_that_is_there_already_stays(url: str) -> None:
+    bucket = bucket_of(url)
+    save(writer_to(bucket), 1)
+    before = bucket.store.list()
+    save(writer_to(bucket), 1)
+    assert bucket.store.list() == before
+    with pytest.raises(SnapshotError, match="another run has one of that name"):
+        save(writer_to(bucket, run_uid="other"), 1)
+
+
+def test_a_damaged_one_is_skipped_and_written_anew(url: str) -> None:
+    bucket = bucket_of(url)
+    writer = writer_to(bucket, keep=5)
+    for step in (1, 2):
+        save(writer, step)
+    part = next(key for key in bucket.store.list() if "000002-gen" in key and ".00001." in key)
+    bucket.store.put(part, bytes(PART_BYTES))
+    warnings: list[str] = []
+    assert newest(bucket, warnings) == 1
+    assert "is damaged: it is not what its manifest says" in warnings[0]
+    bucket.store.delete(part)
+    assert newest(bucket, warnings) == 1
+    assert warnings[-1].endswith(f"{part.rpartition('/')[2]} is missing, its manifest says {PART_BYTES}")
+    save(writer, 2)
+    assert newest(bucket) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "../other/state.pt.00000"}, "is not the name of a part"),
+        ({"name": "manifest.json"}, "is not the name of a part"),
+        ({"name": "state.pt./../../x"}, "is not the name of a part"),
+        ({"bytes": 2**40}, "bytes"),
+        ({"bytes": -1}, "bytes"),
+        ({"bytes": True}, "bytes"),
+        ({"bytes": 4095}, "its parts have not the"),
+    ],
+)
+def test_a_manifest_that_lies_allocates_nothing(
+    url: str, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = bucket_of(url)
+    save(writer_to(bucket), 1)
+    key = next(key for key in bucket.store.list() if key.endswith("manifest.json"))
+    manifest = json.loads(bucket.store.get(key).data)  # type: ignore[union-attr]
+    manifest["parts"][0] |= change
+    bucket.store.put(key, json.dumps(manifest).encode())
+    read: list[str] = []
+
+    def get(self: ObjectStore, key: str, limit: int | None = None) -> Stored | None:
+        read.append(key)
+        return original(self, key, limit)
+
+    original = ObjectStore.get
+    monkeypatch.setattr(ObjectStore, "get", get)
+    warnings: list[str] = []
+    assert newest(bucket, warnings) is None
+    assert message in warnings[0]
+    assert read == [key]
+
+
+def test_a_manifest_of_an_absurd_size_is_not_read(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from elastic_train.storage import bucket as bucket_module
+
+    bucket = bucket_of(url)
+    save(writer_to(bucket), 1)
+    monkeypatch.setattr(bucket_module, "MOST_MANIFEST_BYTES", 100)
+    warnings: list[str] = []
+    assert newest(bucket, warnings) is None
+    assert "which no manifest has" in warnings[0]
+
+
+def test_the_newest_of_a_run_stay_whoever_wrote_them(url: str) -> None:
+    bucket = bucket_of(url)
+    save(writer_to(bucket, run_uid="other", host="elsewhere"), 1)
+    for step, host in ((2, "one"), (3, "two"), (4, "three")):
+        save(writer_to(bucket, host=host), step)
+    assert [info.step for info in find_snapshots(bucket, warn=pytest.fail)] == [4, 3, 1]
+
+
+def test_one_that_is_not_whole_does_not_push_out_one_that_is(url: str) -> None:
+    bucket = bucket_of(url)
+    writer = writer_to(bucket)
+    for step in (1, 2):
+        save(writer, step)
+    part = next(key for key in bucket.store.list() if "000002-gen" in key and ".00001." in key)
+    bucket.store.delete(part)
+    save(writer, 3)
+    assert newest(bucket) == 3
+    assert [info.step for info in find_snapshots(bucket, warn=lambda _damaged: None)] == [3, 1]
+
+
+def test_parts_of_this_generation_may_have_a_writer(url: str) -> None:
+    bucket = bucket_of(url)
+    for generation in (4, 5):
+        bucket.store.put(f"step-000000000001-gen-{generation:04d}-two/state.pt.00000.ab", b"x")
+    save(writer_to(bucket), 7, generation=5)
+    assert {key.partition("/")[0] for key in bucket.store.list()} == {
+        "step-000000000001-gen-0005-two",
+        "step-000000000007-gen-0005-one",
+    }
+
+
+def test_with_a_key_only_what_it_has_signed_is_read(url: str, tmp_path: Path) -> None:
+    bucket = bucket_of(url)
+    save(writer_to(bucket, key=KEY, keep=5), 1)
+    save(writer_to(bucket, keep=5), 2)
+    save(writer_to(bucket, key=b"another key of 16", keep=5), 3)
+    save(SnapshotWriter(tmp_path, keep=5, host="one", run_uid="run", task={}, key=KEY), 4)
+    save(SnapshotWriter(tmp_path, keep=5, host="one", run_uid="run", task={}), 5)
+    for place, signed, unsigned in ((bucket, [1], 2), (tmp_path, [4], 1)):
+        warnings: list[str] = []
+        assert [info.step for info in find_snapshots(place, warn=warnings.append, key=KEY)] == signed
+        assert len(warnings) == unsigned
+        told = "\n".join(warnings)
+        assert "it has no signature, and --snapshot-key asks for one" in told
+        assert ("its signature is not of --snapshot-key" in told) == (place is bucket)
+    assert [info.step for info in find_snapshots(bucket, warn=pytest.fail)] == [3, 2, 1], "without a key all are"
+
+
+def test_a_signature_holds_for_every_field_and_through_a_copy(url: str, tmp_path: Path) -> None:
+    bucket = bucket_of(url)
+    save(writer_to(bucket, key=KEY), 1)
+    copy_snapshot(url, str(tmp_path / "copies"), warn=pytest.fail)
+    [info] = find_snapshots(tmp_path / "copies", warn=pytest.fail, key=KEY)
+    path = tmp_path / "copies" / info.name / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    for name in set(manifest) - {"signature", "format_version"}:
+        value = manifest[name]
+        changed = {**value, "more": 1} if isinstance(value, dict) else f"{value}1"
+        path.write_text(json.dumps({**manifest, name: changed}))
+        assert find_snapshots(tmp_path / "copies", warn=lambda _: None, key=KEY) == [], name
+
+
+def test_a_copy_is_the_same_bytes_there_and_back(url: str, tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(SnapshotWriter(tmp_path, keep=5, host="one", run_uid="run", task={}), step)
+    name = "step-000000000001-gen-0000-one"
+    info, place = copy_snapshot(str(tmp_path / name), url, warn=pytest.fail)
+    assert (info.step, place) == (1, f"{url}/{name}")
+    assert newest(bucket_of(url)) == 1
+    copy_snapshot(f"{url}/{name}", str(tmp_path / "back"), warn=pytest.fail)
+    copy_snapshot(str(tmp_path), str(tmp_path / "back"), warn=pytest.fail)
+    copy_snapshot(str(tmp_path), str(tmp_path / "back"), warn=pytest.fail)
+    assert [info.step for info in find_snapshots(tmp_path / "back", warn=pytest.fail)] == [2, 1]
+    for file in ("state.pt", "manifest.json"):
+        assert (tmp_path / "back" / name / file).read_bytes() == (tmp_path / name / file).read_bytes()
+    with pytest.raises(SnapshotError, match="no whole snapshot in memory://"):
+        copy_snapshot(f"{url}/nothing", str(tmp_path / "back"), warn=pytest.fail)
+
+
+def test_a_url_names_one_snapshot_or_many(url: str) -> None:
+    save(writer_to(bucket_of(url)), 1)
+    one = place_at(f"{url}/step-000000000001-gen-0000-one")
+    assert not isinstance(one, Path)
+    assert str(one) == f"{url}/step-000000000001-gen-0000-one"
+    assert str(place_at(url)) == url
+    assert place_at("runs/a") == Path("runs/a")
+
+
+def test_a_full_disk_for_what_is_fetched_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = bucket_of(url)
+    save(writer_to(bucket), 1)
+    with open("/dev/full", "w+b", buffering=0) as full:
+        monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: full)
+        with pytest.raises(SnapshotError, match=r"No space left on device.*set TMPDIR"):
+            newest(bucket)
+
+
+def test_the_parts_of_a_large_state_are_of_a_size_that_is_read() -> None:
+    assert parts_module.PART_BYTES <= parts_module.MOST_PART_BYTES

@@ -1,0 +1,199 @@
+"""Who owns the snapshots below a URL, by a clock that the test turns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from elastic_train.errors import NewerGeneration, ObjectStoreError, OwnershipLost, SnapshotsInUse, StoreFault
+from elastic_train.storage.bucket_owner import RENEWAL_SECONDS, RENEWALS_MISSED, BucketOwner
+from elastic_train.storage.object_store import ObjectStore, Tries
+from elastic_train.storage.ownership import OWNER_RECORD
+from elastic_train.storage.store_arms import MemoryArm
+from elastic_train.storage.store_urls import parse_url
+
+TIMEOUT = RENEWAL_SECONDS * RENEWALS_MISSED
+
+
+class Machine:
+    """A worker that may own, on a clock of its own; `while_waiting` happens between two looks."""
+
+    def __init__(self, store: ObjectStore, host: str, clock: float = 0.0) -> None:
+        self.clock = clock
+        self.while_waiting: Callable[[], None] = lambda: None
+        self.owner = BucketOwner(store, host, clock=lambda: self.clock, sleep=self.sleep, now=lambda: 1.7e9)
+
+    def sleep(self, seconds: float) -> None:
+        self.clock += seconds
+        self.while_waiting()
+
+    def take(self, token: str, generation: int) -> float:
+        """Returns how long it waited."""
+        began = self.clock
+        self.owner.take(token, generation, lambda: None)
+        self.enter(token, generation)
+        return self.clock - began
+
+    def enter(self, token: str, generation: int) -> None:
+        self.owner.enter(token, generation, f"run of {token}", ("an older run",), is_writer=False)
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> ObjectStore:
+    return ObjectStore(parse_url(f"memory://{request.node.name}"))
+
+
+def test_the_first_job_takes_it_at_once(store: ObjectStore) -> None:
+    one = Machine(store, "one")
+    assert one.take("job", 0) == 0
+    one.owner.check()
+    record = one.owner.read()
+    assert record is not None
+    assert (record.job_token, record.generation, record.run_uid, record.host) == ("job", 0, "run of job", "one")
+    assert record.superseded == ("an older run",)
+
+
+def test_a_job_that_lives_is_not_replaced(store: ObjectStore) -> None:
+    one, two = Machine(store, "one"), Machine(store, "two", clock=5e6)
+    one.take("job", 3)
+    two.while_waiting = one.owner.check
+    with pytest.raises(SnapshotsInUse, match=r"in use by another job \(host one, pid \d+, generation 3"):
+        two.take("other", 4)
+    one.owner.check()
+
+
+def test_one_that_renews_late_is_not_replaced_either(store: ObjectStore) -> None:
+    one, two = Machine(store, "one"), Machine(store, "two")
+    one.take("job", 3)
+
+    def renew_late() -> None:
+        if two.clock >= TIMEOUT - 2:
+            one.owner.check()
+
+    two.while_waiting = renew_late
+    with pytest.raises(SnapshotsInUse):
+        two.take("other", 4)
+
+
+def test_one_that_is_gone_is_replaced_after_three_renewals(store: ObjectStore) -> None:
+    one, two = Machine(store, "one"), Machine(store, "two", clock=7e6)
+    one.take("job", 3)
+    assert two.take("other", 4) == pytest.approx(TIMEOUT, abs=2)
+    with pytest.raises(OwnershipLost, match=r"now belong to another job \(host two.*writes nothing more"):
+        one.owner.check()
+    with pytest.raises(OwnershipLost):
+        one.owner.raise_if_lost()
+    two.owner.check()
+
+
+def test_one_that_has_left_is_replaced_at_once(store: ObjectStore) -> None:
+    one, two = Machine(store, "one"), Machine(store, "two")
+    one.take("job", 3)
+    one.owner.leave()
+    assert two.take("other", 4) == 0
+
+
+def test_the_same_job_goes_on_at_once(store: ObjectStore) -> None:
+    one, two = Machine(store, "one"), Machine(store, "two")
+    one.take("job", 3)
+    assert two.take("job", 4) == 0
+    with pytest.raises(NewerGeneration, match="now belong to generation 4"):
+        one.owner.check()
+
+
+def test_another_worker_of_the_job_becomes_the_writer(store: ObjectStore) -> None:
+    one, two = Machine(store, "one"), Machine(store, "two")
+    one.take("job", 3)
+    two.enter("job", 3)
+    two.owner.check()
+    one.owner.check()  # both at the same generation, as where all save for the next start
+    two.enter("job", 4)
+    two.owner.check()
+    with pytest.raises(NewerGeneration):
+        one.owner.check()
+    one.enter("job", 4)
+    one.owner.raise_if_lost()
+    one.owner.check()
+
+
+def test_a_start_whose_generation_is_no_higher_is_refused(store: ObjectStore) -> None:
+    """The owner came further between this start's look and its claim."""
+    one, two = Machine(store, "one"), Machine(store, "two")
+    one.take("job", 7)
+    with pytest.raises(SnapshotsInUse):
+        two.take("other", 7)
+
+
+def test_of_two_that_wait_one_gets_it(store: ObjectStore) -> None:
+    one, two, three = (Machine(store, name) for name in ("one", "two", "three"))
+    one.take("job", 3)
+    two.while_waiting = lambda: three.take("third", 4) if two.clock == TIMEOUT - 2 else None
+    with pytest.raises(SnapshotsInUse, match="host three"):
+        two.take("second", 4)
+
+
+def test_a_record_that_cannot_be_read_is_replaced(store: ObjectStore) -> None:
+    store.put(OWNER_RECORD, b"{")
+    one = Machine(store, "one")
+    assert one.take("job", 0) == 0
+    store.put(OWNER_RECORD, b"{}")
+    with pytest.raises(OwnershipLost, match=r"no valid owner\.json any more"):
+        one.owner.check()
+
+
+def test_without_a_conditional_put_a_change_is_still_seen(store: ObjectStore) -> None:
+    store._is_conditional = False
+    one, two = Machine(store, "one"), Machine(store, "two")
+    one.take("job", 3)
+    assert two.take("other", 4) == pytest.approx(TIMEOUT, abs=2)
+    with pytest.raises(OwnershipLost):
+        one.owner.check()
+
+
+def test_a_store_that_fails_neither_loses_nor_confirms(request: pytest.FixtureRequest) -> None:
+    import fsspec
+
+    class Broken(MemoryArm):
+        is_broken = False
+
+        def put_if(self, key: str, data: bytes, version: str | None) -> str:
+            if self.is_broken:
+                raise ConnectionResetError
+            return super().put_if(key, data, version)
+
+    url = parse_url(f"memory://{request.node.name}")
+    arm = Broken(fsspec.filesystem("memory"), url)
+    one = Machine(ObjectStore(url, Tries(total=0.0), arm), "one")
+    one.take("job", 3)
+    arm.is_broken = True
+    with pytest.raises(ObjectStoreError) as raised:
+        one.owner.check()
+    assert raised.value.fault is StoreFault.TRANSIENT
+    one.owner.raise_if_lost()
+    arm.is_broken = False
+    one.owner.check()
+
+
+def test_the_writer_renews_by_itself(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    from elastic_train.storage import bucket_owner
+    from elastic_train.tools.drills.nodes import wait_until
+
+    monkeypatch.setattr(bucket_owner, "RENEWAL_SECONDS", 0.01)
+    one = Machine(store, "one")
+    one.take("job", 3)
+    one.owner.enter("job", 5, "run", (), is_writer=True)
+
+    def record() -> dict[str, object]:
+        found = store.get(OWNER_RECORD)
+        assert found is not None
+        return dict(json.loads(found.data))
+
+    wait_until(lambda: record()["renewals"] >= 3, "three renewals", 10.0)  # type: ignore[operator]
+    assert record()["generation"] == 5
+    one.owner.leave()
+    assert record()["has_left"]
+    Machine(store, "two").take("other", 6)
+    one.owner.enter("job", 5, "run", (), is_writer=True)
+    wait_until(lambda: one.owner._lost is not None, "it finds out that it was replaced", 10.0)
