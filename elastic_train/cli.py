@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeAlias
 from elastic_train.errors import ElasticTrainError, UsageError
 from elastic_train.tools.commands import (
     SLURM_OPTIONS,
+    copy_snapshot,
     export_snapshot,
     hash_snapshot,
     list_snapshots,
@@ -227,24 +228,31 @@ def _add_submit(commands: Commands) -> None:
 
 
 def _add_snapshot(commands: Commands) -> None:
-    snapshot = commands.add_parser("snapshot", help="list, verify, hash and export snapshots", allow_abbrev=False)
+    snapshot = commands.add_parser("snapshot", help="list, verify, hash, export and copy snapshots", allow_abbrev=False)
     actions = snapshot.add_subparsers(title="actions", metavar="ACTION", required=True)
     listing = _add(actions, "list", list_snapshots, "the snapshots of a run, newest first")
-    listing.add_argument("path", metavar="RUN_DIR|SNAPSHOTS_DIR", type=Path)
+    listing.add_argument("path", metavar="RUN_DIR|SNAPSHOTS_DIR", help="or a URL, such as s3://bucket/run-1")
     verify = _add(actions, "verify", verify_snapshots, "compare size and SHA-256 of one snapshot, or of all of a run")
-    verify.add_argument("path", metavar="PATH", type=Path, help="a snapshot, a folder of snapshots, or a run directory")
+    verify.add_argument("path", metavar="PATH", help="a snapshot, a folder of snapshots, a run directory, or a URL")
+    verify.add_argument("--snapshot-key", metavar="FILE", type=Path, help="all must be signed with this key")
     hashing = _add(actions, "hash", hash_snapshot, "state_sha256 of a snapshot's model, as in result.json")
     hashing.add_argument(
-        "path", metavar="PATH", type=Path, help="a snapshot; of a folder of snapshots or a run, the newest whole one"
+        "path", metavar="PATH", help="a snapshot; of a folder of snapshots, a run or a URL, the newest whole one"
     )
 
     export = _add(actions, "export", export_snapshot, "a snapshot's weights as a file for other programs")
     export.add_argument(
-        "path", metavar="PATH", type=Path, help="a snapshot; of a folder of snapshots or a run, the newest whole one"
+        "path", metavar="PATH", help="a snapshot; of a folder of snapshots, a run or a URL, the newest whole one"
     )
     export.add_argument("--format", choices=("pt", "safetensors"), default="pt", help="default: pt, for torch.load")
     export.add_argument("--output", metavar="FILE", type=Path, help="default: weights.FORMAT here")
     export.add_argument("--averaged", action="store_true", help="the averaged weights of --ema-decay")
+
+    copying = _add(actions, "copy", copy_snapshot, "a snapshot to another folder or URL, whole or not at all")
+    copying.add_argument(
+        "source", metavar="SOURCE", help="a snapshot; of a folder or URL of many, the newest whole one"
+    )
+    copying.add_argument("target", metavar="TARGET", help="the folder or URL that it is to lie in")
 
 
 def _add_etcd(commands: Commands) -> None:

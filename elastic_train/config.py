@@ -156,8 +156,11 @@ class NodeFlags:
     """everything a run leaves is here, and an existing run is continued; default: runs/<run id>"""
     fresh: bool = switch()
     """start anew: an existing run in --run-dir is moved aside"""
-    snapshot_dir: Path | None = None
-    """where snapshots go; default: <run-dir>/snapshots"""
+    snapshot_dir: str | None = None
+    """where snapshots go: a folder, or a URL such as s3://bucket/run-1, the same on all nodes; default:
+    <run-dir>/snapshots"""
+    snapshot_key: Path | None = None
+    """file with a key that signs snapshots; those that it has not signed are not restored"""
     num_workers: int = at_least(0, 0)
     """DataLoader processes per rank; 0 loads in the training process, right for data in memory. They live as long as a
     world, not an epoch"""
@@ -195,11 +198,10 @@ class NodeFlags:
         for name in ("prefetch_factor", "multiprocessing_context"):
             if self.num_workers == 0 and (value := getattr(self, name)) is not None:
                 raise UsageError(f"{flag(name)} {value} is for DataLoader processes: give --num-workers, 1 at least")
-        for name in ("run_dir", "snapshot_dir"):
-            if (path := getattr(self, name)) is not None and IS_URL.match(str(path)):
-                raise UsageError(
-                    f"{flag(name)} {path}: no URL works here, only a folder; mount what it names, and give that"
-                )
+        if self.run_dir is not None and IS_URL.match(str(self.run_dir)):
+            raise UsageError(
+                f"--run-dir {self.run_dir}: no URL works here, only a folder; --snapshot-dir takes one for snapshots"
+            )
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,11 @@ class Config(NodeFlags, JobFlags, PlaceFlags, StepFlags, TaskFlags):
             raise UsageError(
                 f"--virtual-ranks {self.virtual_ranks} does not divide --global-batch-size "
                 f"{self.global_batch_size}: take a batch of {' or '.join(map(str, near))}"
+            )
+        if self.on_split == "go-on" and self.snapshot_dir is not None and IS_URL.match(self.snapshot_dir):
+            raise UsageError(
+                "--on-split go-on: both sides of a split would write to one --snapshot-dir, which has one owner; give "
+                "a folder there"
             )
         if self.micro_batch_size is not None and self.micro_batch_size > self.global_batch_size:
             raise UsageError(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from elastic_train.branches import BRANCH, Branch, id_of
 from elastic_train.config import as_json
@@ -19,12 +20,12 @@ from elastic_train.elastic.process_group import choose_backend, gpu_of
 from elastic_train.elastic.restore import Restored, require_line, restore
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.worker import Worker
-from elastic_train.errors import FormationFailed
+from elastic_train.errors import FormationFailed, SnapshotsInUse
 from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.runlog.goodput import process_start_ticks, seconds_since_process_start
 from elastic_train.storage.past_snapshots import read_past_snapshots
-from elastic_train.storage.run_record import RUN_FILE, RunRecord, read_record
-from elastic_train.storage.snapshot import find_snapshots, set_aside
+from elastic_train.storage.run_record import NO_RUN, RUN_FILE, RunRecord, read_record
+from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, set_aside
 from elastic_train.training import determinism
 from elastic_train.training.collectives import gather_json
 from elastic_train.training.state import TrainState
@@ -64,7 +65,7 @@ class EarlierRun:
             **({} if self._back is None else {"was": self._back.uid}),
             seconds=startup_seconds(worker),
         )
-        seen = [self._traces.generation, *(offer.generation for offer in self._offers)]
+        seen = [self._traces.generation, *(offer.generation for offer in self._offers), self._owner_generation]
         newest = max(((offer.generation, offer.step) for offer in self._offers), default=None)
         world = membership.first_world(
             Member(
@@ -92,11 +93,15 @@ class EarlierRun:
         worker = self._worker
         self._traces = worker.directory.traces()
         self._offers = sorted(
-            find_snapshots(worker.snapshots_dir, warn=worker.reporter.warn),
+            find_snapshots(worker.snapshots_dir, warn=worker.reporter.warn, key=worker.snapshot_key),
             key=lambda offer: offer.age_key,
             reverse=True,
         )
         self._record = self._fresh_record or read_record(worker.directory.path)
+        owner = None if worker.bucket is None else worker.bucket.owner.read()
+        self._owner_generation = None if owner is None else owner.generation
+        if owner is not None and self._record == NO_RUN:
+            self._record = RunRecord(owner.run_uid, owner.superseded)
         # A member that comes back knows its run, also where nobody else is left.
         self._run_uid = self._membership.published("run_uid") or worker.state.run_uid or new_token()
 
@@ -123,21 +128,33 @@ class EarlierRun:
         worker, directory = self._worker, self._worker.directory
         before = read_record(directory.path)
         offers = find_snapshots(worker.snapshots_dir, warn=lambda _damaged: None)
-        uids = {before.uid, *before.superseded, *(offer.run_uid for offer in offers)} - {""}
+        owner = None if worker.bucket is None else worker.bucket.owner.read()
+        known = () if owner is None else (owner.run_uid, *owner.superseded)
+        uids = {before.uid, *before.superseded, *known, *(offer.run_uid for offer in offers)} - {""}
         record = RunRecord("", tuple(sorted(uids)), is_fresh=True)
         moved = directory.move_aside()
         if moved is not None:
             worker.reporter.speak(f"--fresh: the run in {directory.path} was moved to {moved}")
         with suppress(OSError):  # it is of use where this start ends before there is a state
             directory.replace_file(RUN_FILE, replace(record, is_fresh=False).to_json())
-        if worker.config.snapshot_dir is not None:
-            folder = time.strftime("before-%Y%m%dT%H%M%SZ", time.gmtime())
-            names = set_aside(worker.snapshots_dir, folder, lambda _offer: True)
-            if names:
-                worker.reporter.speak(
-                    f"--fresh: {count(len(names), 'snapshot')} in {worker.snapshots_dir} moved to {folder}/ there"
-                )
+        self._move_snapshots_aside(offers)
         return record
+
+    def _move_snapshots_aside(self, offers: list[SnapshotInfo]) -> None:
+        """Those of a --snapshot-dir."""
+        worker, place = self._worker, self._worker.snapshots_dir
+        if worker.config.snapshot_dir is None:
+            return
+        if not isinstance(place, Path):
+            if offers:
+                worker.reporter.speak(
+                    f"--fresh: {count(len(offers), 'snapshot')} of earlier runs stay in {place}; they are not continued"
+                )
+            return
+        folder = time.strftime("before-%Y%m%dT%H%M%SZ", time.gmtime())
+        names = set_aside(place, folder, lambda _offer: True)
+        if names:
+            worker.reporter.speak(f"--fresh: {count(len(names), 'snapshot')} in {place} moved to {folder}/ there")
 
     def restore(self, world: World, *, lost: str | None, check: Check) -> Restored:
         """Bring all members of a world in which nobody has a state to one: the newest that any of them can see. Every
@@ -148,7 +165,8 @@ class EarlierRun:
             check: as in restore.restore().
 
         Raises:
-            SnapshotError: it was, or this worker waited to be taken in, and no snapshot of the run can be seen. As
+            SnapshotsInUse: another job has the bucket of --snapshot-dir.
+            SnapshotError: it was lost, or this worker waited to be taken in, and no snapshot of the run can be seen. As
                 restore.restore(), as TaskMismatch is.
         """
         worker, state = self._worker, self._worker.state
@@ -156,7 +174,13 @@ class EarlierRun:
             self._look()  # what was there before has been pruned since
         if lost is None and self._membership.came_later and self._membership.published("run_uid") is not None:
             lost = ALL_GONE
-        lost = next((reason for reason in gather_json(lost) if reason is not None), None)
+        told = gather_json({"lost": lost, "in_use": self._files.take_bucket(world, check)})
+        in_use = next((entry["in_use"] for entry in told if entry["in_use"] is not None), None)
+        if in_use is not None:
+            raise SnapshotsInUse(in_use)
+        if worker.bucket is not None:
+            self._look()  # its last owner may have written meanwhile
+        lost = next((entry["lost"] for entry in told if entry["lost"] is not None), None)
         restored = restore(
             state,
             world,

@@ -51,10 +51,11 @@ class Exits:
         state.clock.enter(Phase.FORM)
         set_group_timeout(GROUP_TIMEOUT)
         self._trainer.evaluate_if_missed(world)
-        if not is_saved and world.is_directory_leader:
+        if not is_saved and self._saver.is_last_writer(world):
             self._saver.save_and_wait(state)
         worker.reach("finish", world)
         data = write_result(worker, world, self._files, has_trained=outcome == "finished")
+        self._files.leave_bucket(world)
         if world.num_spares:
             with suppress(StoreUnreachable):  # the run is finished all the same
                 self._membership.barriers.announce_finished(world, data.decode())
@@ -93,9 +94,10 @@ class Exits:
         """Everybody was told to stop, at this very step: save, so that the next start goes on from here."""
         state = self._worker.state
         set_group_timeout(GROUP_TIMEOUT)
-        if world.is_directory_leader:
+        if self._saver.is_last_writer(world):
             self._saver.save_and_wait(state)
         self._saver.wait()
+        self._files.leave_bucket(world)
         barrier()  # nobody's agent may end a node whose leader is still writing
         self._membership.watcher.leave()
         self._membership.barriers.end_together(world)
@@ -191,7 +193,7 @@ class Exits:
             **({"discarded": discarded} if discarded else {}),
         )
         worker.reporter.leave()
-        worker.directory.ownership.release()
+        self._files.release()
         state.clock.begin_anew()
         others = () if world is None else tuple(member for member in world.members if member is not world.me)
         stores = tuple(member.store for member in others if member.store is not None)

@@ -2,13 +2,14 @@
 
 Nothing needs a shared file system or a particular rank 0. Each run directory has one worker that looks into it (its
 leader); the leaders' newest offers are compared over the process group, those who have the best one's very file read
-it, and the others get the state from one of these.
+it, and the others get the state from one of these. Of a bucket, which all see, one of them reads for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from elastic_train.branches import Position, branches_of, describe, is_on
@@ -133,8 +134,11 @@ def _restore_newest(
         if owner is None:
             return None
         found: dict[str, Any] = {}
-        if heads[world.rank] == heads[owner]:  # who has the same file on a disk of its own reads that
-            found = _read(state, offers.pop(0), task, warn)
+        has_it = heads[world.rank] == heads[owner]
+        if has_it and (world.rank == owner or isinstance(offers[0].path, Path)):  # on a disk of its own
+            found = _read(state, offers[0], task, warn)
+        if has_it:
+            offers.pop(0)
         told = gather_json(found)
         for entry in told:
             if "mismatch" in entry:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from elastic_train.branches import is_on
 from elastic_train.elastic.connect import MEMBERS_FILE, describe_members
 from elastic_train.elastic.worker import Worker
-from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryInUse, SnapshotError, first_line
+from elastic_train.errors import (
+    ObjectStoreError,
+    OwnershipLost,
+    RunDirectoryError,
+    RunDirectoryInUse,
+    SnapshotError,
+    SnapshotsInUse,
+    first_line,
+)
 from elastic_train.storage.run_record import RUN_FILE, RunRecord
 from elastic_train.storage.snapshot import SnapshotInfo, set_aside
 from elastic_train.world import World
@@ -29,6 +39,36 @@ class RunFiles:
         self.job_token = job_token
         self._last_warning: str | None = None
         self._noted: RunRecord | None = None
+        self._bucket = worker.bucket
+
+    def take_bucket(self, world: World, check: Callable[[], None]) -> str | None:
+        """Make the snapshots below --snapshot-dir URL this job's, whose workers have no state yet; rank 0 does. Blocks
+        as `BucketOwner.take`. Returns why it may not, None where it may."""
+        if self._bucket is None or world.rank != 0:
+            return None
+        try:
+            self._bucket.owner.take(self.job_token, world.generation, check)
+        except (SnapshotsInUse, ObjectStoreError) as error:
+            return str(error)
+        return None
+
+    def enter_bucket(self, world: World) -> None:
+        """The worker that writes says from now on that the job lives. This worker has the run's state."""
+        if self._bucket is not None:
+            state = self._worker.state
+            self._bucket.owner.enter(
+                self.job_token, world.generation, state.run_uid, state.superseded, is_writer=world.rank == 0
+            )
+
+    def raise_if_replaced(self) -> None:
+        """Costs nothing. Raises: OwnershipLost: another job, or a newer generation, has taken the bucket."""
+        if self._bucket is not None:
+            self._bucket.owner.raise_if_lost()
+
+    def leave_bucket(self, world: World) -> None:
+        """All have ended, and what they have is saved: the next job need not wait."""
+        if self._bucket is not None and world.rank == 0:
+            self._bucket.owner.leave()
 
     def take_token(self, token: str) -> None:
         """The world's: it may not be that of the host at which this worker stood in the queue first."""
@@ -37,8 +77,24 @@ class RunFiles:
             self.job_token = token
 
     def check_owner(self, generation: int) -> None:
-        """Raises: OwnershipLost: another job, or a newer generation, owns the run directory."""
+        """Raises: OwnershipLost: another job, or a newer generation, owns the run directory; or the bucket, as far as
+        is known."""
         self._worker.directory.ownership.check_owner(self.job_token, generation)
+        if self._bucket is not None:
+            self._bucket.owner.raise_if_lost()
+
+    def check_before_visible(self, generation: int) -> None:
+        """Called when a snapshot is about to become visible; asks the bucket. Raises: as `check_owner`.
+        ObjectStoreError: it does not answer."""
+        self.check_owner(generation)
+        if self._bucket is not None:
+            self._bucket.owner.check()
+
+    def release(self) -> None:
+        """This worker is no member of the job any more."""
+        self._worker.directory.ownership.release()
+        if self._bucket is not None:
+            self._bucket.owner.release()
 
     def claim(self, world: World, *, has_state: bool) -> None:
         """Make the run directory this generation's; a full disk does not end a run that is under way.
@@ -71,6 +127,7 @@ class RunFiles:
     def note_run(self, world: World) -> None:
         """Write down which run the directory belongs to. This worker has the run's state."""
         state, directory = self._worker.state, self._worker.directory
+        self.enter_bucket(world)
         record = RunRecord(state.run_uid, state.superseded)
         if not world.is_directory_leader or record == self._noted:
             return
@@ -83,8 +140,8 @@ class RunFiles:
     def set_branch_aside(self) -> None:
         """Move the snapshots of a branch that has stopped to where only a person looks: this worker has the state of
         the side that goes on."""
-        worker, state = self._worker, self._worker.state
-        if worker.config.on_split == "wait" or worker.launch.local_rank != 0:
+        worker, state, folder = self._worker, self._worker.state, self._worker.snapshots_dir
+        if worker.config.on_split == "wait" or worker.launch.local_rank != 0 or not isinstance(folder, Path):
             return
 
         def is_discarded(offer: SnapshotInfo) -> bool:
@@ -92,9 +149,9 @@ class RunFiles:
             return is_mine and not is_on(offer.branches, offer.step, state.branches)
 
         try:
-            moved = set_aside(worker.snapshots_dir, DISCARDED, is_discarded)
+            moved = set_aside(folder, DISCARDED, is_discarded)
         except SnapshotError as error:
             worker.reporter.warn(str(error))
             return
         if moved:
-            worker.reporter.warn(f"moved to {DISCARDED}/ in {worker.snapshots_dir}: {', '.join(moved)}")
+            worker.reporter.warn(f"moved to {DISCARDED}/ in {folder}: {', '.join(moved)}")

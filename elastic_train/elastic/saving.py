@@ -32,12 +32,21 @@ class Saver:
         """A world stands: from now on its generation is the one that writes."""
         self._world = world
 
+    def is_last_writer(self, world: World) -> bool:
+        """Whether this worker saves for others where all of a world have one state and stay until it is saved: each
+        run directory's leader, for its disk may be its own; rank 0 alone where all see one bucket."""
+        return world.is_directory_leader if self._worker.bucket is None else world.rank == 0
+
     def is_due(self, state: TrainState) -> bool:
         """Whether this worker must call `save` after the step that was just committed. Reports what was written."""
-        if not self._every or self._world is None:
+        if self._world is None:
             return False
         if self._world.rank != 0:
-            self._note_due(self._world, state)
+            if self._every:
+                self._note_due(self._world, state)
+            return False
+        self._files.raise_if_replaced()
+        if not self._every:
             return False
         if self._snapshots is not None:
             self.report()
@@ -112,13 +121,18 @@ class Saver:
                 host=worker.host,
                 run_uid=worker.state.run_uid,
                 task=worker.must_agree_with_snapshot(),
-                before_rename=self._check_owner,
+                before_rename=self._check_before_visible,
+                key=worker.snapshot_key,
             )
         return self._snapshots
 
     def _check_owner(self) -> None:
         assert self._world is not None
         self._files.check_owner(self._world.generation)
+
+    def _check_before_visible(self) -> None:
+        assert self._world is not None
+        self._files.check_before_visible(self._world.generation)
 
     def _tell(self, result: SnapshotResult) -> None:
         for warning in result.warnings:

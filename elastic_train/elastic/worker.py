@@ -25,7 +25,11 @@ from elastic_train.rendezvous.slurm import unused_tasks_warning
 from elastic_train.runlog.events import EventLog, Ledger
 from elastic_train.stopping import StopSignal
 from elastic_train.storage.atomic_files import require_writable
+from elastic_train.storage.places import OwnedBucket, bucket_at
 from elastic_train.storage.run_directory import RunDirectory
+from elastic_train.storage.signature import read_key
+from elastic_train.storage.snapshot import SnapshotFolder
+from elastic_train.storage.store_urls import is_url
 from elastic_train.storage.weights import initialise
 from elastic_train.system import keep_freed_memory, num_cores
 from elastic_train.training import determinism
@@ -63,8 +67,19 @@ class Worker:
     """by what members see that they have the same training set"""
 
     @property
-    def snapshots_dir(self) -> Path:
-        return self.config.snapshot_dir or self.directory.snapshots_dir
+    def snapshots_dir(self) -> SnapshotFolder:
+        """A folder, or the bucket of a URL."""
+        given = self.config.snapshot_dir
+        return self.bucket or (self.directory.snapshots_dir if given is None else Path(given))
+
+    @property
+    def bucket(self) -> OwnedBucket | None:
+        """Where the snapshots go by URL; None where they go to a folder."""
+        return bucket_of(self.config)
+
+    @property
+    def snapshot_key(self) -> bytes | None:
+        return None if self.config.snapshot_key is None else read_key(self.config.snapshot_key)
 
     def reach(self, point: str, world: World) -> None:
         """This worker is at a point of the fault seam."""
@@ -89,8 +104,10 @@ class Worker:
         """What must be equal on all members of a world."""
         local = LOCAL_FLAGS | {name for name, value in own_values(self.config).items() if isinstance(value, Path)}
         flags = {flag(name): value for name, value in as_json(self.config).items() if name not in local}
+        bucket = bucket_of(self.config)  # one of them writes there for all, and all look there for what it has written
         return {
             **flags,
+            **({} if bucket is None else {"--snapshot-dir": str(bucket)}),
             **self.task.describe(),
             **{f"the training set's {name}": value for name, value in self.data.items()},
             **{f"version of {name}": version for name, version in versions().items()},
@@ -136,6 +153,8 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
     host = host_name()
     reporter = make_reporter(config, launch, directory, host)
     try:
+        if launch.local_rank == 0:
+            require_bucket(config, reporter)
         if config.metrics_port is not None and launch.local_rank == 0:
             reporter.metrics = Metrics(
                 config.metrics_host,
@@ -176,24 +195,46 @@ def check_start(config: Config, launch: Launch) -> None:
     """What can be told before a directory is made for the run.
 
     Raises:
-        UsageError: the flags do not go with this launch.
+        UsageError: the flags do not go with this launch, or --snapshot-dir is no URL that works.
         SnapshotError: --init-from names no file.
     """
     if config.parallel == "dp" and launch.world_size > 1:
         raise UsageError(
             f"--parallel dp is one process for all GPUs, and this is one of {launch.world_size}: leave one out"
         )
+    bucket_of(config)
+    if config.snapshot_key is not None:
+        read_key(config.snapshot_key)
     if config.init_from is not None and not config.init_from.exists():
         raise SnapshotError(f"{config.init_from} cannot be read: {os.strerror(errno.ENOENT)} (--init-from)")
+
+
+def bucket_of(config: Config) -> OwnedBucket | None:
+    """Raises: UsageError: --snapshot-dir is a URL that does not work, or a package is missing."""
+    given = config.snapshot_dir
+    return bucket_at(given) if given is not None and is_url(given) else None
 
 
 def make_directory(config: Config, run_id: str) -> RunDirectory:
     """Raises: RunDirectoryError where it, or --snapshot-dir, cannot be written to."""
     directory = RunDirectory(config.run_dir or Path("runs") / default_run_name(run_id))
     directory.create()
-    if config.snapshot_dir is not None:
-        require_writable(config.snapshot_dir, "--snapshot-dir")
+    if config.snapshot_dir is not None and bucket_of(config) is None:
+        require_writable(Path(config.snapshot_dir), "--snapshot-dir")
     return directory
+
+
+def require_bucket(config: Config, reporter: Reporter) -> None:
+    """Raises: ObjectStoreError where the bucket of --snapshot-dir cannot be written to."""
+    bucket = bucket_of(config)
+    if bucket is None:
+        return
+    bucket.store.require_writable()
+    if not bucket.store.is_conditional:
+        reporter.warn(
+            f"{bucket} has no conditional put that can be relied on: a second job with the same --snapshot-dir may be "
+            "noticed late, or not at all"
+        )
 
 
 def make_reporter(config: Config, launch: Launch, directory: RunDirectory, host: str) -> Reporter:

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
 from elastic_train.observe.status import SILENT_AFTER_SECONDS, RunState, Status
-from elastic_train.observe.status_files import int_of, time_of
-from elastic_train.runlog.reader import Line
+from elastic_train.runlog.reader import Line, int_of, time_of
 from elastic_train.storage.snapshot import SnapshotInfo
 from elastic_train.wording import duration, human_bytes
 

@@ -20,7 +20,7 @@ from elastic_train.errors import ElasticTrainError, SnapshotDamaged, SnapshotErr
 from elastic_train.system import num_cores, require_linux
 
 if TYPE_CHECKING:
-    from elastic_train.storage.snapshot import SnapshotInfo
+    from elastic_train.storage.snapshot import SnapshotFolder, SnapshotInfo
 
 SLURM_OPTIONS = ("job-name", "time", "partition", "account", "gpus-per-node", "cpus-per-task")
 """those of sbatch that most jobs need"""
@@ -117,10 +117,10 @@ def serve_etcd(arguments: argparse.Namespace) -> int:
 
 
 def list_snapshots(arguments: argparse.Namespace) -> int:
-    from elastic_train.storage.snapshot import find_snapshots, snapshots_in
+    from elastic_train.storage.snapshot import find_snapshots
     from elastic_train.wording import aligned, duration, human_bytes
 
-    directory = snapshots_in(arguments.path)
+    directory = _folder_at(arguments.path)
     found = find_snapshots(directory, warn=_warn)
     if not found:
         raise SnapshotError(f"no whole snapshot in {directory}")
@@ -135,17 +135,22 @@ def list_snapshots(arguments: argparse.Namespace) -> int:
 
 def verify_snapshots(arguments: argparse.Namespace) -> int:
     """Prints a line per snapshot; 1 if one is damaged or there is none."""
+    from elastic_train.storage.places import place_at
+    from elastic_train.storage.signature import read_key
     from elastic_train.storage.snapshot import find_snapshots, is_snapshot, read_info, snapshots_in, verify
 
     damaged = []
-    if is_snapshot(arguments.path):
+    place, key = place_at(arguments.path), None
+    if arguments.snapshot_key is not None:
+        key = read_key(arguments.snapshot_key)
+    if is_snapshot(place):
         infos = []
         try:
-            infos = [read_info(arguments.path)]
+            infos = [read_info(place, key)]
         except SnapshotDamaged as error:
             damaged.append(str(error))
     else:
-        infos = find_snapshots(snapshots_in(arguments.path), warn=lambda line: damaged.append(_without_skipped(line)))
+        infos = find_snapshots(snapshots_in(place), warn=lambda line: damaged.append(_without_skipped(line)), key=key)
     for info in infos:
         try:
             verify(info)
@@ -156,7 +161,7 @@ def verify_snapshots(arguments: argparse.Namespace) -> int:
     for message in damaged:
         print(f"damaged: {message}")
     if not infos and not damaged:
-        raise SnapshotError(f"no snapshot in {snapshots_in(arguments.path)}")
+        raise SnapshotError(f"no snapshot in {snapshots_in(place)}")
     return 1 if damaged else 0
 
 
@@ -181,10 +186,30 @@ def export_snapshot(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _read_state(path: Path) -> tuple[SnapshotInfo, dict[str, Any]]:
+def copy_snapshot(arguments: argparse.Namespace) -> int:
+    from elastic_train.storage.places import copy_snapshot
+
+    info, place = copy_snapshot(arguments.source, arguments.target, warn=_warn)
+    print(f"step {info.step}: {place}")
+    return 0
+
+
+def _read_state(path: str) -> tuple[SnapshotInfo, dict[str, Any]]:
+    from elastic_train.storage.places import place_at
     from elastic_train.storage.weights import read_state
 
-    return read_state(path, warn=_warn)
+    return read_state(place_at(path), warn=_warn)
+
+
+def _folder_at(path: str) -> SnapshotFolder:
+    """Of a run directory, its snapshots'. Raises: UsageError, SnapshotError."""
+    from elastic_train.storage.places import place_at
+    from elastic_train.storage.snapshot import is_snapshot, snapshots_in
+
+    place = place_at(path)
+    if is_snapshot(place) and not isinstance(place, Path):
+        raise SnapshotError(f"{path} is one snapshot; give what it lies in")
+    return snapshots_in(place)
 
 
 def run_benchmark(arguments: argparse.Namespace) -> int:

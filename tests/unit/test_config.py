@@ -39,7 +39,7 @@ BAD = [
     ("--metrics-port 65536", "--metrics-port 65536: must be a port, 1 to 65535"),
     (f"--seed {2**63}", "must be below 2**63"),
     ("--momentum -0.1", "--momentum -0.1: must be at least 0"),
-    ("--snapshot-dir s3://bucket/run", "--snapshot-dir s3:/bucket/run: no URL works here, only a folder"),
+    ("--snapshot-dir s3://bucket/run --on-split go-on", "--on-split go-on: both sides of a split would write to one"),
     ("--run-dir gs://bucket", "--run-dir gs:/bucket: no URL works here, only a folder"),
     ("--task=", "--task has no value: is a variable not set?"),
     ("--run-dir=", "--run-dir has no value: is a variable not set?"),

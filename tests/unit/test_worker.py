@@ -18,6 +18,7 @@ from elastic_train.__main__ import quick_imports
 from elastic_train.config import Config
 from elastic_train.elastic.worker import Worker, make_state
 from elastic_train.elastic.world_report import describe_share
+from elastic_train.errors import UsageError
 from elastic_train.training.tasks import Task, build_task
 
 CPU = torch.device("cpu")
@@ -79,6 +80,18 @@ def test_members_agree_on_a_tasks_flags_but_for_paths() -> None:
     assert agreement["--task"] == "mine:Spread"
     assert "--scratch" not in agreement
     assert agreement["the training set's items"] == "1f"
+
+
+def test_members_agree_on_a_bucket_and_not_on_a_folder() -> None:
+    def agreement(snapshot_dir: str) -> dict[str, Any]:
+        config = Config(task="mine:Spread", own_flags=OwnFlags(), snapshot_dir=snapshot_dir)
+        worker: Any = SimpleNamespace(config=config, task=Spread("cpu"), device=CPU, data={"items": "1f"})
+        return Worker.agreement(worker)
+
+    assert agreement("memory://here")["--snapshot-dir"] == "memory://here"
+    assert "--snapshot-dir" not in agreement("/a/folder")
+    with pytest.raises(UsageError, match="credentials do not belong into a URL"):
+        agreement("s3://key:secret@bucket/run")
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,11 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
     # Here, for they import torch, and a wrong flag should be told before that.
     from elastic_train.elastic.connect import Applicant, Waits, connect_worker
     from elastic_train.elastic.worker import default_run_name
-    from elastic_train.tools.check.here import TrialDirectory, look_here
+    from elastic_train.tools.check.here import look_here, trial_place
     from elastic_train.tools.check.together import look_together, meet_others
 
     run_dir = config.run_dir or Path("runs") / default_run_name(launch.run_id.removesuffix(f"/{OWN_ID}"))
-    directory = TrialDirectory(config.snapshot_dir or run_dir / "snapshots")
+    directory = trial_place(config, run_dir)
     rendezvous = look_at_rendezvous(arguments, launch)
     membership, mine = None, None
     try:

@@ -10,11 +10,11 @@ import shutil
 import socket
 import tempfile
 import traceback
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,7 +26,9 @@ from elastic_train.errors import ElasticTrainError, SnapshotError, UsageError, f
 from elastic_train.protocol.addresses import interface_address
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.storage.snapshot_writer import SnapshotWriter
+from elastic_train.storage.store_urls import is_url, parse_url
 from elastic_train.tools.check.facts import Gpu, RendezvousFacts, WorkerFacts
+from elastic_train.tools.check.trial_bucket import TrialBucket
 from elastic_train.world import host_name
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -36,7 +38,7 @@ MOST_TRIES = 10
 
 
 def look_here(
-    config: Config, launch: Launch, address: str, directory: TrialDirectory, rendezvous: RendezvousFacts
+    config: Config, launch: Launch, address: str, directory: TrialPlace, rendezvous: RendezvousFacts
 ) -> WorkerFacts:
     """Everything that needs no other member. Blocks for the data, the model and a snapshot, as a worker's start does.
 
@@ -81,7 +83,7 @@ def look_here(
         device_error=device_error,
         snapshot_dir=str(directory.path),
         snapshot_dir_error=directory.error,
-        snapshot_dir_free=0 if directory.error else shutil.disk_usage(directory.path).free,
+        snapshot_dir_free=0 if directory.error else directory.free_bytes,
         shm_free=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
         state_error=state_error,
         state_bytes=measured[0] if measured else None,
@@ -159,6 +161,16 @@ class TrialDirectory:
                 if tries_left == 0:
                     raise
 
+    @property
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.path).free
+
+    @contextmanager
+    def trial(self) -> Iterator[Path]:
+        """A place for snapshots, which goes again. Raises: OSError."""
+        with tempfile.TemporaryDirectory(prefix=".check-", dir=self.path) as path:
+            yield Path(path)
+
     def leave_mark(self, token: str, rank: int) -> None:
         """A file by which the others see whether they have the same directory."""
         if self.error is not None:
@@ -194,8 +206,19 @@ class TrialDirectory:
                 os.rmdir(path)
 
 
+TrialPlace: TypeAlias = TrialDirectory | TrialBucket
+
+
+def trial_place(config: Config, run_dir: Path) -> TrialPlace:
+    """Raises: UsageError: --snapshot-dir is no URL that works."""
+    given = config.snapshot_dir
+    if given is not None and is_url(given):
+        return TrialBucket(parse_url(given, "--snapshot-dir"))
+    return TrialDirectory(run_dir / "snapshots" if given is None else Path(given))
+
+
 def measure_snapshot(
-    config: Config, device: torch.device, directory: TrialDirectory, *, is_writer: bool
+    config: Config, device: torch.device, directory: TrialPlace, *, is_writer: bool
 ) -> tuple[int, float] | None:
     """(bytes, seconds until it is durable) of a snapshot of what the flags say; None where this worker writes none.
 
@@ -212,8 +235,8 @@ def measure_snapshot(
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     state.optimizer.step()  # moments and the like exist from the first step on
     try:
-        with tempfile.TemporaryDirectory(prefix=".check-", dir=directory.path) as trial:
-            writer = SnapshotWriter(Path(trial), keep=1, host=host_name(), run_uid="check", task={})
+        with directory.trial() as place:
+            writer = SnapshotWriter(place, keep=1, host=host_name(), run_uid="check", task={})
             written = writer.save(state.state_dict(), step=1, epoch=0, samples_done=0, generation=0, world_size=1)
     except OSError as error:
         directory.error = error.strerror or type(error).__name__

@@ -18,7 +18,7 @@ from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.rules import common_backend
 from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, SharedFacts, WorkerFacts
-from elastic_train.tools.check.here import TrialDirectory
+from elastic_train.tools.check.here import TrialPlace
 from elastic_train.training.collectives import exchange
 from elastic_train.world import Member, World
 
@@ -97,7 +97,7 @@ class Exchange:
 
 
 def look_together(
-    membership: Membership, world: World, mine: WorkerFacts, directory: TrialDirectory, tell: Callable[[str], None]
+    membership: Membership, world: World, mine: WorkerFacts, directory: TrialPlace, tell: Callable[[str], None]
 ) -> tuple[list[WorkerFacts], list[SharedFacts]]:
     """Everybody's facts, by rank. Every rank calls it; blocks for some seconds.
 

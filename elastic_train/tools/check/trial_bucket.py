@@ -1,0 +1,74 @@
+"""The bucket of --snapshot-dir URL, in which a check leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+from collections.abc import Collection, Iterator
+
+from elastic_train.errors import ObjectStoreError
+from elastic_train.storage.bucket import Bucket
+from elastic_train.storage.object_store import ObjectStore
+from elastic_train.storage.store_urls import StoreUrl
+
+
+class TrialBucket:
+    """As `TrialDirectory`, of which it has what a check uses."""
+
+    free_bytes = sys.maxsize
+    """nobody tells"""
+
+    def __init__(self, url: StoreUrl) -> None:
+        self.path = url
+        self.error: str | None = None
+        """why nothing can be written there"""
+        self.made: list[str] = []
+        self._store = ObjectStore(url)
+        self._marks: list[str] = []
+        with self._noting_errors():
+            self._store.require_writable()
+
+    @contextlib.contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except ObjectStoreError as error:
+            self.error = str(error)
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[Bucket]:
+        """A place for snapshots, which goes again."""
+        store = ObjectStore(self.path.below(f"check-{secrets.token_hex(8)}"))
+        try:
+            yield Bucket(store)
+        finally:
+            with self._noting_errors():
+                for key in store.list():
+                    store.delete(key)
+
+    def leave_mark(self, token: str, rank: int) -> None:
+        """An object by which the others see whether they have the same bucket."""
+        if self.error is None:
+            with self._noting_errors():
+                self._store.put(self._mark(token, rank), b"")
+                self._marks.append(self._mark(token, rank))
+
+    def sees_mark(self, token: str, rank: int) -> bool:
+        with self._noting_errors():
+            return self.error is None and self._store.get(self._mark(token, rank)) is not None
+        return False
+
+    @staticmethod
+    def _mark(token: str, rank: int) -> str:
+        return f"check-{token}-{rank}"
+
+    def remove_marks(self, made: Collection[str] = ()) -> None:
+        """`made` is of folders alone."""
+        with self._noting_errors():
+            for mark in self._marks:
+                self._store.delete(mark)
+        self._marks.clear()
+
+    def close(self) -> None:
+        self.remove_marks()

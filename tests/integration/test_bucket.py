@@ -1,0 +1,215 @@
+"""Runs whose snapshots lie below a URL: they go on from there alone, and two jobs do not write there at once. The S3
+server is moto, a fake."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from elastic_train.errors import ObjectStoreError
+from elastic_train.storage.bucket import Bucket
+from elastic_train.storage.object_store import ObjectStore
+from elastic_train.storage.snapshot import find_snapshots
+from elastic_train.storage.store_urls import parse_url
+from tests.integration.cluster import (
+    Cluster,
+    check_ledger,
+    error_line,
+    events,
+    outcomes,
+    result,
+    wait_for_step,
+    wait_until,
+)
+from tests.object_stores import ACCESS_KEY, BUCKET, SECRET_KEY, Request, environment, proxy_to, s3_server
+
+LENGTH, BATCH = 1437, 64
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"s3://{BUCKET}/{tmp_path.name}"
+
+
+def steps_in(url: str) -> list[int]:
+    bucket = Bucket(ObjectStore(parse_url(url)))
+    return [info.step for info in find_snapshots(bucket, warn=pytest.fail)]
+
+
+def test_a_run_goes_on_from_a_bucket_alone(
+    cluster: Cluster, endpoint: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = environment(endpoint)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    flags = ("--snapshot-dir", url, "--snapshot-every", "10", "--model", "mlp")
+    cluster.finish([cluster.start_alone(*flags, "--max-steps", "25", env=env)])
+    assert steps_in(url)[0] == 25
+    new = cluster.path / "new"
+    cluster.finish([cluster.start_alone(*flags, "--max-steps", "40", env=env, run_dir=new)])
+    [restored] = events(new, "restore")
+    assert (restored["source"], restored["restored_step"]) == ("snapshot", 25)
+    assert restored["generation"] == 1, "higher than any before"
+    assert not (new / "snapshots").exists()
+    assert steps_in(url)[0] == 40
+    assert 2 <= len(steps_in(url)) <= 3, "--keep-snapshots, whichever were not put off"
+    assert events(new, "warning") == []
+    missing = cluster.start_alone("--snapshot-dir", "s3://not-there/run", env=env, run_dir=cluster.path / "other")
+    assert missing.wait() == 1
+    assert "s3://not-there/run: cannot write" in error_line(missing)
+    assert "make the bucket, or correct the URL" in error_line(missing)
+
+
+def test_training_goes_on_where_nothing_can_be_saved(
+    cluster: Cluster, endpoint: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The credentials are withdrawn after the first snapshot; the server repeats them in its answer."""
+
+    def withdrawn(request: Request) -> bool:
+        return request.is_part and bool(written) and request.answer(403, "AccessDenied", f"{ACCESS_KEY} {SECRET_KEY}")
+
+    with proxy_to(endpoint) as proxy:
+        env = environment(proxy.endpoint)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        written: list[int] = []
+        proxy.fault = withdrawn
+        flags = ("--snapshot-dir", url, "--snapshot-every", "20", "--model", "mlp", "--max-steps", "400")
+        node = cluster.start_alone(*flags, env=env)
+        wait_until(lambda: bool(events(cluster.run_dir, "snapshot")), "the first snapshot", 60.0)
+        written += [int(event["snapshot_step"]) for event in events(cluster.run_dir, "snapshot")]
+        cluster.finish([node])
+        assert outcomes(cluster.run_dir) == ["finished"]
+        warnings = [str(event["message"]) for event in events(cluster.run_dir, "warning")]
+        assert any("AccessDenied (403); give credentials" in warning for warning in warnings)
+        assert any(warning.endswith("training goes on") for warning in warnings)
+        assert set(steps_in(url)) & set(written)
+        files = [path for path in cluster.path.rglob("*") if path.is_file()]
+        said = b"".join(path.read_bytes() for path in files)
+        for secret in (ACCESS_KEY, SECRET_KEY):
+            assert secret.encode() not in said
+
+
+@pytest.mark.slow
+def test_two_jobs_at_one_bucket(cluster: Cluster, endpoint: str, url: str) -> None:
+    """While the first lives the second is refused. While it is stopped (SIGSTOP) the second takes over; the first finds
+    that out when it wakes up, and writes nothing more."""
+    env = environment(endpoint)
+    flags = ("--snapshot-dir", url, "--snapshot-every", "50", "--epochs", "100000")
+    first = cluster.start_alone(*flags, env=env)
+    wait_until(lambda: bool(events(cluster.run_dir, "snapshot")), "a snapshot", 60.0)
+    refused = cluster.start_alone(*flags, env=env, run_dir=cluster.path / "refused")
+    assert refused.wait() == 1
+    assert f"the snapshots in {url} are in use by another job (host " in error_line(refused)
+    os.kill(first.process.pid, signal.SIGSTOP)
+    second_dir = cluster.path / "second"
+    second = cluster.start_alone(*flags, env=env, run_dir=second_dir)
+    wait_until(lambda: bool(events(second_dir, "snapshot")), "a snapshot of the second job", 120.0)
+    os.kill(first.process.pid, signal.SIGCONT)
+    assert first.wait() == 1
+    assert "now belong to another job" in error_line(first)
+    known = {event["path"] for run_dir in (cluster.run_dir, second_dir) for event in events(run_dir, "snapshot")}
+    assert known
+    second.process.send_signal(signal.SIGTERM)
+    assert second.wait() == 143
+    third_dir = cluster.path / "third"
+    third = cluster.start_alone(*flags, env=env, run_dir=third_dir)
+    wait_until(lambda: bool(events(third_dir, "restore")), "a start without a wait: the second has left", 25.0)
+    [restored] = events(third_dir, "restore")
+    assert restored["restored_step"] == max(int(event["step"]) for event in events(second_dir, "step"))
+    third.process.send_signal(signal.SIGTERM)
+    third.wait()
+
+
+@pytest.mark.slow
+def test_new_machines_with_empty_disks_go_on_with_the_same_bits(cluster: Cluster, endpoint: str, url: str) -> None:
+    """Two nodes with a disk each, all killed; two others. Nothing is lost but what came after the last snapshot."""
+    env = environment(endpoint)
+    bucket_flags = ("--snapshot-dir", url, "--snapshot-every", "20")
+    flags = ("--reduction", "ordered", "--epochs", "8", "--ledger")
+    disks = [cluster.path / name for name in ("a", "b", "c", "d")]
+
+    def start(first: Path, second: Path) -> list:
+        cluster.nodes.clear()
+        return [
+            node
+            for disk in (first, second)
+            for node in cluster.start(*flags, *bucket_flags, run_dir=disk, env=env, nnodes="2:2")
+        ]
+
+    start(*disks[:2])
+    wait_until(lambda: any(events(disk, "snapshot") for disk in disks[:2]), "a snapshot", 120.0)
+    for disk in disks[:2]:
+        if events(disk, "step"):
+            wait_for_step(disk, 50)
+    cluster.kill()
+    saved = max(int(event["snapshot_step"]) for disk in disks[:2] for event in events(disk, "snapshot"))
+    cluster.finish(start(*disks[2:]))
+    for disk in disks[2:]:
+        [restored] = events(disk, "restore")
+        assert (restored["source"], restored["restored_step"]) == ("snapshot", saved)
+        assert {event["generation"] for event in events(disk, "world")} == {1}
+    undisturbed = cluster.path / "undisturbed"
+    cluster.finish([cluster.start_alone(*flags, run_dir=undisturbed)])
+    for disk in disks[2:]:
+        assert result(disk)["state_sha256"] == result(undisturbed)["state_sha256"]
+    check_ledger(disks, length=LENGTH, batch=BATCH, steps=result(undisturbed)["step"])
+
+
+# --- children of fork() -----------------------------------------------------------------------------------------------
+
+
+def num_connections_to(port: int) -> int:
+    """Of this process."""
+    return sum(bool(one.raddr) and one.raddr.port == port for one in psutil.Process().net_connections("tcp"))
+
+
+class UsesStore(Dataset):
+    """Each sample says whether the store could be used in a child, and how many connections the child has to it."""
+
+    def __init__(self, store: ObjectStore, port: int) -> None:
+        self.store, self.port = store, port
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[int, int, int]:
+        try:
+            self.store.get("o")
+            is_refused = 0
+        except ObjectStoreError:
+            is_refused = 1
+        return is_refused, num_connections_to(self.port), os.getpid()
+
+
+@pytest.mark.timeout(60)
+def test_a_loaders_child_has_nothing_of_the_store(endpoint: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec's thread is not there in a child: it must neither wait for it nor hold the parent's connections."""
+    with proxy_to(endpoint) as proxy:  # which keeps connections, as real servers do
+        for name, value in environment(proxy.endpoint).items():
+            monkeypatch.setenv(name, value)
+        store = ObjectStore(parse_url(url))
+        store.put("o", b"1")
+        port = int(proxy.endpoint.rpartition(":")[2])
+        assert num_connections_to(port), "the parent keeps its own"
+        for _ in range(2):
+            loader = DataLoader(UsesStore(store, port), num_workers=2, multiprocessing_context="fork", batch_size=None)
+            for is_refused, num_connections, pid in loader:
+                assert pid != os.getpid()
+                assert is_refused == 1
+                assert num_connections == 0
+            found = store.get("o")
+            assert found is not None, "the parent goes on"
+            assert found.data == b"1"
