@@ -116,9 +116,11 @@ class BucketOwner:
             SnapshotsInUse: another job has them, and lives. ObjectStoreError: the store cannot be asked.
         """
         first: Stored | None = None
-        since = self._clock()
+        since = 0.0
         while True:
             stored = self._store.get(OWNER_RECORD)
+            if first is None:
+                first, since = stored, self._clock()
             record = BucketRecord.of(stored)
             is_free = record is None or record.has_left or record.job_token == job_token
             if record is not None and not is_free:
@@ -129,7 +131,6 @@ class BucketOwner:
                 raise self._in_use(record)  # it came further between this start's look and now
             if is_free and self._put_first(stored, job_token, generation):
                 return
-            first = first or stored
             if not is_free:
                 check()
                 self._sleep(POLL_SECONDS)

@@ -103,6 +103,27 @@ def test_training_goes_on_where_nothing_can_be_saved(
 
 
 @pytest.mark.slow
+def test_what_fresh_left_in_a_bucket_is_not_continued_on_an_empty_disk(cluster: Cluster) -> None:
+    """The new disk has no run.json that says which of two runs is meant: the bucket does."""
+    url = f"file://{cluster.path}/bucket"
+
+    def run(name: str, *flags: str, steps: int) -> Path:
+        path = cluster.path / name
+        node = cluster.start_alone(
+            "--snapshot-dir", url, "--model", "mlp", "--max-steps", str(steps), *flags, run_dir=path
+        )
+        cluster.finish([node])
+        return path
+
+    run("a", steps=30)
+    fresh = run("b", "--fresh", steps=10)
+    assert "--fresh: 1 snapshot of earlier runs stay in" in cluster.nodes[-1].text()
+    assert [event["source"] for event in events(fresh, "restore")] == ["scratch"]
+    later = run("c", steps=20)
+    assert [event["restored_step"] for event in events(later, "restore")] == [10]
+
+
+@pytest.mark.slow
 def test_two_jobs_at_one_bucket(cluster: Cluster, endpoint: str, url: str) -> None:
     """While the first lives the second is refused. While it is stopped (SIGSTOP) the second takes over; the first finds
     that out when it wakes up, and writes nothing more."""

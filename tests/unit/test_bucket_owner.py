@@ -11,7 +11,7 @@ from elastic_train.errors import NewerGeneration, ObjectStoreError, OwnershipLos
 from elastic_train.storage.bucket_owner import RENEWAL_SECONDS, RENEWALS_MISSED, BucketOwner
 from elastic_train.storage.object_store import ObjectStore, Tries
 from elastic_train.storage.ownership import OWNER_RECORD
-from elastic_train.storage.store_arms import MemoryArm
+from elastic_train.storage.store_arms import MemoryArm, Stored
 from elastic_train.storage.store_urls import parse_url
 
 TIMEOUT = RENEWAL_SECONDS * RENEWALS_MISSED
@@ -86,6 +86,22 @@ def test_one_that_is_gone_is_replaced_after_three_renewals(store: ObjectStore) -
     with pytest.raises(OwnershipLost):
         one.owner.raise_if_lost()
     two.owner.check()
+
+
+def test_a_first_look_that_takes_long_is_no_wait(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = Machine(store, "one"), Machine(store, "two")
+    one.take("job", 3)
+    get = store.get
+
+    def slow_get(key: str, limit: int | None = None) -> Stored | None:
+        monkeypatch.setattr(store, "get", get)
+        two.clock += 10 * TIMEOUT
+        return get(key, limit)
+
+    two.while_waiting = one.owner.check
+    monkeypatch.setattr(store, "get", slow_get)
+    with pytest.raises(SnapshotsInUse):
+        two.take("other", 4)
 
 
 def test_one_that_has_left_is_replaced_at_once(store: ObjectStore) -> None:

@@ -6,8 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
-from elastic_train.tools.check.here import TrialDirectory
+from elastic_train.config import Config
+from elastic_train.errors import UsageError
+from elastic_train.storage.object_store import ObjectStore
+from elastic_train.storage.store_urls import parse_url
+from elastic_train.tools.check.here import TrialDirectory, measure_snapshot, trial_place
+from elastic_train.tools.check.trial_bucket import TrialBucket
 
 
 @pytest.fixture
@@ -53,3 +59,31 @@ def test_a_path_that_can_never_be_made(tmp_path: Path) -> None:
         assert directory.error is not None
         assert directory.error.startswith(error)
         directory.close()
+
+
+def test_a_bucket_is_tried_and_left_empty(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}"
+    config = Config(snapshot_dir=url, model="mlp")
+    first, second = trial_place(config, tmp_path), trial_place(config, tmp_path)
+    assert isinstance(first, TrialBucket)
+    measured = measure_snapshot(config, torch.device("cpu"), first, is_writer=True)
+    assert measured is not None
+    assert measured[0] > 1000
+    first.leave_mark("token", 0)
+    assert second.sees_mark("token", 0)
+    assert not second.sees_mark("token", 1)
+    for place in (first, second):
+        assert place.error is None
+        assert place.free_bytes > 2**50
+        place.close()
+    assert ObjectStore(parse_url(url)).list() == {}
+
+
+def test_a_bucket_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    place = trial_place(Config(snapshot_dir=f"file://{tmp_path}/file"), tmp_path)
+    assert place.error is not None
+    assert "cannot write probe-" in place.error
+    place.close()
+    with pytest.raises(UsageError, match="credentials do not belong into a URL"):
+        trial_place(Config(snapshot_dir="s3://key:secret@bucket/run"), tmp_path)

@@ -307,6 +307,14 @@ def test_snapshots_are_found_and_damaged_ones_named(files: Files) -> None:
     assert (found.length, found.last_step) == (LENGTH, EPOCHS * STEPS_PER_EPOCH)
 
 
+def test_snapshots_below_a_url_are_told_by_the_events_alone(files: Files) -> None:
+    worker = files.worker(0, started=NOW - 20)
+    worker.enter(0, NOW - 15)
+    for step, at in ((14, NOW - 9), (7, NOW - 8)):
+        worker.write("snapshot", at, path=f"s3://bucket/run/step-{step}", snapshot_step=step, bytes=5000)
+    assert dict(describe(read(files), NOW))["snapshot"] == "step 14, 9.0 s ago, 5.0 kB, s3://bucket/run/step-14"
+
+
 def test_torn_and_foreign_lines_are_skipped(files: Files) -> None:
     worker = files.worker(0, started=NOW - 20)
     worker.enter(0, NOW - 10)
