@@ -48,6 +48,7 @@ class RunFiles:
             return None
         try:
             self._bucket.owner.take(self.job_token, world.generation, check)
+            self._bucket.owner.renew_in_background()
         except (SnapshotsInUse, ObjectStoreError) as error:
             return str(error)
         return None

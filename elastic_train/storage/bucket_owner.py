@@ -162,8 +162,13 @@ class BucketOwner:
         self._lost = None
         self._stop_renewing()
         if is_writer:
-            self._stop = threading.Event()
-            threading.Thread(target=self._renew, args=(self._stop,), name="bucket-owner", daemon=True).start()
+            self.renew_in_background()
+
+    def renew_in_background(self) -> None:
+        """Say from now on that the job lives: once `take` has made the snapshots its own, a large state is read."""
+        self._stop_renewing()
+        self._stop = threading.Event()
+        threading.Thread(target=self._renew, args=(self._stop,), name="bucket-owner", daemon=True).start()
 
     def release(self) -> None:
         """This process is no member of the job any more; others may be."""

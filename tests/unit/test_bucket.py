@@ -14,12 +14,13 @@ import fsspec
 import pytest
 import torch
 
-from elastic_train.errors import OwnershipLost, SnapshotError
+from elastic_train.errors import OwnershipLost, SnapshotError, UsageError
 from elastic_train.storage import parts as parts_module
 from elastic_train.storage.bucket import Bucket
 from elastic_train.storage.object_store import ObjectStore, Tries
 from elastic_train.storage.parts import AT_ONCE, PartStream
 from elastic_train.storage.places import copy_snapshot, place_at
+from elastic_train.storage.signature import read_key
 from elastic_train.storage.snapshot import SnapshotResult, find_snapshots, newest_whole, verify
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_arms import MemoryArm, Stored, version_of
@@ -320,6 +321,17 @@ def test_with_a_key_only_what_it_has_signed_is_read(url: str, tmp_path: Path) ->
         assert "it has no signature, and --snapshot-key asks for one" in told
         assert ("its signature is not of --snapshot-key" in told) == (place is bucket)
     assert [info.step for info in find_snapshots(bucket, warn=pytest.fail)] == [3, 2, 1], "without a key all are"
+
+
+def test_a_key_that_is_none_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    with pytest.raises(UsageError, match=r"--snapshot-key .*/key cannot be read: No such file"):
+        read_key(path)
+    path.write_bytes(b"short\n")
+    with pytest.raises(UsageError, match=r"holds 5 bytes: 16 at least make a key; openssl rand -hex 32 > "):
+        read_key(path)
+    path.write_bytes(KEY + b"\n")
+    assert read_key(path) == KEY
 
 
 def test_a_signature_holds_for_every_field_and_through_a_copy(url: str, tmp_path: Path) -> None:

@@ -210,6 +210,11 @@ def test_the_writer_renews_by_itself(store: ObjectStore, monkeypatch: pytest.Mon
     assert record()["generation"] == 5
     one.owner.leave()
     assert record()["has_left"]
-    Machine(store, "two").take("other", 6)
-    one.owner.enter("job", 5, "run", (), is_writer=True)
+    before = record()["renewals"]
+    one.owner.take("job", 6, lambda: None)
+    one.owner.renew_in_background()  # what is restored meanwhile may take long
+    wait_until(lambda: not record()["has_left"] and record()["renewals"] > before, "a renewal", 10.0)  # type: ignore[operator]
+    one.owner.leave()
+    Machine(store, "two").take("other", 7)
+    one.owner.enter("job", 6, "run", (), is_writer=True)
     wait_until(lambda: one.owner._lost is not None, "it finds out that it was replaced", 10.0)

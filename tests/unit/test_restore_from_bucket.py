@@ -1,0 +1,110 @@
+"""Two members without a state and one bucket: one of them reads, both have it; what is damaged is skipped by both."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+
+from elastic_train.elastic.restore import restore
+from elastic_train.storage.bucket import Bucket
+from elastic_train.storage.object_store import ObjectStore
+from elastic_train.storage.run_record import NO_RUN
+from elastic_train.storage.snapshot import find_snapshots
+from elastic_train.storage.snapshot_writer import SnapshotWriter
+from elastic_train.storage.store_arms import Stored
+from elastic_train.storage.store_urls import parse_url
+from elastic_train.training.state import TrainState, state_sha256
+
+WORLD_SIZE = 2
+
+
+def make_state(seed: int) -> TrainState:
+    torch.manual_seed(seed)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return TrainState(model, optimizer, length=100, global_batch_size=10, epochs=3)
+
+
+def bucket_in(folder: Path) -> Bucket:
+    return Bucket(ObjectStore(parse_url(f"file://{folder}")), part_bytes=4096)
+
+
+def work(rank: int, port: int, folder: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60))
+    read: list[str] = []
+
+    class Noting(ObjectStore):
+        def get(self, key: str, limit: int | None = None) -> Stored | None:
+            read.append(key)
+            return super().get(key, limit)
+
+    offers = find_snapshots(Bucket(Noting(parse_url(f"file://{folder}"))), warn=lambda _: None)
+    state, warnings = make_state(seed=rank + 10), []
+    world: Any = SimpleNamespace(rank=rank, world_size=WORLD_SIZE)
+    restored = restore(
+        state,
+        world,
+        offers,
+        task={},
+        run_uid="new",
+        is_new_run=True,
+        lost=None,
+        record=NO_RUN,
+        written=lambda: None,
+        warn=warnings.append,
+        check=lambda: None,
+    )
+    parts = [key for key in read if "state.pt." in key]
+    found = {
+        "source": restored.source,
+        "step": restored.step,
+        "from": restored.from_rank,
+        "sha256": state_sha256(state.model.state_dict()),
+        "parts": parts,
+        "warnings": warnings,
+    }
+    (out / str(rank)).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank, of a bucket whose newest snapshot is damaged."""
+    out = tmp_path_factory.mktemp("restore")
+    bucket = bucket_in(out / "bucket")
+    writer = SnapshotWriter(bucket, keep=3, host="gone", run_uid="run", task={})
+    for step in (1, 2):
+        state = make_state(seed=step)
+        state.run_uid = "run"
+        for _ in range(step):
+            state.commit(0.5)
+        writer.save(state.state_dict(), step=step, epoch=0, samples_done=10 * step, generation=4, world_size=2)
+    damaged = next(key for key in bucket.store.list() if key.startswith("step-000000000002") and ".00001." in key)
+    bucket.store.put(damaged, bytes(bucket.store.list()[damaged]))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    spawn(work, args=(store.port, out / "bucket", out), nprocs=WORLD_SIZE)
+    return [json.loads((out / str(rank)).read_text()) for rank in range(WORLD_SIZE)]
+
+
+def test_both_have_the_newest_whole_one(found: list[dict[str, Any]]) -> None:
+    expected = state_sha256(make_state(seed=1).model.state_dict())
+    for one in found:
+        assert (one["source"], one["step"], one["from"], one["sha256"]) == ("snapshot", 1, 0, expected)
+
+
+def test_one_reads_for_both(found: list[dict[str, Any]]) -> None:
+    assert len(found[0]["parts"]) > 2
+    assert found[1]["parts"] == []
+    assert len(found[0]["warnings"]) == 1
+    assert "is damaged" in found[0]["warnings"][0]
