@@ -51,7 +51,7 @@ def outdated(keys: Iterable[str], settled: int) -> tuple[list[str], int | None]:
     return unneeded, max(forgotten, default=None)
 
 
-class Leftovers:
+class OldKeys:
     """What worlds that are over have left in a member's own store; deleted bit by bit, on the watcher's thread."""
 
     def __init__(self, own: OwnStore) -> None:
@@ -91,7 +91,7 @@ class KnownWorlds:
 
     def __init__(self, own: OwnStore) -> None:
         self._own = own
-        self.leftovers = Leftovers(own)
+        self.old_keys = OldKeys(own)
         self._lock = threading.Lock()
         self.voters: tuple[Voters, ...] = ()
         """of each of them, the present one last"""
@@ -123,7 +123,7 @@ class KnownWorlds:
         with self._lock:
             self.voters, self.bound, self.past = self.voters[-1:], frozenset(), {world.uid: world}
         self.has_state = True
-        self.leftovers.note_settled(world)
+        self.old_keys.note_settled(world)
 
     def voters_without(self, dead: Collection[str]) -> list[Voters]:
         """Without the votes of those, and of who has released them."""

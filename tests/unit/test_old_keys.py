@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_train.protocol import known_worlds
-from elastic_train.protocol.known_worlds import DELETED_AT_ONCE, Leftovers, outdated
+from elastic_train.protocol.known_worlds import DELETED_AT_ONCE, OldKeys, outdated
 from elastic_train.protocol.store import MemoryStore
 from elastic_train.world import World
 from tests.unit.test_world import member
@@ -35,14 +35,14 @@ def test_nothing_is_deleted_of_a_world_beyond_the_settled_one() -> None:
 
 def test_a_little_is_deleted_at_a_time_and_in_the_end_all() -> None:
     own = MemoryStore()
-    leftovers = Leftovers(own)
+    old_keys = OldKeys(own)
     for generation in range(4):
         own.put(f"world-{generation}-u/next", "decided")
         for number in range(DELETED_AT_ONCE):
             own.put(f"ready/world-{generation}-u/{number}", "done")
-        leftovers.note_settled(World(0, generation, (member(0, 0),), uid="u"))
+        old_keys.note_settled(World(0, generation, (member(0, 0),), uid="u"))
     counts = []
     for _ in range(4):
-        leftovers.tend(lambda _key: False)
+        old_keys.tend(lambda _key: False)
         counts.append(sum(key.startswith("ready/") for key in own.values))
     assert counts == [number * DELETED_AT_ONCE for number in (3, 2, 2, 2)]
