@@ -119,7 +119,7 @@ def test_every_pair_of_faults_in_a_small_world(small: Small, record_property: Ca
             states += 1
             if failed:
                 pytest.fail(report(plan))
-    which = f"every {small.first_stride}th first moment, every {small.second_stride}th second one"
+    which = f"one of {small.first_stride} first moments, one of {small.second_stride} second ones"
     record_property("histories", f"{states} pairs of faults: {name_of(small)}; {which}")
 
 
