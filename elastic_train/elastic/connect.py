@@ -16,6 +16,7 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from elastic_train.elastic.background import BackgroundThreads
 from elastic_train.elastic.claims import run_directory_arbiter
 from elastic_train.elastic.formed_group import FormedGroup, can_form, form, form_timeout
 from elastic_train.elastic.membership import Membership
@@ -174,7 +175,8 @@ def connect_worker(applicant: Applicant) -> Membership:
 def open_endpoints(applicant: Applicant) -> Endpoints:
     """Open them. Blocks and warns as `local_address`."""
     waits, warn = applicant.waits, applicant.warn
-    around = Surroundings(reach=applicant.reach)
+    threads = BackgroundThreads()
+    around = Surroundings(start=threads.start, finish=threads.finish, reach=applicant.reach)
     uid = around.draw_uid()
     host = local_address(applicant.launch, warn)
     # The earlier the thread of its canary is started, the sooner that ends where this process is killed.

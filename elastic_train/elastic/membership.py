@@ -37,6 +37,8 @@ from elastic_train.world import Member, World
 FIND_ATTEMPTS = 5
 AT_LAST_SECONDS = 120.0
 """for saving the state of a worker that is about to be ended"""
+END_SECONDS = 15.0
+"""for threads that are still forming a group, of which nothing will come; gloo gives it up after ten"""
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ class Membership:
         self.job, self.watcher, self.sockets = job, watcher, sockets
         self.uid, self.address, self.store_address = uid, address, store_address
         self._local_world_size, self._order, self._max_world_size = local_world_size, order, max_world_size
-        self._clock, self._group_store = surroundings.monotonic, group_store
+        self._clock, self._finish, self._group_store = surroundings.monotonic, surroundings.finish, group_store
         self._me: Member | None = None
         self._world: World | None = None
         self._facts: dict[str, str] = {}
@@ -373,9 +375,12 @@ class Membership:
             os._exit(1)
 
     def close(self) -> None:
+        """Leave no thread and no connection. Blocks while a thread forms a group, for END_SECONDS at most."""
         self.watcher.thread.stop()
+        self.joins.keep_preparation(None)
         self.sockets.release()
         self.job.close(self._me)
+        self._finish(END_SECONDS)
 
 
 def new_token() -> str:

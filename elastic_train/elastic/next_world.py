@@ -53,6 +53,8 @@ class Surroundings:
     start: Callable[[str, Callable[[], None]], None] = lambda name, task: threading.Thread(
         target=task, name=name, daemon=True
     ).start()
+    finish: Callable[[float], None] = lambda _seconds: None
+    """waits so long at most for all that was started to end"""
     reach: Callable[[str, World], None] = lambda _point, _world: None
     """told at the points of an agreement and a join at which a drill may strike, on any thread"""
 

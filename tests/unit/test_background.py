@@ -1,0 +1,57 @@
+"""Threads beside the one that trains: the member waits for them at its end."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+from elastic_train.elastic.background import BackgroundThreads
+from elastic_train.elastic.membership import END_SECONDS, Membership
+from elastic_train.elastic.next_world import Surroundings
+
+
+def test_those_that_run_are_waited_for() -> None:
+    threads, may_end, ended = BackgroundThreads(), threading.Event(), threading.Event()
+
+    def task() -> None:
+        may_end.wait(60)
+        ended.set()
+
+    threads.start("short", lambda: None)
+    threads.start("long", task)
+    threads.finish(0.05)
+    assert not ended.is_set(), "it is not waited for without end"
+    may_end.set()
+    threads.finish(60)
+    assert ended.is_set()
+
+
+def test_a_member_that_ends_cancels_what_it_prepares_and_waits_for_its_threads() -> None:
+    calls: list[str] = []
+    nothing = cast(Any, None)
+    membership = Membership(
+        cast(Any, SimpleNamespace(close=lambda _me: calls.append("leave the job"))),
+        cast(Any, SimpleNamespace(thread=SimpleNamespace(stop=lambda: calls.append("stop the watcher")))),
+        nothing,
+        uid="uid0",
+        address=("10.0.0.1", 0),
+        store_address=("10.0.0.1", 0),
+        local_world_size=1,
+        max_nodes=8,
+        max_world_size=None,
+        check=lambda: None,
+        say=print,
+        answering=lambda members: members,
+        sockets=cast(Any, SimpleNamespace(release=lambda: calls.append("release groups"))),
+        group_store=nothing,
+        form=lambda _world: nothing,
+        surroundings=Surroundings(
+            start=lambda name, task: (calls.append(name), task())[1],
+            finish=lambda seconds: calls.append(f"wait for {seconds:.0f} s"),
+        ),
+    )
+    prepared = membership.joins._begin_preparation()
+    membership.close()
+    assert prepared.is_cancelled
+    assert calls == ["stop the watcher", "release", "release groups", "leave the job", f"wait for {END_SECONDS:.0f} s"]
