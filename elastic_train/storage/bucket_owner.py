@@ -22,7 +22,7 @@ from typing import Any
 from elastic_train.errors import NewerGeneration, ObjectStoreError, OwnershipLost, SnapshotsInUse
 from elastic_train.runlog.reader import parse
 from elastic_train.storage.object_store import ObjectStore
-from elastic_train.storage.ownership import OWNER_RECORD
+from elastic_train.storage.ownership import OWNER_RECORD, stops
 from elastic_train.storage.store_arms import Stored
 
 RENEWAL_SECONDS = 10.0
@@ -113,7 +113,8 @@ class BucketOwner:
             check: is called every other second meanwhile; what it raises ends the wait.
 
         Raises:
-            SnapshotsInUse: another job has them, and lives. ObjectStoreError: the store cannot be asked.
+            SnapshotsInUse: another job has them, and lives. NewerGeneration: the others of this job have gone on.
+            ObjectStoreError: the store cannot be asked.
         """
         first: Stored | None = None
         since = 0.0
@@ -122,6 +123,8 @@ class BucketOwner:
             if first is None:
                 first, since = stored, self._clock()
             record = BucketRecord.of(stored)
+            if record is not None and record.job_token == job_token and record.generation > generation:
+                raise self._newer(record, generation)
             is_free = record is None or record.has_left or record.job_token == job_token
             if record is not None and not is_free:
                 if first is not None and stored is not None and stored.version != first.version:
@@ -238,13 +241,18 @@ class BucketOwner:
     def _judge(self, stored: Stored | None, mine: BucketRecord) -> str:
         """The version that may be replaced."""
         record = BucketRecord.of(stored)
-        stops = f"this process (pid {os.getpid()}, generation {mine.generation}) writes nothing more"
         if stored is None or record is None:
-            raise OwnershipLost(f"{self._store} has no valid {OWNER_RECORD} any more; {stops}")
+            raise OwnershipLost(f"{self._store} has no valid {OWNER_RECORD} any more; {stops(mine.generation)}")
         if record.job_token != mine.job_token:
-            raise OwnershipLost(f"the snapshots in {self._store} now belong to another job ({record}); {stops}")
-        if record.generation > mine.generation:
-            raise NewerGeneration(
-                f"the snapshots in {self._store} now belong to generation {record.generation} ({record}); {stops}"
+            raise OwnershipLost(
+                f"the snapshots in {self._store} now belong to another job ({record}); {stops(mine.generation)}"
             )
+        if record.generation > mine.generation:
+            raise self._newer(record, mine.generation)
         return stored.version
+
+    def _newer(self, record: BucketRecord, generation: int) -> NewerGeneration:
+        return NewerGeneration(
+            f"the snapshots in {self._store} now belong to generation {record.generation} ({record}); "
+            f"{stops(generation)}"
+        )

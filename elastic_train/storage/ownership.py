@@ -200,7 +200,7 @@ class Ownership:
         if owner.generation > generation:
             raise NewerGeneration(
                 f"run directory {self._path} now belongs to generation {owner.generation} ({owner}); "
-                f"{_stops(generation)}"
+                f"{stops(generation)}"
             )
 
     def read(self) -> Owner | None:
@@ -232,13 +232,9 @@ class Ownership:
 
     def _check_job(self, owner: Owner | None, job_token: str, generation: int) -> Owner:
         if owner is None:
-            raise OwnershipLost(
-                f"run directory {self._path} has no valid {OWNER_RECORD} any more; {_stops(generation)}"
-            )
+            raise OwnershipLost(f"run directory {self._path} has no valid {OWNER_RECORD} any more; {stops(generation)}")
         if owner.job_token != job_token:
-            raise OwnershipLost(
-                f"run directory {self._path} now belongs to another job ({owner}); {_stops(generation)}"
-            )
+            raise OwnershipLost(f"run directory {self._path} now belongs to another job ({owner}); {stops(generation)}")
         return owner
 
     def _owner_lock_path(self, token: str) -> Path:
@@ -343,5 +339,5 @@ def unusable(path: Path, what: str, error: OSError) -> RunDirectoryError:
     return RunDirectoryError(f"run directory {path} {what}: {cause_of(error)}; choose another --run-dir")
 
 
-def _stops(generation: int) -> str:
+def stops(generation: int) -> str:
     return f"this process (pid {os.getpid()}, generation {generation}) writes nothing more"

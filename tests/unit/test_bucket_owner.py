@@ -119,6 +119,14 @@ def test_the_same_job_goes_on_at_once(store: ObjectStore) -> None:
         one.owner.check()
 
 
+def test_the_same_job_does_not_go_back(store: ObjectStore) -> None:
+    one, two = Machine(store, "one"), Machine(store, "two")
+    one.take("job", 4)
+    with pytest.raises(NewerGeneration, match="now belong to generation 4"):
+        two.take("job", 3)
+    one.owner.check()
+
+
 def test_another_worker_of_the_job_becomes_the_writer(store: ObjectStore) -> None:
     one, two = Machine(store, "one"), Machine(store, "two")
     one.take("job", 3)
