@@ -122,7 +122,14 @@ LASTING = {
 
 
 @pytest.mark.parametrize(
-    ("where", "name"), [*(("parts", name) for name in LASTING), ("manifest", "errors"), ("manifest", "cut connections")]
+    ("where", "name"),
+    [
+        ("parts", "refused credentials"),
+        ("parts", "a full store"),
+        ("manifest", "errors"),
+        *(pytest.param("parts", name, marks=pytest.mark.slow) for name in ("errors", "cut connections", "silence")),
+        pytest.param("manifest", "cut connections", marks=pytest.mark.slow),
+    ],
 )
 def test_what_lasts_leaves_the_older_one(
     name: str, where: str, writer: SnapshotWriter, proxy: Proxy, bucket: Bucket
