@@ -48,6 +48,7 @@ class StopSignal:
         """called on the thread that listens, if this worker still runs then, with the seconds until it is hopeless"""
         self._before: dict[signal.Signals, Any] = {}
         self._wakeup: socket.socket | None = None
+        self._wakeup_before = -1
         self._is_uninstalled = threading.Event()
 
     def install(self) -> None:
@@ -55,7 +56,7 @@ class StopSignal:
         self._before = {signum: signal.signal(signum, self._remember) for signum in SIGNALS}
         ears, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
-        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._be_deaf)
         threading.Thread(target=self._listen, args=(ears,), name="stop-signal", daemon=True).start()
 
@@ -64,22 +65,27 @@ class StopSignal:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
         self._is_uninstalled.set()
+        self.when_late = lambda _seconds: None  # it may refer to a model
         self._be_deaf()
 
     def _be_deaf(self) -> None:
         """In a forked child as well: a signal to that one is none to this worker."""
         if self._wakeup is not None:
-            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self._wakeup_before)
             self._wakeup.close()
             self._wakeup = None
 
     def _listen(self, ears: socket.socket) -> None:
-        with ears:
-            while self._heard is None and (numbers := ears.recv(1)):
-                if numbers[0] in SIGNALS:
+        with ears:  # to the end: a later signal must not meet a closed socket
+            while numbers := ears.recv(1):
+                if self._heard is None and numbers[0] in SIGNALS:
                     self._heard = numbers[0]
-        if self._heard is not None and not self._is_uninstalled.wait(self._late_after):
-            self.when_late(self._hopeless_after - self._late_after)
+                    if not self._is_uninstalled.wait(self._late_after) and self._is_ours(numbers[0]):
+                        self.when_late(self._hopeless_after - self._late_after)
+
+    def _is_ours(self, signum: int) -> bool:
+        """Else the program handles this signal itself by now."""
+        return signal.getsignal(signum) == self._remember
 
     def _remember(self, signum: int, _frame: FrameType | None) -> None:
         if signum == signal.SIGINT and self.signum == signal.SIGINT:

@@ -49,20 +49,22 @@ class LateStop:
                     f"and the commit of step {state.step + 1}: it is not saved before that commit"
                 )
             return
-        world = self._world()
-        if world is None or not state.is_whole or not self._is_sound():
-            state.lock.give_back()
-            return
-        code = 1
+        code: int | None = 1
         try:
-            code = self._exits.stop_late(world)
-            reporter.close()
-            self._worker.directory.ownership.release()
+            world = self._world()
+            if world is None or not state.is_whole or not self._is_sound():
+                state.lock.give_back()
+                code = None
+            else:
+                code = self._exits.stop_late(world)
+                reporter.close()
+                self._worker.directory.ownership.release()
         except Exception as error:  # the training thread waits for the end, and nobody else would tell of it
             reporter.events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
             show_traceback(error, is_debug=self._worker.config.debug)
         finally:
-            self._end(code)
+            if code is not None:
+                self._end(code)
 
     def _is_sound(self) -> bool:
         try:

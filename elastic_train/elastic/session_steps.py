@@ -96,7 +96,8 @@ class SessionSteps:
     def begin(self) -> Share:
         """The next step is in hand; returns this rank's share of it."""
         self._watcher.do(Activity.COMPUTE)
-        share = next(self._shares)
+        with self._worker.state.lock.released():  # data may take their time
+            share = next(self._shares)
         self.in_hand = StepInHand(share[0][0], sum(len(micro_batch.indices) for micro_batch, _ in share))
         self._observer.begin(share)
         return share
@@ -133,7 +134,7 @@ class SessionSteps:
             self._observer.tell_commit(state, loss, step.first)
         self._observer.note_commit()
         self.turn_to_function()
-        if self._is_own_code:
+        if self._is_own_code and state.extras.keys() <= {"ema"}:  # else the function may be about to step a scheduler
             state.lock.let_go()
 
     def commit_what_is_applied(self) -> None:

@@ -41,8 +41,11 @@ def outdated(keys: Iterable[str], settled: int) -> tuple[list[str], int | None]:
     were, and they have gone on.
     """
     generations = {key: int(found[1]) for key in keys if (found := _WORLD.search(key))}
-    before = sorted({generation for generation in generations.values() if generation < settled}, reverse=True)
-    over, forgotten = set(before[1:]), before[KEPT_DECISIONS:]
+    # Others have left only marks of a plan that came to nothing.
+    were_worlds = {generation for key, generation in generations.items() if key.endswith(("/next", "/register"))}
+    before = sorted((generation for generation in were_worlds if generation < settled), reverse=True)
+    over = {generation for generation in generations.values() if before and generation < before[0]}
+    forgotten = before[KEPT_DECISIONS:]
     unneeded = [
         key
         for key, generation in generations.items()

@@ -28,6 +28,15 @@ def test_the_last_two_worlds_are_kept_whole_and_of_some_before_them_what_was_dec
     assert left == {"host", "queue/3", "fact/run_uid"} | whole | (decided - old)
 
 
+def test_marks_of_plans_that_came_to_nothing_take_the_place_of_no_world() -> None:
+    keys = [key for number in (1, 2, 3, 40) for key in keys_of(number)]
+    marks = [f"go/world-{number}-u{number}" for number in range(4, 4 + 2 * known_worlds.KEPT_DECISIONS)]
+    found, forgotten = outdated([*keys, *marks], 40)
+    assert forgotten is None
+    assert not {key for key in found if key.endswith(("/next", "/register"))}
+    assert not set(keys_of(3)) & set(found), "the world before the settled one is kept whole"
+
+
 def test_nothing_is_deleted_of_a_world_beyond_the_settled_one() -> None:
     keys = [key for number in range(12) for key in keys_of(number)]
     assert not {key for number in range(7, 12) for key in keys_of(number)} & set(outdated(keys, 8)[0])

@@ -76,3 +76,44 @@ def test_what_a_child_is_told_is_not_heard() -> None:
 
 def test_who_has_come_to_an_end_is_not_late() -> None:
     run(UNINSTALLED)
+
+
+TWICE = """
+import os, signal, threading, time
+from elastic_train.stopping import StopSignal
+
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a write to a closed socket would end this process
+called = threading.Event()
+stop = StopSignal(late_after=0.1, hopeless_after=0.2)
+stop.when_late = lambda _seconds: called.set()
+stop.install()
+os.kill(os.getpid(), signal.SIGTERM)
+assert called.wait(20)
+os.kill(os.getpid(), signal.SIGTERM)
+stop.uninstall()
+assert stop.when_late(1.0) is None and not hasattr(stop.when_late, "set")
+"""
+
+TAKEN_OVER = """
+import os, signal, threading
+from elastic_train.stopping import StopSignal
+
+stop = StopSignal(late_after=0.1)
+stop.when_late = lambda _seconds: os._exit(3)
+stop.install()
+mine = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: mine.set())
+os.kill(os.getpid(), signal.SIGTERM)
+assert mine.wait(20)
+[listener] = [thread for thread in threading.enumerate() if thread.name == "stop-signal"]
+listener.join(0.5)
+assert not stop.is_requested
+"""
+
+
+def test_a_second_signal_is_heard_as_well() -> None:
+    run(TWICE)
+
+
+def test_a_program_that_handles_the_signal_itself_is_left_alone() -> None:
+    run(TAKEN_OVER)
