@@ -23,8 +23,8 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.errors import FormationFailed, SnapshotsInUse
 from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.runlog.goodput import process_start_ticks, seconds_since_process_start
-from elastic_train.storage.past_snapshots import read_past_snapshots
-from elastic_train.storage.run_record import NO_RUN, RUN_FILE, RunRecord, read_record
+from elastic_train.storage.past_snapshots import PastSnapshots, read_past_snapshots
+from elastic_train.storage.run_record import RUN_FILE, RunRecord, read_record
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, set_aside
 from elastic_train.training import determinism
 from elastic_train.training.collectives import gather_json
@@ -100,8 +100,10 @@ class EarlierRun:
         self._record = self._fresh_record or read_record(worker.directory.path)
         owner = None if worker.bucket is None else worker.bucket.owner.read()
         self._owner_generation = None if owner is None else owner.generation
-        if owner is not None and self._record == NO_RUN:
-            self._record = RunRecord(owner.run_uid, owner.superseded)
+        self._is_replaced = False
+        if owner is not None:
+            here, self._record = self._record, self._record.beside(owner.run_uid, owner.superseded)
+            self._is_replaced = here.uid in self._record.superseded
         # A member that comes back knows its run, also where nobody else is left.
         self._run_uid = self._membership.published("run_uid") or worker.state.run_uid or new_token()
 
@@ -190,7 +192,7 @@ class EarlierRun:
             is_new_run=lost is None and (self._is_first_round or self._membership.published("run_uid") is None),
             lost=lost,
             record=self._record,
-            past=lambda: read_past_snapshots(worker.directory.events_dir) if world.is_directory_leader else None,
+            past=lambda: self._past(is_leader=world.is_directory_leader),
             warn=worker.reporter.warn,
             check=check,
         )
@@ -209,6 +211,11 @@ class EarlierRun:
         if worker.config.reduction == "ordered":
             self._compare_fingerprints(world)
         return restored
+
+    def _past(self, *, is_leader: bool) -> PastSnapshots | None:
+        """What this worker's run directory says of snapshots of the run, and the bucket's owner."""
+        tells = is_leader and not self._is_replaced
+        return read_past_snapshots(self._worker.directory.events_dir) if tells else None
 
     def _compare_fingerprints(self, world: World) -> None:
         """Warn where the bits may differ: from those of the run so far, or from member to member."""

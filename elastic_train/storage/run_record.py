@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,13 @@ class RunRecord:
 
     def to_fields(self) -> dict[str, Any]:
         return {"uid": self.uid, "superseded": list(self.superseded), "is_fresh": self.is_fresh}
+
+    def beside(self, uid: str, superseded: Sequence[str]) -> RunRecord:
+        """With what the owner's record of a bucket says: this directory's disk may have been away since."""
+        known = {*self.superseded, *superseded}
+        if self.is_fresh or (self.uid and self.uid not in known):
+            return replace(self, superseded=tuple(sorted(known)))
+        return replace(self, uid="" if uid in known else uid, superseded=tuple(sorted(known)))
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> RunRecord:

@@ -61,7 +61,7 @@ def work(rank: int, port: int, folder: Path, out: Path) -> None:
         is_new_run=True,
         lost=None,
         record=NO_RUN,
-        written=lambda: None,
+        past=lambda: None,
         warn=warnings.append,
         check=lambda: None,
     )

@@ -54,3 +54,20 @@ def test_a_record_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: 
     for damaged in (b"", b"[]", b'{"uid": "x"}', NEW.to_json()[:-3]):
         (tmp_path / RUN_FILE).write_bytes(damaged)
         assert read_record(tmp_path) == NO_RUN
+
+
+@pytest.mark.parametrize(
+    ("here", "owner", "expected"),
+    [
+        (NO_RUN, NEW, NEW),
+        (OLD, NEW, NEW),
+        (NEW, OLD, NEW),
+        (RunRecord("", ("old",)), OLD, RunRecord("", ("old",))),
+        (RunRecord("", ("old",), is_fresh=True), RunRecord("old", ("x",)), RunRecord("", ("old", "x"), is_fresh=True)),
+        (RunRecord("other"), NEW, RunRecord("other", ("old",))),
+    ],
+)
+def test_what_the_bucket_says_beats_a_disk_that_was_away(
+    here: RunRecord, owner: RunRecord, expected: RunRecord
+) -> None:
+    assert here.beside(owner.uid, owner.superseded) == expected
