@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
-from elastic_train.errors import ObjectStoreError, SnapshotDamaged, SnapshotError, cause_of
+from elastic_train.errors import ObjectStoreError, OwnershipLost, SnapshotDamaged, SnapshotError, StoreFault, cause_of
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.parts import MOST_PART_BYTES, PART_BYTES, Part, PartStream, fetch
 from elastic_train.storage.signature import sign
@@ -132,6 +132,64 @@ class BucketSnapshot:
             raise SnapshotDamaged(f"snapshot {self}: {STATE_FILE} is damaged: its SHA-256 is not that of its manifest")
 
 
+class Appearance:
+    """The manifest of one snapshot on its way. Each try to put it follows a look at who owns the bucket: one that was
+    tried again and again would come long after the last look.
+
+    Args:
+        check: raises OwnershipLost where another job, or a newer generation, has the bucket.
+    """
+
+    def __init__(self, store: ObjectStore, key: str, data: bytes, check: Callable[[], None]) -> None:
+        self._store, self._key, self._data, self._check = store, key, data, check
+        self.may_be_there = False
+        """whether a put was tried that was not refused: its answer may have been lost"""
+
+    def make(self, note: Callable[[], None]) -> bool:
+        """Whether it is there; False where another one is. `note` is called once it is.
+
+        Raises:
+            OwnershipLost: before, or while it was put; then it is not there. ObjectStoreError: it cannot be put.
+        """
+        import tenacity
+
+        def may_pass(error: BaseException) -> bool:
+            return isinstance(error, ObjectStoreError) and error.fault is StoreFault.TRANSIENT
+
+        tries = self._store.tries
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(may_pass),
+            stop=tenacity.stop_after_delay(tries.total),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=tries.longest_wait),
+            reraise=True,
+        )
+        once = self._store.impatient()
+        try:
+            if retrying(self._try, once):
+                note()
+                with contextlib.suppress(ObjectStoreError):  # the next renewal finds it out
+                    self._check()
+        except OwnershipLost:
+            self._take_back(once)
+            raise
+        return self.may_be_there
+
+    def _try(self, once: ObjectStore) -> bool:
+        self._check()
+        self.may_be_there = True
+        self.may_be_there = once.put_if(self._key, self._data, None) is not None
+        return self.may_be_there
+
+    def _take_back(self, once: ObjectStore) -> None:
+        if not self.may_be_there:
+            return
+        with contextlib.suppress(ObjectStoreError):
+            found = once.get(self._key, limit=MOST_MANIFEST_BYTES)
+            if found is not None and found.data == self._data:
+                once.delete(self._key)
+            self.may_be_there = False
+
+
 class Bucket:
     """The snapshots below one URL."""
 
@@ -178,18 +236,21 @@ class Bucket:
         """As `snapshot.RemoteFolder.write`."""
         place = self.snapshot(name)
         try:
-            existing = self._existing(place, str(manifest["run_uid"]))
+            existing = self._existing(place, str(manifest["run_uid"]), key)
             return existing or self._write_new(place, fill, manifest, key, before_visible)
         except ObjectStoreError as error:
             raise SnapshotError(f"snapshot {name} cannot be written: {error}; older ones are untouched") from error
 
-    def _existing(self, place: BucketSnapshot, run_uid: str) -> SnapshotFile | None:
+    def note_visible(self, manifest: Mapping[str, Any]) -> None:
+        """A snapshot of that manifest can be seen from now on. For who keeps a record of them."""
+
+    def _existing(self, place: BucketSnapshot, run_uid: str, key: bytes | None) -> SnapshotFile | None:
         """The state of this very snapshot, where it is there already and whole; what is left of a broken one goes."""
         files = place.files()
         if MANIFEST_FILE not in files:
             return None
         try:
-            info = place.read_listed(files)
+            info = place.read_listed(files, key)
         except SnapshotDamaged:
             self.store.delete(place.key_of(MANIFEST_FILE))
             return None
@@ -215,14 +276,12 @@ class Bucket:
             str(manifest["host"]),
             self._part_bytes,
         )
-        is_visible = False
+        appearance: Appearance | None = None
         try:
             hashing = HashingFile(cast("IO[bytes]", stream))
             fill(cast("IO[bytes]", hashing))
             parts = stream.finish()
             written = hashing.written()
-            if before_visible is not None:
-                before_visible()
             whole = sign(
                 {
                     **manifest,
@@ -233,38 +292,51 @@ class Bucket:
                 key,
             )
             data = json.dumps(whole, indent=2).encode() + b"\n"
-            is_visible = self.store.put_if(place.key_of(MANIFEST_FILE), data, None) is not None
-            if not is_visible:  # another worker of this host has written the same moment meanwhile
-                written = self._existing(place, str(manifest["run_uid"])) or written
-            return written
+            appearance = Appearance(self.store, place.key_of(MANIFEST_FILE), data, before_visible or _nobody_asks)
+            if appearance.make(lambda: self.note_visible(manifest)):
+                return written
+            # Another worker of this host has written the same moment meanwhile.
+            existing = self._existing(place, str(manifest["run_uid"]), key)
+            if existing is None:
+                raise SnapshotError(f"snapshot {place} cannot be written: a damaged one was in its place, and is gone")
+            return existing
         finally:
-            if not is_visible:
+            if appearance is None or not appearance.may_be_there:
                 stream.wait()
                 self._delete(self.store.impatient(), place, stream.names)
 
-    def prune(self, written: str, *, keep: int, run_uid: str) -> list[str]:
+    def prune(self, written: str, *, keep: int, run_uid: str, key: bytes | None = None) -> list[str]:
         """As `snapshot.RemoteFolder.prune`, of all hosts: machines that may be taken away come back under other names.
         Called by the owner, whose newest snapshots are never the ones that a start reads: it has read before."""
         try:
             listed = self._list()
-            infos = []
+            of_run, doomed = [], []
             for name, files in listed.items():
-                with contextlib.suppress(SnapshotDamaged):
-                    infos.append(self.snapshot(name).read_listed(files))
-            of_run = [info for info in infos if info.run_uid == run_uid]
+                try:
+                    info = self.snapshot(name).read_listed(files, key)
+                except SnapshotDamaged:
+                    if _generation_of(name) < _generation_of(written) and self._is_leftover(name, files, run_uid, key):
+                        doomed.append(name)
+                    continue
+                if info.run_uid == run_uid:
+                    of_run.append(info)
             moments = sorted({info.age_key for info in of_run}, reverse=True)[:keep]
-            doomed = [info.name for info in of_run if info.age_key < moments[-1]] if len(moments) == keep else []
-            generation = next(info.generation for info in infos if info.name == written)
-            doomed += [
-                name
-                for name, files in listed.items()
-                if MANIFEST_FILE not in files and _generation_of(name) < generation
-            ]
+            if len(moments) == keep:
+                doomed += [info.name for info in of_run if info.age_key < moments[-1] and info.name != written]
             for name in doomed:
                 self._delete(self.store, self.snapshot(name), [MANIFEST_FILE, *listed[name]])
-        except (ObjectStoreError, StopIteration) as error:
+        except ObjectStoreError as error:
             return [f"old snapshots in {self} cannot be deleted: {error}"]
         return []
+
+    def _is_leftover(self, name: str, files: Files, run_uid: str, key: bytes | None) -> bool:
+        """Whether a writer has left it that did not end: parts alone, or a manifest of the run whose parts are gone."""
+        if MANIFEST_FILE not in files:
+            return True
+        place = self.snapshot(name)
+        with contextlib.suppress(SnapshotDamaged):
+            return info_of(place.manifest(files), place, key).run_uid == run_uid
+        return False
 
     @staticmethod
     def _delete(store: ObjectStore, place: BucketSnapshot, files: list[str]) -> None:
@@ -275,6 +347,10 @@ class Bucket:
         except ObjectStoreError:
             if store.tries.total:
                 raise  # else an attempt, after something that is told instead; the next writer's pruning finds them
+
+
+def _nobody_asks() -> None:
+    """For a place that has no owner."""
 
 
 def _generation_of(name: str) -> int:

@@ -53,7 +53,7 @@ class RemoteSnapshot(Protocol):
     @property
     def name(self) -> str: ...
 
-    def read_info(self) -> SnapshotInfo:
+    def read_info(self, key: bytes | None = None) -> SnapshotInfo:
         """As the function of that name."""
 
     def read_manifest(self) -> dict[str, Any]: ...
@@ -79,6 +79,8 @@ class RemoteFolder(Protocol):
     ) -> SnapshotFile:
         """Write a snapshot, whole or not at all; where a whole one of that name and run is there, it stays.
 
+        `before_visible` is called before each try to make it visible, and once more when it is.
+
         Args:
             fill: writes the bytes of the state into a file.
             manifest: of the format of a folder, without `files`.
@@ -90,7 +92,7 @@ class RemoteFolder(Protocol):
 
     def snapshot(self, name: str) -> RemoteSnapshot: ...
 
-    def prune(self, written: str, *, keep: int, run_uid: str) -> list[str]:
+    def prune(self, written: str, *, keep: int, run_uid: str, key: bytes | None) -> list[str]:
         """Delete the old snapshots of a run, and what writers left behind that did not end. Returns warnings."""
 
 
@@ -156,7 +158,7 @@ def read_info(path: SnapshotPlace, key: bytes | None = None) -> SnapshotInfo:
             signed with `key`, where there is one.
     """
     if not isinstance(path, Path):
-        return path.read_info()
+        return path.read_info(key)
     info = read_manifest(path, key)
     for name, promised in info.files.items():
         try:

@@ -32,13 +32,16 @@ class SnapshotPruner:
     Args:
         keep: moments, by (generation, step), that stay on disk.
         host_in_name: the host as it stands in the names of its snapshots; only these are ever removed.
+        key: what is not signed with it is as good as damaged.
     """
 
-    def __init__(self, directory: Path, *, keep: int, host_in_name: str, run_uid: str) -> None:
+    def __init__(
+        self, directory: Path, *, keep: int, host_in_name: str, run_uid: str, key: bytes | None = None
+    ) -> None:
         self._directory = directory
         self._keep = keep
         self._host_in_name = host_in_name
-        self._run_uid = run_uid
+        self._run_uid, self._key = run_uid, key
         self._verified: set[str] = set()
         """names of snapshots that were found to be whole, or written here"""
 
@@ -74,7 +77,7 @@ class SnapshotPruner:
         readable = []
         for path in snapshot_paths(self._directory):
             with contextlib.suppress(SnapshotDamaged):
-                readable.append(read_manifest(path))
+                readable.append(read_manifest(path, self._key))
         return readable
 
     def _to_remove(self, of_run: Iterable[SnapshotInfo], written: Path) -> list[Path]:
@@ -98,7 +101,7 @@ class SnapshotPruner:
         """To the last byte, of those that others have written; each is read once. One that is damaged must not push
         out one that a restart could use."""
         try:
-            read_info(info.path)
+            read_info(info.path, self._key)
             if info.name not in self._verified:
                 verify(info)
                 self._verified.add(info.name)

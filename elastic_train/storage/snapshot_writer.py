@@ -88,7 +88,9 @@ class SnapshotWriter:
         self._thread: threading.Thread | None = None
         self._outcomes: list[SnapshotResult | BaseException] = []  # append and pop are atomic
         if isinstance(directory, Path):
-            self._pruner = SnapshotPruner(directory, keep=keep, host_in_name=self._host_in_name, run_uid=run_uid)
+            self._pruner = SnapshotPruner(
+                directory, keep=keep, host_in_name=self._host_in_name, run_uid=run_uid, key=key
+            )
             self._pruner.remove_leftovers()
 
     def prepare(self, state: dict[str, Any]) -> None:
@@ -218,7 +220,7 @@ class SnapshotWriter:
                 before_visible=self._before_rename,
             ).bytes
             total_seconds = time.perf_counter() - start
-            warnings += self.directory.prune(name, keep=self._keep, run_uid=self._run_uid)
+            warnings += self.directory.prune(name, keep=self._keep, run_uid=self._run_uid, key=self._key)
         return SnapshotResult(
             path=place,
             step=position.step,
@@ -234,7 +236,7 @@ class SnapshotWriter:
         if not path.exists():
             return None
         try:
-            info = read_info(path)
+            info = read_info(path, self._key)
             verify(info)
         except SnapshotDamaged as error:
             warnings.append(f"replaced: {error}")

@@ -1,0 +1,170 @@
+"""Snapshots below a URL against who is not to be trusted, or not any more: forged ones, a replaced owner, a lost
+answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from elastic_train.errors import NewerGeneration, OwnershipLost, SnapshotDamaged, SnapshotError
+from elastic_train.storage.bucket import Bucket
+from elastic_train.storage.object_store import ObjectStore, Tries
+from elastic_train.storage.snapshot import find_snapshots, read_info
+from elastic_train.storage.snapshot_writer import SnapshotWriter
+from elastic_train.storage.store_arms import MemoryArm
+from elastic_train.storage.store_urls import parse_url
+from tests.unit.test_bucket import KEY, bucket_of, newest, save, url, writer_to
+
+__all__ = ["url"]
+
+
+class LosingArm(MemoryArm):
+    """Puts a manifest and loses the answer, then refuses every question."""
+
+    before_put: Callable[[], None] = staticmethod(lambda: None)
+    loses = 0
+    is_gone = False
+
+    def read(self, key: str, limit: int | None = None) -> Any:
+        if self.is_gone:
+            raise ConnectionResetError
+        return super().read(key, limit)
+
+    def put_if(self, key: str, data: bytes, version: str | None) -> str:
+        self.before_put()
+        if self.loses:
+            self.loses -= 1
+            with_answer = super().put_if(key, data, version)
+            self.is_gone = self.loses == 0
+            raise ConnectionResetError(with_answer)
+        return super().put_if(key, data, version)
+
+
+def losing(url: str, **options: Any) -> tuple[Bucket, LosingArm]:
+    arm = LosingArm(fsspec.filesystem("memory"), parse_url(url))
+    store = ObjectStore(parse_url(url), Tries(longest_wait=0.01, **options), arm)
+    store._is_conditional = True
+    return Bucket(store, part_bytes=4096), arm
+
+
+def forge(bucket: Bucket, step: int, generation: int) -> None:
+    save(writer_to(bucket, host="forger", keep=99), step, generation)
+
+
+def test_forged_ones_do_not_push_out_what_is_signed(url: str) -> None:
+    bucket = bucket_of(url)
+    for step in (1, 2):
+        save(writer_to(bucket, key=KEY), step)
+    for step in (1, 2, 3):
+        forge(bucket, step, generation=9000)
+    save(writer_to(bucket, key=KEY), 3)
+    found = find_snapshots(bucket, warn=lambda _unsigned: None, key=KEY)
+    assert [info.step for info in found] == [3, 2]
+
+
+def test_what_was_just_written_stays_whatever_is_there(url: str) -> None:
+    bucket = bucket_of(url)
+    for step in (1, 2, 3):
+        forge(bucket, step, generation=9000)
+    result = save(writer_to(bucket), 3)
+    assert bucket.snapshot(result.path.name).read_info().step == 3
+
+
+def test_a_forged_one_in_its_place_is_replaced(url: str, tmp_path: Path) -> None:
+    for place in (bucket_of(url), tmp_path):
+        save(writer_to(place), 7)  # type: ignore[arg-type]  # a folder is one, too
+        save(writer_to(place, key=KEY), 7)  # type: ignore[arg-type]
+        assert [info.step for info in find_snapshots(place, warn=pytest.fail, key=KEY)] == [7]
+
+
+def test_forged_ones_do_not_push_out_what_is_signed_in_a_folder(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(SnapshotWriter(tmp_path, keep=2, host="one", run_uid="run", task={}, key=KEY), step)
+    for step in (1, 2, 3):
+        save(SnapshotWriter(tmp_path, keep=9, host="forger", run_uid="run", task={}), step, generation=9000)
+    save(SnapshotWriter(tmp_path, keep=2, host="one", run_uid="run", task={}, key=KEY), 3)
+    assert [info.step for info in find_snapshots(tmp_path, warn=lambda _: None, key=KEY)] == [3, 2]
+
+
+def test_one_snapshot_by_its_url_is_asked_for_its_signature(url: str) -> None:
+    bucket = bucket_of(url)
+    place = save(writer_to(bucket), 1).path
+    with pytest.raises(SnapshotDamaged, match="it has no signature"):
+        read_info(place, KEY)
+
+
+def test_an_owner_that_is_replaced_between_two_tries_makes_nothing_visible(url: str) -> None:
+    bucket, arm = losing(url, total=5.0)
+    owners: list[str] = []
+
+    def check() -> None:
+        if owners:
+            raise OwnershipLost("another job")
+
+    def fail_once() -> None:
+        owners.append("another job")
+        raise ConnectionResetError
+
+    arm.before_put = fail_once
+    with pytest.raises(OwnershipLost):
+        save(writer_to(bucket, before_rename=check), 1)
+    assert bucket.store.list() == {}
+
+
+@pytest.mark.parametrize("error", [OwnershipLost("another job"), NewerGeneration("the others")])
+def test_one_that_is_replaced_while_it_puts_takes_it_back(url: str, error: OwnershipLost) -> None:
+    bucket, arm = losing(url)
+    owners: list[str] = []
+
+    def check() -> None:
+        if owners:
+            raise error
+
+    arm.before_put = lambda: owners.append("another job")
+    with pytest.raises(OwnershipLost):
+        save(writer_to(bucket, before_rename=check), 1)
+    assert bucket.store.list() == {}
+
+
+def test_a_lost_answer_destroys_no_snapshot(url: str) -> None:
+    bucket, arm = losing(url, total=0.0)
+    arm.loses = 1
+    with pytest.raises(SnapshotError, match="cannot be written"):
+        save(writer_to(bucket), 5)
+    arm.is_gone = False
+    assert newest(bucket) == 5
+
+
+def test_a_lost_answer_that_is_asked_again_is_found(url: str) -> None:
+    bucket, arm = losing(url, total=5.0)
+    arm.loses = 1
+    checks = iter([None, None, None])
+
+    def check() -> None:
+        arm.is_gone = False
+        next(checks)
+
+    assert save(writer_to(bucket, before_rename=check), 5).step == 5
+    assert newest(bucket) == 5
+
+
+def test_manifests_of_this_run_whose_parts_are_gone_are_deleted_once_their_generation_is_over(url: str) -> None:
+    bucket = bucket_of(url)
+    save(writer_to(bucket), 1, generation=3)
+    save(writer_to(bucket, run_uid="other", host="elsewhere"), 1, generation=3)
+    for key in bucket.store.list():
+        if ".00001." in key:
+            bucket.store.delete(key)
+    save(writer_to(bucket), 2, generation=3)
+    assert len({key.partition("/")[0] for key in bucket.store.list()}) == 3
+    save(writer_to(bucket, keep=9), 3, generation=4)
+    left = {key.partition("/")[0] for key in bucket.store.list()}
+    assert left == {
+        "step-000000000001-gen-0003-elsewhere",
+        "step-000000000002-gen-0003-one",
+        "step-000000000003-gen-0004-one",
+    }
