@@ -23,7 +23,7 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.errors import FormationFailed, SnapshotsInUse
 from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.runlog.goodput import process_start_ticks, seconds_since_process_start
-from elastic_train.storage.past_snapshots import PastSnapshots, read_past_snapshots
+from elastic_train.storage.past_snapshots import NOTHING_SEEN, PastSnapshots, read_past_snapshots
 from elastic_train.storage.run_record import RUN_FILE, RunRecord, read_record
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, set_aside
 from elastic_train.training import determinism
@@ -65,7 +65,8 @@ class EarlierRun:
             **({} if self._back is None else {"was": self._back.uid}),
             seconds=startup_seconds(worker),
         )
-        seen = [self._traces.generation, *(offer.generation for offer in self._offers), self._owner_generation]
+        seen = [self._traces.generation, *(offer.generation for offer in self._offers)]
+        seen += [] if self._owner is None else [self._owner.generation]
         newest = max(((offer.generation, offer.step) for offer in self._offers), default=None)
         world = membership.first_world(
             Member(
@@ -98,8 +99,7 @@ class EarlierRun:
             reverse=True,
         )
         self._record = self._fresh_record or read_record(worker.directory.path)
-        owner = None if worker.bucket is None else worker.bucket.owner.read()
-        self._owner_generation = None if owner is None else owner.generation
+        self._owner = owner = None if worker.bucket is None else worker.bucket.owner.read()
         self._is_replaced = False
         if owner is not None:
             here, self._record = self._record, self._record.beside(owner.run_uid, owner.superseded)
@@ -215,7 +215,16 @@ class EarlierRun:
     def _past(self, *, is_leader: bool) -> PastSnapshots | None:
         """What this worker's run directory says of snapshots of the run, and the bucket's owner."""
         tells = is_leader and not self._is_replaced
-        return read_past_snapshots(self._worker.directory.events_dir) if tells else None
+        past = read_past_snapshots(self._worker.directory.events_dir) if tells else None
+        owner = self._owner
+        if owner is None or owner.newest is None or owner.run_uid in self._record.superseded:
+            return past
+        generation, step = owner.newest
+        how = (
+            f"host {owner.host} had a snapshot of step {step} of this run (generation {generation}) in "
+            f"{self._worker.bucket}"
+        )
+        return replace(past or NOTHING_SEEN, known=(generation, step, how))
 
     def _compare_fingerprints(self, world: World) -> None:
         """Warn where the bits may differ: from those of the run so far, or from member to member."""

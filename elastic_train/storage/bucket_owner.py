@@ -46,6 +46,8 @@ class BucketRecord:
     time: float
     renewals: int = 0
     has_left: bool = False
+    newest: tuple[int, int] | None = None
+    """generation and step of the run's newest snapshot: one that had some does not begin anew"""
 
     def __str__(self) -> str:
         since = datetime.fromtimestamp(self.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -69,9 +71,14 @@ class BucketRecord:
                 time=float(fields["time"]),
                 renewals=int(fields["renewals"]),
                 has_left=bool(fields["has_left"]),
+                newest=_moment(fields.get("newest")),
             )
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError):
             return None
+
+
+def _moment(value: Any) -> tuple[int, int] | None:
+    return None if value is None else (int(value[0]), int(value[1]))
 
 
 class BucketOwner:
@@ -96,6 +103,8 @@ class BucketOwner:
         """of the version, while the store is asked"""
         self._mine: BucketRecord | None = None
         """what this process writes next, but for time and number"""
+        self._newest: dict[str, tuple[int, int]] = {}
+        """of each run that this process has heard of"""
         self._renewals = 0
         self._version: str | None = None
         self._lost: OwnershipLost | None = None
@@ -150,8 +159,11 @@ class BucketOwner:
         uid, superseded = ("", ()) if before is None else (before.run_uid, before.superseded)
         with self._lock:
             self._mine = BucketRecord(job_token, generation, uid, superseded, self._host, os.getpid(), self._now())
+            if before is not None:
+                self._learn(before)
+            record = replace(self._mine, newest=self._newest.get(uid))
             self._version = self._store.put_if(
-                OWNER_RECORD, self._mine.to_json(), None if stored is None else stored.version
+                OWNER_RECORD, record.to_json(), None if stored is None else stored.version
             )
             return self._version is not None
 
@@ -166,6 +178,14 @@ class BucketOwner:
         self._stop_renewing()
         if is_writer:
             self.renew_in_background()
+
+    def note_snapshot(self, run_uid: str, generation: int, step: int) -> None:
+        """One has become visible: the next renewal says so."""
+        self._newest[run_uid] = max((generation, step), self._newest.get(run_uid, (generation, step)))
+
+    def _learn(self, record: BucketRecord) -> None:
+        if record.newest is not None:
+            self.note_snapshot(record.run_uid, *record.newest)
 
     def renew_in_background(self) -> None:
         """Say from now on that the job lives: once `take` has made the snapshots its own, a large state is read."""
@@ -227,7 +247,8 @@ class BucketOwner:
                 if self._version is None:
                     self._version = self._judge(store.get(OWNER_RECORD), mine)
                 self._renewals += 1
-                record = replace(mine, renewals=self._renewals, time=self._now())
+                newest = self._newest.get(mine.run_uid)
+                record = replace(mine, renewals=self._renewals, time=self._now(), newest=newest)
                 self._version = store.put_if(OWNER_RECORD, record.to_json(), self._version)
                 if self._version is not None:
                     return
@@ -249,6 +270,7 @@ class BucketOwner:
             )
         if record.generation > mine.generation:
             raise self._newer(record, mine.generation)
+        self._learn(record)
         return stored.version
 
     def _newer(self, record: BucketRecord, generation: int) -> NewerGeneration:

@@ -46,6 +46,9 @@ class PastSnapshots:
         return PastSnapshots(fields["known"] and tuple(fields["known"]), reached, fields["logged"])
 
 
+NOTHING_SEEN = PastSnapshots(None, None, "")
+
+
 def read_past_snapshots(events_dir: Path) -> PastSnapshots:
     """Reads all events of a run directory."""
     known: list[tuple[int, int, str]] = []
@@ -72,7 +75,8 @@ def require_none_written(found: Sequence[PastSnapshots]) -> None:
     known = max((one.known for one in found if one.known is not None), default=None)
     if known is not None:
         raise SnapshotError(
-            f"{known[2]}, and no whole one can be seen from here: start where it is, or give --fresh to begin anew"
+            f"{known[2]}, and no whole one can be seen from here: start where it is and with the --snapshot-key that "
+            "it is signed with, or give --fresh to begin anew"
         )
     logged = {step for one in found for step in from_runs(one.logged)}
     for one in found:

@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,6 +40,9 @@ class OwnedBucket(Bucket):
     def __init__(self, url: StoreUrl) -> None:
         super().__init__(ObjectStore(url))
         self.owner = BucketOwner(self.store, host_name())
+
+    def note_visible(self, manifest: Mapping[str, Any]) -> None:
+        self.owner.note_snapshot(str(manifest["run_uid"]), int(manifest["generation"]), int(manifest["step"]))
 
 
 @functools.lru_cache

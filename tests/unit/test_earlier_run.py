@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from elastic_train.elastic.earlier_run import EarlierRun
+from elastic_train.errors import SnapshotError
+from elastic_train.storage.past_snapshots import require_none_written
 from elastic_train.storage.places import OwnedBucket
 from elastic_train.storage.run_directory import RunDirectory
 from elastic_train.storage.run_record import RUN_FILE, RunRecord
@@ -63,3 +65,32 @@ def test_a_disk_that_was_away_does_not_bring_a_superseded_run_back(bucket: Owned
     events.mkdir(exist_ok=True)
     (events / "n1.jsonl").write_text('{"event": "snapshot", "snapshot_step": 5, "generation": 0, "host": "n1"}\n')
     assert earlier._past(is_leader=True) is None, "what the disk tells is of the run before"
+
+
+def test_a_run_that_had_snapshots_in_the_bucket_does_not_begin_anew_where_none_is_seen(
+    bucket: OwnedBucket, tmp_path: Path
+) -> None:
+    own(bucket, "Y")
+    for step in (10, 20):
+        save(bucket, "Y", step)
+    for key in bucket.store.list():
+        if key.endswith("manifest.json"):
+            bucket.store.put(key, b"{")
+    other = OwnedBucket(bucket.store.url)
+    other.owner.take("job of Y", 1, lambda: None)  # what is known stays, whoever writes next
+    other.owner.enter("job of Y", 1, "Y", (), is_writer=False)
+    other.owner.check()
+    warnings: list[str] = []
+    past = look(other, tmp_path / "empty", warnings=warnings)._past(is_leader=False)
+    assert len(warnings) == 2
+    assert past is not None
+    with pytest.raises(
+        SnapshotError,
+        match=rf"^host \S+ had a snapshot of step 20 of this run \(generation 0\) in {bucket}, and no whole one can be "
+        "seen from here: .*--snapshot-key.*--fresh to begin anew$",
+    ):
+        require_none_written([past])
+    other.owner.enter("job of Y", 2, "Z", ("Y",), is_writer=False)
+    other.owner.check()
+    begun = look(other, tmp_path / "empty", warnings=[])
+    assert begun._past(is_leader=False) is None, "the run that is named now has none"
