@@ -27,7 +27,7 @@ from elastic_train.stopping import StopSignal
 from elastic_train.storage.atomic_files import require_writable
 from elastic_train.storage.places import OwnedBucket, bucket_at
 from elastic_train.storage.run_directory import RunDirectory
-from elastic_train.storage.signature import read_key
+from elastic_train.storage.signature import fingerprint, read_key
 from elastic_train.storage.snapshot import SnapshotFolder
 from elastic_train.storage.store_urls import is_url
 from elastic_train.storage.weights import initialise
@@ -79,7 +79,7 @@ class Worker:
 
     @property
     def snapshot_key(self) -> bytes | None:
-        return None if self.config.snapshot_key is None else read_key(self.config.snapshot_key)
+        return key_of(self.config)
 
     def reach(self, point: str, world: World) -> None:
         """This worker is at a point of the fault seam."""
@@ -108,6 +108,7 @@ class Worker:
         return {
             **flags,
             **({} if bucket is None else {"--snapshot-dir": str(bucket)}),
+            "--snapshot-key": fingerprint(key_of(self.config)),  # else who becomes rank 0 might sign nothing
             **self.task.describe(),
             **{f"the training set's {name}": value for name, value in self.data.items()},
             **{f"version of {name}": version for name, version in versions().items()},
@@ -203,8 +204,7 @@ def check_start(config: Config, launch: Launch) -> None:
             f"--parallel dp is one process for all GPUs, and this is one of {launch.world_size}: leave one out"
         )
     bucket_of(config)
-    if config.snapshot_key is not None:
-        read_key(config.snapshot_key)
+    key_of(config)
     if config.init_from is not None and not config.init_from.exists():
         raise SnapshotError(f"{config.init_from} cannot be read: {os.strerror(errno.ENOENT)} (--init-from)")
 
@@ -213,6 +213,11 @@ def bucket_of(config: Config) -> OwnedBucket | None:
     """Raises: UsageError: --snapshot-dir is a URL that does not work, or a package is missing."""
     given = config.snapshot_dir
     return bucket_at(given) if given is not None and is_url(given) else None
+
+
+def key_of(config: Config) -> bytes | None:
+    """Raises: UsageError: --snapshot-key names none."""
+    return None if config.snapshot_key is None else read_key(config.snapshot_key)
 
 
 def make_directory(config: Config, run_id: str) -> RunDirectory:
@@ -286,7 +291,7 @@ def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
     torch.manual_seed(config.seed)
     model = task.build_model()
     if config.init_from is not None:
-        initialise(model, config.init_from, warn=warnings.warn)
+        initialise(model, config.init_from, warn=warnings.warn, key=key_of(config))
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)
     if len({parameter.device for parameter in model.parameters()}) < 2:  # else the task has spread it out

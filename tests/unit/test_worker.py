@@ -18,7 +18,8 @@ from elastic_train.__main__ import quick_imports
 from elastic_train.config import Config
 from elastic_train.elastic.worker import Worker, make_state
 from elastic_train.elastic.world_report import describe_share
-from elastic_train.errors import UsageError
+from elastic_train.errors import Refused, UsageError
+from elastic_train.rules import require_agreement
 from elastic_train.training.tasks import Task, build_task
 
 CPU = torch.device("cpu")
@@ -92,6 +93,23 @@ def test_members_agree_on_a_bucket_and_not_on_a_folder() -> None:
     assert "--snapshot-dir" not in agreement("/a/folder")
     with pytest.raises(UsageError, match="credentials do not belong into a URL"):
         agreement("s3://key:secret@bucket/run")
+
+
+def test_members_agree_on_the_key_and_do_not_tell_it(tmp_path: Path) -> None:
+    def agreement(key: str | None) -> dict[str, Any]:
+        if key is not None:
+            (tmp_path / key).write_text(key)
+        path = None if key is None else tmp_path / key
+        config = Config(task="mine:Spread", own_flags=OwnFlags(), snapshot_key=path)
+        worker: Any = SimpleNamespace(config=config, task=Spread("cpu"), device=CPU, data={"items": "1f"})
+        return Worker.agreement(worker)
+
+    key, other = "a key of 16 bytes", "another key of 16"
+    require_agreement(agreement(key), agreement(key), "the run")
+    for theirs in (None, other):
+        with pytest.raises(Refused, match=r"^--snapshot-key is '[0-9a-f]{12}' here and '.*' on the run") as raised:
+            require_agreement(agreement(key), agreement(theirs), "the run")
+        assert "key of" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
