@@ -234,7 +234,6 @@ def _add_snapshot(commands: Commands) -> None:
     listing.add_argument("path", metavar="RUN_DIR|SNAPSHOTS_DIR", help="or a URL, such as s3://bucket/run-1")
     verify = _add(actions, "verify", verify_snapshots, "compare size and SHA-256 of one snapshot, or of all of a run")
     verify.add_argument("path", metavar="PATH", help="a snapshot, a folder of snapshots, a run directory, or a URL")
-    verify.add_argument("--snapshot-key", metavar="FILE", type=Path, help="all must be signed with this key")
     hashing = _add(actions, "hash", hash_snapshot, "state_sha256 of a snapshot's model, as in result.json")
     hashing.add_argument(
         "path", metavar="PATH", help="a snapshot; of a folder of snapshots, a run or a URL, the newest whole one"
@@ -253,6 +252,8 @@ def _add_snapshot(commands: Commands) -> None:
         "source", metavar="SOURCE", help="a snapshot; of a folder or URL of many, the newest whole one"
     )
     copying.add_argument("target", metavar="TARGET", help="the folder or URL that it is to lie in")
+    for action in (listing, verify, hashing, export, copying):
+        action.add_argument("--snapshot-key", metavar="FILE", type=Path, help="what this key has not signed is damaged")
 
 
 def _add_etcd(commands: Commands) -> None:

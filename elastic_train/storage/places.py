@@ -66,33 +66,35 @@ def place_at(text: str | os.PathLike[str]) -> SnapshotPlace | SnapshotFolder:
     return Bucket(ObjectStore(url))
 
 
-def copy_snapshot(source: str, target: str, *, warn: Callable[[str], None]) -> tuple[SnapshotInfo, str]:
+def copy_snapshot(
+    source: str, target: str, *, warn: Callable[[str], None], key: bytes | None = None
+) -> tuple[SnapshotInfo, str]:
     """Copy a snapshot, or the newest whole one of a place of many, to a folder or a URL, where it is whole or absent;
-    one that is there stays. Returns it, and where it is now.
+    one that is there stays. With a key, one that it has signed. Returns it, and where it is now.
 
     Raises:
         SnapshotError: there is none, or it cannot be written. UsageError: as `place_at`.
     """
-    info = _whole_one(place_at(source), warn)
+    info = _whole_one(place_at(source), warn, key)
     folder = place_at(target)
     if is_snapshot(folder) and not isinstance(folder, Path):
         raise SnapshotError(f"{target} names one snapshot: name what it is to lie in")
     manifest = _manifest_of(info)
     with open_verified(info) as file:
         if isinstance(folder, Path):
-            _write_to_folder(folder / info.name, file, manifest, info)
+            _write_to_folder(folder / info.name, file, manifest, info, key)
         else:
             snapshots_in(folder).write(  # type: ignore[union-attr]  # it is no path
-                info.name, lambda into: shutil.copyfileobj(file, into), manifest, key=None
+                info.name, lambda into: shutil.copyfileobj(file, into), manifest, key=key
             )
     return info, f"{folder}/{info.name}"
 
 
-def _whole_one(place: SnapshotPlace | SnapshotFolder, warn: Callable[[str], None]) -> SnapshotInfo:
+def _whole_one(place: SnapshotPlace | SnapshotFolder, warn: Callable[[str], None], key: bytes | None) -> SnapshotInfo:
     if is_snapshot(place):
-        return read_info(place)
+        return read_info(place, key)
     folder = snapshots_in(place)
-    for info in find_snapshots(folder, warn=warn):
+    for info in find_snapshots(folder, warn=warn, key=key):
         try:
             verify(info)
             return info
@@ -108,10 +110,12 @@ def _manifest_of(info: SnapshotInfo) -> dict[str, Any]:
     return info.path.read_manifest()
 
 
-def _write_to_folder(path: Path, file: IO[bytes], manifest: dict[str, Any], info: SnapshotInfo) -> None:
+def _write_to_folder(
+    path: Path, file: IO[bytes], manifest: dict[str, Any], info: SnapshotInfo, key: bytes | None
+) -> None:
     if path.exists():
         try:
-            there = read_info(path)
+            there = read_info(path, key)
         except SnapshotDamaged as error:
             raise SnapshotError(f"{error}: move it out of the way first") from error
         if there.files != info.files:

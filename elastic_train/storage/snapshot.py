@@ -351,6 +351,7 @@ def newest_whole(
     *,
     map_location: str | torch.device | None = "cpu",
     warn: Callable[[str], None],
+    key: bytes | None = None,
 ) -> tuple[SnapshotInfo, dict[str, Any]] | None:
     """The newest snapshot whose file verifies, with its state. A damaged one costs a warning and the next older one is
     tried.
@@ -358,7 +359,7 @@ def newest_whole(
     Raises:
         SnapshotError: the directory cannot be listed; as `load_state`.
     """
-    for info in find_snapshots(directory, warn=warn):
+    for info in find_snapshots(directory, warn=warn, key=key):
         try:
             return info, load_state(info, map_location)
         except SnapshotDamaged as error:

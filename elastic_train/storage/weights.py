@@ -83,7 +83,7 @@ def _safetensors() -> ModuleType:
     return safetensors.torch
 
 
-def read_weights(path: Path, *, warn: Callable[[str], None]) -> dict[str, Tensor]:
+def read_weights(path: Path, *, warn: Callable[[str], None], key: bytes | None = None) -> dict[str, Tensor]:
     """A model's state dict from a snapshot, a run or a folder of snapshots (the newest whole one), or a file that
     torch.save or safetensors wrote.
 
@@ -94,7 +94,7 @@ def read_weights(path: Path, *, warn: Callable[[str], None]) -> dict[str, Tensor
         UsageError: it is for `safetensors`, which is not installed.
     """
     if path.is_dir():
-        _, loaded = read_state(path, warn=warn)
+        _, loaded = read_state(path, warn=warn, key=key)
     else:
         try:
             data = path.read_bytes()
@@ -114,7 +114,7 @@ def read_weights(path: Path, *, warn: Callable[[str], None]) -> dict[str, Tensor
 
 
 def read_state(
-    path: SnapshotPlace | SnapshotFolder, *, warn: Callable[[str], None]
+    path: SnapshotPlace | SnapshotFolder, *, warn: Callable[[str], None], key: bytes | None = None
 ) -> tuple[SnapshotInfo, dict[str, Any]]:
     """A snapshot and its state, or the newest whole one in a folder of them or in a run.
 
@@ -124,11 +124,11 @@ def read_state(
         SnapshotError: there is none, or it holds no model.
     """
     if is_snapshot(path):
-        info = read_info(path)
+        info = read_info(path, key)
         state = load_state(info)
     else:
         directory = snapshots_in(path)
-        found = newest_whole(directory, warn=warn)
+        found = newest_whole(directory, warn=warn, key=key)
         if found is None:
             raise SnapshotError(f"no whole snapshot in {directory}")
         info, state = found
@@ -137,13 +137,14 @@ def read_state(
     return info, state
 
 
-def initialise(model: nn.Module, path: Path, *, warn: Callable[[str], None]) -> None:
+def initialise(model: nn.Module, path: Path, *, warn: Callable[[str], None], key: bytes | None = None) -> None:
     """Load weights into a model (`--init-from`), also with the `module.` that DDP and DataParallel put before names.
+    With a key, of what it has signed where they are a snapshot's.
 
     Raises:
         UsageError: names or shapes do not fit; names each. SnapshotError: as `read_weights`.
     """
-    weights, own = read_weights(path, warn=warn), model.state_dict()
+    weights, own = read_weights(path, warn=warn, key=key), model.state_dict()
     if own.keys().isdisjoint(weights) and all(name.startswith(WRAPPED) for name in weights):
         weights = {name.removeprefix(WRAPPED): value for name, value in weights.items()}
     problems = [f"{name} is missing" for name in own if name not in weights]

@@ -121,7 +121,7 @@ def list_snapshots(arguments: argparse.Namespace) -> int:
     from elastic_train.wording import aligned, duration, human_bytes
 
     directory = _folder_at(arguments.path)
-    found = find_snapshots(directory, warn=_warn)
+    found = find_snapshots(directory, warn=_warn, key=_key(arguments))
     if not found:
         raise SnapshotError(f"no whole snapshot in {directory}")
     rows = [("step", "epoch", "samples", "generation", "workers", "age", "size", "name")]
@@ -136,13 +136,10 @@ def list_snapshots(arguments: argparse.Namespace) -> int:
 def verify_snapshots(arguments: argparse.Namespace) -> int:
     """Prints a line per snapshot; 1 if one is damaged or there is none."""
     from elastic_train.storage.places import place_at
-    from elastic_train.storage.signature import read_key
     from elastic_train.storage.snapshot import find_snapshots, is_snapshot, read_info, snapshots_in, verify
 
     damaged = []
-    place, key = place_at(arguments.path), None
-    if arguments.snapshot_key is not None:
-        key = read_key(arguments.snapshot_key)
+    place, key = place_at(arguments.path), _key(arguments)
     if is_snapshot(place):
         infos = []
         try:
@@ -168,7 +165,7 @@ def verify_snapshots(arguments: argparse.Namespace) -> int:
 def hash_snapshot(arguments: argparse.Namespace) -> int:
     from elastic_train.training.state import state_sha256
 
-    _, state = _read_state(arguments.path)
+    _, state = _read_state(arguments)
     print(state_sha256(state["model"]))
     return 0
 
@@ -176,7 +173,7 @@ def hash_snapshot(arguments: argparse.Namespace) -> int:
 def export_snapshot(arguments: argparse.Namespace) -> int:
     from elastic_train.storage.weights import export_weights
 
-    info, state = _read_state(arguments.path)
+    info, state = _read_state(arguments)
     weights = state.get("extras", {}).get("ema") if arguments.averaged else state["model"]
     if weights is None:
         raise SnapshotError(f"{arguments.path} holds no averaged weights; --ema-decay keeps them")
@@ -189,16 +186,23 @@ def export_snapshot(arguments: argparse.Namespace) -> int:
 def copy_snapshot(arguments: argparse.Namespace) -> int:
     from elastic_train.storage.places import copy_snapshot
 
-    info, place = copy_snapshot(arguments.source, arguments.target, warn=_warn)
+    info, place = copy_snapshot(arguments.source, arguments.target, warn=_warn, key=_key(arguments))
     print(f"step {info.step}: {place}")
     return 0
 
 
-def _read_state(path: str) -> tuple[SnapshotInfo, dict[str, Any]]:
+def _key(arguments: argparse.Namespace) -> bytes | None:
+    """Raises: UsageError: --snapshot-key names none."""
+    from elastic_train.storage.signature import read_key
+
+    return None if arguments.snapshot_key is None else read_key(arguments.snapshot_key)
+
+
+def _read_state(arguments: argparse.Namespace) -> tuple[SnapshotInfo, dict[str, Any]]:
     from elastic_train.storage.places import place_at
     from elastic_train.storage.weights import read_state
 
-    return read_state(place_at(path), warn=_warn)
+    return read_state(place_at(arguments.path), warn=_warn, key=_key(arguments))
 
 
 def _folder_at(path: str) -> SnapshotFolder:

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,10 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 from elastic_train import cli
+from elastic_train.errors import SnapshotError
+from elastic_train.storage.signature import read_key
 from elastic_train.storage.snapshot_writer import SnapshotWriter
+from elastic_train.storage.weights import initialise
 from elastic_train.tools import bench
 from elastic_train.tools.bench import table
 from elastic_train.tools.bench.table import BenchRow
@@ -123,6 +127,43 @@ class TestSnapshotVerify:
         for step in (30, 20):
             assert cli.main(["snapshot", "verify", str(snapshot(run_dir, step))]) == 1
         assert cli.main(["snapshot", "verify", str(snapshot(run_dir, 10))]) == 0
+
+
+class TestSnapshotKey:
+    """Step 30 alone is signed with it; 40 is newer and not."""
+
+    @pytest.fixture
+    def key(self, run_dir: Path) -> str:
+        path = run_dir / "snapshot.key"
+        path.write_text("0123456789abcdef")
+        for step, signed in ((30, b"0123456789abcdef"), (40, None)):
+            shutil.rmtree(snapshot(run_dir, step), ignore_errors=True)
+            writer = SnapshotWriter(run_dir / "snapshots", keep=9, host="node", run_uid="u", task={}, key=signed)
+            state = {"model": {"w": torch.ones(step)}}
+            writer.save(state, step=step, epoch=0, samples_done=0, generation=0, world_size=1)
+        return str(path)
+
+    def test_every_action_asks_for_it(self, run_dir: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+        def out(action: str, *arguments: str) -> str:
+            assert cli.main(["snapshot", action, *arguments, "--snapshot-key", key]) == 0
+            captured = capsys.readouterr()
+            assert "it has no signature" in captured.err
+            return captured.out
+
+        assert [row.split()[0] for row in out("list", str(run_dir)).splitlines()[1:]] == ["30"]
+        assert cli.main(["snapshot", "hash", str(snapshot(run_dir, 30)), "--snapshot-key", key]) == 0
+        assert capsys.readouterr().out == out("hash", str(run_dir))
+        assert "of step 30: " in out("export", str(run_dir), "--output", str(run_dir / "weights"))
+        assert out("copy", str(run_dir), str(run_dir / "copies")).startswith("step 30: ")
+        for action in ("verify", "hash", "export"):
+            assert cli.main(["snapshot", action, str(snapshot(run_dir, 40)), "--snapshot-key", key]) == 1
+
+    def test_so_does_init_from(self, run_dir: Path, key: str) -> None:
+        model = torch.nn.ParameterDict({"w": torch.zeros(30)})
+        initialise(model, run_dir, warn=[].append, key=read_key(Path(key)))
+        assert model["w"].sum() == 30
+        with pytest.raises(SnapshotError, match="it has no signature"):
+            initialise(model, snapshot(run_dir, 40), warn=pytest.fail, key=read_key(Path(key)))
 
 
 class TestSnapshotList:
