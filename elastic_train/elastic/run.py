@@ -83,6 +83,8 @@ def run_worker(worker: Worker, program: Program) -> int:
         ends.close()
         reporter.close()
         worker.directory.ownership.release()
+        if worker.bucket is not None:  # who calls run() may live on: the bucket is not held for it
+            worker.bucket.owner.release()
 
 
 def _wait_before_return(worker: Worker, back: Return) -> None:

@@ -1,0 +1,38 @@
+"""What a worker lets go of at its end, whatever ended it: who calls run() may live on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_train.elastic import run
+from elastic_train.errors import FormationFailed
+from elastic_train.storage.ownership import OWNER_RECORD
+from elastic_train.storage.places import OwnedBucket
+from elastic_train.storage.run_directory import RunDirectory
+from elastic_train.storage.store_urls import parse_url
+
+
+def test_a_failed_run_does_not_hold_its_bucket(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, directory = OwnedBucket(parse_url(f"memory://{request.node.name}")), RunDirectory(tmp_path)
+    nothing = SimpleNamespace(write=lambda *_, **__: None)
+    worker: Any = SimpleNamespace(
+        bucket=bucket, directory=directory, reporter=SimpleNamespace(events=nothing, close=lambda: None)
+    )
+
+    def fail(*_: Any) -> int:
+        bucket.owner.take("job", 0, lambda: None)
+        bucket.owner.renew_in_background()
+        raise FormationFailed("nobody is there")
+
+    monkeypatch.setattr(run, "_as_member", fail)
+    program: Any = None
+    with pytest.raises(FormationFailed):
+        run.run_worker(worker, program)
+    assert bucket.owner._stop is None, "nobody renews it any more"
+    assert bucket.store.get(OWNER_RECORD) is not None
