@@ -21,7 +21,7 @@ def parse(raw: bytes) -> Line | None:
     """The object in one line, or in the bytes of a file; None where it is none."""
     try:
         line = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) else None
 

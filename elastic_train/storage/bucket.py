@@ -21,7 +21,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
-from elastic_train.errors import ObjectStoreError, OwnershipLost, SnapshotDamaged, SnapshotError, StoreFault, cause_of
+from elastic_train.errors import (
+    ObjectStoreError,
+    OwnershipLost,
+    SnapshotDamaged,
+    SnapshotError,
+    StoreFault,
+    cause_of,
+    first_line,
+)
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.parts import MOST_PART_BYTES, PART_BYTES, Part, PartStream, fetch
 from elastic_train.storage.signature import sign
@@ -325,8 +333,9 @@ class Bucket:
                 doomed += [info.name for info in of_run if info.age_key < moments[-1] and info.name != written]
             for name in doomed:
                 self._delete(self.store, self.snapshot(name), [MANIFEST_FILE, *listed[name]])
-        except ObjectStoreError as error:
-            return [f"old snapshots in {self} cannot be deleted: {error}"]
+        except Exception as error:  # of whatever lies there: what was written is safe, and no training ends over it
+            said = str(error) if isinstance(error, SnapshotError) else f"{type(error).__name__}: {first_line(error)}"
+            return [f"old snapshots in {self} cannot be deleted: {said}"]
         return []
 
     def _is_leftover(self, name: str, files: Files, run_uid: str, key: bytes | None) -> bool:

@@ -61,7 +61,7 @@ class BucketRecord:
         """None where there is none that can be read."""
         fields: dict[str, Any] = {} if stored is None else parse(stored.data) or {}
         try:
-            return BucketRecord(
+            record = BucketRecord(
                 job_token=str(fields["job_token"]),
                 generation=int(fields["generation"]),
                 run_uid=str(fields["run_uid"]),
@@ -73,7 +73,9 @@ class BucketRecord:
                 has_left=bool(fields["has_left"]),
                 newest=_moment(fields.get("newest")),
             )
-        except (KeyError, IndexError, TypeError, ValueError, OverflowError):
+            str(record)  # a time that is none shows here
+            return record
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError, OSError):
             return None
 
 

@@ -44,6 +44,9 @@ FORMAT_VERSION = 2
 STATE_FILE = "state.pt"
 MANIFEST_FILE = "manifest.json"
 
+LAST_SECOND = 2.5e11
+"""of the year 9892: what is later cannot be shown as a date"""
+
 SNAPSHOT_NAME = re.compile(r"step-\d{12,}-gen-\d{4,}-(?P<host>.+)")
 
 
@@ -182,7 +185,7 @@ def parse_manifest(data: bytes, path: SnapshotPlace, wanted_version: int) -> dic
     """Raises: SnapshotDamaged: it is no manifest of that version."""
     try:
         manifest = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SnapshotDamaged(f"snapshot {path}: {MANIFEST_FILE} is not JSON: {first_line(error)}") from error
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
     if version != wanted_version:
@@ -194,10 +197,10 @@ def parse_manifest(data: bytes, path: SnapshotPlace, wanted_version: int) -> dic
 
 def info_of(manifest: dict[str, Any], path: SnapshotPlace, key: bytes | None) -> SnapshotInfo:
     """Raises: SnapshotDamaged: it is incomplete, or not signed with `key`."""
-    why = None if key is None else why_not_signed(manifest, key)
-    if why is not None:
-        raise SnapshotDamaged(f"snapshot {path}: {why}")
     try:
+        why = None if key is None else why_not_signed(manifest, key)
+        if why is not None:
+            raise SnapshotDamaged(f"snapshot {path}: {why}")
         info = SnapshotInfo(
             path=path,
             step=_whole_number(manifest["step"]),
@@ -206,7 +209,7 @@ def info_of(manifest: dict[str, Any], path: SnapshotPlace, key: bytes | None) ->
             generation=_whole_number(manifest["generation"]),
             run_uid=str(manifest["run_uid"]),
             host=str(manifest["host"]),
-            time=float(manifest["time"]),
+            time=_moment(manifest["time"]),
             world_size=_whole_number(manifest["world_size"]),
             torch_version=str(manifest["torch_version"]),
             elastic_train_version=str(manifest["elastic_train_version"]),
@@ -217,7 +220,7 @@ def info_of(manifest: dict[str, Any], path: SnapshotPlace, key: bytes | None) ->
             },
             branches=branches_of(manifest.get("branches", ())),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise SnapshotDamaged(f"snapshot {path}: {MANIFEST_FILE} is wrong or incomplete: {error!r}") from error
     if STATE_FILE not in info.files:
         raise SnapshotDamaged(f"snapshot {path}: {MANIFEST_FILE} does not name {STATE_FILE}")
@@ -225,9 +228,16 @@ def info_of(manifest: dict[str, Any], path: SnapshotPlace, key: bytes | None) ->
 
 
 def _whole_number(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
         raise ValueError(f"{value!r} is not a whole number")
     return value
+
+
+def _moment(value: Any) -> float:
+    seconds = float(value)
+    if not 0 <= seconds < LAST_SECOND:
+        raise ValueError(f"{value!r} is no time")
+    return seconds
 
 
 def _plain_file_name(name: str) -> str:

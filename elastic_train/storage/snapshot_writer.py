@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.branches import Branches
-from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of
+from elastic_train.errors import OwnershipLost, SnapshotDamaged, SnapshotError, cause_of, first_line
 from elastic_train.storage.atomic_files import fsync_directory
 from elastic_train.storage.signature import sign
 from elastic_train.storage.snapshot import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     STATE_FILE,
+    RemoteFolder,
     SnapshotFolder,
     SnapshotPlace,
     SnapshotResult,
@@ -36,6 +37,7 @@ from elastic_train.storage.state_bytes import (
     require_numbers,
     write_state,
 )
+from elastic_train.storage.store_faults import scrub
 from elastic_train.version import VERSION
 
 
@@ -211,14 +213,7 @@ class SnapshotWriter:
             warnings += self._pruner.prune(path)
         else:
             place = self.directory.snapshot(name)
-            require_numbers(state.get("model"), position.step)
-            num_bytes = self.directory.write(
-                name,
-                lambda file: write_state(state, file),
-                self._manifest(position),
-                key=self._key,
-                before_visible=self._before_rename,
-            ).bytes
+            num_bytes = self._write_elsewhere(self.directory, state, position, name)
             total_seconds = time.perf_counter() - start
             warnings += self.directory.prune(name, keep=self._keep, run_uid=self._run_uid, key=self._key)
         return SnapshotResult(
@@ -230,6 +225,24 @@ class SnapshotWriter:
             total_seconds=total_seconds,
             warnings=tuple(warnings),
         )
+
+    def _write_elsewhere(self, folder: RemoteFolder, state: dict[str, Any], position: _Position, name: str) -> int:
+        require_numbers(state.get("model"), position.step)
+        try:
+            return folder.write(
+                name,
+                lambda file: write_state(state, file),
+                self._manifest(position),
+                key=self._key,
+                before_visible=self._before_rename,
+            ).bytes
+        except (SnapshotError, OwnershipLost):
+            raise
+        except Exception as error:  # of a store's library, or of what lies there: no training need end over it
+            raise SnapshotError(
+                f"snapshot {folder}/{name} cannot be written: {type(error).__name__}: {scrub(first_line(error))}; "
+                "older ones are untouched"
+            ) from None
 
     def _existing_bytes(self, path: Path, warnings: list[str]) -> int | None:
         """The size of the state where this very snapshot is there already and whole."""

@@ -3,6 +3,7 @@ answer."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 
 from elastic_train.errors import NewerGeneration, OwnershipLost, SnapshotDamaged, SnapshotError
 from elastic_train.storage.bucket import Bucket
+from elastic_train.storage.bucket_owner import BucketOwner, BucketRecord
 from elastic_train.storage.object_store import ObjectStore, Tries
+from elastic_train.storage.ownership import OWNER_RECORD
 from elastic_train.storage.snapshot import find_snapshots, read_info
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_arms import MemoryArm
@@ -168,3 +171,74 @@ def test_manifests_of_this_run_whose_parts_are_gone_are_deleted_once_their_gener
         "step-000000000002-gen-0003-one",
         "step-000000000003-gen-0004-one",
     }
+
+
+DEEP = b"[" * 200_000
+RECORD = BucketRecord("job", 1, "run", (), "host", 1, 1.7e9)
+
+
+def of(manifest: dict[str, Any], **changes: str) -> bytes:
+    """With JSON as it stands in the place of fields."""
+    text = json.dumps({**manifest, **{name: f"@{name}" for name in changes}})
+    for name, value in changes.items():
+        text = text.replace(f'"@{name}"', value)
+    return text.encode()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _: DEEP,
+        lambda manifest: of(manifest, time="1e300"),
+        lambda manifest: of(manifest, time="Infinity"),
+        lambda manifest: of(manifest, time="NaN"),
+        lambda manifest: of(manifest, time="1" + "0" * 400),
+        lambda manifest: of(manifest, step="1" + "0" * 4200),
+        lambda manifest: of(manifest, signature='"\\ud800"'),
+    ],
+)
+def test_what_no_writer_writes_is_damaged_and_ends_nothing(url: str, change: Callable[[dict[str, Any]], bytes]) -> None:
+    bucket = bucket_of(url)
+    save(writer_to(bucket), 1)
+    manifest = next(key for key in bucket.store.list() if key.endswith("manifest.json"))
+    bucket.store.put(manifest, change(bucket.snapshot(manifest.partition("/")[0]).read_manifest()))
+    warnings: list[str] = []
+    is_signed = b"ud800" in bucket.store.get(manifest).data  # type: ignore[union-attr]
+    assert find_snapshots(bucket, warn=warnings.append, key=KEY if is_signed else None) == []
+    assert len(warnings) == 1
+    assert save(writer_to(bucket, key=KEY if is_signed else None), 2, generation=1).warnings == ()
+
+
+@pytest.mark.parametrize(
+    "data", [DEEP, json.dumps({**vars(RECORD), "time": 1e300}), json.dumps({**vars(RECORD), "pid": float("inf")})]
+)
+def test_an_owners_record_that_cannot_be_is_none(url: str, data: bytes | str) -> None:
+    store = bucket_of(url).store
+    store.put(OWNER_RECORD, data if isinstance(data, bytes) else data.encode())
+    assert BucketOwner(store, "one").read() is None
+
+
+class OddArm(MemoryArm):
+    is_odd = False
+
+    def list(self, prefix: str) -> dict[str, int]:
+        if self.is_odd:
+            raise MemoryError("nobody thought of it")
+        return super().list(prefix)
+
+
+def test_an_error_that_nobody_thought_of_costs_a_snapshot_and_not_the_training(url: str) -> None:
+    arm = OddArm(fsspec.filesystem("memory"), parse_url(url))
+    bucket = bucket_of(url, arm)
+
+    def odd() -> None:
+        raise RuntimeError("nobody thought of it")
+
+    with pytest.raises(SnapshotError, match="cannot be written: RuntimeError: nobody thought of it; older ones"):
+        save(writer_to(bucket, before_rename=odd), 1)
+
+    def prune_oddly() -> None:
+        arm.is_odd = True
+
+    result = save(writer_to(bucket, before_rename=prune_oddly), 1)
+    assert "cannot be deleted" in result.warnings[0]
