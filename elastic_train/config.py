@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from elastic_train.errors import UsageError
+from elastic_train.snapshot_interval import interval_of, steps_or_text
 from elastic_train.wording import unrecognized
 
 DOWNLOADABLE = ("mnist", "fashion-mnist", "cifar10")
@@ -132,8 +133,9 @@ class JobFlags:
     """samples per optimizer step over all ranks; the same for every world size"""
     seed: int = at_least(0, 0)
     """seeds the weights, the order of samples, augmentation and dropout"""
-    snapshot_every: int = at_least(0, 100)
-    """steps between snapshots; 0 keeps only those at a stop and at the end"""
+    snapshot_every: int | str = dataclasses.field(default=100, metadata={"custom_args": {"type": steps_or_text}})
+    """steps between snapshots, a time such as 30s or 5m, or auto, by cost and failures; 0 keeps only those at a stop
+    and at the end"""
     keep_snapshots: int = at_least(1, 3)
     """newest snapshots kept"""
     stall_timeout: float | None = positive(None)
@@ -146,6 +148,7 @@ class JobFlags:
         """Raises: UsageError: names the flag, its value and what would work."""
         if self.seed >= 2**63:
             raise UsageError(f"--seed {self.seed}: must be below 2**63")
+        interval_of(self.snapshot_every)
 
 
 @dataclass(frozen=True)

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 from elastic_train.elastic.run_files import RunFiles
+from elastic_train.elastic.snapshot_schedule import SnapshotSchedule
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import OwnershipLost, SnapshotError
 from elastic_train.observe.reporting import Reporter
 from elastic_train.runlog.goodput import Phase
+from elastic_train.snapshot_interval import interval_of
 from elastic_train.storage.snapshot import SnapshotResult
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.training.state import TrainState
+from elastic_train.wording import duration
 from elastic_train.world import World
 
 
 class Saver:
     """Saves the state of one worker, whatever worlds it goes through; rank 0 writes the regular snapshots."""
 
-    def __init__(self, worker: Worker, files: RunFiles) -> None:
+    def __init__(self, worker: Worker, files: RunFiles, *, now: Callable[[], float] = time.monotonic) -> None:
         self._worker = worker
         self._reporter: Reporter = worker.reporter
         self._files = files
-        self._every = worker.config.snapshot_every
-        self._is_overdue = False
+        self._now = now
+        self._interval = interval_of(worker.config.snapshot_every)
+        self._schedule = SnapshotSchedule(self._interval, now=now)
         self._has_noted_due = False
         self._world: World | None = None
+        self._entered_at = 0.0
         self._snapshots: SnapshotWriter | None = None
 
     def enter(self, world: World) -> None:
         """A world stands: from now on its generation is the one that writes."""
         self._world = world
+        self._entered_at = self._now()
+        self._schedule.enter()
 
     def is_last_writer(self, world: World) -> bool:
         """Whether this worker saves for others where all of a world have one state and stay until it is saved: each
@@ -42,31 +51,54 @@ class Saver:
         if self._world is None:
             return False
         if self._world.rank != 0:
-            if self._every:
+            if self._interval.steps != 0:
                 self._note_due(self._world, state)
             return False
         self._files.raise_if_replaced()
-        if not self._every:
+        if self._interval.steps == 0:
             return False
+        is_writing = self._snapshots is not None and self._snapshots.is_busy()
+        self._schedule.note_step(state.step, is_writing=is_writing)
         if self._snapshots is not None:
             self.report()
         elif not state.is_finished:  # the optimizer has its state by now; what cannot be saved is told now
             self._writer().prepare(state.state_dict())
-        self._is_overdue = self._is_overdue or state.step % self._every == 0
-        return self._is_overdue and not state.is_finished and not self._writer().is_busy()
+        self._adapt(state)
+        return self._schedule.is_overdue and not state.is_finished and not self._writer().is_busy()
+
+    def _adapt(self, state: TrainState) -> None:
+        changed = self._schedule.adapt(state)
+        if changed is None:
+            return
+        self._reporter.events.write("snapshot_interval", **changed)
+        self._reporter.say(
+            f"a snapshot every {duration(changed['seconds'])} from now on: one costs {changed['cost_seconds']:.3f} s "
+            f"of training, and a failure is expected every {duration(changed['failure_seconds'])}"
+        )
 
     def _note_due(self, world: World, state: TrainState) -> None:
         """Once: where the snapshots of another node lie somewhere else, this one's events show that there are some. A
         step later than the first was due: by then rank 0 has written down that step, too."""
-        if not self._has_noted_due and state.step > self._every:
+        if self._has_noted_due:
+            return
+        steps = self._interval.steps
+        if steps is None:  # rank 0 counts from its first world, this one or an earlier one; a step may be long
+            is_past = self._now() - self._entered_at > 2 * self._interval.first_seconds
+        else:
+            is_past = state.step > steps
+        if is_past:
             self._has_noted_due = True
             if world.is_directory_leader:
-                self._reporter.events.write("snapshot_due", every=self._every, by=world.members[0].name)
+                self._reporter.events.write("snapshot_due", every=steps, by=world.members[0].name)
 
     def save(self, state: TrainState) -> None:
         """In the background; returns when the state is copied."""
         with state.clock.during(Phase.SNAPSHOT):
-            self._is_overdue = not self._writer().save_in_background(state.state_dict(), **self._position(state))
+            started_at = self._now()
+            if self._writer().save_in_background(state.state_dict(), **self._position(state)):
+                self._schedule.note_start(started_at)
+            else:
+                self._schedule.put_off()
 
     def save_and_wait(self, state: TrainState) -> bool:
         """Durable when it returns True. A full disk costs a warning, not the job."""
@@ -97,10 +129,11 @@ class Saver:
         except OwnershipLost:
             # Perhaps only the generation changed while it was written, to one that this worker is in itself.
             self._check_owner()
-            self._is_overdue = True
+            self._schedule.put_off()
             return
         for outcome in outcomes:
             if isinstance(outcome, SnapshotResult):
+                self._schedule.note_written(outcome.stall_seconds)
                 self._tell(outcome)
             else:
                 self._reporter.warn(f"{outcome}; training goes on")

@@ -17,6 +17,7 @@ from elastic_train.elastic.world_end import StepObserver, WorldEnd
 from elastic_train.errors import FormationFailed, TrainingDiverged
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
+from elastic_train.snapshot_interval import interval_of
 from elastic_train.training.collectives import wait
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.train import NO_VOTES, Votes
@@ -94,7 +95,7 @@ class StepSums:
         self._end = end
         self._extras = extras
         self._votes = votes
-        self._every = worker.config.snapshot_every or EVERY
+        self._every = interval_of(worker.config.snapshot_every).steps or EVERY
         self._step_seconds = math.inf
         """of the newest step whose totals have come, a mean over the ranks"""
         self.late: LateTotals | None = None

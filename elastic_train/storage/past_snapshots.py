@@ -23,7 +23,7 @@ class Reached:
     generation: int
     step: int
     every: int
-    """steps between two snapshots"""
+    """steps between two snapshots; 1 where they go by time, of which no step is known"""
     host: str
 
 
@@ -82,10 +82,10 @@ def require_none_written(found: Sequence[PastSnapshots]) -> None:
     for one in found:
         past = one.reached
         if past is not None and not logged.issuperset(range(past.every, past.step, past.every)):
+            how = f"with a snapshot due every {past.every} steps" if past.every > 1 else "when a snapshot had been due"
             raise SnapshotError(
                 f"host {past.host} had come to step {past.step} of this run at least (generation {past.generation}), "
-                f"with a snapshot due every {past.every} steps, and none can be seen from here: start where they are, "
-                "or give --fresh to begin anew"
+                f"{how}, and none can be seen from here: start where they are, or give --fresh to begin anew"
             )
 
 
@@ -102,13 +102,18 @@ def _known(lines: Iterable[Line]) -> Iterable[tuple[int, int, str]]:
 
 
 def _reached(lines: Sequence[Line]) -> Iterable[Reached]:
-    """Of one process, whose flags say how often snapshots were due."""
+    """Of one process, whose flags say how often snapshots were due; where they go by time, an event that one was."""
     configs = (line.get("config") for line in lines if line.get("event") == "start")
-    every = next((int(config.get("snapshot_every") or 0) for config in configs if isinstance(config, dict)), 0)
+    flag = next((config.get("snapshot_every") for config in configs if isinstance(config, dict)), 0)
+    every = flag if isinstance(flag, int) else None
     for line in lines:
         generation = line.get("generation")
-        if every and generation is not None and _step(line) > every:
-            yield Reached(int(generation), _step(line), every, str(line.get("host")))
+        if every is None:
+            is_past, between = line.get("event") == "snapshot_due", 1
+        else:
+            is_past, between = every > 0 and _step(line) > every, every
+        if is_past and generation is not None:
+            yield Reached(int(generation), _step(line), between, str(line.get("host")))
 
 
 def _step(line: Line) -> int:

@@ -33,6 +33,8 @@ BAD = [
         "--multiprocessing-context spawn is for DataLoader processes: give --num-workers",
     ),
     ("--snapshot-every -1", "--snapshot-every -1: must be at least 0"),
+    ("--snapshot-every 5x", "--snapshot-every 5x: must be steps such as 100, a time such as 30s, 5m or 1h, or auto"),
+    ("--snapshot-every 0s", "--snapshot-every 0s: must be steps such as 100"),
     ("--num-workers -1", "--num-workers -1: must be at least 0"),
     ("--seed -1", "--seed -1: must be at least 0"),
     ("--metrics-port 0", "--metrics-port 0: must be a port, 1 to 65535"),

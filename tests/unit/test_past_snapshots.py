@@ -64,7 +64,7 @@ def write(path: Path, *lines: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps({"host": "b", **line}) + "\n" for line in lines) + '{"torn')
 
 
-def start(every: int) -> dict[str, Any]:
+def start(every: int | str) -> dict[str, Any]:
     return {"event": "start", "generation": None, "step": 0, "config": {"snapshot_every": every}}
 
 
@@ -76,6 +76,17 @@ def test_what_events_say(tmp_path: Path) -> None:
     write(tmp_path / "c.jsonl", start(5), {"event": "snapshot_due", "generation": 1, "step": 90})
     write(tmp_path / "d.jsonl", start(0), {"event": "world", "generation": 3, "step": 99})
     assert read_past_snapshots(tmp_path) == PastSnapshots(None, Reached(2, 30, 10, "b"), "1-2,10")
+
+
+def test_where_snapshots_go_by_time_an_event_says_that_one_was_due(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", start("30s"), {"event": "world", "generation": 2, "step": 300})
+    assert read_past_snapshots(tmp_path) == NOTHING
+    write(tmp_path / "b.jsonl", start("30s"), {"event": "snapshot_due", "generation": 1, "step": 90, "every": None})
+    past = read_past_snapshots(tmp_path)
+    assert past == PastSnapshots(None, Reached(1, 90, 1, "b"), "")
+    with pytest.raises(SnapshotError, match=r"come to step 90 .*, when a snapshot had been due, and none can be seen"):
+        require_none_written([past])
+    require_none_written([past, PastSnapshots(None, None, "1-90")])  # all who could have written one are here
 
 
 def test_a_snapshot_that_was_surely_there(tmp_path: Path) -> None:

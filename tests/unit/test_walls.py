@@ -25,7 +25,18 @@ ENTRIES = {"elastic_train", *(f"elastic_train.{name}" for name in ("__main__", "
 """the public names and the programs: they import whatever they need, and nobody imports them"""
 VOCABULARY = {
     f"elastic_train.{name}"
-    for name in ("branches", "config", "errors", "rules", "stopping", "system", "version", "wording", "world")
+    for name in (
+        "branches",
+        "config",
+        "errors",
+        "rules",
+        "snapshot_interval",
+        "stopping",
+        "system",
+        "version",
+        "wording",
+        "world",
+    )
 }
 FLOORS = (
     {"runlog"},

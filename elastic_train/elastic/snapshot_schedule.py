@@ -1,0 +1,119 @@
+"""When rank 0 writes a snapshot: after so many steps, so much time, or as its cost and the failures call for."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+from elastic_train.snapshot_interval import (
+    SnapshotInterval,
+    best_interval,
+    mean_failure_seconds,
+    num_failures,
+)
+from elastic_train.training.state import TrainState
+
+TOLD_CHANGE = 0.25
+"""of the interval, from the one that was told last"""
+IDLE_STEPS = 64
+COSTS = 5
+"""newest ones of which the median counts"""
+
+
+class SnapshotSchedule:
+    """Of one worker, whatever worlds it goes through. Decided by rank 0 alone; nobody else need know.
+
+    A snapshot costs what it holds the training thread up, and what the steps beside its writing take longer than those
+    before: the difference of the medians, so that an evaluation between two steps is no part of it.
+    """
+
+    def __init__(self, interval: SnapshotInterval, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._interval = interval
+        self._now = now
+        self._is_overdue = False
+        self._started_at: float | None = None
+        """of the newest snapshot; before that, of this worker's first world"""
+        self._step_at: float | None = None
+        self._was_writing = False
+        self._idle: deque[float] = deque(maxlen=IDLE_STEPS)
+        """seconds of steps beside which nothing was written"""
+        self._busy: list[float] = []
+        """of those beside the snapshot in hand"""
+        self._costs: deque[float] = deque(maxlen=COSTS)
+        self._seconds = interval.first_seconds
+        self._told_seconds = 0.0
+
+    @property
+    def cost_seconds(self) -> float | None:
+        """Training time that a snapshot costs; None before the first."""
+        return median(self._costs) if self._costs else None
+
+    @property
+    def seconds(self) -> float:
+        """Between the starts of two snapshots, where that is no number of steps."""
+        return self._seconds
+
+    def enter(self) -> None:
+        """A world stands. A worker that becomes rank 0 in a later one counts from its first, so that one is due soon:
+        it does not know when the rank 0 before has written."""
+        self._step_at = None  # what lies between two worlds is no step
+        if self._started_at is None:
+            self._started_at = self._now()
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether one is due after the newest step, or was before."""
+        return self._is_overdue
+
+    def note_step(self, step: int, *, is_writing: bool) -> None:
+        """So many steps are committed by now.
+
+        Args:
+            is_writing: a snapshot is being written.
+        """
+        now = self._now()
+        if self._step_at is not None:
+            (self._busy if is_writing or self._was_writing else self._idle).append(now - self._step_at)
+        self._step_at, self._was_writing = now, is_writing
+        if self._interval.steps is not None:
+            is_due = self._interval.steps > 0 and step % self._interval.steps == 0
+        else:
+            is_due = self._started_at is not None and now - self._started_at >= self._seconds
+        self._is_overdue = self._is_overdue or is_due
+
+    def put_off(self) -> None:
+        """The one that was due is not written: it stays due."""
+        self._is_overdue = True
+
+    def note_start(self, started_at: float) -> None:
+        """A snapshot is on its way since then; its copying was no part of a step."""
+        self._is_overdue = False
+        self._started_at = started_at
+        self._step_at, self._was_writing = self._now(), True
+        self._busy.clear()
+
+    def note_written(self, stall_seconds: float) -> None:
+        """The newest snapshot is durable."""
+        slower = median(self._busy) - median(self._idle) if self._busy and self._idle else 0.0
+        self._costs.append(stall_seconds + len(self._busy) * max(0.0, slower))
+        self._busy.clear()
+
+    def adapt(self, state: TrainState) -> dict[str, float] | None:
+        """Take the interval that is best by now, where it is `auto`. What is to be told, where it has changed much."""
+        cost = self.cost_seconds
+        if not self._interval.is_auto or cost is None:
+            return None
+        failures = num_failures(state.incidents)
+        failure_seconds = mean_failure_seconds(sum(state.clock.totals().values()), failures)
+        self._seconds = best_interval(cost, failure_seconds)
+        if abs(self._seconds - self._told_seconds) <= TOLD_CHANGE * self._told_seconds:
+            return None
+        self._told_seconds = self._seconds
+        return {
+            "seconds": self._seconds,
+            "cost_seconds": cost,
+            "failures": failures,
+            "failure_seconds": failure_seconds,
+        }
