@@ -245,6 +245,7 @@ def _add_snapshot(commands: Commands) -> None:
     )
     export.add_argument("--format", choices=("pt", "safetensors"), default="pt", help="default: pt, for torch.load")
     export.add_argument("--output", metavar="FILE", type=Path, help="default: weights.FORMAT here")
+    export.add_argument("--best", action="store_true", help="the one with the best metric, instead of the newest")
     export.add_argument("--averaged", action="store_true", help="the averaged weights of --ema-decay")
 
     copying = _add(actions, "copy", copy_snapshot, "a snapshot to another folder or URL, whole or not at all")

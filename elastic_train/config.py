@@ -134,10 +134,13 @@ class JobFlags:
     seed: int = at_least(0, 0)
     """seeds the weights, the order of samples, augmentation and dropout"""
     snapshot_every: int | str = dataclasses.field(default=100, metadata={"custom_args": {"type": steps_or_text}})
-    """steps between snapshots, a time such as 30s or 5m, or auto, by cost and failures; 0 keeps only those at a stop
-    and at the end"""
+    """steps between snapshots, or a time such as 30s, or auto; 0 keeps only those at a stop and at the end"""
     keep_snapshots: int = at_least(1, 3)
     """newest snapshots kept"""
+    keep_every: int | None = at_least(1, None)
+    """of each so many steps the first snapshot is kept for good"""
+    keep_best: int = at_least(0, 0)
+    """best snapshots kept, by test accuracy or training.keep(); one is written where it is better than all before"""
     stall_timeout: float | None = positive(None)
     """seconds: a member that is alive and outside the collective in which all others wait is expelled after this, but
     1,800 s at least before its first commit; default: the larger of 300 s and 20 median steps"""

@@ -28,6 +28,16 @@ class Evaluations:
         if not all(gather_json(state.evaluated_step == state.step)):
             self.if_due(world)
 
+    def keep(self, world: World, metric: float) -> None:
+        """Rate the model by rank 0's `metric`; every rank calls it."""
+        watcher = self._membership.watcher
+        if world.world_size > 1:  # rank 0's alone, so that all have the same best
+            watcher.do(Activity.REDUCE)
+            metric = float(gather_json(metric)[0])
+            watcher.do(Activity.COMPUTE)
+        state = self._worker.state
+        state.ratings.note(state.step, metric)
+
     def if_due(self, world: World) -> None:
         """At the end of every so many epochs, and of training; every rank calls it at the end of an epoch."""
         worker, config, state = self._worker, self._worker.config, self._worker.state
@@ -57,4 +67,5 @@ class Evaluations:
         state.evaluated_step = state.step
         if found.accuracy is not None:
             state.last_accuracy = (state.step, found.accuracy)
+            state.ratings.note(state.step, found.accuracy)
         worker.reporter.evaluation(state, found.metrics)

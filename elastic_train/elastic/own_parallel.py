@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elastic_train.elastic.session_steps import SessionSteps, StepInHand
 from elastic_train.elastic.step_sums import StepSums
+from elastic_train.errors import UsageError
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
@@ -53,6 +54,14 @@ class OwnParallel:
             self._hooks.append(ddp.module.register_forward_pre_hook(_ForwardBegins(self)))
         self.made.append(weakref.ref(ddp))
         return ddp
+
+    def require_made(self) -> None:
+        """Raises: UsageError: several workers train, and each would go its own way."""
+        if self._world_size > 1 and not self.made:
+            raise UsageError(
+                f"nobody averages the gradients of the {self._world_size} workers: train the module that "
+                "training.parallel() makes in the training function"
+            )
 
     def close(self) -> None:
         """The user's own module is as it was; the DDP modules are the function's to let go."""

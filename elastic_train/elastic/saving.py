@@ -13,11 +13,15 @@ from elastic_train.errors import OwnershipLost, SnapshotError
 from elastic_train.observe.reporting import Reporter
 from elastic_train.runlog.goodput import Phase
 from elastic_train.snapshot_interval import interval_of
+from elastic_train.storage.retention import Retention
 from elastic_train.storage.snapshot import SnapshotResult
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.training.state import TrainState
 from elastic_train.wording import duration
 from elastic_train.world import World
+
+BEST_SECONDS = 30.0
+"""that training waits for the snapshot in flight, so that the best state so far can be copied"""
 
 
 class Saver:
@@ -33,6 +37,8 @@ class Saver:
         self._has_noted_due = False
         self._world: World | None = None
         self._entered_at = 0.0
+        self._best_step = -1
+        """of the newest best state that was dealt with"""
         self._snapshots: SnapshotWriter | None = None
 
     def enter(self, world: World) -> None:
@@ -55,7 +61,8 @@ class Saver:
                 self._note_due(self._world, state)
             return False
         self._files.raise_if_replaced()
-        if self._interval.steps == 0:
+        is_new_best = self._is_new_best(state)
+        if self._interval.steps == 0 and not is_new_best:
             return False
         is_writing = self._snapshots is not None and self._snapshots.is_busy()
         self._schedule.note_step(state.step, is_writing=is_writing)
@@ -64,7 +71,15 @@ class Saver:
         elif not state.is_finished:  # the optimizer has its state by now; what cannot be saved is told now
             self._writer().prepare(state.state_dict())
         self._adapt(state)
-        return self._schedule.is_overdue and not state.is_finished and not self._writer().is_busy()
+        if state.is_finished:
+            return False  # it is saved at the end anyway
+        return is_new_best or (self._schedule.is_overdue and not self._writer().is_busy())
+
+    def _is_new_best(self, state: TrainState) -> bool:
+        """Whether the weights of this very step are the best so far, and are to be kept."""
+        best = state.ratings.best
+        is_best = best is not None and best[0] == state.step
+        return bool(self._worker.config.keep_best) and is_best and self._best_step != state.step
 
     def _adapt(self, state: TrainState) -> None:
         changed = self._schedule.adapt(state)
@@ -94,11 +109,22 @@ class Saver:
     def save(self, state: TrainState) -> None:
         """In the background; returns when the state is copied."""
         with state.clock.during(Phase.SNAPSHOT):
+            if self._is_new_best(state):
+                self._make_room_for_best(state)
             started_at = self._now()
             if self._writer().save_in_background(state.state_dict(), **self._position(state)):
                 self._schedule.note_start(started_at)
             else:
                 self._schedule.put_off()
+
+    def _make_room_for_best(self, state: TrainState) -> None:
+        """The next step makes other weights of the best ones: they cannot be put off as others can."""
+        self._best_step = state.step
+        if not self._writer().wait(BEST_SECONDS):
+            self._reporter.warn(
+                f"the best state so far, of step {state.step}, is not kept: the snapshot before it is still being "
+                f"written after {BEST_SECONDS:g} s; training goes on"
+            )
 
     def save_and_wait(self, state: TrainState) -> bool:
         """Durable when it returns True. A full disk costs a warning, not the job."""
@@ -147,10 +173,10 @@ class Saver:
     def _writer(self) -> SnapshotWriter:
         # One for the life of the process: it keeps its buffers, and one snapshot at a time is in flight.
         if self._snapshots is None:
-            worker = self._worker
+            worker, config = self._worker, self._worker.config
             self._snapshots = SnapshotWriter(
                 worker.snapshots_dir,
-                keep=worker.config.keep_snapshots,
+                keep=Retention(config.keep_snapshots, config.keep_every, config.keep_best),
                 host=worker.host,
                 run_uid=worker.state.run_uid,
                 task=worker.must_agree_with_snapshot(),
@@ -187,4 +213,5 @@ class Saver:
             "generation": self._world.generation,
             "world_size": self._world.world_size,
             "branches": state.branches,
+            "metric": state.ratings.at(state.step),
         }

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_train.config import Config, StepFlags, flag
+from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.own_parallel import OwnParallel
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.session_steps import SessionSteps
@@ -47,7 +48,7 @@ class Training:
         *,
         votes: Callable[[], Votes],
         stand_in: Callable[[], Any],
-        evaluate_if_due: Callable[[World], None],
+        evaluations: Evaluations,
     ) -> None:
         self.world = world
         """rank, world_size, local_rank, generation, members; `rank` is another one in every world"""
@@ -62,7 +63,7 @@ class Training:
         self._parallel = parallel
         self._whole = whole
         self._end = end
-        self._votes, self._stand_in, self._evaluate_if_due = votes, stand_in, evaluate_if_due
+        self._votes, self._stand_in, self._evaluations = votes, stand_in, evaluations
         self._saved_step = self.state.step
 
     @property
@@ -161,7 +162,14 @@ class Training:
     def evaluate_if_due(self) -> None:
         """Evaluate the model on the test set of a `Task`, by --eval-every; called at the end of an epoch, by every
         rank."""
-        self._evaluate_if_due(self.world)
+        self._evaluations.if_due(self.world)
+
+    def keep(self, metric: float) -> None:
+        """Say how good the model is now, between two steps; more is better, so of a loss its negative. With
+        --keep-best a snapshot is written where it is better than all before. Blocks until every rank has called it;
+        rank 0's number counts. Raises: UsageError: a step is in hand. RuntimeError: as `step`."""
+        self._steps.require_committed()
+        self._evaluations.keep(self.world, float(metric))
 
     def commit(self, loss: torch.Tensor | float) -> None:
         """The step is done: the optimizer (scheduler, scaler) has stepped.
@@ -189,11 +197,7 @@ class Training:
         if step.result is not None:
             self._commit_whole(step.result)
             return
-        if self.world.world_size > 1 and not self._parallel.made:
-            raise UsageError(
-                f"nobody averages the gradients of the {self.world.world_size} workers: train the module that "
-                "training.parallel() makes in the training function"
-            )
+        self._parallel.require_made()
         has_stepped = self._steps.require_sound()
         own_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
         own_part = 0.0 if step.is_stand_in else own_loss * step.weight  # a stand-in's may be NaN
@@ -244,9 +248,8 @@ class Training:
 
     def note_applied(self) -> None:
         """The optimizer has stepped."""
-        step = self._steps.in_hand
-        if step is not None:
-            step.is_applied = True
+        if self._steps.in_hand is not None:
+            self._steps.in_hand.is_applied = True
 
     def finish(self) -> None:
         """The training function has returned. Raises: what ended the world; UsageError; TrainingDiverged."""
@@ -257,11 +260,8 @@ class Training:
         self._end.raise_if_over()
 
     def settle_at_once(self) -> None:
-        """The world is over, and what has not come yet never will. Does not block.
-
-        Raises:
-            TrainingDiverged: the newest step has come to nothing.
-        """
+        """The world is over, and what has not come yet never will. Does not block. Raises: TrainingDiverged: the
+        newest step has come to nothing."""
         self._sums.give_up()
         self._sums.require_finite()
 

@@ -196,7 +196,7 @@ class Trainer:
             end,
             votes=self._votes,
             stand_in=self._stand_in,
-            evaluate_if_due=self._evaluations.if_due,
+            evaluations=self._evaluations,
         )
 
     def _votes(self) -> Votes:

@@ -32,6 +32,7 @@ from elastic_train.errors import (
 )
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.parts import MOST_PART_BYTES, PART_BYTES, Part, PartStream, fetch
+from elastic_train.storage.retention import Retention
 from elastic_train.storage.signature import sign
 from elastic_train.storage.snapshot import (
     MANIFEST_FILE,
@@ -313,7 +314,7 @@ class Bucket:
                 stream.wait()
                 self._delete(self.store.impatient(), place, stream.names)
 
-    def prune(self, written: str, *, keep: int, run_uid: str, key: bytes | None = None) -> list[str]:
+    def prune(self, written: str, *, keep: Retention, run_uid: str, key: bytes | None = None) -> list[str]:
         """As `snapshot.RemoteFolder.prune`, of all hosts: machines that may be taken away come back under other names.
         Called by the owner, whose newest snapshots are never the ones that a start reads: it has read before."""
         try:
@@ -328,9 +329,9 @@ class Bucket:
                     continue
                 if info.run_uid == run_uid:
                     of_run.append(info)
-            moments = sorted({info.age_key for info in of_run}, reverse=True)[:keep]
-            if len(moments) == keep:
-                doomed += [info.name for info in of_run if info.age_key < moments[-1] and info.name != written]
+            newest = sorted({info.age_key for info in of_run}, reverse=True)[: keep.newest]
+            stays = {*newest, *keep.pinned(of_run)}
+            doomed += [info.name for info in of_run if info.age_key not in stays and info.name != written]
             for name in doomed:
                 self._delete(self.store, self.snapshot(name), [MANIFEST_FILE, *listed[name]])
         except Exception as error:  # of whatever lies there: what was written is safe, and no training ends over it

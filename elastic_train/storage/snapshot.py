@@ -21,6 +21,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +40,8 @@ from elastic_train.version import VERSION
 
 if TYPE_CHECKING:  # torch takes seconds to import, and listing snapshots does not need it
     import torch
+
+    from elastic_train.storage.retention import Retention
 
 FORMAT_VERSION = 2
 STATE_FILE = "state.pt"
@@ -95,7 +98,7 @@ class RemoteFolder(Protocol):
 
     def snapshot(self, name: str) -> RemoteSnapshot: ...
 
-    def prune(self, written: str, *, keep: int, run_uid: str, key: bytes | None) -> list[str]:
+    def prune(self, written: str, *, keep: Retention, run_uid: str, key: bytes | None) -> list[str]:
         """Delete the old snapshots of a run, and what writers left behind that did not end. Returns warnings."""
 
 
@@ -125,6 +128,8 @@ class SnapshotInfo:
     files: Mapping[str, SnapshotFile]
     branches: Branches = ()
     """That its state has gone through, where the run was split."""
+    metric: float | None = None
+    """Of its model, where it was evaluated; more is better."""
 
     @property
     def name(self) -> str:
@@ -219,6 +224,7 @@ def info_of(manifest: dict[str, Any], path: SnapshotPlace, key: bytes | None) ->
                 for name, file in manifest["files"].items()
             },
             branches=branches_of(manifest.get("branches", ())),
+            metric=_finite_number(manifest.get("metric")),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise SnapshotDamaged(f"snapshot {path}: {MANIFEST_FILE} is wrong or incomplete: {error!r}") from error
@@ -238,6 +244,12 @@ def _moment(value: Any) -> float:
     if not 0 <= seconds < LAST_SECOND:
         raise ValueError(f"{value!r} is no time")
     return seconds
+
+
+def _finite_number(value: Any) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise ValueError(f"{value!r} is no finite number")
+    return None if value is None else float(value)
 
 
 def _plain_file_name(name: str) -> str:

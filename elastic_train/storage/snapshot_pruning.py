@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of
+from elastic_train.storage.retention import Retention
 from elastic_train.storage.snapshot import (
     SNAPSHOT_NAME,
     SnapshotInfo,
@@ -30,13 +31,13 @@ class SnapshotPruner:
     """Deletes snapshots of one host and one run from a directory, in the thread that writes there.
 
     Args:
-        keep: moments, by (generation, step), that stay on disk.
+        keep: which moments, by (generation, step), stay on disk.
         host_in_name: the host as it stands in the names of its snapshots; only these are ever removed.
         key: what is not signed with it is as good as damaged.
     """
 
     def __init__(
-        self, directory: Path, *, keep: int, host_in_name: str, run_uid: str, key: bytes | None = None
+        self, directory: Path, *, keep: Retention, host_in_name: str, run_uid: str, key: bytes | None = None
     ) -> None:
         self._directory = directory
         self._keep = keep
@@ -81,20 +82,22 @@ class SnapshotPruner:
         return readable
 
     def _to_remove(self, of_run: Iterable[SnapshotInfo], written: Path) -> list[Path]:
-        """The snapshots of this host beyond the `keep` newest moments of the run. A moment counts when one of its
-        snapshots is whole; several hosts may have written the same one. With several writers none removes what
-        another counts on: more snapshots only push the border up, where the newest are."""
+        """The snapshots of this host beyond the newest moments of the run, but for what is pinned. A moment counts when
+        one of its snapshots is whole; several hosts may have written the same one. With several writers none removes
+        what another counts on: more snapshots only push the border up, where the newest are."""
         of_run = list(of_run)
         removable = [info for info in of_run if self._is_own(info.name) and info.path != written]
-        moments = sorted({info.age_key for info in of_run}, reverse=True)
-        if len(moments) <= self._keep or all(info.age_key >= moments[self._keep - 1] for info in removable):
+        moments, newest = sorted({info.age_key for info in of_run}, reverse=True), self._keep.newest
+        if len(moments) <= newest or all(info.age_key >= moments[newest - 1] for info in removable):
             return []  # nor need any be read
+        pinned = self._keep.pinned(of_run, self._is_whole)
         kept: list[tuple[int, int]] = []
         for moment in moments:
             if any(self._is_whole(info) for info in of_run if info.age_key == moment):
                 kept.append(moment)
-            if len(kept) == self._keep:
-                return [self._directory / info.name for info in removable if info.age_key < moment]
+            if len(kept) == newest:
+                doomed = (info for info in removable if info.age_key < moment and info.age_key not in pinned)
+                return [self._directory / info.name for info in doomed]
         return []
 
     def _is_whole(self, info: SnapshotInfo) -> bool:

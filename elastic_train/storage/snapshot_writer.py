@@ -17,6 +17,7 @@ from typing import Any
 from elastic_train.branches import Branches
 from elastic_train.errors import OwnershipLost, SnapshotDamaged, SnapshotError, cause_of, first_line
 from elastic_train.storage.atomic_files import fsync_directory
+from elastic_train.storage.retention import Retention
 from elastic_train.storage.signature import sign
 from elastic_train.storage.snapshot import (
     FORMAT_VERSION,
@@ -51,14 +52,17 @@ class _Position:
     generation: int
     world_size: int
     branches: Branches = ()
+    metric: float | None = None
 
 
 class SnapshotWriter:
     """Writes the snapshots of one process, one at a time. Its methods are for one thread, the one that trains.
 
-    `keep` is how many moments, by (generation, step), stay of a run; in a folder only those of this host are ever
-    removed. `before_rename` is called by the thread that writes, when a snapshot is complete but not yet visible; what
-    it raises (OwnershipLost) ends that snapshot. `task` is JSON: what must agree with a run that continues. `key` signs
+    `keep` says which moments, by (generation, step), stay of a run; a number: so many of the newest. In a folder only
+    those of this host are ever removed.
+
+    `before_rename` is called by the thread that writes, when a snapshot is complete but not yet visible; what it raises
+    (OwnershipLost) ends that snapshot. `task` is JSON: what must agree with a run that continues. `key` signs
     manifests.
 
     A process that ends while a snapshot is being written loses that snapshot; call `wait` before.
@@ -68,7 +72,7 @@ class SnapshotWriter:
         self,
         directory: SnapshotFolder,
         *,
-        keep: int,
+        keep: int | Retention,
         host: str,
         run_uid: str,
         task: Mapping[str, Any],
@@ -76,13 +80,12 @@ class SnapshotWriter:
         key: bytes | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        if keep < 1:
-            raise ValueError(f"keep is {keep}: the newest snapshot is never removed")
+        self._keep = Retention(keep) if isinstance(keep, int) else keep
         self.directory = directory
         self._host = host
         self._host_in_name = re.sub(r"[^A-Za-z0-9._-]", "_", host)
         self._run_uid = run_uid
-        self._keep, self._key = keep, key
+        self._key = key
         self._task = json.loads(json.dumps(task))
         self._before_rename = before_rename
         self._now = now
@@ -91,7 +94,7 @@ class SnapshotWriter:
         self._outcomes: list[SnapshotResult | BaseException] = []  # append and pop are atomic
         if isinstance(directory, Path):
             self._pruner = SnapshotPruner(
-                directory, keep=keep, host_in_name=self._host_in_name, run_uid=run_uid, key=key
+                directory, keep=self._keep, host_in_name=self._host_in_name, run_uid=run_uid, key=key
             )
             self._pruner.remove_leftovers()
 
@@ -113,6 +116,7 @@ class SnapshotWriter:
         generation: int,
         world_size: int,
         branches: Branches = (),
+        metric: float | None = None,
         in_flight_timeout: float = 300.0,
     ) -> SnapshotResult:
         """Write a snapshot and return when it is durable. Waits first for the one in flight, whose outcome is left
@@ -129,7 +133,7 @@ class SnapshotWriter:
                 f"snapshot of step {step} not written: the one before it is still being written to "
                 f"{self.directory} after {in_flight_timeout:g} s"
             )
-        position = _Position(step, epoch, samples_done, generation, world_size, branches)
+        position = _Position(step, epoch, samples_done, generation, world_size, branches, metric)
         return self._write(self._buffers.copy(state), position, start, stall_seconds=None)
 
     def save_in_background(
@@ -142,6 +146,7 @@ class SnapshotWriter:
         generation: int,
         world_size: int,
         branches: Branches = (),
+        metric: float | None = None,
     ) -> bool:
         """Copy the state into the host buffers, start writing it and return; the caller may change the state at once.
         Blocks for the copy, the first time also for allocating the buffers, where `prepare` has not.
@@ -156,7 +161,7 @@ class SnapshotWriter:
             return False
         start = time.perf_counter()
         copied = self._buffers.copy(state)
-        position = _Position(step, epoch, samples_done, generation, world_size, branches)
+        position = _Position(step, epoch, samples_done, generation, world_size, branches, metric)
         stall_seconds = time.perf_counter() - start
 
         def write() -> None:

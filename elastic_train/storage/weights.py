@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -113,10 +113,22 @@ def read_weights(path: Path, *, warn: Callable[[str], None], key: bytes | None =
     return weights
 
 
+class Choose(Protocol):
+    """`newest_whole` or `best_whole`."""
+
+    def __call__(
+        self, directory: SnapshotFolder, *, warn: Callable[[str], None], key: bytes | None = None
+    ) -> tuple[SnapshotInfo, dict[str, Any]] | None: ...
+
+
 def read_state(
-    path: SnapshotPlace | SnapshotFolder, *, warn: Callable[[str], None], key: bytes | None = None
+    path: SnapshotPlace | SnapshotFolder,
+    *,
+    warn: Callable[[str], None],
+    key: bytes | None = None,
+    choose: Choose = newest_whole,
 ) -> tuple[SnapshotInfo, dict[str, Any]]:
-    """A snapshot and its state, or the newest whole one in a folder of them or in a run.
+    """A snapshot and its state, or the newest whole one in a folder of them or in a run; or which one `choose` takes.
 
     The state holds a model; what else depends on who wrote it, a `SnapshotStore` of somebody's own perhaps.
 
@@ -128,7 +140,9 @@ def read_state(
         state = load_state(info)
     else:
         directory = snapshots_in(path)
-        found = newest_whole(directory, warn=warn, key=key)
+        found = choose(directory, warn=warn, key=key)
+        if found is None and choose is not newest_whole:
+            raise SnapshotError(f"no whole snapshot in {directory} has a metric; --keep-best keeps such ones")
         if found is None:
             raise SnapshotError(f"no whole snapshot in {directory}")
         info, state = found

@@ -21,6 +21,7 @@ from elastic_train.system import num_cores, require_linux
 
 if TYPE_CHECKING:
     from elastic_train.storage.snapshot import SnapshotFolder, SnapshotInfo
+    from elastic_train.storage.weights import Choose
 
 SLURM_OPTIONS = ("job-name", "time", "partition", "account", "gpus-per-node", "cpus-per-task")
 """those of sbatch that most jobs need"""
@@ -124,11 +125,12 @@ def list_snapshots(arguments: argparse.Namespace) -> int:
     found = find_snapshots(directory, warn=_warn, key=_key(arguments))
     if not found:
         raise SnapshotError(f"no whole snapshot in {directory}")
-    rows = [("step", "epoch", "samples", "generation", "workers", "age", "size", "name")]
+    rows = [("step", "epoch", "samples", "generation", "workers", "metric", "age", "size", "name")]
     for info in found:
         size = sum(file.bytes for file in info.files.values())
         numbers = (info.step, info.epoch, info.samples_done, info.generation, info.world_size)
-        rows.append((*map(str, numbers), duration(time.time() - info.time), human_bytes(size), info.name))  # type: ignore[arg-type]
+        metric = "-" if info.metric is None else f"{info.metric:g}"
+        rows.append((*map(str, numbers), metric, duration(time.time() - info.time), human_bytes(size), info.name))  # type: ignore[arg-type]
     print("\n".join(aligned(rows, left=(len(rows[0]) - 1,))))
     return 0
 
@@ -163,17 +165,20 @@ def verify_snapshots(arguments: argparse.Namespace) -> int:
 
 
 def hash_snapshot(arguments: argparse.Namespace) -> int:
+    from elastic_train.storage.snapshot import newest_whole
     from elastic_train.training.state import state_sha256
 
-    _, state = _read_state(arguments)
+    _, state = _read_state(arguments, newest_whole)
     print(state_sha256(state["model"]))
     return 0
 
 
 def export_snapshot(arguments: argparse.Namespace) -> int:
+    from elastic_train.storage.retention import best_whole
+    from elastic_train.storage.snapshot import newest_whole
     from elastic_train.storage.weights import export_weights
 
-    info, state = _read_state(arguments)
+    info, state = _read_state(arguments, best_whole if arguments.best else newest_whole)
     weights = state.get("extras", {}).get("ema") if arguments.averaged else state["model"]
     if weights is None:
         raise SnapshotError(f"{arguments.path} holds no averaged weights; --ema-decay keeps them")
@@ -198,11 +203,11 @@ def _key(arguments: argparse.Namespace) -> bytes | None:
     return None if arguments.snapshot_key is None else read_key(arguments.snapshot_key)
 
 
-def _read_state(arguments: argparse.Namespace) -> tuple[SnapshotInfo, dict[str, Any]]:
+def _read_state(arguments: argparse.Namespace, choose: Choose) -> tuple[SnapshotInfo, dict[str, Any]]:
     from elastic_train.storage.places import place_at
     from elastic_train.storage.weights import read_state
 
-    return read_state(place_at(arguments.path), warn=_warn, key=_key(arguments))
+    return read_state(place_at(arguments.path), warn=_warn, key=_key(arguments), choose=choose)
 
 
 def _folder_at(path: str) -> SnapshotFolder:

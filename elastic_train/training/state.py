@@ -15,6 +15,7 @@ from elastic_train.branches import Branches, branches_of
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.kept import KeptBuffers, KeptScales
+from elastic_train.training.ratings import Rated, Ratings, rated
 from elastic_train.training.sampler import steps_per_epoch
 from elastic_train.training.state_lock import StateLock
 
@@ -79,10 +80,11 @@ class TrainState:
         self.last_commits: list[dict[str, Any]] = []
         """the `step` events of the two newest committed steps, which whoever takes this state over writes where rank 0
         died before it could; the newest is the last"""
-        self.last_accuracy: tuple[int, float] | None = None
-        """(committed steps, test accuracy) of the newest evaluation"""
+        self.last_accuracy: Rated | None = None
+        """test accuracy of the newest evaluation"""
         self.evaluated_step = -1
         """committed steps at the newest evaluation"""
+        self.ratings = Ratings()
         self.incidents: list[dict[str, Any]] = []
         """what interrupted this run, over all of its restarts; the last entries of `result.json`"""
         self.generation: int | None = None
@@ -232,6 +234,7 @@ class TrainState:
                 "last_commits": self.last_commits,
                 "last_accuracy": list(self.last_accuracy) if self.last_accuracy else None,
                 "evaluated_step": self.evaluated_step,
+                "ratings": self.ratings.state_dict(),
                 "incidents": self.incidents,
                 "generations": self.generations,
                 "branches": [list(one) for one in self.branches],
@@ -270,12 +273,10 @@ class TrainState:
             self.micro_batch_size = run["micro_batch_size"]
         self.last_loss = run["last_loss"]
         self.last_commits = list(run.get("last_commits", ()))
-        self.last_accuracy = (
-            (int(run["last_accuracy"][0]), float(run["last_accuracy"][1])) if run["last_accuracy"] else None
-        )
+        self.last_accuracy = rated(run["last_accuracy"])
+        self.ratings.load_state_dict(run.get("ratings", {}))
         self.evaluated_step = int(run.get("evaluated_step", -1))
-        self.incidents = list(run["incidents"])
-        self.generations = int(run["generations"])
+        self.incidents, self.generations = list(run["incidents"]), int(run["generations"])
         self.branches = branches_of(run.get("branches", ()))
         self.fingerprint = dict(run.get("fingerprint", {}))
         self._apply_schedule()

@@ -38,7 +38,9 @@ def run_dir(tmp_path: Path) -> Path:
     writer = SnapshotWriter(path / "snapshots", keep=9, host="node", run_uid="u", task={"train_length": 100})
     for step in (10, 20, 30):
         model = MODEL | {"n": torch.tensor(step)}
-        writer.save({"model": model}, step=step, epoch=0, samples_done=step, generation=0, world_size=2)
+        metric = {10: 0.75, 20: 0.5, 30: None}[step]
+        position = {"step": step, "epoch": 0, "samples_done": step, "generation": 0, "world_size": 2}
+        writer.save({"model": model}, **position, metric=metric)
     return path
 
 
@@ -110,6 +112,19 @@ class TestSnapshotExport:
         assert cli.main(command) == 0
         assert torch.load(run_dir / "weights")["layer._extra_state"] == {"scale": 2}
 
+    def test_the_best(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        command = ["snapshot", "export", str(run_dir), "--output", str(run_dir / "weights"), "--best"]
+        assert cli.main(command) == 0
+        assert torch.load(run_dir / "weights")["n"] == 10
+        flip_a_bit(snapshot(run_dir, 10) / "state.pt")
+        assert cli.main(command) == 0
+        assert torch.load(run_dir / "weights")["n"] == 20, "the best that is whole"
+        flip_a_bit(snapshot(run_dir, 20) / "state.pt")
+        capsys.readouterr()
+        assert cli.main(command) == 1
+        assert "no whole snapshot in" in (last := capsys.readouterr().err.splitlines()[-1])
+        assert last.endswith("has a metric; --keep-best keeps such ones")
+
 
 class TestSnapshotVerify:
     def test_all_whole(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,8 +187,9 @@ class TestSnapshotList:
         assert cli.main(["snapshot", "list", str(run_dir)]) == 0
         out, err = capsys.readouterr()
         head, *rows = out.splitlines()
-        assert head.split() == ["step", "epoch", "samples", "generation", "workers", "age", "size", "name"]
+        assert head.split() == ["step", "epoch", "samples", "generation", "workers", "metric", "age", "size", "name"]
         assert [row.split()[0] for row in rows] == ["30", "10"]
+        assert [row.split()[5] for row in rows] == ["-", "0.75"]
         assert len({row.index("step-") for row in rows} | {head.index("name")}) == 1
         assert "step-000000000020" in err
 

@@ -10,7 +10,6 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -70,21 +69,6 @@ def test_the_diff_is_that_of_the_examples() -> None:
         assert [line for line in shown if line[:1] in ("+", "-")] == changed
     new, gone = (sum(line.startswith(sign) and len(line) > 1 for line in changed) for sign in "+-")
     assert (new, gone) == (9, 14), "as the README says"
-
-
-def test_the_best_weights_are_kept_and_come_back_with_the_state() -> None:
-    names: dict[str, Any] = {"torch": torch}
-    [block] = [block for block in FENCED.findall(TEXT) if "class Best:" in block]
-    exec(block.removeprefix("```python\n").removesuffix("```"), names)
-    model = torch.nn.Linear(1, 1)
-    training = SimpleNamespace(world=SimpleNamespace(rank=0, world_size=1), model=model)
-    best, again = names["Best"](), names["Best"]()
-    for weight, accuracy in ((1.0, 0.5), (2.0, 0.7), (3.0, 0.6)):
-        torch.nn.init.constant_(model.weight, weight)
-        names["keep_the_best"](training, best, accuracy)
-    again.load_state_dict(best.state_dict())
-    assert again.accuracy == 0.7
-    assert again.weights["weight"].item() == 2.0
 
 
 # --- what it says to install ------------------------------------------------------------------------------------------

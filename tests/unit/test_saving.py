@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from elastic_train.config import Config
+from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.worker import Worker, build
 from elastic_train.rendezvous.launch import Launch
+from elastic_train.rules import Activity
 from elastic_train.runlog.goodput import Phase
 from elastic_train.runlog.reader import read_all
 from elastic_train.snapshot_interval import FIRST_SECONDS
 from elastic_train.stopping import StopSignal
+from elastic_train.storage.snapshot import find_snapshots
 from elastic_train.world import Member, World
 
 
@@ -54,6 +61,16 @@ class Training:
                 self.saver.save(self.state)
                 self.saver.wait()
         return begun
+
+    def rate(self, metric: float) -> None:
+        self.state.ratings.note(self.state.step, metric)
+
+    def save_if_due(self) -> list[int]:
+        if not self.saver.is_due(self.state):
+            return []
+        self.saver.save(self.state)
+        self.saver.wait()
+        return [self.state.step]
 
     def events(self, name: str) -> list[dict[str, Any]]:
         files = self.worker.directory.events_dir.glob("*.jsonl")
@@ -102,6 +119,53 @@ def test_auto_says_what_interval_it_takes(start: Start, capsys: pytest.CaptureFi
     assert training.events("snapshot_interval")[1]["seconds"] < told["seconds"] / 5
 
 
+def kept(training: Training) -> dict[int, float | None]:
+    infos = find_snapshots(training.worker.directory.snapshots_dir, warn=pytest.fail)
+    return {info.step: info.metric for info in infos}
+
+
+def test_the_best_so_far_is_written_and_kept(start: Start) -> None:
+    training = start(snapshot_every=0, keep_snapshots=1, keep_best=2)
+    written = []
+    for metric in (0.5, 0.7, 0.6, 0.9, 0.8, float("nan"), 0.9):
+        training.steps(4)
+        training.rate(metric)
+        written += training.save_if_due()
+    assert written == [4, 8, 16]
+    assert kept(training) == {16: 0.9, 8: 0.7}
+    training.steps(1)
+    assert training.saver.save_and_wait(training.state)
+    assert kept(training) == {29: None, 16: 0.9, 8: 0.7}, "that of another step says nothing of this one"
+    again = training.state.state_dict()
+    training.state.ratings.note(29, 1.0)
+    training.state.load_state_dict(again)
+    assert (training.state.ratings.best, training.state.ratings.newest) == ((16, 0.9), (28, 0.9))
+    del again["run"]["ratings"]
+    training.state.load_state_dict(again)  # of before there were any
+    assert training.state.ratings.best is None
+
+
+def test_nothing_is_written_for_the_best_where_it_is_not_to_be_kept(start: Start) -> None:
+    training = start(snapshot_every=0)
+    training.steps(4)
+    training.rate(0.5)
+    assert training.save_if_due() == []
+
+
+def test_the_best_waits_for_the_one_in_flight(start: Start) -> None:
+    training = start(snapshot_every=10, keep_best=1)
+    training.steps(9)
+    training.now += 1.0
+    training.state.commit(0.5)
+    training.rate(0.5)
+    assert training.saver.is_due(training.state)
+    training.saver.save(training.state)  # and perhaps it is being written
+    training.state.commit(0.5)
+    training.rate(0.6)
+    assert training.save_if_due() == [11]
+    assert kept(training) == {10: 0.5, 11: 0.6}
+
+
 def test_another_rank_notes_that_one_was_due(start: Start) -> None:
     training = start(snapshot_every="12s")
     [member] = training.world.members
@@ -112,3 +176,54 @@ def test_another_rank_notes_that_one_was_due(start: Start) -> None:
     [due] = training.events("snapshot_due")
     assert (due["every"], due["by"]) == (None, member.name)
     assert training.events("snapshot") == []
+
+
+OWN_LOOP = """
+import torch
+from torch.utils.data import TensorDataset
+
+import elastic_train
+
+
+def train(training):
+    ddp = training.parallel()
+    for epoch in training.epochs():
+        for inputs, labels in training.batches():
+            training.optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(ddp(inputs), labels)
+            loss.backward()
+            training.optimizer.step()
+            training.commit(loss)
+        training.keep([0.5, 0.9, 0.7, 0.6][epoch])
+
+
+model = torch.nn.Linear(1, 1)
+data = TensorDataset(torch.ones(32, 1), torch.ones(32, 1))
+elastic_train.run(train, model, torch.optim.SGD(model.parameters(), lr=0.1), data, elastic_train.parse_flags())
+"""
+
+
+def test_a_loop_of_ones_own_says_how_good_its_model_is(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(OWN_LOOP)
+    flags = ("--epochs", "4", "--global-batch-size", "8", "--snapshot-every", "0", "--keep-snapshots", "1")
+    command = [sys.executable, script, *flags, "--keep-best", "1", "--run-dir", tmp_path / "run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    infos = find_snapshots(tmp_path / "run" / "snapshots", warn=pytest.fail)
+    assert [(info.step, info.metric) for info in infos] == [(16, 0.6), (8, 0.9)]
+
+
+def test_rank_0_says_for_all(start: Start) -> None:
+    """In a process group of one, which every rank of a larger one goes through alike."""
+    training = start()
+    told: list[Activity] = []
+    membership: Any = SimpleNamespace(watcher=SimpleNamespace(do=told.append))
+    [member] = training.world.members
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        Evaluations(training.worker, membership).keep(World(rank=0, generation=1, members=(member, member)), 0.5)
+    finally:
+        dist.destroy_process_group()
+    assert training.state.ratings.best == (0, 0.5)
+    assert told == [Activity.REDUCE, Activity.COMPUTE], "the watcher knows that it waits for others"

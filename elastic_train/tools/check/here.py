@@ -89,7 +89,7 @@ def look_here(
         state_bytes=measured[0] if measured else None,
         snapshot_seconds=measured[1] if measured else None,
         num_loaders=config.num_workers,
-        keep_snapshots=config.keep_snapshots,
+        keep_snapshots=config.keep_snapshots + config.keep_best,
         rendezvous=rendezvous,
     )
 

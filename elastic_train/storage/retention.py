@@ -1,0 +1,68 @@
+"""Which snapshots stay: the newest, one of every so many steps, and the best by a metric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from elastic_train.errors import SnapshotDamaged
+from elastic_train.storage.snapshot import SnapshotFolder, SnapshotInfo, find_snapshots, load_state
+
+Moment = tuple[int, int]
+"""(generation, step)"""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What stays of one run, in moments: several hosts may have written the same one."""
+
+    newest: int
+    every: int | None = None
+    """of each so many steps the first that was written"""
+    best: int = 0
+    """of those that have a metric"""
+
+    def __post_init__(self) -> None:
+        if self.newest < 1:
+            raise ValueError(f"keep is {self.newest}: the newest snapshot is never removed")
+
+    def pinned(
+        self, of_run: Iterable[SnapshotInfo], is_whole: Callable[[SnapshotInfo], bool] = lambda _info: True
+    ) -> frozenset[Moment]:
+        """The moments that stay, however old they are. Whatever else is removed later, these are found again.
+
+        Args:
+            is_whole: asked of the best ones alone: one that is damaged pushes out none that is not.
+        """
+        infos = list(of_run)
+        first: dict[int, Moment] = {}
+        if self.every is not None:
+            for info in sorted(infos, key=lambda info: (-info.step, info.generation)):  # the last one written stays
+                first[info.step // self.every] = info.age_key
+            first.pop(0, None)
+        whole = (info.age_key for info in best_first(infos) if is_whole(info)) if self.best else iter(())
+        return frozenset(first.values()) | frozenset(islice(_distinct(whole), self.best))
+
+
+def _distinct(moments: Iterable[Moment]) -> Iterator[Moment]:
+    return iter(dict.fromkeys(moments))
+
+
+def best_first(infos: Iterable[SnapshotInfo]) -> list[SnapshotInfo]:
+    """Those that have a metric, the largest first; the earliest of equals."""
+    rated = [(info.metric, info) for info in infos if info.metric is not None]
+    return [info for _, info in sorted(rated, key=lambda pair: (-pair[0], pair[1].step, -pair[1].generation))]
+
+
+def best_whole(
+    directory: SnapshotFolder, *, warn: Callable[[str], None], key: bytes | None = None
+) -> tuple[SnapshotInfo, dict[str, Any]] | None:
+    """As `snapshot.newest_whole`, of the one with the largest metric."""
+    for info in best_first(find_snapshots(directory, warn=warn, key=key)):
+        try:
+            return info, load_state(info)
+        except SnapshotDamaged as error:
+            warn(f"skipped: {error}")
+    return None

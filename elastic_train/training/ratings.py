@@ -1,0 +1,41 @@
+"""How good the model was when it was evaluated: a part of the state, so that a later start knows what is better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Rated = tuple[int, float]
+"""committed steps, and how good the model was there"""
+
+
+class Ratings:
+    """The newest one and the best; more is better."""
+
+    def __init__(self) -> None:
+        self.newest: Rated | None = None
+        self.best: Rated | None = None
+        """the earliest of equals"""
+
+    def note(self, step: int, metric: float) -> None:
+        """The model of this step is so good. What is no finite number says nothing."""
+        if math.isfinite(metric):
+            self.newest = (step, metric)
+            if self.best is None or metric > self.best[1]:
+                self.best = self.newest
+
+    def at(self, step: int) -> float | None:
+        """Of the model of this very step, where it is known."""
+        return self.newest[1] if self.newest is not None and self.newest[0] == step else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: list(value) if value else None for name, value in vars(self).items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Also of a state that has none."""
+        self.newest, self.best = rated(state.get("newest")), rated(state.get("best"))
+
+
+def rated(saved: Sequence[Any] | None) -> Rated | None:
+    return (int(saved[0]), float(saved[1])) if saved else None
