@@ -239,12 +239,15 @@ def _add_snapshot(commands: Commands) -> None:
         "path", metavar="PATH", help="a snapshot; of a folder of snapshots, a run or a URL, the newest whole one"
     )
 
-    export = _add(actions, "export", export_snapshot, "a snapshot's weights as a file for other programs")
+    export = _add(actions, "export", export_snapshot, "a snapshot's weights for other programs")
     export.add_argument(
         "path", metavar="PATH", help="a snapshot; of a folder of snapshots, a run or a URL, the newest whole one"
     )
-    export.add_argument("--format", choices=("pt", "safetensors"), default="pt", help="default: pt, for torch.load")
-    export.add_argument("--output", metavar="FILE", type=Path, help="default: weights.FORMAT here")
+    export.add_argument(
+        "--format", choices=("pt", "safetensors", "dcp"), default="pt",
+        help="default: pt, for torch.load; dcp: a folder for torch.distributed.checkpoint",
+    )  # fmt: skip
+    export.add_argument("--output", metavar="PATH", type=Path, help="default: weights.FORMAT here")
     export.add_argument("--best", action="store_true", help="the one with the best metric, instead of the newest")
     export.add_argument("--averaged", action="store_true", help="the averaged weights of --ema-decay")
 

@@ -114,7 +114,7 @@ class PlaceFlags:
     download: bool = switch()
     """let torchvision download the data set into --data-dir, once per node"""
     init_from: Path | None = None
-    """start a new run from these weights: a snapshot, a run, or a file of torch.save or safetensors"""
+    """start a new run from these weights: a snapshot, a run, a file of torch.save or safetensors, or a folder of DCP"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one"""
     spawn: int | None = at_least(1, None)

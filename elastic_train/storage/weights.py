@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from elastic_train.errors import SnapshotError, UsageError
 from elastic_train.storage.atomic_files import write_atomic
+from elastic_train.storage.dcp import is_dcp, read_dcp, write_dcp
 from elastic_train.storage.snapshot import (
     SnapshotFolder,
     SnapshotInfo,
@@ -30,12 +31,15 @@ WRAPPED = "module."
 
 
 def export_weights(weights: Mapping[str, Tensor], path: Path, file_format: str) -> None:
-    """Write a state dict as `pt` (for torch.load) or `safetensors`, whole or not at all.
+    """Write a state dict as `pt` (for torch.load), `safetensors` or `dcp` (a folder), whole or not at all.
 
     Raises:
         SnapshotError: it cannot be written, or holds what the format has no place for.
         UsageError: `safetensors` is not installed.
     """
+    if file_format == "dcp":
+        write_dcp(weights, path)
+        return
     try:
         if file_format == "safetensors":
             write_atomic(path, _safetensors_bytes(weights))
@@ -84,8 +88,8 @@ def _safetensors() -> ModuleType:
 
 
 def read_weights(path: Path, *, warn: Callable[[str], None], key: bytes | None = None) -> dict[str, Tensor]:
-    """A model's state dict from a snapshot, a run or a folder of snapshots (the newest whole one), or a file that
-    torch.save or safetensors wrote.
+    """A model's state dict from a snapshot, a run or a folder of snapshots (the newest whole one), a file that
+    torch.save or safetensors wrote, or a folder of torch.distributed.checkpoint.
 
     Runs no code from the file.
 
@@ -93,7 +97,10 @@ def read_weights(path: Path, *, warn: Callable[[str], None], key: bytes | None =
         SnapshotError: there is nothing of the kind, or it cannot be read.
         UsageError: it is for `safetensors`, which is not installed.
     """
-    if path.is_dir():
+    loaded: dict[str, Any]
+    if is_dcp(path):
+        loaded = {**read_dcp(path)}
+    elif path.is_dir():
         _, loaded = read_state(path, warn=warn, key=key)
     else:
         try:
@@ -105,8 +112,8 @@ def read_weights(path: Path, *, warn: Callable[[str], None], key: bytes | None =
         else:
             loaded = deserialize_state(data, source=str(path))
     for container in ("model", "state_dict"):  # as training scripts nest it
-        if isinstance(loaded.get(container), Mapping):
-            loaded = loaded[container]
+        if isinstance(inner := loaded.get(container), Mapping):
+            loaded = dict(inner)
     weights = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
     if not weights:
         raise SnapshotError(f"{path} holds no weights")
