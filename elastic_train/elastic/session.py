@@ -191,7 +191,7 @@ class Training:
                 would go its own way.
             TrainingDiverged: the loss of this step, or of the one before, is NaN or infinite and the optimizer has
                 stepped; on every rank alike.
-            FormationFailed: a peer was lost in the reduction of a step that a GradScaler has skipped.
+            What ended the world: a peer was lost in the reduction of a step that a GradScaler has skipped.
         """
         step, sums = self._steps.required(), self._sums
         if step.result is not None:

@@ -306,7 +306,7 @@ class CentralJob:
 
     def tend(self, world: World | None, *, is_spokesman: bool, headless: World | None = None) -> None:
         store = self._background
-        if self._uid and (world is None or is_spokesman):
+        if self._uid and (world is None or is_spokesman or headless is not None):  # those in the queue look at it
             self._count += 1
             store.put(f"{self._prefix}/heartbeat/{self._uid}", str(self._count))
         if world is None or not is_spokesman:

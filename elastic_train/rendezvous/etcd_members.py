@@ -131,7 +131,7 @@ class EtcdJob(CentralJob):
             self._next_keep = now + self._keep_seconds
             if self._mine is not None:
                 self.renew_queue_place(self._watching)
-        super().tend(world, is_spokesman=is_spokesman)
+        super().tend(world, is_spokesman=is_spokesman, headless=headless)
 
     def _last_words(self) -> EtcdStore:
         """The store for what a worker says as it ends: it waits for no long answer, and is not stopped by the stop

@@ -22,6 +22,19 @@ KEEP_SECONDS = 1.0
 """that the connections of a group that is broken off stay, and that gloo has to end; most often it takes a few ms"""
 
 
+_left_behind: list[object] = []
+"""groups in which a thread hangs; they have no end"""
+
+
+def end_at_once_if_left_behind(code: int) -> None:
+    """End the process, where a thread of it hangs in gloo: coming back while the interpreter ends, it would abort the
+    process (std::terminate), and a finished worker would be a failed one. Else a no-op."""
+    if _left_behind:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 class GroupSockets:
     """The sockets of the present process group, so that another thread can break off what blocks on them.
 
@@ -98,6 +111,7 @@ class GroupSockets:
             if self._hangs:
                 # A thread of it hangs, for which its end would wait: it has none, not even at the end of the process.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                _left_behind.append(group)
             elif group is not None and self._nccl is None:
                 self._over.append(group)
             self._sockets, self._before, self._nccl = {}, None, None

@@ -186,7 +186,8 @@ def test_a_member_keeps_little_of_the_worlds_that_are_over(name: str, request: p
                 job._own.put(f"{prefix}/{world.key}/{rank}", "x")
             job._own.put(f"queue/{job._own.add('queue/count', 1)}", Waiting(member(50 + number, ("h", 1)), 1).to_json())
             job.queue()
-            job.settle(world)
+            for reduction in (1, 2):
+                job.note_reductions(world, reduction)
             job.tend(world, is_spokesman=rank == 0)
         sizes.append([len(job._own.keys()) for job in jobs if isinstance(job, PeerJob)])
         past.append((worlds, agree(form, jobs, worlds, [0, 1, 2])))
@@ -472,7 +473,7 @@ def test_a_member_may_hear_of_the_plan_a_moment_after_the_vote(form: Form) -> No
     _, plan = plan_with(form, jobs, worlds, 7)
     beside = jobs[0].beside(worlds[0].me)
     beside.put("plan", replace(plan, parent="the one before").to_json())
-    beside.put(f"shared/{plan.decision.uid}", "0")
+    beside.put(f"shared/{planned(plan, worlds[1].me).key}", "0")
     part = Preparation(jobs[1], Groups(1).form, time.monotonic, time.sleep)
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(part.run, lambda: part.follow(worlds[1], None))

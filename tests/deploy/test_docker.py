@@ -59,7 +59,7 @@ def test_what_the_image_copies_is_there() -> None:
 
 
 def test_the_image_has_what_flags_of_a_run_ask_for() -> None:
-    """--metrics-port, and files of safetensors."""
+    """--metrics-port, --snapshot-dir with a URL, and files of safetensors."""
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
     (extras,) = re.findall(r'pip install "/source\[([\w,]+)\]"', (DOCKER / "Dockerfile").read_text())
     assert set(extras.split(",")) == set(project["optional-dependencies"]) - {"bench", "test"}

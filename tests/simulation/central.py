@@ -364,7 +364,7 @@ class SimEtcdJob(CentralJob):
             self._next_keep = now + self._keep_seconds
             if self._mine is not None:
                 self.renew_queue_place(self._watching)
-        super().tend(world, is_spokesman=is_spokesman)
+        super().tend(world, is_spokesman=is_spokesman, headless=headless)
 
 
 class CentralForm:

@@ -25,7 +25,7 @@ import torch._dynamo  # as process_group() does: it takes its time
 import torch.distributed as dist
 from types import SimpleNamespace
 from elastic_train.training import collectives
-from elastic_train.training.group_sockets import GroupSockets
+from elastic_train.training.group_sockets import GroupSockets, end_at_once_if_left_behind
 from elastic_train.elastic.process_group import is_communication_error, process_group
 
 rank, port, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -77,6 +77,8 @@ with process_group(SimpleNamespace(rank=0, world_size=1), dist.HashStore, "gloo"
     collectives.reduced(dist.all_reduce(one, async_op=True), one).wait()
 sockets.release()  # as a membership does in the end: gloo's threads let go of tensors, which aborts at Python's end
 print(json.dumps({"text": text, "seconds": seconds, "ended_at": time.monotonic()}))
+end_at_once_if_left_behind(0)
+raise AssertionError("no thread was left behind")
 """
 
 
