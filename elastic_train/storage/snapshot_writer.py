@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -9,7 +10,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from elastic_train.storage.snapshot import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     STATE_FILE,
-    RemoteFolder,
     SnapshotFolder,
     SnapshotPlace,
     SnapshotResult,
@@ -218,7 +218,15 @@ class SnapshotWriter:
             warnings += self._pruner.prune(path)
         else:
             place = self.directory.snapshot(name)
-            num_bytes = self._write_elsewhere(self.directory, state, position, name)
+            require_numbers(state.get("model"), position.step)
+            with _errors_told(str(place)):
+                num_bytes = self.directory.write(
+                    name,
+                    lambda file: write_state(state, file),
+                    self._manifest(position),
+                    key=self._key,
+                    before_visible=self._before_rename,
+                ).bytes
             total_seconds = time.perf_counter() - start
             warnings += self.directory.prune(name, keep=self._keep, run_uid=self._run_uid, key=self._key)
         return SnapshotResult(
@@ -230,24 +238,6 @@ class SnapshotWriter:
             total_seconds=total_seconds,
             warnings=tuple(warnings),
         )
-
-    def _write_elsewhere(self, folder: RemoteFolder, state: dict[str, Any], position: _Position, name: str) -> int:
-        require_numbers(state.get("model"), position.step)
-        try:
-            return folder.write(
-                name,
-                lambda file: write_state(state, file),
-                self._manifest(position),
-                key=self._key,
-                before_visible=self._before_rename,
-            ).bytes
-        except (SnapshotError, OwnershipLost):
-            raise
-        except Exception as error:  # of a store's library, or of what lies there: no training need end over it
-            raise SnapshotError(
-                f"snapshot {folder}/{name} cannot be written: {type(error).__name__}: {scrub(first_line(error))}; "
-                "older ones are untouched"
-            ) from None
 
     def _existing_bytes(self, path: Path, warnings: list[str]) -> int | None:
         """The size of the state where this very snapshot is there already and whole."""
@@ -317,6 +307,18 @@ class SnapshotWriter:
             "elastic_train_version": VERSION,
             "task": self._task,
         }
+
+
+@contextlib.contextmanager
+def _errors_told(place: str) -> Iterator[None]:
+    """Errors of a store's library, or of what lies there, as a SnapshotError: no training need end over them."""
+    try:
+        yield
+    except (SnapshotError, OwnershipLost):
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {scrub(first_line(error))}"
+        raise SnapshotError(f"snapshot {place} cannot be written: {said}; older ones are untouched") from None
 
 
 def _write_state(path: Path, state: dict[str, Any]) -> SnapshotFile:
