@@ -20,9 +20,10 @@ from elastic_train.elastic.process_group import choose_backend, gpu_of
 from elastic_train.elastic.restore import Restored, require_line, restore
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.worker import Worker
-from elastic_train.errors import FormationFailed, SnapshotsInUse
+from elastic_train.errors import FormationFailed, ObjectStoreError, SnapshotsInUse
 from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.runlog.goodput import process_start_ticks, seconds_since_process_start
+from elastic_train.storage.bucket_owner import BucketRecord
 from elastic_train.storage.past_snapshots import NOTHING_SEEN, PastSnapshots, read_past_snapshots
 from elastic_train.storage.run_record import RUN_FILE, RunRecord, read_record
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, set_aside
@@ -43,6 +44,8 @@ class EarlierRun:
         self._worker = worker
         self._membership = membership
         self._files = files
+        self._offers: list[SnapshotInfo] = []
+        self._owner: BucketRecord | None = None
         self._fresh_record: RunRecord | None = None
         """what --fresh has left of the run directory"""
 
@@ -54,7 +57,8 @@ class EarlierRun:
         self._is_first_round = membership.job.is_first
         if config.fresh and self._is_first_round and launch.restart_count == 0 and self._back is None:
             self._fresh_record = self._start_anew()
-        self._look()
+        # Who comes to others that have the state needs none of a bucket, which may be out of reach just then.
+        self._look(is_needed=self._back is None and membership.published("run_uid") is None)
         worker.reporter.events.write(
             "start",
             config=as_json(config),
@@ -89,21 +93,24 @@ class EarlierRun:
         self._files.take_token(membership.published("job_token") or self._files.job_token)
         return world
 
-    def _look(self) -> None:
-        """What of the run can be seen from here, now."""
+    def _look(self, *, is_needed: bool = True) -> None:
+        """What of the run can be seen from here, now. Raises: ObjectStoreError: a bucket cannot, and it is needed."""
         worker = self._worker
         self._traces = worker.directory.traces()
-        self._offers = sorted(
-            find_snapshots(worker.snapshots_dir, warn=worker.reporter.warn, key=worker.snapshot_key),
-            key=lambda offer: offer.age_key,
-            reverse=True,
-        )
+        self._offers, self._owner, self._is_replaced = [], None, False
         self._record = self._fresh_record or read_record(worker.directory.path)
-        self._owner = owner = None if worker.bucket is None else worker.bucket.owner.read()
-        self._is_replaced = False
-        if owner is not None:
-            here, self._record = self._record, self._record.beside(owner.run_uid, owner.superseded)
-            self._is_replaced = here.uid in self._record.superseded
+        try:
+            found = find_snapshots(worker.snapshots_dir, warn=worker.reporter.warn, key=worker.snapshot_key)
+            self._owner = owner = None if worker.bucket is None else worker.bucket.owner.read()
+        except ObjectStoreError as error:
+            if is_needed:
+                raise
+            worker.reporter.warn(f"{error}; this worker offers no snapshot to the others")
+        else:
+            self._offers = sorted(found, key=lambda offer: offer.age_key, reverse=True)
+            if owner is not None:
+                here, self._record = self._record, self._record.beside(owner.run_uid, owner.superseded)
+                self._is_replaced = here.uid in self._record.superseded
         # A member that comes back knows its run, also where nobody else is left.
         self._run_uid = self._membership.published("run_uid") or worker.state.run_uid or new_token()
 

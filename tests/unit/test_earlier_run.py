@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 
+from elastic_train.config import Config
+from elastic_train.elastic.connect import Return
 from elastic_train.elastic.earlier_run import EarlierRun
-from elastic_train.errors import SnapshotError
+from elastic_train.errors import ObjectStoreError, SnapshotError
+from elastic_train.storage.bucket_owner import BucketOwner
+from elastic_train.storage.object_store import ObjectStore, Tries
 from elastic_train.storage.past_snapshots import require_none_written
 from elastic_train.storage.places import OwnedBucket
 from elastic_train.storage.run_directory import RunDirectory
 from elastic_train.storage.run_record import RUN_FILE, RunRecord
 from elastic_train.storage.snapshot_writer import SnapshotWriter
+from elastic_train.storage.store_arms import MemoryArm, Stored
 from elastic_train.storage.store_urls import parse_url
 
 
 @pytest.fixture
 def bucket(request: pytest.FixtureRequest) -> OwnedBucket:
-    return OwnedBucket(parse_url(f"memory://{request.node.name}"))
+    name = re.sub(r"\W", "-", request.node.name)
+    return OwnedBucket(parse_url(f"memory://{name}"))
 
 
 def own(bucket: OwnedBucket, uid: str, superseded: tuple[str, ...] = ()) -> None:
@@ -29,23 +37,50 @@ def own(bucket: OwnedBucket, uid: str, superseded: tuple[str, ...] = ()) -> None
     bucket.owner.check()
 
 
+class Met(Exception):
+    """The worker has looked, and would meet the others now."""
+
+
 def look(
-    bucket: OwnedBucket, run_dir: Path, *, back: Any = None, published: str | None = None, warnings: list[str]
+    bucket: OwnedBucket,
+    run_dir: Path,
+    *,
+    back: Return | None = None,
+    published: str | None = None,
+    warnings: list[str],
+    meets: bool = False,
 ) -> EarlierRun:
+    """At the bucket; `meets`: on the way to the others."""
     directory = RunDirectory(run_dir)
     directory.create()
+
+    def meet(*_: Any, **__: Any) -> None:
+        raise Met
+
     worker: Any = SimpleNamespace(
         directory=directory,
+        config=Config(),
+        launch=None,
         snapshots_dir=bucket,
         bucket=bucket,
         snapshot_key=None,
-        reporter=SimpleNamespace(warn=warnings.append),
+        reporter=SimpleNamespace(warn=warnings.append, events=SimpleNamespace(write=meet)),
         state=SimpleNamespace(run_uid=""),
+        device="cpu",
+        task=SimpleNamespace(describe=dict),
+        imported_at=0.0,
+        built_at=0.0,
     )
-    membership: Any = SimpleNamespace(published=lambda _name: published)
+    membership: Any = SimpleNamespace(
+        published=lambda _name: published, job=SimpleNamespace(is_first=True), address=("127.0.0.1", 1)
+    )
     files: Any = None
     earlier = EarlierRun(worker, membership, files, back)
-    earlier._look()
+    if meets:
+        with pytest.raises(Met):
+            earlier.first_world()
+    else:
+        earlier._look()
     return earlier
 
 
@@ -94,3 +129,29 @@ def test_a_run_that_had_snapshots_in_the_bucket_does_not_begin_anew_where_none_i
     other.owner.check()
     begun = look(other, tmp_path / "empty", warnings=[])
     assert begun._past(is_leader=False) is None, "the run that is named now has none"
+
+
+class GoneArm(MemoryArm):
+    def read(self, key: str, limit: int | None = None) -> Stored:
+        raise ConnectionResetError
+
+    def list(self, prefix: str) -> dict[str, int]:
+        raise ConnectionResetError
+
+
+@pytest.mark.parametrize(
+    ("back", "published"), [(Return("was", (), False, 0, 0.0), None), (None, "the run of a job that runs")]
+)
+def test_who_comes_to_others_needs_no_bucket(
+    bucket: OwnedBucket, tmp_path: Path, back: Return | None, published: str | None
+) -> None:
+    bucket.store = ObjectStore(
+        bucket.store.url, Tries(total=0.0), GoneArm(fsspec.filesystem("memory"), bucket.store.url)
+    )
+    bucket.owner = BucketOwner(bucket.store, "one")
+    warnings: list[str] = []
+    earlier = look(bucket, tmp_path, back=back, published=published, warnings=warnings, meets=True)
+    assert earlier._offers == []
+    assert [warning.endswith("offers no snapshot to the others") for warning in warnings] == [True]
+    with pytest.raises(ObjectStoreError):
+        look(bucket, tmp_path, warnings=[], meets=True)
