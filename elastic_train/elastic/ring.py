@@ -192,6 +192,7 @@ class Ring:
         worker.reporter.speak(
             f"{world.num_nodes} of at least {world.min_nodes} nodes are left: waiting {limit:.0f} s for others to join"
         )
+        self._parts.files.hold_bucket(world, has_state=self._parts.resume.has_state)
         try:
             wait_for_nodes(world, self._membership, limit, worker.stop.check, self._clock, self._sleep)
             following, later = self._membership.next_world(world, has_formed=True)
@@ -302,11 +303,8 @@ class Ring:
         if self._result is not None:
             return exits.finish_as_spare(world, self._result)
         restored = None if resumed is None else resumed.restored
-        return exits.finish(
-            world,
-            "finished" if restored is None else "already_finished",
-            is_saved=restored is not None and restored.source == "snapshot",
-        )
+        outcome = "finished" if restored is None else "already_finished"
+        return exits.finish(world, outcome, is_saved=restored is not None and restored.source == "snapshot")
 
     def stop(self) -> int:
         """Told to stop. Raises: Stopped where this worker has nothing to save yet."""

@@ -61,6 +61,11 @@ class RunFiles:
                 self.job_token, world.generation, state.run_uid, state.superseded, is_writer=world.rank == 0
             )
 
+    def hold_bucket(self, world: World, *, has_state: bool) -> None:
+        """Say that the job lives while there is no world: who said so may be lost. Returns at once."""
+        if self._bucket is not None and has_state and world.rank == 0:
+            self._bucket.owner.hold()
+
     def raise_if_replaced(self) -> None:
         """Costs nothing. Raises: OwnershipLost: another job, or a newer generation, has taken the bucket."""
         if self._bucket is not None:
@@ -105,6 +110,7 @@ class RunFiles:
             RunDirectoryError: it cannot be written, and this worker has no state that would be lost.
         """
         worker, is_leader = self._worker, world.is_directory_leader
+        self.hold_bucket(world, has_state=has_state)
         try:
             warning = worker.directory.ownership.claim(
                 self.job_token, world.generation, worker.host, is_leader=is_leader

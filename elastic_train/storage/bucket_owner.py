@@ -189,6 +189,12 @@ class BucketOwner:
         if record.newest is not None:
             self.note_snapshot(record.run_uid, *record.newest)
 
+    def hold(self) -> None:
+        """Renew what the world that was entered last has: its own writer may be gone, and the next world stands later,
+        whose generation does not count before."""
+        if self._mine is not None and self._stop is None:
+            self.renew_in_background()
+
     def renew_in_background(self) -> None:
         """Say from now on that the job lives: once `take` has made the snapshots its own, a large state is read."""
         self._stop_renewing()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from elastic_train.elastic.run_files import RunFiles
 from elastic_train.errors import NewerGeneration, ObjectStoreError, OwnershipLost, SnapshotsInUse, StoreFault
 from elastic_train.storage.bucket_owner import RENEWAL_SECONDS, RENEWALS_MISSED, BucketOwner
 from elastic_train.storage.object_store import ObjectStore, Tries
@@ -226,3 +230,37 @@ def test_the_writer_renews_by_itself(store: ObjectStore, monkeypatch: pytest.Mon
     Machine(store, "two").take("other", 7)
     one.owner.enter("job", 6, "run", (), is_writer=True)
     wait_until(lambda: one.owner._lost is not None, "it finds out that it was replaced", 10.0)
+
+
+def test_a_survivor_holds_it_between_worlds(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer is lost, and the next world takes longer to form than the next job waits."""
+    from elastic_train.storage import bucket_owner
+    from elastic_train.tools.drills.nodes import wait_until
+
+    monkeypatch.setattr(bucket_owner, "RENEWAL_SECONDS", 0.01)
+    gone, survivor, other = Machine(store, "gone"), Machine(store, "survivor"), Machine(store, "other")
+    survivor.owner.hold()
+    gone.take("job", 3)
+    survivor.enter("job", 3)
+    bucket: Any = SimpleNamespace(owner=survivor.owner)
+    worker: Any = SimpleNamespace(bucket=bucket)
+    files = RunFiles(worker, "job")
+    for rank, has_state in ((1, True), (0, False)):
+        world: Any = SimpleNamespace(rank=rank)
+        files.hold_bucket(world, has_state=has_state)
+    assert survivor.owner._stop is None
+    world = SimpleNamespace(rank=0)
+    files.hold_bucket(world, has_state=True)
+
+    def holder() -> str:
+        record = survivor.owner.read()
+        assert record is not None
+        assert record.generation == 3, "the next world does not count before it stands"
+        return record.host
+
+    wait_until(lambda: holder() == "survivor", "it renews", 10.0)
+    files.hold_bucket(world, has_state=True)
+    other.while_waiting = lambda: time.sleep(0.1)
+    with pytest.raises(SnapshotsInUse):
+        other.owner.take("other", 4, lambda: None)
+    survivor.owner.leave()

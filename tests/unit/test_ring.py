@@ -135,6 +135,7 @@ class Fake:
             warm_up=noting("warm up"),
             evaluate_if_missed=lambda _world: None,
             claim=lambda _world, has_state: None,
+            hold_bucket=noting("hold bucket"),
             enter=lambda _world: None,
             stands=noting("stands"),
             stands_by=noting("stands by"),
@@ -299,6 +300,7 @@ def test_too_few_nodes_wait_for_others() -> None:
     assert fake.stages[3:6] == ["train -> meet", "meet -> wait", "wait -> form"]
     assert ring._change.lost == (lost,), "the world that waited has trained nothing"
     assert ring._change.joined == (lost,)
+    assert "hold bucket" in fake.calls, "nobody else says that the job lives"
 
 
 def test_members_with_other_states_take_over_those_of_most() -> None:
