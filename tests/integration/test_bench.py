@@ -12,6 +12,10 @@ from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.bench.goodput_of_trace import NUM_NODES, Ours, Restarts, Torchft, Trace
 from elastic_train.tools.bench.goodput_of_trace import measure as measure_goodput
 from elastic_train.tools.bench.loop_speed import Effort, LoopCase, lower_bound, measure
+from elastic_train.tools.bench.snapshot_cost import OURS, SnapshotEffort, measure_all, measure_way
+from elastic_train.tools.bench.snapshot_cost import RIVALS as SAVING
+from elastic_train.tools.bench.snapshot_cost import rows_of as rows_of_snapshots
+from elastic_train.tools.bench.snapshot_ways import Cost
 from elastic_train.tools.bench.startup import measure_ours, rows_of
 
 pytestmark = pytest.mark.timeout(180)
@@ -49,6 +53,32 @@ def test_a_worker_that_fails_ends_it() -> None:
         measure(
             [LoopCase("no-such-model", 64, 1)], Effort(block_seconds=0.02, case_seconds=0.1, min_pairs=2, launches=1)
         )
+
+
+def test_what_a_snapshot_costs_in_small() -> None:
+    cost = measure_way("torch.save", SnapshotEffort(6_400_000, 1, 2))
+    assert [len(one) for one in (cost.blocked, cost.total, cost.lost_idle, cost.lost_busy)] == [2] * 4
+    assert 0 < cost.memcpy < min(cost.blocked), "it also writes"
+    assert min(cost.lost_idle) > 0, "no step is taken meanwhile"
+
+
+def test_rows_of_costs() -> None:
+    """A ratio is theirs in terms of ours; beside memcpy, too."""
+    found = {way: [Cost([2.0, 1.0], [3.0, 3.0], [-0.5, -0.5], [0.2, 0.2], 10**9, 1.0)] for way in SAVING}
+    rows = {row.case: row for row in rows_of_snapshots(found | {OURS: [Cost([1.0] * 2, [3.0], [0.1], [0.1], 5, 0.8)]})}
+    assert len(rows) == 6 * len(SAVING) + 2
+    assert rows["held up by the first call: torch.save"].ratio == 2.0
+    assert rows["held up by later calls: torch.save"].ratio == 1.0
+    assert rows["held up by the first call: memcpy"].ratio == 0.8
+    assert rows["training lost, a core idle: DCP save"].ratio == pytest.approx(0.01), "less than a millisecond is noise"
+    assert rows["memory at the peak: DCP save"].theirs == 1.0
+
+
+@pytest.mark.slow
+def test_every_way_to_save() -> None:
+    found = measure_all(SnapshotEffort(6_400_000, 1, 2))
+    assert list(found) == [OURS, *SAVING]
+    assert all(min(cost.blocked) > 0 for costs in found.values() for cost in costs)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ BENCHMARKS = {
     "recovery": "elastic_train.tools.bench.recovery_time",
     "recovery-etcd": "elastic_train.tools.bench.recovery_time_etcd",
     "reduction": "elastic_train.tools.bench.reduction_speed",
+    "snapshot": "elastic_train.tools.bench.snapshot_cost",
     "startup": "elastic_train.tools.bench.startup",
 }
 """name on the command line -> module"""

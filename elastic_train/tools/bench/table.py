@@ -43,6 +43,14 @@ class BenchRow:
             case, statistics.median(ours), statistics.median(theirs), unit, statistics.median(ratios), iqr(ratios)
         )
 
+    @staticmethod
+    def of_costs(case: str, ours: Sequence[float], theirs: Sequence[float], unit: str) -> BenchRow:
+        """From seconds or bytes (less is better) that were measured in pairs."""
+        ratios = [their / our for our, their in zip(ours, theirs, strict=True)]
+        return BenchRow(
+            case, statistics.median(ours), statistics.median(theirs), unit, statistics.median(ratios), iqr(ratios)
+        )
+
 
 def iqr(values: Sequence[float]) -> float:
     """Interquartile range; 0 for fewer than two values."""
