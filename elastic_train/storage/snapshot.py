@@ -21,7 +21,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +30,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, cast
 
 from elastic_train.branches import Branches, branches_of
 from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of, first_line
+from elastic_train.storage.manifest_fields import finite_number, moment, plain_file_name, whole_number
 from elastic_train.storage.signature import why_not_signed
 from elastic_train.storage.state_bytes import (
     SnapshotFile,
@@ -47,8 +47,6 @@ FORMAT_VERSION = 2
 STATE_FILE = "state.pt"
 MANIFEST_FILE = "manifest.json"
 
-LAST_SECOND = 2.5e11
-"""of the year 9892: what is later cannot be shown as a date"""
 
 SNAPSHOT_NAME = re.compile(r"step-\d{12,}-gen-\d{4,}-(?P<host>.+)")
 
@@ -208,54 +206,29 @@ def info_of(manifest: dict[str, Any], path: SnapshotPlace, key: bytes | None) ->
             raise SnapshotDamaged(f"snapshot {path}: {why}")
         info = SnapshotInfo(
             path=path,
-            step=_whole_number(manifest["step"]),
-            epoch=_whole_number(manifest["epoch"]),
-            samples_done=_whole_number(manifest["samples_done"]),
-            generation=_whole_number(manifest["generation"]),
+            step=whole_number(manifest["step"]),
+            epoch=whole_number(manifest["epoch"]),
+            samples_done=whole_number(manifest["samples_done"]),
+            generation=whole_number(manifest["generation"]),
             run_uid=str(manifest["run_uid"]),
             host=str(manifest["host"]),
-            time=_moment(manifest["time"]),
-            world_size=_whole_number(manifest["world_size"]),
+            time=moment(manifest["time"]),
+            world_size=whole_number(manifest["world_size"]),
             torch_version=str(manifest["torch_version"]),
             elastic_train_version=str(manifest["elastic_train_version"]),
             task=dict(manifest["task"]),
             files={
-                _plain_file_name(name): SnapshotFile(_whole_number(file["bytes"]), str(file["sha256"]))
+                plain_file_name(name): SnapshotFile(whole_number(file["bytes"]), str(file["sha256"]))
                 for name, file in manifest["files"].items()
             },
             branches=branches_of(manifest.get("branches", ())),
-            metric=_finite_number(manifest.get("metric")),
+            metric=finite_number(manifest.get("metric")),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise SnapshotDamaged(f"snapshot {path}: {MANIFEST_FILE} is wrong or incomplete: {error!r}") from error
     if STATE_FILE not in info.files:
         raise SnapshotDamaged(f"snapshot {path}: {MANIFEST_FILE} does not name {STATE_FILE}")
     return info
-
-
-def _whole_number(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is not a whole number")
-    return value
-
-
-def _moment(value: Any) -> float:
-    seconds = float(value)
-    if not 0 <= seconds < LAST_SECOND:
-        raise ValueError(f"{value!r} is no time")
-    return seconds
-
-
-def _finite_number(value: Any) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise ValueError(f"{value!r} is no finite number")
-    return None if value is None else float(value)
-
-
-def _plain_file_name(name: str) -> str:
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise ValueError(f"{name!r} is not the name of a file in the snapshot")
-    return name
 
 
 def find_snapshots(

@@ -84,11 +84,9 @@ class SnapshotWriter:
         self.directory = directory
         self._host = host
         self._host_in_name = re.sub(r"[^A-Za-z0-9._-]", "_", host)
-        self._run_uid = run_uid
-        self._key = key
+        self._run_uid, self._key = run_uid, key
         self._task = json.loads(json.dumps(task))
-        self._before_rename = before_rename
-        self._now = now
+        self._before_rename, self._now = before_rename, now
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._outcomes: list[SnapshotResult | BaseException] = []  # append and pop are atomic
