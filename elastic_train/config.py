@@ -236,7 +236,7 @@ class Config(NodeFlags, JobFlags, PlaceFlags, StepFlags, TaskFlags):
                 f"--virtual-ranks {self.virtual_ranks} does not divide --global-batch-size "
                 f"{self.global_batch_size}: take a batch of {' or '.join(map(str, near))}"
             )
-        if self.on_split == "go-on" and self.snapshot_dir is not None and IS_URL.match(self.snapshot_dir):
+        if self.on_split == "go-on" and self.snapshot_dir is not None and IS_URL.match(str(self.snapshot_dir)):
             raise UsageError(
                 "--on-split go-on: both sides of a split would write to one --snapshot-dir, which has one owner; give "
                 "a folder there"

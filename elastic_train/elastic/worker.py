@@ -211,7 +211,7 @@ def check_start(config: Config, launch: Launch) -> None:
 
 def bucket_of(config: Config) -> OwnedBucket | None:
     """Raises: UsageError: --snapshot-dir is a URL that does not work, or a package is missing."""
-    given = config.snapshot_dir
+    given = None if config.snapshot_dir is None else str(config.snapshot_dir)
     return bucket_at(given) if given is not None and is_url(given) else None
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from elastic_train.config import IS_URL
 from elastic_train.errors import UsageError
 
 PACKAGES = {
@@ -16,8 +16,6 @@ PACKAGES = {
     "file": "'elastic_train[remote]'",
 }
 """what pip has to install, by scheme"""
-_IS_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
-"""also where a path has made one slash of two"""
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class StoreUrl:
 
 
 def is_url(text: object) -> bool:
-    return _IS_URL.match(str(text)) is not None
+    return IS_URL.match(str(text)) is not None
 
 
 def parse_url(text: str, what: str = "") -> StoreUrl:
@@ -52,13 +50,18 @@ def parse_url(text: str, what: str = "") -> StoreUrl:
     if not text[len(scheme) :].startswith("://"):
         raise UsageError(f"{name}{scheme}:/...: a URL has two slashes: {scheme}://")
     parts = urlsplit(text)
-    if "@" in parts.netloc or parts.query or parts.fragment:
+    place = text.partition("://")[2].rstrip("/")
+    if parts.query or parts.fragment or "@" in (parts.netloc if scheme == "file" else place):
         raise UsageError(
             f"{name}{shown}: credentials do not belong into a URL, nor does anything behind ? or #; the store's own "
             "environment variables or files give them, such as AWS_ACCESS_KEY_ID or ~/.aws/credentials"
         )
-    place = text.partition("://")[2].rstrip("/")
-    if not place or ".." in place.split("/") or (scheme == "file" and not place.startswith("/")):
+    if (
+        not place
+        or (place.startswith("/") and scheme != "file")
+        or ".." in place.split("/")
+        or (scheme == "file" and not place.startswith("/"))
+    ):
         example = "file:///shared/run-1" if scheme == "file" else f"{scheme}://bucket/run-1"
-        raise UsageError(f"{name}{text}: names no place; such as {example}")
+        raise UsageError(f"{name}{shown}: names no place; such as {example}")
     return StoreUrl(scheme, place)

@@ -11,7 +11,9 @@ from elastic_train.storage.store_faults import fault_of, scrub
 from elastic_train.storage.store_urls import is_url, parse_url
 
 
-@pytest.mark.parametrize("text", ["s3://bucket/run", "gs://b", "az://b/a/b", "memory://m", "file:///a/b"])
+@pytest.mark.parametrize(
+    "text", ["s3://bucket/run", "gs://b", "az://b/a/b", "memory://m", "file:///a/b", "file:///a@b/c"]
+)
 def test_a_url_is_kept_as_it_is(text: str) -> None:
     assert is_url(text)
     assert str(parse_url(text)) == text
@@ -34,6 +36,11 @@ def test_a_path_is_none() -> None:
         ("s3://", "names no place; such as s3://bucket/run-1"),
         ("file://relative", "names no place; such as file:///"),
         ("s3://bucket/../other", "names no place"),
+        ("s3:///key:hunter2@bucket/p", "credentials do not belong into a URL"),
+        ("s3:///bucket/hunter2", "names no place"),
+        ("s3://bucket/key:hunter2@p", "credentials do not belong into a URL"),
+        ("gs://hunter2/..", "names no place"),
+        ("file://hunter2", "names no place"),
     ],
 )
 def test_a_url_that_does_not_work_is_told_without_its_secret(text: str, message: str) -> None:

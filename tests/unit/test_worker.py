@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from elastic_train.__main__ import quick_imports
 from elastic_train.config import Config
-from elastic_train.elastic.worker import Worker, make_state
+from elastic_train.elastic.worker import Worker, bucket_of, make_state
 from elastic_train.elastic.world_report import describe_share
 from elastic_train.errors import Refused, UsageError
 from elastic_train.rules import require_agreement
@@ -93,6 +93,16 @@ def test_members_agree_on_a_bucket_and_not_on_a_folder() -> None:
     assert "--snapshot-dir" not in agreement("/a/folder")
     with pytest.raises(UsageError, match="credentials do not belong into a URL"):
         agreement("s3://key:secret@bucket/run")
+
+
+@pytest.mark.parametrize("on_split", ["wait", "go-on"])
+def test_a_programs_path_is_a_snapshot_dir(tmp_path: Path, on_split: str) -> None:
+    path: Any = tmp_path / "snapshots"
+    config = Config(snapshot_dir=path, on_split=on_split)
+    assert bucket_of(config) is None
+    url: Any = Path("s3:/bucket/run")
+    with pytest.raises(UsageError):
+        bucket_of(Config(snapshot_dir=url, on_split=on_split))
 
 
 def test_members_agree_on_the_key_and_do_not_tell_it(tmp_path: Path) -> None:

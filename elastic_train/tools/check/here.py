@@ -213,7 +213,7 @@ def trial_place(config: Config, run_dir: Path) -> TrialPlace:
     """Raises: UsageError: --snapshot-dir is no URL that works."""
     given = config.snapshot_dir
     if given is not None and is_url(given):
-        return TrialBucket(parse_url(given, "--snapshot-dir"))
+        return TrialBucket(parse_url(str(given), "--snapshot-dir"))
     return TrialDirectory(run_dir / "snapshots" if given is None else Path(given))
 
 
