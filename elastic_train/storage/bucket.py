@@ -88,6 +88,8 @@ class BucketSnapshot:
             parts = tuple(Part.from_fields(fields, PART_PREFIX) for fields in manifest["parts"])
             if sum(part.bytes for part in parts) != promised.bytes:
                 raise ValueError(f"its parts have not the {promised.bytes} bytes of {STATE_FILE}")
+            if len({part.name for part in parts}) < len(parts):
+                raise ValueError("it names one part twice")
         except (KeyError, TypeError, ValueError) as error:
             raise SnapshotDamaged(f"snapshot {self}: {MANIFEST_FILE} is wrong or incomplete: {error!r}") from error
         for part in parts:

@@ -194,6 +194,9 @@ def of(manifest: dict[str, Any], **changes: str) -> bytes:
         lambda manifest: of(manifest, time="NaN"),
         lambda manifest: of(manifest, time="1" + "0" * 400),
         lambda manifest: of(manifest, step="1" + "0" * 4200),
+        lambda manifest: of(
+            {**manifest, "parts": [manifest["parts"][0], *manifest["parts"][:1], *manifest["parts"][2:]]}
+        ),
         lambda manifest: of(manifest, signature='"\\ud800"'),
     ],
 )
