@@ -40,14 +40,21 @@ class RunFiles:
         self._last_warning: str | None = None
         self._noted: RunRecord | None = None
         self._bucket = worker.bucket
+        if self._bucket is not None:
+            self._bucket.owner.warn = worker.reporter.warn
 
     def take_bucket(self, world: World, check: Callable[[], None]) -> str | None:
         """Make the snapshots below --snapshot-dir URL this job's, whose workers have no state yet; rank 0 does. Blocks
-        as `BucketOwner.take`. Returns why it may not, None where it may."""
+        as `BucketOwner.take`. Returns why it may not, None where it may. Raises: Stopped: told to stop meanwhile."""
         if self._bucket is None or world.rank != 0:
             return None
+
+        def check_both() -> None:
+            self._worker.stop.check()
+            check()
+
         try:
-            self._bucket.owner.take(self.job_token, world.generation, check)
+            self._bucket.owner.take(self.job_token, world.generation, check_both, self._worker.reporter.speak)
             self._bucket.owner.renew_in_background()
         except (SnapshotsInUse, ObjectStoreError) as error:
             return str(error)

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from elastic_train.errors import NewerGeneration, ObjectStoreError, OwnershipLost, SnapshotsInUse
+from elastic_train.errors import NewerGeneration, ObjectStoreError, OwnershipLost, SnapshotsInUse, StoreFault
 from elastic_train.runlog.reader import parse
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.ownership import OWNER_RECORD, stops
@@ -28,6 +28,9 @@ from elastic_train.storage.store_arms import Stored
 RENEWAL_SECONDS = 10.0
 RENEWALS_MISSED = 3
 POLL_SECONDS = 2.0
+FORMAT_VERSION = 1
+MOST_RECORD_BYTES = 2**20
+"""whatever is larger is no record"""
 LEAVE_SECONDS = 5.0
 """that the end of a job waits for a renewal which hangs"""
 
@@ -48,6 +51,7 @@ class BucketRecord:
     has_left: bool = False
     newest: tuple[int, int] | None = None
     """generation and step of the run's newest snapshot: one that had some does not begin anew"""
+    format_version: int = FORMAT_VERSION
 
     def __str__(self) -> str:
         since = datetime.fromtimestamp(self.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -58,8 +62,15 @@ class BucketRecord:
 
     @staticmethod
     def of(stored: Stored | None) -> BucketRecord | None:
-        """None where there is none that can be read."""
+        """None where there is none that can be read. Raises: ObjectStoreError: a newer elastic_train wrote it."""
         fields: dict[str, Any] = {} if stored is None else parse(stored.data) or {}
+        version = fields.get("format_version", FORMAT_VERSION)
+        if version != FORMAT_VERSION:
+            raise ObjectStoreError(
+                f"{OWNER_RECORD} has format_version {str(version)[:20]!r}, and this elastic_train reads "
+                f"{FORMAT_VERSION}: take the one that wrote it, or choose another --snapshot-dir",
+                StoreFault.OTHER,
+            )
         try:
             record = BucketRecord(
                 job_token=str(fields["job_token"]),
@@ -111,26 +122,34 @@ class BucketOwner:
         self._version: str | None = None
         self._lost: OwnershipLost | None = None
         self._stop: threading.Event | None = None
+        self.warn: Callable[[str], None] = lambda _outage: None
 
     def read(self) -> BucketRecord | None:
         """The owner, as the store says. Raises: ObjectStoreError."""
-        return BucketRecord.of(self._store.get(OWNER_RECORD))
+        return BucketRecord.of(self._store.get(OWNER_RECORD, MOST_RECORD_BYTES))
 
-    def take(self, job_token: str, generation: int, check: Callable[[], None]) -> None:
+    def take(
+        self,
+        job_token: str,
+        generation: int,
+        check: Callable[[], None],
+        say: Callable[[str], None] = lambda _wait: None,
+    ) -> None:
         """Make the snapshots this job's; called once by one worker of a job, when it starts. Blocks for three renewals
         where the last owner has not written that it left.
 
         Args:
             check: is called every other second meanwhile; what it raises ends the wait.
+            say: is told once that there is a wait, and for whom.
 
         Raises:
             SnapshotsInUse: another job has them, and lives. NewerGeneration: the others of this job have gone on.
             ObjectStoreError: the store cannot be asked.
         """
         first: Stored | None = None
-        since = 0.0
+        since, has_said = 0.0, False
         while True:
-            stored = self._store.get(OWNER_RECORD)
+            stored = self._store.get(OWNER_RECORD, MOST_RECORD_BYTES)
             if first is None:
                 first, since = stored, self._clock()
             record = BucketRecord.of(stored)
@@ -147,6 +166,12 @@ class BucketOwner:
                 return
             if not is_free:
                 check()
+                if not has_said:
+                    say(
+                        f"the snapshots in {self._store} belong to another job ({record}), which has not said that it "
+                        f"left: waiting {RENEWAL_SECONDS * RENEWALS_MISSED:.0f} s for a sign of it"
+                    )
+                    has_said = True
                 self._sleep(POLL_SECONDS)
 
     def _in_use(self, record: BucketRecord) -> SnapshotsInUse:
@@ -196,7 +221,8 @@ class BucketOwner:
             self.renew_in_background()
 
     def renew_in_background(self) -> None:
-        """Say from now on that the job lives: once `take` has made the snapshots its own, a large state is read."""
+        """Say from now on that the job lives: once `take` has made the snapshots its own, a large state is read. What
+        keeps it from saying so goes to `warn`, once until it can again."""
         self._stop_renewing()
         self._stop = threading.Event()
         threading.Thread(target=self._renew, args=(self._stop,), name="bucket-owner", daemon=True).start()
@@ -211,13 +237,17 @@ class BucketOwner:
             self._stop = None
 
     def _renew(self, stop: threading.Event) -> None:
+        is_told = False
         while not stop.is_set():
             try:
                 self._put(stop)
+                is_told = False
             except OwnershipLost:  # the thread that trains finds it in `_lost`
                 return
-            except ObjectStoreError:
-                pass  # what is not renewed may be taken over, and is found out by the next put that goes through
+            except ObjectStoreError as error:  # a job that takes over is found out by the next put that goes through
+                if not is_told and not stop.is_set():
+                    self.warn(f"{error}; another job may take the snapshots over until that works again")
+                is_told = True
             stop.wait(RENEWAL_SECONDS)
 
     def raise_if_lost(self) -> None:
@@ -253,7 +283,7 @@ class BucketOwner:
         try:
             while stop is None or not stop.is_set():
                 if self._version is None:
-                    self._version = self._judge(store.get(OWNER_RECORD), mine)
+                    self._version = self._judge(store.get(OWNER_RECORD, MOST_RECORD_BYTES), mine)
                 self._renewals += 1
                 newest = self._newest.get(mine.run_uid)
                 record = replace(mine, renewals=self._renewals, time=self._now(), newest=newest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from elastic_train.elastic.run_files import RunFiles
-from elastic_train.errors import NewerGeneration, ObjectStoreError, OwnershipLost, SnapshotsInUse, StoreFault
+from elastic_train.errors import NewerGeneration, ObjectStoreError, OwnershipLost, SnapshotsInUse, Stopped, StoreFault
+from elastic_train.stopping import StopSignal
 from elastic_train.storage.bucket_owner import RENEWAL_SECONDS, RENEWALS_MISSED, BucketOwner
 from elastic_train.storage.object_store import ObjectStore, Tries
 from elastic_train.storage.ownership import OWNER_RECORD
@@ -46,7 +48,7 @@ class Machine:
 
 @pytest.fixture
 def store(request: pytest.FixtureRequest) -> ObjectStore:
-    return ObjectStore(parse_url(f"memory://{request.node.name}"))
+    return ObjectStore(parse_url(f"memory://{request.node.name.replace('[', '/').rstrip(']')}"))
 
 
 def test_the_first_job_takes_it_at_once(store: ObjectStore) -> None:
@@ -243,7 +245,7 @@ def test_a_survivor_holds_it_between_worlds(store: ObjectStore, monkeypatch: pyt
     gone.take("job", 3)
     survivor.enter("job", 3)
     bucket: Any = SimpleNamespace(owner=survivor.owner)
-    worker: Any = SimpleNamespace(bucket=bucket)
+    worker: Any = SimpleNamespace(bucket=bucket, reporter=SimpleNamespace(warn=None))
     files = RunFiles(worker, "job")
     for rank, has_state in ((1, True), (0, False)):
         world: Any = SimpleNamespace(rank=rank)
@@ -264,3 +266,70 @@ def test_a_survivor_holds_it_between_worlds(store: ObjectStore, monkeypatch: pyt
     with pytest.raises(SnapshotsInUse):
         other.owner.take("other", 4, lambda: None)
     survivor.owner.leave()
+
+
+def test_who_waits_says_so_once_and_may_be_stopped(store: ObjectStore) -> None:
+    one, two = Machine(store, "one"), Machine(store, "two")
+    one.take("job", 3)
+    said: list[str] = []
+    stop = StopSignal()
+    bucket: Any = SimpleNamespace(owner=two.owner)
+    reporter = SimpleNamespace(warn=pytest.fail, speak=said.append)
+    worker: Any = SimpleNamespace(bucket=bucket, reporter=reporter, stop=stop)
+    world: Any = SimpleNamespace(rank=0, generation=4)
+
+    def be_told() -> None:
+        if two.clock >= 10:
+            stop.signum = signal.SIGTERM
+
+    two.while_waiting = be_told
+    with pytest.raises(Stopped):
+        RunFiles(worker, "other").take_bucket(world, lambda: None)
+    assert two.clock == 10
+    assert [line.partition(" (")[0] for line in said] == [f"the snapshots in {store} belong to another job"]
+    assert "waiting 30 s" in said[0]
+
+
+def test_an_outage_of_renewals_is_told_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    from elastic_train.storage import bucket_owner
+    from elastic_train.tools.drills.nodes import wait_until
+
+    class Broken(MemoryArm):
+        is_broken = False
+        num_failed = 0
+
+        def put_if(self, key: str, data: bytes, version: str | None) -> str:
+            if self.is_broken:
+                self.num_failed += 1
+                raise ConnectionResetError
+            return super().put_if(key, data, version)
+
+    monkeypatch.setattr(bucket_owner, "RENEWAL_SECONDS", 0.01)
+    url = parse_url(f"memory://{request.node.name}")
+    arm = Broken(fsspec.filesystem("memory"), url)
+    one = Machine(ObjectStore(url, Tries(total=0.0), arm), "one")
+    told: list[str] = []
+    one.owner.warn = told.append
+    one.take("job", 3)
+    one.owner.renew_in_background()
+    for outage in (1, 2):
+        arm.is_broken, arm.num_failed = True, 0
+        wait_until(lambda: arm.num_failed > 5, "it is tried again and again", 10.0)
+        assert len(told) == outage
+        arm.is_broken = False
+        before = one.owner.read()
+        wait_until(lambda before=before: one.owner.read() != before, "it works again", 10.0)  # type: ignore[misc]
+    one.owner.release()
+    assert "another job may take the snapshots over" in told[0]
+
+
+@pytest.mark.parametrize("data", [b'{"format_version": 7}', b" " * (2**20 + 1)], ids=["newer", "large"])
+def test_a_record_that_may_be_somebodys_is_not_free(store: ObjectStore, data: bytes) -> None:
+    store.put(OWNER_RECORD, data)
+    one = Machine(store, "one")
+    with pytest.raises(ObjectStoreError, match=r"format_version '7'.*another --snapshot-dir|none of more than"):
+        one.take("job", 0)
+    with pytest.raises(ObjectStoreError):
+        one.owner.read()
