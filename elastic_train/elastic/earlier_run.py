@@ -226,6 +226,8 @@ class EarlierRun:
         owner = self._owner
         if owner is None or owner.newest is None or owner.run_uid in self._record.superseded:
             return past
+        if self._membership.published("run_uid") not in (None, owner.run_uid):
+            return past  # of the run before: this job's has a name, and has not come to write it there
         generation, step = owner.newest
         how = (
             f"host {owner.host} had a snapshot of step {step} of this run (generation {generation}) in "

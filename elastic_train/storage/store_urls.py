@@ -49,7 +49,10 @@ def parse_url(text: str, what: str = "") -> StoreUrl:
         raise UsageError(f"{name}{shown}: works with a folder, or with {known}")
     if not text[len(scheme) :].startswith("://"):
         raise UsageError(f"{name}{scheme}:/...: a URL has two slashes: {scheme}://")
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+    except ValueError as error:  # brackets that are no address
+        raise UsageError(f"{name}{shown}: is no URL: {error}") from None
     place = text.partition("://")[2].rstrip("/")
     if parts.query or parts.fragment or "@" in (parts.netloc if scheme == "file" else place):
         raise UsageError(

@@ -125,6 +125,8 @@ def test_a_run_that_had_snapshots_in_the_bucket_does_not_begin_anew_where_none_i
         "seen from here: .*--snapshot-key.*--fresh to begin anew$",
     ):
         require_none_written([past])
+    named = look(other, tmp_path / "empty", published="a run that --fresh began", warnings=[])
+    assert named._past(is_leader=False) is None
     other.owner.enter("job of Y", 2, "Z", ("Y",), is_writer=False)
     other.owner.check()
     begun = look(other, tmp_path / "empty", warnings=[])

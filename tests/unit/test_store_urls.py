@@ -40,6 +40,7 @@ def test_a_path_is_none() -> None:
         ("s3:///bucket/hunter2", "names no place"),
         ("s3://bucket/key:hunter2@p", "credentials do not belong into a URL"),
         ("gs://hunter2/..", "names no place"),
+        ("s3://[hunter2/p", "is no URL: "),
         ("file://hunter2", "names no place"),
     ],
 )
