@@ -59,7 +59,7 @@ class SnapshotWriter:
     """Writes the snapshots of one process, one at a time. Its methods are for one thread, the one that trains.
 
     `keep` says which moments, by (generation, step), stay of a run; a number: so many of the newest. In a folder only
-    those of this host are ever removed. `before_rename` is called by the thread that writes, when a snapshot is complete
+    those of this host are ever removed. `before_rename` is called by the thread that writes, when a snapshot is whole
     but not yet visible, below a URL once more when it is; what it raises (OwnershipLost) ends that snapshot. `task` is
     JSON: what must agree with a run that continues. `key` signs manifests.
 
