@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from tests.simulation.simulator import Simulation, Told
     from tests.simulation.worker import Worker
 
+AGREE_SECONDS = 0.5
+"""after a member's end, in which the others go on without it"""
 QUEUE_SECONDS = 2.5
 """that one who was left out may stand in the queue: it has to find the job, and its join is prepared"""
 
@@ -147,6 +149,8 @@ def _check_side(simulation: Simulation, side: list[Worker]) -> None:
     now = simulation.kernel.now
     if any(worker.committed_at > now - simulation.plan.work.commit_seconds for worker in trainers):
         return
+    if any(now - worker.process.ended_at < AGREE_SECONDS for worker in simulation.workers):
+        return  # they go on without it, and are about to
     entered_at = max(told.entered_at for told in simulation.worlds.values())
     if now - entered_at < simulation.plan.silence_seconds + simulation.plan.work.commit_seconds:
         return  # who fell silent after its last word is found out only now

@@ -42,6 +42,7 @@ class Process:
         self.host, self.address, self.uid = host, (host, port), uid
         self.is_alive, self.is_frozen = True, False
         self.ending: str | None = None
+        self.ended_at = -1e9
         """how it ended; None while it lives"""
         self.rate = 1.0 + self.kernel.random.uniform(-0.005, 0.005)
         self.offset = self.kernel.random.uniform(0.0, 1000.0)
@@ -96,7 +97,7 @@ class Process:
         """Killed, or gone of itself: its kernel closes what it had open."""
         if not self.is_alive:
             return
-        self.is_alive, self.ending = False, ending
+        self.is_alive, self.ending, self.ended_at = False, ending, self.kernel.now
         for tell in self.on_closed:
             tell()
         self.on_closed.clear()

@@ -75,7 +75,7 @@ def test_a_metric_that_is_none(metric: object) -> None:
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> SnapshotFolder:
     if request.param == "folder":
         return tmp_path / "snapshots"
-    return Bucket(bucket_at(f"memory://{tmp_path}").store)
+    return Bucket(bucket_at(f"memory://{tmp_path.name}/{tmp_path.parent.name}").store)
 
 
 def write(place: SnapshotFolder, retention: Retention, metrics: dict[int, float | None]) -> None:
