@@ -11,13 +11,16 @@ import platform
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 from elastic_train.errors import FormationFailed
 from elastic_train.protocol.addresses import parse_endpoints
 from elastic_train.rendezvous.command_line import arguments_of_agent, asks_for_c10d, option, parse_nnodes
 from elastic_train.rendezvous.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
 from elastic_train.rendezvous.slurm import torchrun_variables
-from elastic_train.world import World
+
+if TYPE_CHECKING:  # the agent, which reads this module too, needs no world
+    from elastic_train.world import World
 
 LAST_CALL_SECONDS = 2.0
 """how long a first world below --nnodes' maximum waits for more nodes, where the user gives no last_call_timeout"""
