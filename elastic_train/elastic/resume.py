@@ -110,7 +110,9 @@ class Resume:
             self._files.note_run(world)
         set_group_timeout(STEP_TIMEOUT)
         comparison = self._make_comparison(world, voters)
-        return Resumed(restored, Beginning(handover, comparison, first_ranks < world.world_size), first_ranks)
+        is_handed_over = first_ranks < world.world_size
+        begin = Beginning(self._files.finish_claim, handover, comparison, is_handed_over)
+        return Resumed(restored, begin, first_ranks)
 
     def _synchronise(self, world: World) -> tuple[Restored | None, list[int]]:
         """Bring all members to one state; None if this one had it already. Returns also the ranks whose state it was.

@@ -210,6 +210,8 @@ class Ring:
         self._formed = formed = membership.joins.take_formed(world)
         if formed is None or parts.resume.has_state:  # else the others still write as the generation before
             parts.files.claim(world, has_state=parts.resume.has_state)
+        if not parts.resume.has_state:  # it may restore what the directory has
+            parts.files.finish_claim()
         worker.share_cores(world)
         membership.watcher.expect(world)
         worker.reach("init", world)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from elastic_train.branches import is_on
@@ -21,6 +21,7 @@ from elastic_train.errors import (
 )
 from elastic_train.storage.run_record import RUN_FILE, RunRecord
 from elastic_train.storage.snapshot import SnapshotInfo, set_aside
+from elastic_train.training.side_thread import SideThread
 from elastic_train.world import World
 
 DISCARDED = "discarded"
@@ -38,6 +39,10 @@ class RunFiles:
         self._worker = worker
         self.job_token = job_token
         self._last_warning: str | None = None
+        self._claiming: SideThread | None = None
+        """what makes the run directory that of the present generation"""
+        self._warning: str | None = None
+        """what is to be said of the newest claim"""
         self._noted: RunRecord | None = None
         self._bucket = worker.bucket
         if self._bucket is not None:
@@ -91,7 +96,8 @@ class RunFiles:
 
     def check_owner(self, generation: int) -> None:
         """Raises: OwnershipLost: another job, or a newer generation, owns the run directory; or the bucket, as far as
-        is known."""
+        is known. Waits for a claim that is under way."""
+        self._wait_for_claim()
         self._worker.directory.ownership.check_owner(self.job_token, generation)
         if self._bucket is not None:
             self._bucket.owner.raise_if_lost()
@@ -105,21 +111,47 @@ class RunFiles:
 
     def release(self) -> None:
         """This worker is no member of the job any more."""
+        self._wait_for_claim()
         self._worker.directory.ownership.release()
         if self._bucket is not None:
             self._bucket.owner.release()
 
     def claim(self, world: World, *, has_state: bool) -> None:
-        """Make the run directory this generation's; a full disk does not end a run that is under way.
+        """Begin to make the run directory this generation's, on a thread: disks take their time to flush a record.
+        Blocks only for the claim of the world before.
+
+        Raises: as `finish_claim`, of that one.
+        """
+        self.finish_claim()
+        self.hold_bucket(world, has_state=has_state)
+        self._claiming = SideThread(partial(self._claim, world, has_state=has_state), "claim", is_daemon=False)
+
+    def finish_claim(self) -> None:
+        """Block until the directory is this generation's, before anything is written that another job must not see; a
+        full disk does not end a run that is under way.
 
         Raises:
             RunDirectoryInUse, OwnershipLost: others own it.
             RunDirectoryError: it cannot be written, and this worker has no state that would be lost.
         """
+        claiming, self._claiming = self._claiming, None
+        if claiming is None:
+            return
+        claiming.finish(lambda: None)
+        if self._warning is not None and self._warning != self._last_warning:
+            self._last_warning = self._warning
+            self._worker.reporter.warn(self._warning)
+
+    def _wait_for_claim(self) -> None:
+        """Its error is for the thread that trains."""
+        claiming = self._claiming
+        if claiming is not None:
+            claiming.wait()
+
+    def _claim(self, world: World, *, has_state: bool) -> None:
         worker, is_leader = self._worker, world.is_directory_leader
-        self.hold_bucket(world, has_state=has_state)
         try:
-            warning = worker.directory.ownership.claim(
+            self._warning = worker.directory.ownership.claim(
                 self.job_token, world.generation, worker.host, is_leader=is_leader
             )
         except (RunDirectoryInUse, OwnershipLost):
@@ -127,16 +159,10 @@ class RunFiles:
         except RunDirectoryError as error:
             if not has_state:
                 raise
-            warning = str(error)
+            self._warning = str(error)
         if is_leader:
-            threading.Thread(target=self._write_members, args=(world,), name="members", daemon=True).start()
-        if warning is not None and warning != self._last_warning:
-            self._last_warning = warning
-            worker.reporter.warn(warning)
-
-    def _write_members(self, world: World) -> None:
-        with suppress(OSError):  # it only spares newcomers a look at the endpoints
-            self._worker.directory.replace_file(MEMBERS_FILE, describe_members(world, self._worker.launch.run_id))
+            with suppress(OSError):  # it only spares newcomers a look at the endpoints
+                worker.directory.replace_file(MEMBERS_FILE, describe_members(world, worker.launch.run_id))
 
     def note_run(self, world: World) -> None:
         """Write down which run the directory belongs to. This worker has the run's state."""

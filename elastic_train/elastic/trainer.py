@@ -94,6 +94,8 @@ class Trainer:
         state, watcher = self._worker.state, self._membership.watcher
         self._warn_of_kept_modules()
         state.set_modes()  # a function of the user's may have been interrupted in an evaluation of its own
+        if not self._is_bundled:
+            begin.finish_claim()
         if begin.comparison is not None and not self._is_bundled:  # at once: what is done with the weights is not known
             begin.comparison.begin()
             compare(begin.comparison, self, self._worker, self._membership)

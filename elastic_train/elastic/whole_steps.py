@@ -35,6 +35,8 @@ BatchLoss = Callable[[nn.Module, Any], torch.Tensor]
 class Beginning:
     """What is under way when a world begins."""
 
+    finish_claim: Callable[[], None] = lambda: None
+    """before the first step counts: blocks until the run directory is this generation's; raises where it is not"""
     handover: Handover | None = None
     """is to be finished before the first step's gradient is applied"""
     comparison: StateComparison | None = None
@@ -161,6 +163,7 @@ class UnbrokenReduction:
         self._compare = compare
         self._sockets, self._watcher = membership.sockets, membership.watcher
         self._handover, self._comparison = begin.handover, begin.comparison
+        self._finish_claim = begin.finish_claim
         self._is_handed_over = begin.is_handed_over
         if self._handover is not None:
             self._handover.begin()
@@ -181,6 +184,7 @@ class UnbrokenReduction:
             if self._sockets.is_shut and not is_communication_error(error):  # what it was computed from is garbage
                 raise FormationFailed(f"the process group was broken off: {first_line(error)}") from error
             raise
+        self._finish_claim()
         handover, self._handover = self._handover, None
         if handover is not None:
             self._watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time

@@ -22,6 +22,10 @@ class SideThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    def wait(self) -> None:
+        """Block until the task has ended; any thread may."""
+        self._thread.join()
+
     def _run(self) -> None:
         # What the task holds, a process group perhaps, must go with the last reference, and not with a collection.
         task, self._task = self._task, None

@@ -147,6 +147,9 @@ class SimParts:
     def claim(self, _world: World, *, has_state: bool) -> None:
         pass
 
+    def finish_claim(self) -> None:
+        pass
+
     @contextmanager
     def open_group(self, world: World, formed: Group | None) -> Iterator[None]:
         worker = self._worker

@@ -135,6 +135,7 @@ class Fake:
             warm_up=noting("warm up"),
             evaluate_if_missed=lambda _world: None,
             claim=lambda _world, has_state: None,
+            finish_claim=lambda: None,
             hold_bucket=noting("hold bucket"),
             enter=lambda _world: None,
             stands=noting("stands"),

@@ -1,0 +1,91 @@
+"""A claim of the run directory keeps nobody waiting, and nothing is written before it is known."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_train.elastic.run_files import RunFiles
+from elastic_train.errors import RunDirectoryError, RunDirectoryInUse
+from elastic_train.storage.ownership import Ownership
+from elastic_train.storage.run_directory import RunDirectory
+from elastic_train.world import Member, World
+
+
+class SlowDisk:
+    """A run directory whose claims wait until they are let go."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory = RunDirectory(path)
+        self.let_go = threading.Event()
+        self.warnings: list[str] = []
+        claim = self.directory.ownership.claim
+
+        def slowly(*arguments: Any, **options: Any) -> str | None:
+            assert self.let_go.wait(10.0)
+            return claim(*arguments, **options)
+
+        monkeypatch.setattr(self.directory.ownership, "claim", slowly)
+        worker: Any = SimpleNamespace(
+            bucket=None,
+            directory=self.directory,
+            host="here",
+            launch=SimpleNamespace(run_id="run"),
+            reporter=SimpleNamespace(warn=self.warnings.append),
+        )
+        self.files = RunFiles(worker, "job")
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    return SlowDisk(tmp_path, monkeypatch)
+
+
+def world_of(generation: int) -> World:
+    member = Member(
+        host="here", local_rank=0, pid=1, agent_pid=0, address=("127.0.0.1", 1), directory_id="", backend="gloo",
+        max_generation=None,
+    )  # fmt: skip
+    return World(rank=0, generation=generation, members=(member,))
+
+
+def test_nobody_waits_for_a_disk_before_something_is_written(disk: SlowDisk) -> None:
+    disk.files.claim(world_of(3), has_state=True)
+    assert disk.directory.ownership.read() is None, "it returned before"
+    disk.let_go.set()
+    disk.files.check_owner(3)
+    owner = disk.directory.ownership.read()
+    assert owner is not None
+    assert owner.generation == 3
+
+
+def test_another_jobs_directory_is_found_out_before_a_step_counts(disk: SlowDisk, tmp_path: Path) -> None:
+    disk.let_go.set()
+    disk.files.claim(world_of(3), has_state=True)
+    disk.files.finish_claim()
+    disk.directory.ownership.release()
+    other = Ownership(tmp_path)
+    assert other.claim("other", 0, "there") is None
+    disk.files.claim(world_of(4), has_state=True)
+    with pytest.raises(RunDirectoryInUse):
+        disk.files.finish_claim()
+    other.release()
+
+
+def test_a_full_disk_ends_none_that_has_the_state(disk: SlowDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_arguments: Any, **_options: Any) -> str | None:
+        raise RunDirectoryError("No space left on device")
+
+    monkeypatch.setattr(disk.directory.ownership, "claim", full)
+    disk.files.claim(world_of(3), has_state=True)
+    disk.files.finish_claim()
+    disk.files.claim(world_of(4), has_state=True)
+    disk.files.finish_claim()
+    assert disk.warnings == ["No space left on device"], "once"
+    disk.files.claim(world_of(5), has_state=False)
+    with pytest.raises(RunDirectoryError, match="No space"):
+        disk.files.finish_claim()
