@@ -1,7 +1,8 @@
 """A state goes from one rank to those that need it, in chunks as it lies in memory, and is taken over when it is whole.
 
 Each rank passes what it gets on to two others, so that a link carries the state twice at most, however many need it. A
-sender copies nothing but what is small or not in one piece, and buffers; a receiver has the state once beside its own.
+sender copies nothing but what is not in one piece, and buffers; a receiver has the state once beside its own. Small
+tensors go together: each message costs both sides more than its bytes, while both train.
 
 Newcomers get it beside the first step of the world that they enter. From a commit to the optimizer's next step neither
 weights nor optimizer state change: that is the time in which rank 0 sends them, while all compute. A newcomer without
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,8 @@ from elastic_train.training.state import TrainState
 
 TAG = 7001
 """of its messages, so that they do not meet those of the step"""
-SMALL_BYTES = 4096
+PACKET_BYTES = 2**20
+"""smaller tensors share messages of at most so much"""
 CHUNK_BYTES = 16 * 2**20
 """what a rank has got before it passes it on; and what a GPU's state takes of host memory while it is sent"""
 POLL_SECONDS = 0.001
@@ -85,9 +87,11 @@ class Giving:
 
     def __init__(self, state: TrainState, ranks: Sequence[int]) -> None:
         self._ranks = list(ranks)
-        numbers = [len(ranks), state.epoch, state.step, state.samples_done, state.micro_batch_size or 0]
-        self._head = torch.tensor(numbers)
-        self._skeleton, self._tensors = take_apart(state)
+        skeleton, self._tensors = take_apart(state)
+        # Not on the thread, which would hold up the one that trains: Python runs one of them at a time.
+        self._skeleton = torch.frombuffer(bytearray(serialize_state(skeleton)), dtype=torch.uint8)
+        position = [state.epoch, state.step, state.samples_done, state.micro_batch_size or 0]
+        self._head = torch.tensor([len(ranks), self._skeleton.numel(), *position])
         self._link = Link()
         self._thread: SideThread | None = None
 
@@ -99,9 +103,9 @@ class Giving:
         for tensor in (self._head, torch.tensor(self._ranks)):
             self._link.send(tensor, self._ranks[1:])
         _, children = neighbours(0, self._ranks)
-        message = torch.frombuffer(bytearray(serialize_state(self._skeleton)), dtype=torch.uint8)
-        for tensor in (torch.tensor([message.numel()]), message, *self._tensors):
-            self._link.pass_on(tensor, None, children)
+        self._link.pass_on(self._skeleton, None, children)
+        for packet in packets(self._tensors):
+            self._link.pass_on(packed(packet), None, children)
 
     def finish(self, check: Check) -> None:
         """As `Handover.finish`."""
@@ -141,13 +145,13 @@ class Taking:
             check()
             self._thread.finish(check)
             raise FormationFailed(f"rank {self._source} sent no state")
-        num_ranks, *position, micro_batch_size = self._head.tolist()
+        num_ranks, _, *position, micro_batch_size = self._head.tolist()
         self._state.epoch, self._state.step, self._state.samples_done = position
         self._state.micro_batch_size = micro_batch_size or None
         return int(num_ranks) - 1
 
     def _receive(self) -> None:
-        head = torch.zeros(5, dtype=torch.int64)
+        head = torch.zeros(6, dtype=torch.int64)
         self._link.receive(head, self._source)
         self._head = head
         message = torch.zeros(int(head[0]), dtype=torch.int64)
@@ -155,15 +159,14 @@ class Taking:
         ranks = message.tolist()
         parent, children = neighbours(ranks.index(self._rank), ranks)
 
-        def receive(tensor: Tensor) -> Tensor:
-            self._link.pass_on(tensor, parent, children)
-            return tensor
-
-        size = receive(torch.zeros(1, dtype=torch.int64))
-        message = receive(torch.empty(int(size), dtype=torch.uint8))
+        message = torch.empty(int(head[1]), dtype=torch.uint8)
+        self._link.pass_on(message, parent, children)
         self._skeleton = deserialize_state(message.numpy().tobytes(), source=self._source_name)
-        for looks in self._skeleton.pop("tensors"):
-            self._tensors.append(receive(empty(*looks)))
+        self._tensors = [empty(*looks) for looks in self._skeleton.pop("tensors")]
+        for packet in packets(self._tensors):
+            whole = room_for(packet)
+            self._link.pass_on(whole, parent, children)
+            unpack(whole, packet)
 
     @property
     def _source_name(self) -> str:
@@ -214,19 +217,20 @@ def _wait(work: Any) -> None:
 
 
 def take_apart(state: TrainState) -> tuple[dict[str, Any], list[Tensor]]:
-    """The state dict with slots in the place of large tensors that no forward pass changes, and these tensors. The
-    entry `tensors` says what they look like."""
+    """The state dict with slots in the place of dense tensors, and these tensors: copies of those that a forward pass
+    changes. The entry `tensors` says what they look like."""
     changing = {buffer.data_ptr() for buffer in state.model.buffers() if not is_odd(buffer)}
     tensors: list[Tensor] = []
     slots: dict[tuple[Any, ...], int] = {}
 
     def replace(tensor: Tensor) -> Any:
-        if is_small_or_odd(tensor) or tensor.data_ptr() in changing:
+        if is_odd(tensor) or flat_or_none(tensor) is None:
             return tensor.clone()
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if key not in slots:
+        if key not in slots or not tensor.numel():
             slots[key] = len(tensors)
-            tensors.append(tensor.detach())
+            is_changing = tensor.data_ptr() in changing
+            tensors.append(tensor.detach().clone() if is_changing else tensor.detach())
         return {SLOT: slots[key]}
 
     skeleton: dict[str, Any] = rebuilt(state.state_dict(), replace)  # lists are copied: they may change before they go
@@ -236,8 +240,43 @@ def take_apart(state: TrainState) -> tuple[dict[str, Any], list[Tensor]]:
     return skeleton, tensors
 
 
-def is_small_or_odd(tensor: Tensor) -> bool:
-    return is_odd(tensor) or tensor.nbytes < SMALL_BYTES or flat_or_none(tensor) is None
+def packets(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Those that go in one message each, in their order, without what is empty; the same on both sides."""
+    packet: list[Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        if not tensor.nbytes:
+            continue
+        if packet and num_bytes + tensor.nbytes > PACKET_BYTES:
+            yield packet
+            packet, num_bytes = [], 0
+        packet.append(tensor)
+        num_bytes += tensor.nbytes
+    if packet:
+        yield packet
+
+
+def packed(packet: Sequence[Tensor]) -> Tensor:
+    """The message of some tensors: a single one as it lies in memory, else copies of their bytes on the CPU."""
+    return packet[0] if len(packet) == 1 else torch.cat([bytes_of(tensor).cpu() for tensor in packet])
+
+
+def room_for(packet: Sequence[Tensor]) -> Tensor:
+    """Where the message of some tensors is received."""
+    if len(packet) == 1:
+        return packet[0]
+    return torch.empty(sum(tensor.nbytes for tensor in packet), dtype=torch.uint8)
+
+
+def unpack(whole: Tensor, packet: Sequence[Tensor]) -> None:
+    """What was received in `room_for` goes to the tensors."""
+    if len(packet) > 1:
+        for tensor, part in zip(packet, torch.split(whole, [tensor.nbytes for tensor in packet]), strict=True):
+            bytes_of(tensor).copy_(part)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    return flat(tensor).view(torch.uint8)
 
 
 def put_together(skeleton: Any, tensors: Sequence[Tensor]) -> Any:

@@ -12,7 +12,20 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.elastic.handover import flat, flat_or_none, neighbours, put_together, take_apart
+from elastic_train.elastic.handover import (
+    PACKET_BYTES,
+    bytes_of,
+    empty,
+    flat,
+    flat_or_none,
+    neighbours,
+    packed,
+    packets,
+    put_together,
+    room_for,
+    take_apart,
+    unpack,
+)
 from elastic_train.elastic.loading import load
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.side_thread import SideThread
@@ -51,12 +64,11 @@ def received(state: TrainState) -> tuple[dict[str, object], list[torch.Tensor]]:
     """What arrives, when it is taken from `state` now."""
     skeleton, tensors = take_apart(state)
     arrived = deserialize_state(serialize_state(skeleton))
-    looks = arrived.pop("tensors")
-    copies = []
-    for tensor, (_, shape, stride) in zip(tensors, looks, strict=True):
-        copy = torch.empty_strided(shape, stride, dtype=tensor.dtype)
-        flat(copy).copy_(flat(tensor))
-        copies.append(copy)
+    copies = [empty(*looks) for looks in arrived.pop("tensors")]
+    for sent, taken in zip(packets(tensors), packets(copies), strict=True):
+        room = room_for(taken)
+        bytes_of(room).copy_(bytes_of(packed(sent)))
+        unpack(room, taken)
     return arrived, copies
 
 
@@ -75,11 +87,10 @@ def test_a_newcomer_has_the_same_state_and_goes_on_alike() -> None:
 
 def test_what_a_forward_pass_changes_is_that_of_the_commit() -> None:
     giver, taker = make_state(1, steps=2), make_state(2)
-    skeleton, _ = take_apart(giver)
+    skeleton, tensors = take_apart(giver)
     before = giver.model.state_dict()["norm.running_mean"].clone()
     giver.model(torch.randn(4, 16, 4, 4))  # the first step of the new world has begun
-    sent = deserialize_state(serialize_state(skeleton))["model"]["norm.running_mean"]
-    assert torch.equal(sent, before)
+    assert torch.equal(put_together(skeleton, tensors)["model"]["norm.running_mean"], before)
     assert not torch.equal(giver.model.state_dict()["norm.running_mean"], before)
     assert taker.step == 0
 
@@ -92,6 +103,14 @@ def test_large_tensors_are_not_copied_and_a_tied_one_is_sent_once() -> None:
     with torch.no_grad():
         weight.fill_(7.0)
     assert any(bool((tensor == 7.0).all()) for tensor in tensors)
+
+
+def test_small_tensors_share_a_message() -> None:
+    small, large = torch.zeros(100), torch.zeros(PACKET_BYTES // 4 + 1)
+    sizes = [len(packet) for packet in packets([small, small, large, small, torch.zeros(0), torch.tensor(True)])]
+    assert sizes == [2, 1, 2]
+    assert packed([large]) is large, "no copy"
+    assert list(packets([])) == []
 
 
 def test_a_tensor_with_holes_goes_by_value() -> None:
