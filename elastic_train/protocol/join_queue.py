@@ -86,7 +86,7 @@ def is_start_due(num_ready: int, *, min_nodes: int, max_nodes: int, seconds_enou
 
 UNCALLED_SECONDS = 2.0
 """that the host of a beginning waits for a running job to call; its rank 0 looks at the endpoints twice a second"""
-QUEUE_AGAIN_SECONDS = 10.0
+QUEUE_AGAIN_SECONDS = 3.0
 """after which a newcomer queues again: it may have been dropped for a probe that was lost"""
 CHECK_SECONDS = 0.3
 """between two looks of a newcomer at the host of its queue"""
@@ -170,6 +170,8 @@ class Entrance:
         self._beginner_since: float | None = None
         self._enough_since: float | None = None
         self._num_seen = 0
+        self._missing: dict[int, float] = {}
+        """numbers below that were drawn and not written yet, and until when they are looked for"""
         self._queue: dict[str, Waiting] = {}
         self.is_first = True
         """whether no world was there when the queue was found"""
@@ -274,20 +276,26 @@ class Entrance:
 
     def queue(self) -> list[Waiting]:
         """Who stands in the queue that this member hosts."""
-        count = int(self._own.get("queue/count") or "0")
-        numbers = range(self._num_seen + 1, count + 1)
+        count, now = int(self._own.get("queue/count") or "0"), self._clock()
+        for number in range(self._num_seen + 1, count + 1):
+            self._missing[number] = now + QUEUE_AGAIN_SECONDS
+        self._num_seen = count
+        numbers = list(self._missing)
         for number, text in zip(numbers, self._own.get_many([f"queue/{n}" for n in numbers]), strict=True):
-            if text is None:
-                break  # its writer is about to
-            waiting = Waiting.from_json(text)
-            self._queue[waiting.member.uid] = waiting
-            self._num_seen = number
+            if text is not None:
+                waiting = Waiting.from_json(text)
+                self._queue[waiting.member.uid] = waiting
+                del self._missing[number]
+            elif now > self._missing[number]:  # its writer was cut off, and has come again if it lives
+                del self._missing[number]
         return list(self._queue.values())
 
     def is_read(self, key: str) -> bool:
         """Whether it is of one in the queue that this member hosts, and has been read."""
         number = key.removeprefix("queue/")
-        return number != key and number.isdecimal() and int(number) <= self._num_seen
+        if number == key or not number.isdecimal():
+            return False
+        return int(number) <= self._num_seen and int(number) not in self._missing
 
     def drop(self, members: Sequence[Member]) -> None:
         """Those in the queue are gone, or in a world."""

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
 
-from elastic_train.protocol.join_queue import Waiting, by_newest, is_start_due, ready_nodes, without_nodes_of
+from elastic_train.protocol.join_queue import (
+    QUEUE_AGAIN_SECONDS,
+    Entrance,
+    Size,
+    Waiting,
+    by_newest,
+    is_start_due,
+    ready_nodes,
+    without_nodes_of,
+)
+from elastic_train.protocol.store import Clients, MemoryStore
 from elastic_train.world import Member
 
 
@@ -101,3 +112,36 @@ def test_who_sees_the_newest_snapshot_leads_and_the_others_keep_their_order() ->
 )
 def test_the_first_world_starts_when_all_or_enough_are_there(num_ready: int, seconds: float, is_due: bool) -> None:
     assert is_start_due(num_ready, min_nodes=2, max_nodes=4, seconds_enough=seconds, last_call=2.0) is is_due
+
+
+def test_one_that_was_cut_off_while_it_queued_keeps_no_other_out() -> None:
+    """It has drawn its number, and what it was to write there was lost."""
+    own, now = MemoryStore(), [100.0]
+    finder: Any = None
+    entrance = Entrance(
+        Clients(own, "host", lambda _address: own),
+        ("10.0.0.1", 5000),
+        finder,
+        Size(1, 4, 0.0),
+        run_id="run",
+        refused=lambda _members: [],
+        begin=lambda _members: None,
+        clock=lambda: now[0],
+    )
+
+    def write(number: int, one: Waiting) -> None:
+        own.put(f"queue/{number}", one.to_json())
+
+    for _ in range(3):
+        own.add("queue/count", 1)
+    write(1, waiting("a"))
+    write(3, waiting("c"))
+    assert [one.member.host for one in entrance.queue()] == ["a", "c"]
+    assert [entrance.is_read(f"queue/{number}") for number in (1, 2, 3, 4)] == [True, False, True, False]
+    write(2, waiting("b"))
+    assert [one.member.host for one in entrance.queue()] == ["a", "c", "b"], "it was only slow"
+    own.add("queue/count", 1)
+    entrance.queue()
+    now[0] += QUEUE_AGAIN_SECONDS + 0.1
+    entrance.queue()
+    assert entrance.is_read("queue/4"), "nobody will write there"
