@@ -13,7 +13,7 @@ from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.job import Admitted, Job, Over
 from elastic_train.protocol.join_queue import Waiting, ready_nodes, without_nodes_of
 from elastic_train.protocol.liveness import Watcher
-from elastic_train.protocol.plan import Plan, Preparation, mark
+from elastic_train.protocol.plan import HERE_SECONDS, Plan, Preparation, mark
 from elastic_train.rules import NOW, SOON, Activity, common_backend, disagreement, next_generation
 from elastic_train.world import Member, World
 
@@ -104,11 +104,17 @@ class Arrival:
     def is_ready_for(self, world: World) -> None:
         """As a newcomer of a world that was prepared: the others may come.
 
-        Raises: as `check`.
+        Raises: as `check`. FormationFailed: rank 0 does not answer.
         """
         self.check()
+        deadline = self._around.monotonic() + HERE_SECONDS
+
+        def is_over() -> bool:
+            self.check()
+            return self._around.monotonic() > deadline
+
         try:
-            mark(self._job, "ready", world)
+            mark(self._job, "ready", world, is_over, self._around.sleep)
         except StoreUnreachable as error:
             self.check()
             raise no_answer(world) from error

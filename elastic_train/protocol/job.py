@@ -108,7 +108,8 @@ class Job(Protocol):
     # --- a join that is prepared while the world trains: for a thread of its own, but `planned` -----------------------
 
     def beside(self, member: Member) -> Notes:
-        """A store for what is told to `member` of a plan. Raises: StoreUnreachable."""
+        """Notes for what is told to `member` of a plan. Each call raises StoreUnreachable where there is no answer; the
+        next one may have one."""
 
     def planned(self) -> str | None:
         """What this worker, in the join queue, was told by `beside` under the key `plan`."""

@@ -22,7 +22,7 @@ from elastic_train.protocol.ballots import Ballots, BranchOff, Elsewhere, Round
 from elastic_train.protocol.job import SETTLED_REDUCTIONS, Denied, InQueue, Over, Place, scoped
 from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting
 from elastic_train.protocol.known_worlds import Announcements, KnownWorlds, Newcomers
-from elastic_train.protocol.store import Address, Clients, KeyValueStore, Notes, OwnStore, entries
+from elastic_train.protocol.store import Address, Afresh, Clients, KeyValueStore, Notes, OwnStore, entries
 from elastic_train.world import Member, World
 
 
@@ -208,7 +208,7 @@ class PeerJob:
     # --- a join that is prepared --------------------------------------------------------------------------------------
 
     def beside(self, member: Member) -> Notes:
-        return self._beside.of(member)
+        return Afresh(self._beside, member)
 
     def planned(self) -> str | None:
         return self._own.get("plan")

@@ -21,11 +21,12 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic_train.errors import FormationFailed, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.job import Job
+from elastic_train.protocol.store import Notes
 from elastic_train.world import Member, World
 
 HERE_SECONDS = 2.0
@@ -35,6 +36,7 @@ MARKS_SECONDS = 10.0
 POLL_SECONDS = 0.005
 GO_POLL_SECONDS = 0.02
 """of a newcomer, which asks rank 0's store for as long as a step takes"""
+Answer = TypeVar("Answer")
 SEES, BLIND = "sees", "blind"
 """with its mark each member tells whether it sees the arbiter's place"""
 
@@ -136,13 +138,13 @@ class Preparation:
             self._sleep(POLL_SECONDS)
         if self.is_cancelled:
             return
-        self._job.beside(world.me).put(f"go/{planned.key}", "go")
+        self._put(world.me, f"go/{planned.key}", "go")
         self._take_part(plan, planned)
         marks = self._wait_for("formed", planned, range(planned.world_size))
         if self.is_cancelled:
             return
         is_shared = all(found == SEES for found in marks)
-        self._job.beside(world.me).put(f"shared/{planned.key}", str(int(is_shared)))
+        self._put(world.me, f"shared/{planned.key}", str(int(is_shared)))
         self._note_place(planned, is_shared)
         self._reach("proposed", world)
         self.is_decided = self._decide(world, plan)
@@ -154,7 +156,7 @@ class Preparation:
         """Raises: FormationFailed where a newcomer does not answer."""
         for member in plan.decision.new:
             self.absent = (member,)
-            self._job.beside(member).put("plan", plan.to_json())
+            self._put(member, "plan", plan.to_json())
         self.absent = ()
         try:
             self._wait_for("here", planned, range(len(plan.old), len(planned.members)), HERE_SECONDS)
@@ -187,9 +189,9 @@ class Preparation:
     def _plan_of(self, world: World) -> Plan | None:
         """What rank 0 plans to follow `world`; None where this was cancelled. A copy of its notes may lag behind the
         vote. Raises: FormationFailed where there is no plan any more."""
-        beside, deadline = self._job.beside(world.members[0]), self._clock() + HERE_SECONDS
+        deadline = self._clock() + HERE_SECONDS
         while not self.is_cancelled:
-            text = beside.get("plan")
+            text = self._ask(world.members[0], lambda notes: notes.get("plan"), deadline)
             plan = None if text is None else Plan.from_json(text)
             if plan is not None and plan.parent == world.uid:
                 return plan
@@ -200,7 +202,7 @@ class Preparation:
 
     def accept(self, plan: Plan, planned: World) -> None:
         """As a newcomer. Blocks for as long as a step of the others takes besides."""
-        mark(self._job, "here", planned)
+        self._mark("here", planned, "here")
         self._wait_for("go", planned, None, math.inf, GO_POLL_SECONDS)
         if self.is_cancelled:
             return
@@ -213,7 +215,7 @@ class Preparation:
         self._reach("formed", planned)
         self.is_place_shared = None if self._job.sees_place(planned) else False
         self.formed = formed
-        mark(self._job, "formed", planned, BLIND if self.is_place_shared is False else SEES)
+        self._mark("formed", planned, BLIND if self.is_place_shared is False else SEES)
 
     def _learn_of_place(self, planned: World) -> None:
         found = self._wait_for("shared", planned, None)
@@ -233,10 +235,10 @@ class Preparation:
         poll_seconds: float = POLL_SECONDS,
     ) -> list[str]:
         """What stands beside rank 0, for each of these ranks or for all together; [] where this was cancelled."""
-        key, beside = f"{name}/{planned.key}", self._job.beside(planned.members[0])
+        key, rank_0 = f"{name}/{planned.key}", planned.members[0]
         keys = [key] if ranks is None else [f"{key}/{rank}" for rank in ranks]
         deadline = self._clock() + seconds
-        while None in (found := beside.get_many(keys)):
+        while None in (found := self._ask(rank_0, lambda notes: notes.get_many(keys), deadline)):
             if self.is_cancelled:
                 return []
             if self._clock() > deadline:
@@ -247,7 +249,39 @@ class Preparation:
             self._sleep(poll_seconds)
         return [text for text in found if text is not None]
 
+    def _mark(self, name: str, planned: World, text: str) -> None:
+        self._put(planned.members[0], f"{name}/{planned.key}/{planned.rank}", text)
 
-def mark(job: Job, name: str, planned: World, text: str = "done") -> None:
-    """Tell rank 0 how far this member is. Raises: StoreUnreachable."""
-    job.beside(planned.members[0]).put(f"{name}/{planned.key}/{planned.rank}", text)
+    def _put(self, member: Member, key: str, text: str) -> None:
+        self._ask(member, lambda notes: notes.put(key, text), self._clock() + HERE_SECONDS)
+
+    def _ask(self, member: Member, question: Callable[[Notes], Answer], deadline: float) -> Answer:
+        """As `insist`, until `deadline`, or until this is cancelled."""
+        return insist(self._job, member, question, lambda: self.is_cancelled or self._clock() > deadline, self._sleep)
+
+
+def mark(job: Job, name: str, planned: World, is_over: Callable[[], bool], sleep: Callable[[float], None]) -> None:
+    """Tell rank 0 how far this member is. Blocks and raises as `insist`."""
+    key = f"{name}/{planned.key}/{planned.rank}"
+    insist(job, planned.members[0], lambda notes: notes.put(key, name), is_over, sleep)
+
+
+def insist(
+    job: Job,
+    member: Member,
+    question: Callable[[Notes], Answer],
+    is_over: Callable[[], bool],
+    sleep: Callable[[float], None],
+) -> Answer:
+    """What comes of it beside `member`, again and again where there is no answer: who gave up for one lost message
+    would leave the others in a group that never stands. Blocks for a short timeout each time.
+
+    Raises: StoreUnreachable where `is_over` says so. What that raises.
+    """
+    while True:
+        try:
+            return question(job.beside(member))
+        except StoreUnreachable:
+            if is_over():
+                raise
+        sleep(POLL_SECONDS)

@@ -357,3 +357,26 @@ class Clients:
                 self.of_rank(world, rank)
             except StoreUnreachable:
                 continue
+
+
+class Afresh:
+    """The notes of one member, over a new connection after one that gave no answer."""
+
+    def __init__(self, clients: Clients, member: Member) -> None:
+        self._clients, self._member = clients, member
+
+    def get(self, key: str) -> str | None:
+        return self._ask(lambda store: store.get(key))
+
+    def get_many(self, keys: Sequence[str]) -> list[str | None]:
+        return self._ask(lambda store: store.get_many(keys))
+
+    def put(self, key: str, value: str) -> None:
+        self._ask(lambda store: store.put(key, value))
+
+    def _ask(self, question: Callable[[KeyValueStore], Answer]) -> Answer:
+        try:
+            return question(self._clients.of(self._member))
+        except StoreUnreachable:
+            self._clients.lose(self._member)
+            raise

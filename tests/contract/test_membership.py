@@ -389,7 +389,7 @@ def prepare(
         assert told == plan
         accept.run(lambda: accept.accept(told, planned(told, new)))
         if accept.failure is None:
-            mark(newcomer, "ready", planned(told, new))
+            mark(newcomer, "ready", planned(told, new), lambda: True, time.sleep)
 
     with ThreadPoolExecutor(len(parts)) as threads:
         running = [threads.submit(lead.run, lambda: lead.lead(worlds[0], plan, planned(plan, worlds[0].me)))]
