@@ -132,6 +132,13 @@ class Contacts:
         heard = self._links.heard(world.members[rank].uid)
         return None if heard is None or not heard.status or heard.epoch != world.uid else heard
 
+    def is_elsewhere(self, world: World, rank: int) -> bool:
+        """Whether a watched member of `world` has said for a whole timeout that it is not in it."""
+        heard = self._links.heard(world.members[rank].uid)
+        if heard is None or heard.elsewhere_since is None:
+            return False
+        return self._monotonic() - heard.elsewhere_since > self._peer_timeout
+
     def status(self, member: Member, verdict: str | None, time_is_up: bool) -> Liveness:
         """What is known of a member that has not come to the agreement.
 
@@ -238,11 +245,13 @@ class Judge:
             beats[world.rank] = Beat(world.generation, *self._own.at())
         for rank in contacts.training_neighbours(world):
             heard = contacts.heard_in(world, rank)
+            if contacts.is_elsewhere(world, rank) and (heard is not None or world.is_spare):
+                # It has gone on. Where it was never here, a worker's process group does not form, and a spare waits
+                # for none; where it was, gloo may not have noticed, and what it waits for may have no end.
+                yield Blame({})
+                return
             if heard is None:
                 continue
-            if heard.went_on_at is not None and self._monotonic() - heard.went_on_at > self._peer_timeout:
-                yield Blame({})  # and gloo has not noticed: what it waits for may have no end
-                return
             verdicts = verdicts_of(world, heard.status)
             if verdicts is not None:
                 is_by_vote = has_ended_by_vote(heard.status)

@@ -110,8 +110,8 @@ class Heard:
     """what it last said of itself"""
     epoch: str = ""
     """the world that it said that of"""
-    went_on_at: float | None = None
-    """since when it has answered as a member of another world, though it was in the present epoch's"""
+    elsewhere_since: float | None = None
+    """since when it has answered as one that is not in the present epoch's world"""
     pinged_at: float | None = None
     """when the last ping that it answered in the present epoch was sent"""
     refused_at: float | None = None
@@ -160,7 +160,7 @@ class Hearing:
                 # without this member there has first not answered it for a whole timeout (law 2).
                 for uid, heard in self.watched.items():
                     heard.pinged_at = heard.pinged_at if uid in self._answers else None
-                    heard.went_on_at = None
+                    heard.elsewhere_since = None
                     heard.pings.clear()
             self._epoch = epoch
             self._answers = frozenset(wanted if answered is None else answered)
@@ -184,8 +184,8 @@ class Hearing:
         with self._lock:
             for heard in self.watched.values():
                 heard.heard_at = max(heard.heard_at, heard_at)
-                if heard.went_on_at is not None:
-                    heard.went_on_at = now
+                if heard.elsewhere_since is not None:
+                    heard.elsewhere_since = now
 
     def ping(self, heard: Heard) -> str:
         """The line of the next ping, to the member that `heard` is of."""
@@ -199,11 +199,11 @@ class Hearing:
     def note(self, heard: Heard, kind: str, rest: Sequence[str]) -> None:
         """Take what the member that `heard` is of has answered: `A`, `N` or `C`, and the words after its uid."""
         heard.heard_at, heard.has_answered, heard.refused_at = time.monotonic(), True, None
-        if kind == "N" and heard.went_on_at is None and heard.epoch == self._epoch:
-            heard.went_on_at = heard.heard_at
+        if kind == "N" and heard.elsewhere_since is None:
+            heard.elsewhere_since = heard.heard_at
         if kind == "A" and len(rest) == 3:
             epoch, seq, heard.status = rest
-            heard.epoch, heard.went_on_at = epoch, None
+            heard.epoch, heard.elsewhere_since = epoch, None
             with self._lock:  # `watch` may begin another epoch
                 sent_at = heard.pings.pop(int(seq), None)
                 if sent_at is not None and epoch == self._epoch:
@@ -225,7 +225,7 @@ class Hearing:
             heard = self.watched.get(uid)
         matters = heard is not None and head(heard.status) != head(status)
         if heard is not None:
-            heard.status, heard.epoch, heard.went_on_at = status, epoch, None
+            heard.status, heard.epoch, heard.elsewhere_since = status, epoch, None
             heard.heard_at = time.monotonic()
         return f"A {self._uid} {epoch} {seq} {self.status}\n", matters
 

@@ -126,9 +126,8 @@ def check_sides(simulation: Simulation) -> None:
         return
     if simulation.directory.has_stalled:
         return
-    if not simulation.plan.is_formed or any(
-        fault[1] in ("stick", "back", "lose_replies") for fault in simulation.plan.faults
-    ):
+    of_its_own_pace = ("stick", "back", "lose_replies", "lose_claims")  # each lost answer is waited for
+    if not simulation.plan.is_formed or any(fault[1] in of_its_own_pace for fault in simulation.plan.faults):
         return
     running = [worker for worker in simulation.living if worker.process.is_running]
     left = {worker.uid for worker in running}

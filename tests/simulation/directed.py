@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic_train.protocol.neighbours import Topology
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.simulator import Simulation
 
@@ -196,3 +197,38 @@ def newcomer_beside_one_that_dies() -> Plan:
 def pair_without_the_lowest_rank() -> Plan:
     """Split 1-2-1 for a minute; nobody may go on."""
     return plan(4, (1.0, "partition", (0,), (1, 3), (2,)), recovers_at=60.0)
+
+
+def unanswered_in_a_join(topology: Topology) -> Plan:
+    """A newcomer is invited, and one answer of rank 0's store is lost."""
+    faults = (
+        (4.35796177211058, "kill", 4),
+        (4.692353667212346, "leave", 1),
+        (5.2946260762957635, "back", 4, True),
+        (6.35796177211058, "lose_replies", 0, 1),
+    )
+    return Plan(2002132, (1,) * 5, faults, 9.857961772110581, TIMEOUT, is_formed=False, topology=topology)
+
+
+def hole_in_the_queue() -> Plan:
+    """The link fails while a newcomer puts itself into the queue, for 50 ms."""
+    faults = (
+        (2.7543322615103696, "kill", 0),
+        (2.7543322615103696, "kill", 1),
+        (3.2884022104050645, "back", 1, False),
+        (4.4908379092553075, "partition", (2,), (3, 1, 4, 0, 6, 5)),
+        (4.542607996556636, "heal_all"),
+    )
+    return Plan(2026440, (1,) * 7, faults, 8.042607996556637, TIMEOUT, num_endpoints=2, directories=(0,) * 7)
+
+
+def spare_of_a_world_that_is_over(topology: Topology) -> Plan:
+    """One hears of the first world as its spare when the others are in the next one."""
+    faults = (
+        (0.508136567961661, "power_off", 3),
+        (2.399443680352832, "partition", (0,), (2,)),
+        (4.659947160329415, "freeze", 0),
+        (6.75848878333399, "thaw", 0),
+    )
+    fields = {"is_formed": False, "max_world_size": 3, "num_endpoints": 2, "topology": topology}
+    return Plan(2004082, (1,) * 7, faults, 10.258488783333991, TIMEOUT, **fields)  # type: ignore[arg-type]

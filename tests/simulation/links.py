@@ -47,6 +47,7 @@ class SimLinks:
             before = self._answers
             for uid, peer in self._peers.items():
                 peer.heard.pinged_at = peer.heard.pinged_at if uid in before else None
+                peer.heard.elsewhere_since = None
                 peer.pings.clear()
         self._epoch, self._wanted = epoch, wanted
         self._answers = frozenset(uid for uid, _ in wanted) if answered is None else frozenset(answered)
@@ -188,6 +189,7 @@ class SimLinks:
             if mine is not None:
                 self._matters |= head(mine.heard.status) != head(status)
                 mine.heard.status, mine.heard.epoch, mine.heard.heard_at = status, epoch, process.clock()
+                mine.heard.elsewhere_since = None
         answer = (peer, process, kind, epoch, seq, self._status)
         process.network.send(process.host, caller.host, caller.take, links._take, links._note, *answer)
 
@@ -197,8 +199,10 @@ class SimLinks:
         heard = peer.heard
         before = head(heard.status)
         heard.heard_at, heard.has_answered, heard.refused_at = self._process.clock(), True, None
+        if kind == "N" and heard.elsewhere_since is None:
+            heard.elsewhere_since = heard.heard_at
         if kind == "A":
-            heard.status, heard.epoch = status, epoch
+            heard.status, heard.epoch, heard.elsewhere_since = status, epoch, None
             sent_at = peer.pings.pop(seq, None)
             if sent_at is not None and epoch == self._epoch:
                 heard.pinged_at = max(sent_at, heard.pinged_at or sent_at)

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_train.protocol.neighbours import STANDARD, Topology
 from tests.simulation import directed
+from tests.simulation.faults import RING
 from tests.simulation.plan import Plan
 from tests.simulation.simulator import Simulation
 
@@ -206,3 +208,17 @@ def test_a_side_that_may_not_go_on_says_so_once() -> None:
     simulation.run()
     assert not simulation.failures, simulation.describe()
     assert sorted(told) == ["h0", "h1", "h2", "h3"]
+
+
+@pytest.mark.parametrize("topology", [STANDARD, RING], ids=["dense", "sparse"])
+def test_a_lost_answer_ends_no_join_that_is_prepared(topology: Topology) -> None:
+    run(directed.unanswered_in_a_join(topology))
+
+
+def test_who_was_cut_off_in_the_queue_keeps_no_other_out_of_it() -> None:
+    run(directed.hole_in_the_queue())
+
+
+@pytest.mark.parametrize("topology", [STANDARD, RING], ids=["dense", "sparse"])
+def test_a_spare_does_not_wait_in_a_world_that_all_have_left(topology: Topology) -> None:
+    run(directed.spare_of_a_world_that_is_over(topology))

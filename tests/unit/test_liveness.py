@@ -248,9 +248,9 @@ class Group:
                     heard.heard_at, heard.has_answered = now, True
                     if self.links[other].epoch == links.epoch:
                         heard.status, heard.epoch, heard.pinged_at = self.links[other].status, links.epoch, now
-                        heard.went_on_at = None
+                        heard.elsewhere_since = None
                     elif heard.epoch == links.epoch:
-                        heard.went_on_at = heard.went_on_at or now
+                        heard.elsewhere_since = heard.elsewhere_since or now
 
     def turn(self) -> None:
         self.clock.now += INTERVAL
