@@ -194,7 +194,9 @@ class Exits:
         )
         worker.reporter.leave()
         self._files.release()
-        state.clock.begin_anew()
+        if state.generation is not None:  # else its time is in no run's totals, and counts if it begins one
+            state.clock.begin_anew()
+            state.generation = None
         others = () if world is None else tuple(member for member in world.members if member is not world.me)
         stores = tuple(member.store for member in others if member.store is not None)
         if isinstance(error, Superseded):

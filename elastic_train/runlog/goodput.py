@@ -101,11 +101,27 @@ class PhaseClock:
         """Continue the run whose totals these are, on top of this process's own seconds; the last call counts.
 
         The time between the save and the start of this process is `DOWN`, by wall clock: it spans processes, and
-        perhaps machines. A clock set back counts as no time.
+        perhaps machines. What this process did before the save, while it waited for a place, is in the totals already.
+        A clock set back counts as no time.
         """
-        self._inherited = {phase: float(seconds) for phase, seconds in state["totals"].items()}
-        self.newest_down = max(0.0, self._process_started_at - float(state["saved_at"]))
-        self._inherited[Phase.DOWN] = self._inherited.get(Phase.DOWN, 0.0) + self.newest_down
+        with self._lock:
+            self.enter(self._phase)
+            self._inherited = {phase: float(seconds) for phase, seconds in state["totals"].items()}
+            since_save = self._process_started_at - float(state["saved_at"])
+            self.newest_down = max(0.0, since_save)
+            self._inherited[Phase.DOWN] = self._inherited.get(Phase.DOWN, 0.0) + self.newest_down
+            if -since_save < sum(self._totals.values()):  # else a clock is wrong: it has not lived as long
+                self._forget_first(-since_save)
+
+    def _forget_first(self, seconds: float) -> None:
+        """The first seconds of this process are no part of the run's."""
+        if seconds <= 0:
+            return
+        for phase in Phase:  # in the order in which a process begins
+            dropped = min(seconds, self._totals[phase])
+            self._totals[phase] -= dropped
+            seconds -= dropped
+        self._process_started_at = self._wall() - sum(self._totals.values())
 
     def take_over(self, state: dict[str, Any]) -> None:
         """A run that never stopped is joined: its totals stand, and what this process did before is no part of it."""

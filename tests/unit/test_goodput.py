@@ -121,6 +121,26 @@ def test_a_restart_carries_the_totals_on_and_books_the_time_between_as_down() ->
     assert (third.totals()[Phase.DOWN], third.newest_down) == pytest.approx((13.0, 3.0)), "of this restart alone"
 
 
+def test_what_a_process_did_before_the_save_is_in_the_totals_that_it_continues() -> None:
+    """It waited while the others trained, who then died: their time is not to be counted twice."""
+    passing = Time()
+    began = passing.now
+    trained, waiting = passing.clock(), passing.clock()
+    trained.enter(Phase.TRAIN)
+    passing.pass_by(3.0)
+    waiting.enter(Phase.FORM)
+    passing.pass_by(7.0)
+    saved = trained.state_dict()
+    passing.pass_by(5.0)
+    waiting.load_state_dict(saved)
+    totals = waiting.totals()
+    assert total(waiting) == passing.now - began
+    assert (totals[Phase.TRAIN], totals[Phase.STARTUP], totals[Phase.FORM]) == (10.0, 0.0, 5.0)
+    assert waiting.newest_down == 0.0
+    waiting.load_state_dict(saved)
+    assert waiting.totals() == totals, "the last call counts"
+
+
 def test_a_clock_that_was_set_back_counts_as_no_time() -> None:
     passing = Time()
     saved = passing.clock().state_dict()

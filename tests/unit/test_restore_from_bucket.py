@@ -1,4 +1,6 @@
-"""Two members without a state and one bucket: one of them reads, both have it; what is damaged is skipped by both."""
+"""Two members without a state and one bucket: one of them reads, both have it; what is damaged is skipped by both.
+Where nothing is there, both begin from scratch.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 
-from elastic_train.elastic.restore import restore
+from elastic_train.elastic.restore import Restored, restore
+from elastic_train.runlog.goodput import Phase, PhaseClock
 from elastic_train.storage.bucket import Bucket
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.run_record import NO_RUN
-from elastic_train.storage.snapshot import find_snapshots
+from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_arms import Stored
 from elastic_train.storage.store_urls import parse_url
 from elastic_train.training.state import TrainState, state_sha256
 
 WORLD_SIZE = 2
+AGES = (2.0, 600.0)
+"""of the processes, by rank: the second one has waited for the first"""
 
 
 def make_state(seed: int) -> TrainState:
@@ -36,6 +41,24 @@ def make_state(seed: int) -> TrainState:
 
 def bucket_in(folder: Path) -> Bucket:
     return Bucket(ObjectStore(parse_url(f"file://{folder}")), part_bytes=4096)
+
+
+def bring(state: TrainState, rank: int, offers: list[SnapshotInfo], warnings: list[str]) -> Restored:
+    """The members to one state."""
+    world: Any = SimpleNamespace(rank=rank, world_size=WORLD_SIZE)
+    return restore(
+        state,
+        world,
+        offers,
+        task={},
+        run_uid="new",
+        is_new_run=True,
+        lost=None,
+        record=NO_RUN,
+        past=lambda: None,
+        warn=warnings.append,
+        check=lambda: None,
+    )
 
 
 def work(rank: int, port: int, folder: Path, out: Path) -> None:
@@ -51,20 +74,11 @@ def work(rank: int, port: int, folder: Path, out: Path) -> None:
 
     offers = find_snapshots(Bucket(Noting(parse_url(f"file://{folder}"))), warn=lambda _: None)
     state, warnings = make_state(seed=rank + 10), []
-    world: Any = SimpleNamespace(rank=rank, world_size=WORLD_SIZE)
-    restored = restore(
-        state,
-        world,
-        offers,
-        task={},
-        run_uid="new",
-        is_new_run=True,
-        lost=None,
-        record=NO_RUN,
-        past=lambda: None,
-        warn=warnings.append,
-        check=lambda: None,
-    )
+    restored = bring(state, rank, offers, warnings)
+    new = make_state(seed=rank + 10)
+    new.clock = PhaseClock(process_age=AGES[rank])
+    new.clock.enter(Phase.FORM)
+    scratch = bring(new, rank, [], [])
     parts = [key for key in read if "state.pt." in key]
     found = {
         "source": restored.source,
@@ -73,6 +87,9 @@ def work(rank: int, port: int, folder: Path, out: Path) -> None:
         "sha256": state_sha256(state.model.state_dict()),
         "parts": parts,
         "warnings": warnings,
+        "scratch": scratch.source,
+        "startup": new.clock.totals()["startup"],
+        "wall": sum(new.clock.totals().values()),
     }
     (out / str(rank)).write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -108,3 +125,11 @@ def test_one_reads_for_both(found: list[dict[str, Any]]) -> None:
     assert found[1]["parts"] == []
     assert len(found[0]["warnings"]) == 1
     assert "is damaged" in found[0]["warnings"][0]
+
+
+def test_a_run_from_scratch_began_with_the_member_that_was_there_first(found: list[dict[str, Any]]) -> None:
+    """That one may die, and the other one writes result.json."""
+    for one in found:
+        assert one["scratch"] == "scratch"
+        assert one["startup"] == pytest.approx(max(AGES), abs=1.0)
+        assert max(AGES) <= one["wall"] < max(AGES) + 100.0
