@@ -270,7 +270,7 @@ class Membership:
     ) -> tuple[World, Change]:
         """Agree with the survivors of `world`, whose process group is gone, on what follows. Blocks until each old
         member has come or is out, and as long as this side may not go on without those that are silent. Returns at once
-        where it was agreed on before.
+        where it was agreed on before; and `world` itself, where it is not over: a spare had not heard those who train.
 
         Args:
             has_formed: whether the process group stood; if it never did, two members may be cut off from each other.
@@ -293,17 +293,19 @@ class Membership:
         watcher.announce_broken(is_by_vote=is_by_vote)
         watcher.leave()
         self.side.require_no_better()
-        return self._follow(world, self.survivors.decide(world, has_formed=has_formed, started=started), started)
+        decision = self.survivors.decide(world, has_formed=has_formed, started=started)
+        if decision is None:
+            self._enter(world, {}, None)  # nothing that was said of its end counts any more
+            return world, Change()
+        return self._follow(world, decision, started)
 
     def _follow(self, world: World, decision: Decision, started: float) -> tuple[World, Change]:
         watcher = self.watcher
         following = decision.world_for(world.me.uid, world, self._max_world_size)
         if following is None:
             self.job.release(world, decision)
-            raise LeftOut(
-                f"the others went on as generation {decision.generation} without this worker"
-                + (f": {watcher.reason}" if watcher.reason else "")
-            )
+            why = f": {watcher.reason}" if watcher.reason else ""
+            raise LeftOut(f"the others went on as generation {decision.generation} without this worker{why}")
         reason = watcher.reason or "; ".join(watcher.verdicts.values()) or None
         self._enter(following, decision.facts, decision)
         return following, Change(

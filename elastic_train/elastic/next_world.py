@@ -123,8 +123,9 @@ class Survivors:
         """The job cannot go on: whoever agrees on another world reads this and ends."""
         self._job.announce(world, "fatal", why)
 
-    def decide(self, world: World, *, has_formed: bool, started: float) -> Decision:
-        """What follows `world`. Blocks, and takes `has_formed`, as `Membership.next_world`; `started` when that did.
+    def decide(self, world: World, *, has_formed: bool, started: float) -> Decision | None:
+        """What follows `world`; None where this spare of it has not heard those who train, and they still do. Blocks,
+        and takes `has_formed`, as `Membership.next_world`; `started` when that did.
 
         Raises:
             LeftOut, Superseded, Stopped, FormationFailed, StoreUnreachable: as `Membership.next_world`.
@@ -136,9 +137,9 @@ class Survivors:
         fatal = self._job.heard(world, "fatal")  # whoever ended the job may be among the dead of this decision
         if fatal is not None:
             raise FormationFailed(fatal)
-        return found.decision
+        return None if found is None else found.decision
 
-    def _agree(self, world: World, has_formed: bool, started: float) -> Decided | Fatal:
+    def _agree(self, world: World, has_formed: bool, started: float) -> Decided | Fatal | None:
         limit = 3 * self._limits.peer_timeout + 2 * self._watcher.pace.slowest_step
         if world.is_spare:  # it knows nothing of how long a step takes, and leaves that to those who do
             limit *= 10
@@ -158,6 +159,8 @@ class Survivors:
                 return found
             if isinstance(found, LeftBehind):
                 raise LeftOut(f"the others went on as generation {found.generation} without this worker")
+            if world.is_spare and self._watcher.contacts.are_training(world):
+                return None
             self._watcher.thread.check()
             now = self._around.monotonic()
             if now - counted_from > limit / 2:

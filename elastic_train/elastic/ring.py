@@ -163,15 +163,16 @@ class Ring:
         self._fruitless.note(before, self._worker.state.step, self._failure)
         self._worker.reach("meet", before)
         is_by_vote = self._failure is None and not before.is_spare
+        is_planned = is_by_vote and self._interruption.cause == "join"
         try:
             world, change = self._membership.next_world(
-                before,
-                has_formed=self._has_formed,
-                is_by_vote=is_by_vote,
-                is_planned=is_by_vote and self._interruption.cause == "join",
+                before, has_formed=self._has_formed, is_by_vote=is_by_vote, is_planned=is_planned
             )
         except Stopped:
             return Stage.STOP
+        if world is before and world.is_spare:  # it is not over
+            self._is_inside, self._failure = True, None
+            return Stage.STAND_BY
         if self._failure is not None:
             self._parts.report.lost(self._failure, change)
         return self._enter(world, change)
@@ -271,11 +272,12 @@ class Ring:
     def stand_by(self) -> Stage:
         """As a spare: until the next world, or the end of the run."""
         world, membership = self._present, self._membership
-        self._has_formed = True
         self._parts.resume.stand_by()
         membership.watcher.expect(world)  # what was believed of the world before is over
         membership.watcher.enter(world)
-        self._parts.report.stands_by(world)
+        if not self._has_formed:  # else it has come back to its place
+            self._has_formed = True
+            self._parts.report.stands_by(world)
         try:
             self._result = membership.barriers.stand_by(world)
         except Stopped:

@@ -179,6 +179,19 @@ class Contacts:
         is_silent = self._monotonic() - heard.heard_at > self._peer_timeout
         return None if is_silent else Heartbeat.from_line(heard.status).beat
 
+    def are_training(self, world: World) -> bool:
+        """Whether all workers of `world` whom this member pings have just said that they are in it."""
+        ranks = self.training_neighbours(world)
+        return bool(ranks) and all(self._is_in(world, rank) for rank in ranks)
+
+    def _is_in(self, world: World, rank: int) -> bool:
+        heard = self.heard_in(world, rank)
+        if heard is None or heard.refused_at is not None or heard.went_on_at is not None:
+            return False
+        is_over = verdicts_of(world, heard.status) is not None
+        is_there = Heartbeat.from_line(heard.status).generation == world.generation
+        return is_there and not is_over and self.is_heard(world.members[rank])
+
     def age(self, member: Member) -> float:
         """Seconds since a watched member gave a sign of life."""
         heard = self._links.heard(member.uid)

@@ -88,6 +88,9 @@ def left_out_without_a_signpost() -> Plan:
     return plan(4, *faults, recovers_at=2.0 + 2 * TIMEOUT)
 
 
+CUT_OFF_SPARE: tuple[Fault, ...] = ((0.0, "partition", (0, 1), (2,)), (2 * TIMEOUT, "heal_all"))
+
+
 def spare_without_the_others() -> Plan:
     """Two train, and a spare does not hear them any more for a while."""
     return plan(3, (1.0, "partition", (0, 1), (2,)), recovers_at=2.0 + 2 * TIMEOUT, max_world_size=2)

@@ -160,6 +160,17 @@ def test_a_spare_goes_on_when_all_others_are_dead(grace: float | None) -> None:
     assert simulation.workers[2].last_step > 0, simulation.describe()
 
 
+def test_a_spare_that_hears_the_others_again_stands_by_again() -> None:
+    """They have trained on in its world all the time; it sees the end of that, and another cut."""
+    cuts = [(at + after, what, *sides) for at in (1.0, 9.0) for after, what, *sides in directed.CUT_OFF_SPARE]
+    plan = replace(directed.spare_without_the_others(), faults=tuple(cuts), recovers_at=17.0)
+    simulation = run(plan)
+    assert [worker.activity for worker in simulation.workers] == ["trains", "trains", "stands by"]
+    assert len(simulation.worlds) == 1
+    ending = run(replace(plan, max_steps=simulation.workers[0].last_step // 2))
+    assert [worker.process.ending for worker in ending.workers] == ["finished"] * 3
+
+
 @pytest.mark.parametrize("frozen_at", [1.0, *(1.0 + directed.TIMEOUT + 0.001 * turn for turn in range(40))])
 def test_who_sleeps_until_its_claim_is_removed_learns_that_the_job_has_gone_on(frozen_at: float) -> None:
     """Also who sleeps between any two operations of its own claim."""
