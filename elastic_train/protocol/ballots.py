@@ -27,6 +27,8 @@ from elastic_train.world import World, from_runs, to_runs
 
 Ballot = tuple[int, int]
 """(attempt, rank)"""
+JOB = "job_token"
+"""the fact that names the job"""
 LAST_ATTEMPT = 10**9
 """of the ballot by which a member that is left out accepts for good"""
 
@@ -172,7 +174,7 @@ class Ballots:
         return self._follow(round_, standing)
 
     def _claim(self, world: World, decision: str | None) -> Claim | None:
-        job = self._facts.get("job_token")
+        job = self._facts.get(JOB)
         if job is None:
             raise ArbiterSilent("the job has no name yet")
         claim = None
@@ -288,12 +290,14 @@ class Elsewhere:
             self._num_asked += 1  # not the attempt, which is the same while a claim is awaited
             place = outside[self._num_asked % len(outside)]
             try:
-                keys = ["settled", "run_id", *([POSITION] if self._goes_on else [])]
-                text, run_id, *position = clients.at(place).get_many(keys)
+                keys = ["settled", "run_id", f"fact/{JOB}", *([POSITION] if self._goes_on else [])]
+                text, run_id, job, *position = clients.at(place).get_many(keys)
             except StoreUnreachable:
                 clients.lose(place)
                 return Denied(tuple(missing))
-            if text and run_id == self._run_id:
+            # Generations of two jobs say nothing about each other, though they have one run id: the two meet.
+            is_another = None not in (job, self._facts.get(JOB)) and job != self._facts.get(JOB)
+            if text and run_id == self._run_id and not is_another:
                 generation, uid = json.loads(text)
                 first = min(one.generation for one in past.values())
                 has_gone_on = generation > first and not self._is_beside(clients.own, *position)
