@@ -37,11 +37,8 @@ def main() -> int:
 
             from elastic_train.elastic.run import run
             from elastic_train.rendezvous.launch import Launch
-            from elastic_train.training.group_sockets import end_at_once_if_left_behind
 
-        code = run(config, Launch.from_environment(os.environ, config.store_endpoint), stop)
-        end_at_once_if_left_behind(code)
-        return code
+        return run(config, Launch.from_environment(os.environ, config.store_endpoint), stop)
     except ElasticTrainError as error:
         tell(error, rank=os.environ.get("RANK", "0"), is_debug=is_debug)
         return error.exit_code

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from elastic_train.training.group_sockets import leave_behind
+
 
 class BackgroundThreads:
     """Threads that a member starts for what may take its time, from any thread.
@@ -27,9 +29,11 @@ class BackgroundThreads:
             self._threads = [*(one for one in self._threads if one.is_alive()), thread]
 
     def finish(self, seconds: float) -> None:
-        """Wait until all have ended, so long at most."""
+        """Wait until all have ended, so long at most. One that has not is left behind."""
         with self._lock:
             threads = tuple(self._threads)
         deadline = time.monotonic() + seconds
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                leave_behind(thread)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import signal
 import socket
 import sys
 import threading
@@ -22,17 +24,30 @@ KEEP_SECONDS = 1.0
 """that the connections of a group that is broken off stay, and that gloo has to end; most often it takes a few ms"""
 
 
+END_SECONDS = 60
+"""that the interpreter may take to end, where a thread is left behind"""
+
+
 _left_behind: list[object] = []
-"""groups in which a thread hangs; they have no end"""
+"""groups in which a thread hangs, and threads that hang; they have no end"""
 
 
-def end_at_once_if_left_behind(code: int) -> None:
-    """End the process, where a thread of it hangs in gloo: coming back while the interpreter ends, it would abort the
-    process (std::terminate), and a finished worker would be a failed one. Else a no-op."""
-    if _left_behind:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def leave_behind(what: object) -> None:
+    """A thread of it hangs in torch's C++. Coming back while the interpreter ends it would abort the process
+    (std::terminate), and a finished worker would be a failed one: that is prevented from now on."""
+    if not _left_behind:
+        atexit.register(_end_in_spite_of_threads)
+    _left_behind.append(what)
+
+
+def _end_in_spite_of_threads() -> None:
+    """The interpreter is about to end: it does so with the exit code that it has, which nobody can ask it for. A thread
+    that would abort the process waits for that instead, and no library ends what a thread still uses."""
+    libc, libstdcpp = ctypes.CDLL(None), ctypes.CDLL("libstdc++.so.6")
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    libc.alarm(END_SECONDS)  # std::terminate may be for good reason
+    libstdcpp._ZSt13set_terminatePFvvE(libc.pause)
+    libc.on_exit(libc._exit, None)
 
 
 class GroupSockets:
@@ -111,7 +126,7 @@ class GroupSockets:
             if self._hangs:
                 # A thread of it hangs, for which its end would wait: it has none, not even at the end of the process.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-                _left_behind.append(group)
+                leave_behind(group)
             elif group is not None and self._nccl is None:
                 self._over.append(group)
             self._sockets, self._before, self._nccl = {}, None, None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
+
+import pytest
 
 from elastic_train.elastic.background import BackgroundThreads
 from elastic_train.elastic.membership import END_SECONDS, Membership
@@ -25,6 +29,42 @@ def test_those_that_run_are_waited_for() -> None:
     may_end.set()
     threads.finish(60)
     assert ended.is_set()
+
+
+ENDS_BESIDE_ONE_THAT_HANGS = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from elastic_train.elastic.background import BackgroundThreads
+
+
+class Last:
+    # It goes while the interpreter ends; what hangs comes back meanwhile.
+    def __del__(self):
+        time.sleep(2.0)
+
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+threads = BackgroundThreads()
+threads.start("hangs", lambda: store.wait(["never"], timedelta(seconds=1.0)))
+threads.finish(0.1)
+last = Last()
+print("written by", "Python", flush=False)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("", 0), ("sys.exit(3)", 3), ("raise ValueError('of the script')", 1)],
+    ids=["end", "exit", "error"],
+)
+def test_a_thread_that_comes_back_while_python_ends_changes_no_exit_code(end: str, code: int) -> None:
+    """torch's C++ calls std::terminate there."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS_BESIDE_ONE_THAT_HANGS + end], capture_output=True, text=True, timeout=100
+    )
+    assert (ended.returncode, ended.stdout) == (code, "written by Python\n"), ended.stderr
+    assert "terminate" not in ended.stderr
 
 
 def test_a_member_that_ends_cancels_what_it_prepares_and_waits_for_its_threads() -> None:

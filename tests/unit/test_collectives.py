@@ -24,11 +24,11 @@ import torch
 import torch._dynamo  # as process_group() does: it takes its time
 import torch.distributed as dist
 from types import SimpleNamespace
-from elastic_train.training import collectives
-from elastic_train.training.group_sockets import GroupSockets, end_at_once_if_left_behind
+from elastic_train.training import collectives, group_sockets
+from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.elastic.process_group import is_communication_error, process_group
 
-rank, port, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+rank, port, kind, end = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 store.set(f"here/{rank}", "yes")
 store.get(f"here/{1 - rank}")  # a group has a second to form
@@ -76,20 +76,22 @@ with process_group(SimpleNamespace(rank=0, world_size=1), dist.HashStore, "gloo"
     one = torch.ones(1)
     collectives.reduced(dist.all_reduce(one, async_op=True), one).wait()
 sockets.release()  # as a membership does in the end: gloo's threads let go of tensors, which aborts at Python's end
+
 print(json.dumps({"text": text, "seconds": seconds, "ended_at": time.monotonic()}))
-end_at_once_if_left_behind(0)
-raise AssertionError("no thread was left behind")
+assert group_sockets._left_behind, "no thread was left behind"
+exec(end)
 """
+ENDS = {"pass": 0, "sys.exit(3)": 3, "raise ValueError('of the script')": 1}
 
 
-@pytest.mark.parametrize("kind", ["broadcast", "exchange", "reduced"])
-def test_a_send_that_gloo_never_ends_is_left_behind(kind: str) -> None:
-    """Fails loudly where gloo ends it by then: collectives.py may be without need."""
+@pytest.mark.parametrize(("kind", "end"), zip(("broadcast", "exchange", "reduced"), ENDS, strict=True))
+def test_a_send_that_gloo_never_ends_is_left_behind(kind: str, end: str) -> None:
+    """Fails loudly where gloo ends it by then: collectives.py may be without need. The script ends as it would."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     members = [
         subprocess.Popen(
-            [sys.executable, "-c", MEMBER, str(rank), str(server.port), kind],
+            [sys.executable, "-c", MEMBER, str(rank), str(server.port), kind, end],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -105,7 +107,7 @@ def test_a_send_that_gloo_never_ends_is_left_behind(kind: str) -> None:
             member.send_signal(signal.SIGKILL)
         for member in members:
             member.communicate()
-    assert members[0].returncode == 0, error
+    assert members[0].returncode == ENDS[end], error
     told = json.loads(out)
     assert "broken off, and Gloo does not end" in told["text"]
     assert KEEP_SECONDS < told["seconds"] < KEEP_SECONDS + 3
