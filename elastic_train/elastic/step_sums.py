@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -100,6 +101,8 @@ class StepSums:
         """of the newest step whose totals have come, a mean over the ranks"""
         self.late: LateTotals | None = None
         """of the newest committed step"""
+        self._lock = threading.Lock()
+        """of taking it away"""
         self._diverged: TrainingDiverged | None = None
 
     @property
@@ -187,17 +190,16 @@ class StepSums:
         if totals is None:
             return
         is_known = self._has_come(totals)
-        if self.late is not totals:  # another thread has given up this one, and has told of the step
+        if not self._claim(totals):  # another thread has given it up, and tells of the step
             return
-        self.late = None
         self._take_in(totals, is_known=is_known)
         if is_known and self._diverged is None:
             self._end.follow(totals.votes)
 
     def give_up(self) -> None:
         """As `settle`, but does not block: the world is over, and what has not come yet never will."""
-        totals, self.late = self.late, None
-        if totals is None:
+        totals = self.late
+        if totals is None or not self._claim(totals):
             return
         is_known = False
         if totals.work.is_completed():
@@ -205,6 +207,14 @@ class StepSums:
                 totals.work.wait()
                 is_known = True
         self._take_in(totals, is_known=is_known)
+
+    def _claim(self, totals: LateTotals) -> bool:
+        """Whether this thread takes them in: one does."""
+        with self._lock:
+            if self.late is not totals:
+                return False
+            self.late = None
+            return True
 
     def _has_come(self, totals: LateTotals) -> bool:
         """Waits for the sums; False where a peer was lost."""
