@@ -22,7 +22,6 @@ from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity
 from elastic_train.runlog.goodput import Phase
 from elastic_train.training.collectives import GROUP_TIMEOUT, STEP_TIMEOUT, gather_json
-from elastic_train.training.group_sockets import require_unbroken
 from elastic_train.training.state_hash import StateComparison
 from elastic_train.world import World
 
@@ -120,7 +119,7 @@ class Resume:
         A member may be without a state: a death can have interrupted the restoring of the first world.
         """
         worker, state, job = self._worker, self._worker.state, self._membership.job
-        had_state = self.has_state
+        had_state, check = self.has_state, self._membership.sockets.require_unbroken
         told = gather_json(
             {
                 "step": state.step if had_state else -1,
@@ -134,10 +133,10 @@ class Resume:
             set_group_timeout(GROUP_TIMEOUT)  # a large state takes its time to be read or sent
             self._membership.watcher.do(Activity.FORM, FIRST_SECONDS)
         if max(steps) < 0:
-            restored = self._earlier.restore(world, lost=self._why_lost, check=self._require_unbroken)
+            restored = self._earlier.restore(world, lost=self._why_lost, check=check)
             self.holding = Holding.STATE
             return restored, list(range(world.world_size))
-        source = sync_from_freshest(state, world, steps, self._require_unbroken, lambda: worker.reach("send", world))
+        source = sync_from_freshest(state, world, steps, check, lambda: worker.reach("send", world))
         self.holding = Holding.STATE
         if world.rank == source:
             logged = [entry["logged"] for entry in told if entry["logged"] is not None]
@@ -167,7 +166,7 @@ class Resume:
             return restored, handover, num_givers
         if handover is not None:
             handover.begin()
-            handover.finish(self._require_unbroken)
+            handover.finish(self._membership.sockets.require_unbroken)
         return restored, None, num_givers
 
     def _take_state(self, world: World, clock: dict[str, Any]) -> None:
@@ -178,9 +177,6 @@ class Resume:
         self._files.note_run(world)
         if self._trainer.has_room_for_handover:
             self._report.state_came_late()
-
-    def _require_unbroken(self) -> None:
-        require_unbroken(self._membership.sockets)
 
     def _set_branch_aside(self) -> None:
         if self._was_left_out:

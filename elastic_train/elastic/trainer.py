@@ -26,7 +26,6 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import StepObserver, WorldEnd, WorldEnds, votes_of
 from elastic_train.errors import StatesDiffer
 from elastic_train.rules import Activity
-from elastic_train.training.group_sockets import require_unbroken
 from elastic_train.training.reduction import Share
 from elastic_train.training.state import TrainState
 from elastic_train.training.train import NO_VOTES, Outcome, Votes
@@ -218,7 +217,7 @@ class Trainer:
         an overflow."""
         if self._training is None:
             return
-        require_unbroken(self._membership.sockets, self._worker.device)  # the backward pass may still be under way
+        self._membership.sockets.require_unbroken(self._worker.device)  # the backward pass may still be under way
         if self._worker.device.type == "cpu":  # a GPU may still wait for the gradients
             self._membership.watcher.do(Activity.COMPUTE)
 

@@ -19,7 +19,6 @@ from elastic_train.errors import ElasticTrainError, FormationFailed, first_line
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity
 from elastic_train.training.epoch_dataset import EpochDataset
-from elastic_train.training.group_sockets import require_unbroken
 from elastic_train.training.ordered import OrderedReduction
 from elastic_train.training.reduction import Clipping, FastReduction, Loss, Reduction, Share, StepTotals
 from elastic_train.training.sampler import MicroBatch
@@ -188,21 +187,18 @@ class UnbrokenReduction:
         handover, self._handover = self._handover, None
         if handover is not None:
             self._watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
-            handover.finish(self._require_unbroken)
+            handover.finish(self._sockets.require_unbroken)
         if comparison is not None:
             self._compare(comparison)
         self._watcher.do(Activity.COMPUTE)  # the optimizer's step waits for nobody
-        self._require_unbroken()
+        self._sockets.require_unbroken()
         return totals
-
-    def _require_unbroken(self) -> None:
-        require_unbroken(self._sockets)
 
 
 def compare(comparison: StateComparison, trainer: ComparesStates, worker: Worker, membership: Membership) -> None:
     """Wait for this rank's hash, then for the others'. Raises: as `StateComparison.compare`; FormationFailed."""
     membership.watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
-    comparison.finish_hash(lambda: require_unbroken(membership.sockets))
+    comparison.finish_hash(membership.sockets.require_unbroken)
     membership.watcher.do(Activity.REDUCE)
     comparison.compare()
     optimizer = type(worker.state.optimizer).__name__

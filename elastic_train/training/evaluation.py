@@ -18,7 +18,7 @@ from elastic_train.rules import Activity
 from elastic_train.training.batches import loader_options
 from elastic_train.training.collectives import all_reduce, broadcast, broadcast_bytes
 from elastic_train.training.epoch_dataset import EpochDataset, as_fetched
-from elastic_train.training.group_sockets import GroupSockets, require_unbroken
+from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import modes_kept
 from elastic_train.training.tasks import Task
@@ -79,7 +79,7 @@ def share_buffers(model: nn.Module, world: World, sockets: GroupSockets) -> None
     received = [buffer.clone() for buffer in buffers]
     for buffer in received:
         broadcast(buffer, 0)
-    require_unbroken(sockets)
+    sockets.require_unbroken()
     for buffer, of_rank_0 in zip(buffers, received, strict=True):
         buffer.copy_(of_rank_0)
 

@@ -63,7 +63,7 @@ class GroupSockets:
     members are alive, votes end a world.
 
     NCCL has an abort, after which what was under way ends with garbage and no error: whoever uses the result of a
-    collective asks `is_shut` first.
+    collective asks `require_unbroken` first.
 
     A group that is over is kept until `release`: gloo takes 20 to 40 ms to end one, for its threads look up every
     10 ms, and the next world need not wait for that.
@@ -100,6 +100,19 @@ class GroupSockets:
         if self._shut_at is not None and time.monotonic() - self._shut_at > KEEP_SECONDS:
             self._hangs = True
             raise FormationFailed("the process group was broken off, and Gloo does not end what was under way")
+
+    def require_unbroken(self, device: torch.device | None = None) -> None:
+        """For after a collective whose result is about to be used: NCCL's, once aborted, end with garbage and no error.
+
+        Args:
+            device: blocks until it has done what it was given, where the result was not read yet; None where it was.
+
+        Raises: FormationFailed where the process group was broken off.
+        """
+        if device is not None and self.has_nccl and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(device).synchronize()
+        if self.is_shut:
+            raise FormationFailed("the process group was broken off")
 
     def begin(self) -> None:
         """What is opened from now on belongs to the group that is being made."""
@@ -199,17 +212,3 @@ class GroupSockets:
             with suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{fd}") == name:
                     os.close(fd)
-
-
-def require_unbroken(sockets: GroupSockets, device: torch.device | None = None) -> None:
-    """For after a collective whose result is about to be used: NCCL's, once aborted, end with garbage and no error.
-
-    Args:
-        device: blocks until it has done what it was given, where the result was not read yet; None where it was.
-
-    Raises: FormationFailed where the process group was broken off.
-    """
-    if device is not None and sockets.has_nccl and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream(device).synchronize()
-    if sockets.is_shut:
-        raise FormationFailed("the process group was broken off")

@@ -18,6 +18,7 @@ from elastic_train.elastic.world_end import votes_of
 from elastic_train.errors import UsageError
 from elastic_train.protocol.heartbeat import FIRST_SECONDS, LEAST_SECONDS, Pace
 from elastic_train.rules import Activity
+from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import Task
@@ -77,7 +78,7 @@ def make_loop(task: Watched, **flags: Any) -> tuple[Trainer, TrainState, list[st
     )
     membership: Any = SimpleNamespace(
         watcher=task.watcher,
-        sockets=SimpleNamespace(is_shut=False),
+        sockets=GroupSockets(),
         note_reduction=lambda: None,
         joins=SimpleNamespace(vote=lambda: 0, follow_vote=lambda world, vote: None),
     )
