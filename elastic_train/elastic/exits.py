@@ -136,6 +136,7 @@ class Exits:
         if world.is_first_of_node and state.step > 0:
             with suppress(OwnershipLost):  # the others may be a generation further
                 self._saver.save_beside(state)
+        self._files.leave_bucket_alone(world)
         code = self._say_stopped()
         with suppress(StoreUnreachable):  # then the others lose it as a peer
             self._membership.leave(world, "stopped late")

@@ -11,8 +11,11 @@ import pytest
 
 from elastic_train.elastic.exits import Exits
 from elastic_train.elastic.late_stop import LateStop
+from elastic_train.elastic.run_files import RunFiles
 from elastic_train.errors import OwnershipLost, StoreUnreachable, TrainingDiverged
 from elastic_train.runlog.goodput import Phase, PhaseClock
+from elastic_train.storage.places import OwnedBucket
+from elastic_train.storage.store_urls import parse_url
 from elastic_train.training.state import TrainState
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
@@ -44,7 +47,7 @@ class Life:
         trainer: Any = SimpleNamespace(settle=self.part("settle"), step_started=0.0)
         membership: Any = SimpleNamespace(leave=self.part("leave"))
         saver: Any = SimpleNamespace(save_beside=self.part("save"))
-        files: Any = None
+        files: Any = SimpleNamespace(leave_bucket_alone=self.part("leave the bucket"))
         exits = Exits(worker, membership, saver, trainer, files)
         self.late = LateStop(worker, trainer, exits, lambda: world, lambda code: self.calls.append(("end", code)))
 
@@ -78,8 +81,31 @@ def make_stepping(steps: int = 1) -> TrainState:
 def test_the_last_commit_is_saved() -> None:
     life = Life(make_stepping())
     stopped = [("signal", "SIGTERM"), ("done", "stopped")]
-    assert life.run() == ["settle", "save", *stopped, "leave", "close", "release", ("end", 143)]
+    assert life.run() == [
+        "settle", "save", "leave the bucket", *stopped, "leave", "close", "release", ("end", 143)
+    ]  # fmt: skip
     assert not life.is_given_back
+
+
+def test_the_next_start_need_not_wait_for_the_bucket(request: pytest.FixtureRequest) -> None:
+    """Each node writes what it has, and so that it lives; whichever was the last has left."""
+    url = parse_url(f"memory://{request.node.name}")
+    buckets = [OwnedBucket(url) for _ in range(2)]
+    state = SimpleNamespace(run_uid="run", superseded=())
+    nodes = []
+    for rank, bucket in enumerate(buckets):
+        reporter = SimpleNamespace(warn=pytest.fail, speak=print)
+        worker: Any = SimpleNamespace(bucket=bucket, state=state, reporter=reporter)
+        nodes.append((RunFiles(worker, "job"), World(rank, 3, (ME, replace(ME, host="b", uid="other")), uid="two")))
+    buckets[0].owner.take("job", 3, lambda: None)
+    for files, world in nodes:
+        files.enter_bucket(world)
+    for (files, world), bucket in zip(nodes, buckets, strict=True):
+        bucket.owner.check()
+        files.leave_bucket_alone(world)
+        record = bucket.owner.read()
+        assert record is not None
+        assert record.has_left
 
 
 def test_the_step_in_hand_is_lost_time() -> None:
