@@ -18,7 +18,8 @@ GRACE_SECONDS = 3.0
 """people, and schedulers, stop nodes one after the other, and on a busy machine an agent passes the signal on late"""
 LATE_SECONDS = 15.0
 """from a signal on, in which a worker should stop by itself. SIGKILL follows after 30 s (torchrun, where that is fixed;
-Kubernetes and Slurm by default): one half is for ending steps, the other for saving without the one in hand"""
+Kubernetes and Slurm by default; no worker sees what they are set to): one half is for ending steps, the other for
+saving without the one in hand"""
 HOPELESS_SECONDS = 25.0
 """from a signal on: what has not begun to save by then would not come to its end"""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -1,4 +1,5 @@
-"""A stop that comes too late for the step in hand: the last commit is saved without the thread that trains."""
+"""The last commit is saved without the thread that trains: a stop comes too late for the step in hand, or that thread
+does not come back from a world that is over."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from elastic_train.world import World
 
 
 class LateStop:
-    """What is done where the training thread does not come to an end in time after this worker was told to stop.
+    """What is done where the training thread does not come to an end in time after this worker was told to stop, or at
+    all. What is saved stays as it is meanwhile: that thread waits when it comes to change it.
 
     Votes are cast when a step begins: the step in hand and a whole one have to end before all stop by them. Where steps
     are long, or an evaluation is, SIGKILL comes first. The weights are those of the last commit all that time.
@@ -65,6 +67,23 @@ class LateStop:
         finally:
             if code is not None:
                 self._end(code)
+
+    def save_at_last(self) -> str:
+        """Save the last commit where the training thread is taken for lost, and the caller ends the process. Not on the
+        training thread. Returns what a person should know."""
+        state, world = self._worker.state, self._world()
+        if world is None:
+            return "there is nothing to save"
+        # Where it has not let go it hangs between an optimizer's step and the commit, and waits when it comes back
+        # (Watcher.do).
+        state.lock.take_away(0.0)
+        try:
+            self._trainer.abandon()
+        except TrainingDiverged as diverged:
+            return str(diverged)
+        if not state.is_whole:
+            return "its state is of no commit, and is not saved"
+        return self._exits.save_for_nobody(world)
 
     def _is_sound(self) -> bool:
         try:

@@ -34,7 +34,6 @@ from elastic_train.errors import (
     Stopped,
     StoreRefused,
     StoreUnreachable,
-    TrainingDiverged,
 )
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.rules import common_backend, seconds_before_return
@@ -176,18 +175,6 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
     """What a membership, and a stop, ask of this worker on threads of their own."""
     resume, exits = parts.resume, parts.exits
 
-    def save_at_last() -> str:
-        """Not on the training thread, which waits for a collective that will not end."""
-        if ring.world is None or not resume.has_state:
-            return "there is nothing to save"
-        try:
-            parts.trainer.abandon()
-        except TrainingDiverged as diverged:
-            return str(diverged)
-        if not worker.state.is_whole:
-            return "its state is of no commit, and is not saved"
-        return exits.save_for_nobody(ring.world)
-
     def save_while_waiting(why: str) -> None:
         """This side may not go on: what is committed is kept, whatever becomes of it."""
         worker.reporter.warn(why)
@@ -196,7 +183,7 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
 
     late = LateStop(worker, parts.trainer, exits, lambda: ring.world if resume.has_state else None)
     worker.stop.when_late = late.save
-    membership.at_last = save_at_last
+    membership.at_last = late.save_at_last
     membership.survivors.may_not_go_on = save_while_waiting
     membership.side.progress = lambda: (worker.state.branches, worker.state.step) if resume.has_state else None
 

@@ -44,9 +44,11 @@ class Life:
             stop=SimpleNamespace(cause=signal.SIGTERM),
             directory=SimpleNamespace(ownership=SimpleNamespace(release=self.part("release"))),
         )  # fmt: skip
-        trainer: Any = SimpleNamespace(settle=self.part("settle"), step_started=0.0)
+        trainer: Any = SimpleNamespace(
+            settle=self.part("settle"), abandon=self.part("abandon"), step_started=0.0
+        )  # fmt: skip
         membership: Any = SimpleNamespace(leave=self.part("leave"))
-        saver: Any = SimpleNamespace(save_beside=self.part("save"))
+        saver: Any = SimpleNamespace(save_beside=self.part("save"), save_and_wait=self.part("save and wait"))
         files: Any = SimpleNamespace(leave_bucket_alone=self.part("leave the bucket"))
         exits = Exits(worker, membership, saver, trainer, files)
         self.late = LateStop(worker, trainer, exits, lambda: world, lambda code: self.calls.append(("end", code)))
@@ -166,3 +168,35 @@ def test_a_commit_that_is_worth_nothing_is_not_saved() -> None:
     life = Life(make_stepping(), settle=TrainingDiverged("the loss of step 1 is nan"))
     assert life.run() == ["settle", ("warning", "the loss of step 1 is nan")]
     assert life.is_given_back
+
+
+def test_a_thread_that_comes_back_at_last_changes_nothing_that_is_being_saved() -> None:
+    """A member whose training thread is taken for lost ends, whoever has told it so."""
+    life = Life(make_stepping())
+    assert "the state" in life.late.save_at_last()
+    assert life.calls == ["abandon", "save and wait"]
+    assert not life.is_given_back, "it waits before the optimizer's step"
+
+
+def test_at_last_what_is_in_the_commit_is_saved_as_well() -> None:
+    """That thread hangs in the collective of a commit, and has the lock: no other comes to it."""
+    state = make_state()
+    state.commit(1.0)
+    life = Life(state)
+    life.late.save_at_last()
+    assert life.calls == ["abandon", "save and wait"]
+
+
+@pytest.mark.parametrize(
+    ("world", "raises", "said"),
+    [
+        (None, {}, "there is nothing to save"),
+        (SINGLE, {"abandon": TrainingDiverged("the loss of step 1 is nan")}, "the loss of step 1 is nan"),
+    ],
+)
+def test_at_last_what_is_worth_nothing_is_not_saved(
+    world: World | None, raises: dict[str, Exception], said: str
+) -> None:
+    life = Life(make_stepping(), world, **raises)
+    assert life.late.save_at_last() == said
+    assert "save and wait" not in life.calls
