@@ -28,11 +28,12 @@ from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.join_queue import Finder, Size
+from elastic_train.protocol.launcher import Launcher
 from elastic_train.protocol.links import Links
 from elastic_train.protocol.liveness import Watcher, ping_interval
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.probes import Probe, probe_all, refusing
-from elastic_train.protocol.signposts import Launcher, Signposts, reach
+from elastic_train.protocol.signposts import Signposts, reach
 from elastic_train.protocol.store import Address, TorchStore, connect
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.launch import Launch, max_nodes_of

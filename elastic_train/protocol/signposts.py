@@ -16,6 +16,7 @@ import queue
 import socket
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -163,6 +164,7 @@ class Signposts:
     ) -> None:
         self._endpoints, self._run_id, self._timeout, self._clock = tuple(endpoints), run_id, timeout, clock
         self._earlier = earlier
+        self._name = uuid.uuid4().hex
         self._is_host = is_host
         self._local: dict[int, tuple[float, bool]] = {}
         """whether an endpoint is on this machine, with when its name was looked up"""
@@ -190,6 +192,11 @@ class Signposts:
     def _key_of_beginning(self) -> str:
         """Of a beginning, which must not overwrite the call of a running job that it has to hear."""
         return f"elastic_train/{self._run_id}/beginning"
+
+    @property
+    def _key_of_first(self) -> str:
+        """Where it is the first endpoint: whose, and of which list."""
+        return f"elastic_train/{self._run_id}/first"
 
     def is_beginner(self) -> bool:
         with self._lock:
@@ -221,6 +228,8 @@ class Signposts:
                 self._strange_since.pop(number, None)
                 if texts == [None, None]:
                     self._require_own(number, holder)
+                if texts[0] is None and number > 0:
+                    self._require_same_list(store.get(self._key_of_first))
                 for text in filter(None, texts):
                     found += [(str(host), int(port)) for host, port in json.loads(text)["stores"]]
             self._alone_since = None if is_anybody_there else self._alone_since or now
@@ -240,6 +249,18 @@ class Signposts:
             raise StoreUnreachable(
                 f"run id {holder!r} has {host}:{port}, and this is run id {self._run_id!r}: give each job a port of "
                 "its own (--rdzv-endpoint), or both the same --rdzv-id"
+            )
+
+    def _require_same_list(self, first: str | None) -> None:
+        """Raises: StoreUnreachable where another machine, too, is about to begin this job, at an endpoint that is not
+        the first one of this process's list."""
+        if first is None or 0 not in self._servers or self._has_world:
+            return
+        name, theirs = json.loads(first)
+        if name != self._name:
+            raise StoreUnreachable(
+                f"this node was started with --rdzv-endpoint={self.describe()} and another one with "
+                f"--rdzv-endpoint={theirs}: each would begin a job; give all nodes the same list"
             )
 
     def _note_stranger(self, number: int, now: float, seconds: float) -> None:
@@ -333,6 +354,8 @@ class Signposts:
         self._servers[number] = server
         store = TorchStore(server, timedelta(seconds=CALL_SECONDS))
         store.put(HOLDER, self._run_id)
+        if number == 0:
+            store.put(self._key_of_first, json.dumps([self._name, self.describe()]))
         self._clients[number] = store
         return True
 
@@ -352,43 +375,3 @@ class Signposts:
         if store is None:
             store = self._clients[number] = reach(self._endpoints[number])
         return store
-
-
-class Launcher:
-    """As join_queue.Finder, for a world that a launcher has fixed: rank 0 says at MASTER_ADDR where its store is.
-
-    Args:
-        store: makes a client of the store there; None for a world of one. Blocks until it answers.
-        start: tells the starts of one job apart, which a launcher may restart.
-    """
-
-    def __init__(self, store: Callable[[], Store] | None, *, rank: int, start: str) -> None:
-        self._rank, self._key = rank, f"elastic_train/{start}/sign"
-        self._store: KeyValueStore | None = None
-        if store is not None:
-            self._store = TorchStore(store(), timedelta(seconds=CALL_SECONDS))
-
-    def is_beginner(self) -> bool:
-        return self._rank == 0
-
-    def addresses(self) -> Sequence[Address]:
-        if self._rank == 0 or self._store is None:
-            return ()
-        text = self._store.get(self._key)
-        return () if text is None else [(str(host), int(port)) for host, port in json.loads(text)]
-
-    def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
-        if self._store is not None and self._rank == 0 and not job_token:  # once: nobody joins later
-            self._store.put(self._key, json.dumps(list(addresses)))
-
-    def other_jobs(self) -> Sequence[Address]:
-        return ()
-
-    def keep(self, *, has_world: bool) -> None:
-        """Nobody joins."""
-
-    def describe(self) -> str:
-        return "MASTER_ADDR"
-
-    def close(self) -> None:
-        self._store = None

@@ -22,11 +22,11 @@ from torch.distributed import HashStore, TCPStore
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol import names as protocol_names
 from elastic_train.protocol import signposts
+from elastic_train.protocol.launcher import Launcher
 from elastic_train.protocol.names import is_local
 from elastic_train.protocol.signposts import (
     STRANGER_SECONDS,
     Address,
-    Launcher,
     Signposts,
     Stranger,
     reach,
@@ -379,6 +379,32 @@ def test_any_endpoint_leads_to_the_job(make: Make, clock: Clock, port: int) -> N
     until(lambda: second_client.get(second._key) is not None)
     first.close()
     assert look(newcomer, clock) == (A,)
+
+
+def test_two_machines_that_would_begin_by_lists_that_differ_are_refused(make: Make, clock: Clock, port: int) -> None:
+    """Each is the host of the first endpoint of its own list: one job would be two."""
+    other_port = free_port()
+    one, other = make(port, other_port), make(other_port, port)
+    assert one.is_beginner()
+    assert other.is_beginner()
+    for posts, theirs in ((one, other), (other, one)):
+        with pytest.raises(StoreUnreachable, match=f"={posts.describe()} and another .*={theirs.describe()}: each"):
+            look(posts, clock)
+    other.show([A], "job")
+    assert A in look(one, clock), "a job that runs is joined, by whatever list"
+
+
+def test_equal_lists_and_shorter_ones_are_no_lists_that_differ(make: Make, clock: Clock, port: int) -> None:
+    further = free_port()
+    one, other, joining = make(port, further), make(port, further, is_host=False), make(further, is_host=False)
+    other.keep(has_world=True)
+    until(lambda: 1 in other._servers)
+    assert one.is_beginner()
+    one.show([A], "")
+    further_client = reach(("localhost", further))
+    until(lambda: further_client.get(one._key_of_beginning) is not None)
+    for posts in (one, other, joining):
+        assert look(posts, clock) == (A,)
 
 
 def test_a_beginning_does_not_overwrite_the_call_of_a_running_job(

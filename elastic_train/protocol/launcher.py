@@ -1,0 +1,52 @@
+"""Where the workers of a world that a launcher has fixed find each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch.distributed import Store
+
+from elastic_train.protocol.signposts import CALL_SECONDS
+from elastic_train.protocol.store import Address, KeyValueStore, TorchStore
+
+
+class Launcher:
+    """As join_queue.Finder, for a world that a launcher has fixed: rank 0 says at MASTER_ADDR where its store is.
+
+    Args:
+        store: makes a client of the store there; None for a world of one. Blocks until it answers.
+        start: tells the starts of one job apart, which a launcher may restart.
+    """
+
+    def __init__(self, store: Callable[[], Store] | None, *, rank: int, start: str) -> None:
+        self._rank, self._key = rank, f"elastic_train/{start}/sign"
+        self._store: KeyValueStore | None = None
+        if store is not None:
+            self._store = TorchStore(store(), timedelta(seconds=CALL_SECONDS))
+
+    def is_beginner(self) -> bool:
+        return self._rank == 0
+
+    def addresses(self) -> Sequence[Address]:
+        if self._rank == 0 or self._store is None:
+            return ()
+        text = self._store.get(self._key)
+        return () if text is None else [(str(host), int(port)) for host, port in json.loads(text)]
+
+    def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
+        if self._store is not None and self._rank == 0 and not job_token:  # once: nobody joins later
+            self._store.put(self._key, json.dumps(list(addresses)))
+
+    def other_jobs(self) -> Sequence[Address]:
+        return ()
+
+    def keep(self, *, has_world: bool) -> None:
+        """Nobody joins."""
+
+    def describe(self) -> str:
+        return "MASTER_ADDR"
+
+    def close(self) -> None:
+        self._store = None
