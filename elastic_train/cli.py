@@ -125,7 +125,9 @@ def _add_status(commands: Commands) -> None:
         commands, "status", show_status, "where a run stands, from its files alone; also of one that is alive"
     )
     status.add_argument("run_dir", metavar="RUN_DIR", type=Path)
-    status.add_argument("--watch", action="store_true", help="again and again, until the run has ended or Ctrl-C")
+    how = status.add_mutually_exclusive_group()
+    how.add_argument("--watch", action="store_true", help="again and again, until the run has ended or Ctrl-C")
+    how.add_argument("--json", action="store_true", help="one object, for programs such as an autoscaler")
 
 
 def _add_check(commands: Commands) -> None:

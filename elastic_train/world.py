@@ -138,6 +138,11 @@ class World:
         return len({member.node for member in self.members})
 
     @property
+    def num_training_nodes(self) -> int:
+        """Nodes that have a worker."""
+        return len({member.node for member in self.workers})
+
+    @property
     def min_nodes(self) -> int:
         """How many nodes must be there for it to train: of members that were told different numbers, the largest."""
         return max(member.min_nodes for member in self.members)

@@ -22,6 +22,7 @@ from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import FormationFailed, ObjectStoreError, SnapshotsInUse
 from elastic_train.protocol.addresses import use_interface_of
+from elastic_train.rendezvous.launch import max_nodes_of
 from elastic_train.runlog.goodput import process_start_ticks, seconds_since_process_start
 from elastic_train.storage.bucket_owner import BucketRecord
 from elastic_train.storage.past_snapshots import NOTHING_SEEN, PastSnapshots, read_past_snapshots
@@ -66,6 +67,7 @@ class EarlierRun:
             device=str(worker.device),
             task=worker.task.describe(),
             started_ticks=process_start_ticks(),
+            max_nodes=max_nodes_of(launch, os.environ),
             **({} if self._back is None else {"was": self._back.uid}),
             seconds=startup_seconds(worker),
         )

@@ -56,6 +56,7 @@ class Numbers:
     generation: int
     members: int
     nodes: int
+    training_nodes: int
     phase_seconds: dict[str, float]
     incidents: dict[str, int]
     recovery_seconds: dict[str, float]
@@ -85,6 +86,8 @@ class Metrics:
         self._world: World | None = None
         self._updated_at = 0.0
         self._started_at: float | None = None
+        self.is_noticed = False
+        """whether this node has a standing notice that it may be taken away"""
         self._has_warned = False
         self._server: Any = None
         self._serve()
@@ -155,6 +158,7 @@ class Metrics:
             generation=world.generation,
             members=world.world_size,
             nodes=world.num_nodes,
+            training_nodes=world.num_training_nodes,
             phase_seconds=state.clock.totals(),
             incidents=dict(incidents),
             recovery_seconds=recovery_seconds,
@@ -185,8 +189,11 @@ class Metrics:
         yield self._gauge("samples_per_second", "over all workers, the last few seconds", numbers.samples_per_second)
         yield self._gauge("generation", "number of the present world", numbers.generation)
         yield self._gauge("members", "workers that train", numbers.members)
-        yield self._gauge("nodes", "nodes in the world", numbers.nodes)
+        yield self._gauge("nodes", "nodes in the world, which could train: spares too", numbers.nodes)
+        yield self._gauge("training_nodes", "nodes that train", numbers.training_nodes)
         yield self._gauge("max_nodes", "nodes that the job is to have, by --nnodes", self._max_nodes)
+        yield self._gauge("wanted_nodes", "that would find a place", max(0, self._max_nodes - numbers.nodes))
+        yield self._gauge("may_be_taken", "1 where this node has a standing notice", int(self.is_noticed))
         yield self._gauge("goodput_ratio", "share of the wall time of the run in steps that were kept", ratio)
         yield self._by("phase_seconds", "where the wall time of the run went", "phase", numbers.phase_seconds)
         yield self._by("incidents", "over the whole run", "cause", numbers.incidents)

@@ -10,11 +10,13 @@ import itertools
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from elastic_train.errors import RunDirectoryError, SnapshotError
+from elastic_train.observe.capacity import NO_CAPACITY, Capacity, capacity_of
 from elastic_train.observe.status_files import IsAlive, WorkerLines, drill_is_alive, process_is_alive, read_workers
 from elastic_train.runlog.reader import Line, dict_of, float_of, int_of, read_json, time_of
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots
@@ -38,6 +40,12 @@ class RunState(StrEnum):
     """ended without a `done` event: every worker that wrote last is gone from this machine"""
     SILENT = "silent"
     """no `done` event and no line for a while, of workers on other machines: dead, or in a long step"""
+
+
+THERE = (RunState.STARTING, RunState.RUNNING, RunState.SILENT)
+"""the states in which nodes train, or may"""
+OVER = (RunState.FINISHED, RunState.FAILED)
+"""those from which nobody is to continue the run"""
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,7 @@ class Status:
     warnings: tuple[str, ...] = ()
     """oldest first; of those that differ in numbers only, as in the step of a snapshot, the newest, with a count"""
     is_drill: bool = False
+    capacity: Capacity = NO_CAPACITY
     result_path: Path | None = None
     goodput_ratio: float | None = None
     notes: tuple[str, ...] = ()
@@ -130,10 +139,6 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
     result = read_json(run_dir / "result.json")
     current_result = result if result is not None and (step is None or int_of(result, "step") == step) else None
     accuracy, accuracy_step = _accuracy(world, result)
-    if world and not any(int_of(line, "rank") == 0 for line in world):
-        notes.append("rank 0 writes its events elsewhere: what it alone knows (steps, loss) is missing here")
-    if result is not None and current_result is None:
-        notes.append(f"result.json is of an earlier end, at step {int_of(result, 'step')}")
     return Status(
         run_dir=run_dir,
         state=state,
@@ -157,10 +162,18 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         incidents=_incidents(workers, current_result, now),
         warnings=tuple(dict.fromkeys([*_warnings(workers), *problems])),
         is_drill=is_drill,
+        capacity=capacity_of(workers, world, now, is_alive, is_there=state in THERE, is_over=state in OVER),
         result_path=run_dir / "result.json" if result is not None else None,
         goodput_ratio=float_of(dict_of(current_result or {}, "goodput"), "ratio"),
-        notes=tuple(notes),
+        notes=(*notes, *_missing(world, result, current_result)),
     )
+
+
+def _missing(world: list[Line], result: Line | None, current_result: Line | None) -> Iterator[str]:
+    if world and not any(int_of(line, "rank") == 0 for line in world):
+        yield "rank 0 writes its events elsewhere: what it alone knows (steps, loss) is missing here"
+    if result is not None and current_result is None:
+        yield f"result.json is of an earlier end, at step {int_of(result, 'step')}"
 
 
 def _newest_start(workers: list[WorkerLines]) -> tuple[int | None, list[WorkerLines], list[WorkerLines]]:

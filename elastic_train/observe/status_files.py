@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic_train.runlog.reader import Line, float_of, int_of, read_ends, read_json, time_of
+from elastic_train.runlog.reader import Line, float_of, int_of, member_of, read_ends, read_json, time_of
 from elastic_train.system import process_stat
 from elastic_train.world import host_name
 
@@ -25,6 +25,8 @@ class WorkerLines:
 
     lines: list[Line]
     """head and tail, in the order of writing; not empty"""
+    member: str
+    """NODE/LOCAL_RANK/PID"""
     written: float
     """when the newest was, Unix seconds by the clock of the file system, which is the same for all"""
     first: Line = field(init=False)
@@ -36,6 +38,11 @@ class WorkerLines:
     @property
     def generation(self) -> int | None:
         return max((g for line in self.lines if (g := int_of(line, "generation")) is not None), default=None)
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether it stands for its node: each has one with this local rank."""
+        return self.member.split("/")[-2] == "0"
 
     @property
     def outcome(self) -> str | None:
@@ -63,8 +70,10 @@ def read_workers(directory: Path) -> list[WorkerLines]:
     except FileNotFoundError:
         return []
     newest = sorted(entries, key=lambda entry: entry.stat().st_mtime)[-NEWEST_FILES:]
-    found = ((list(filter(is_event, read_ends(Path(entry.path)))), entry.stat().st_mtime) for entry in newest)
-    workers = [WorkerLines(lines, written) for lines, written in found if lines]
+    found = ((entry, list(filter(is_event, read_ends(Path(entry.path))))) for entry in newest)
+    workers = [
+        WorkerLines(lines, member_of(Path(entry.path)), entry.stat().st_mtime) for entry, lines in found if lines
+    ]
     return sorted(workers, key=lambda worker: time_of(worker.first))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
+from elastic_train.observe.capacity import describe_capacity
 from elastic_train.observe.status import SILENT_AFTER_SECONDS, RunState, Status
 from elastic_train.runlog.reader import Line, int_of, time_of
 from elastic_train.storage.snapshot import SnapshotInfo
@@ -34,6 +35,7 @@ def describe(status: Status, now: float) -> list[tuple[str, str]]:
     if status.world_size is not None:
         row("world size", str(status.world_size))
     row("members", ", ".join(status.members) or None)
+    row("nodes", describe_capacity(status.capacity))
     row("step", _of(status.step, status.last_step))
     if status.epoch is not None:
         position = _of(status.samples_done, status.length)

@@ -82,16 +82,20 @@ class EventLog:
         self._identity = {"pid": os.getpid(), "host": host}
         self._rank, self._world_size = rank, world_size
         self._generation: int | None = None
+        self._nodes: dict[str, int] = {}
         self.step = 0
         """committed steps so far; the training loop keeps it current"""
 
     def enter(self, world: World) -> None:
-        """From now on lines carry this world's rank, size and generation."""
+        """From now on lines carry this world's rank, sizes and generation."""
         self._rank, self._world_size, self._generation = world.rank, world.world_size, world.generation
+        self._nodes = {"nodes": world.num_training_nodes}
+        if num_spare := world.num_nodes - world.num_training_nodes:
+            self._nodes["spare_nodes"] = num_spare
 
     def leave(self) -> None:
         """This worker is in no world any more. Another run may have moved the files aside: they are opened anew."""
-        self._generation = None
+        self._generation, self._nodes = None, {}
         self._lines.close()
 
     def write(self, event: str, **fields: Any) -> None:
@@ -102,6 +106,7 @@ class EventLog:
                 "event": event,
                 "rank": self._rank,
                 "world_size": self._world_size,
+                **self._nodes,
                 "generation": self._generation,
                 "step": self.step,
                 **self._identity,

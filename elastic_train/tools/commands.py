@@ -34,10 +34,15 @@ def show_status(arguments: argparse.Namespace) -> int:
         watch_status(arguments.run_dir, sys.stdout)
         return 0
     from elastic_train.observe.status import read_status
+    from elastic_train.observe.status_json import to_json
     from elastic_train.observe.status_table import show
 
     now = time.time()
-    show(read_status(arguments.run_dir, now), now, sys.stdout)
+    status = read_status(arguments.run_dir, now)
+    if arguments.json:
+        print(to_json(status))
+    else:
+        show(status, now, sys.stdout)
     return 0
 
 

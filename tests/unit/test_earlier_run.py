@@ -14,6 +14,7 @@ from elastic_train.config import Config
 from elastic_train.elastic.connect import Return
 from elastic_train.elastic.earlier_run import EarlierRun
 from elastic_train.errors import ObjectStoreError, SnapshotError
+from elastic_train.rendezvous.launch import Launch
 from elastic_train.storage.bucket_owner import BucketOwner
 from elastic_train.storage.object_store import ObjectStore, Tries
 from elastic_train.storage.past_snapshots import require_none_written
@@ -60,7 +61,7 @@ def look(
     worker: Any = SimpleNamespace(
         directory=directory,
         config=Config(),
-        launch=None,
+        launch=Launch(),
         snapshots_dir=bucket,
         bucket=bucket,
         snapshot_key=None,

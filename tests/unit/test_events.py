@@ -66,7 +66,7 @@ def test_every_line_says_who_wrote_it_and_where_the_run_stood(tmp_path: Path) ->
         "event": "start", "rank": 0, "world_size": 1, "generation": None, "step": 0, "config": {"seed": 0}, **same
     }  # fmt: skip
     assert step == {
-        "event": "step", "rank": 2, "world_size": 4, "generation": 7, "step": 12, "loss": 0.5, **same
+        "event": "step", "rank": 2, "world_size": 4, "nodes": 4, "generation": 7, "step": 12, "loss": 0.5, **same
     }  # fmt: skip
 
 

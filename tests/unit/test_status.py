@@ -34,11 +34,11 @@ class Files:
         self.run_dir = run_dir
         (run_dir / "events").mkdir(parents=True)
 
-    def worker(self, rank: int, host: str = "node", *, started: float, start_number: int = 0) -> Worker:
+    def worker(self, rank: int, host: str = "node", *, started: float, start_number: int = 0, **fields: Any) -> Worker:
         pid = 100 + rank + 10 * start_number
         config = {"epochs": EPOCHS, "global_batch_size": BATCH, "max_steps": None, "snapshot_dir": None}
         worker = Worker(self.run_dir / "events" / f"{host}-0-{pid}.jsonl", rank, host, pid)
-        worker.write("start", started, config=config)
+        worker.write("start", started, config=config, **fields)
         return worker
 
     def result(self, **fields: Any) -> None:

@@ -1,0 +1,106 @@
+"""How many nodes a run has, could have, wants and may lose: what an autoscaler asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_train.observe.status_files import IsAlive, WorkerLines
+from elastic_train.runlog.reader import Line, int_of
+
+HEARD_SECONDS = 600.0
+"""a newcomer on another machine counts this long after its last line; --wait-timeout's default"""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Nodes, by what they do."""
+
+    train: int = 0
+    spare: int = 0
+    """in the world, with no work in a step"""
+    waiting: int = 0
+    """in the join queue, or on their way to it"""
+    max_nodes: int | None = None
+    """of --nnodes; None where the run does not tell"""
+    may_be_taken: int = 0
+    """with a standing notice"""
+    is_over: bool = False
+    """it wants nobody any more"""
+
+    @property
+    def could_train(self) -> int:
+        """Those that are here, as far as --nnodes allows."""
+        here = self.train + self.spare + self.waiting
+        return here if self.max_nodes is None else min(here, self.max_nodes)
+
+    @property
+    def wanted(self) -> int:
+        """How many more would find a place."""
+        if self.is_over or self.max_nodes is None:
+            return 0
+        return self.max_nodes - self.could_train
+
+    def as_json(self) -> dict[str, int | None]:
+        names = ("train", "could_train", "wanted", "may_be_taken", "max_nodes")
+        return {name: getattr(self, name) for name in names}
+
+
+NO_CAPACITY = Capacity()
+
+
+def describe_capacity(capacity: Capacity) -> str | None:
+    """`3 train, 5 could, 1 more wanted, 2 may be taken away`; None where nobody is there, and nobody is wanted."""
+    parts = [f"{capacity.train} train"]
+    if capacity.could_train != capacity.train:
+        parts.append(f"{capacity.could_train} could")
+    if capacity.wanted:
+        parts.append(f"{capacity.wanted} more wanted")
+    if capacity.may_be_taken:
+        parts.append(f"{capacity.may_be_taken} may be taken away")
+    return ", ".join(parts) if capacity.could_train or capacity.wanted else None
+
+
+def capacity_of(
+    workers: list[WorkerLines], world: list[Line], now: float, is_alive: IsAlive, *, is_there: bool, is_over: bool
+) -> Capacity:
+    """What the files of all workers tell.
+
+    Args:
+        world: the lines of the newest world.
+        is_there: whether its nodes are still there, as far as anybody can tell.
+        is_over: whether the run has come to an end from which nobody is to continue it.
+    """
+    starts = [line for worker in workers for line in worker.lines if line["event"] == "start"]
+    max_nodes = [number for line in starts if (number := int_of(line, "max_nodes")) is not None]
+    present = [worker for worker in workers if worker.is_first_of_node and worker.outcome is None]
+    waiting = [worker for worker in present if worker.generation is None and _is_waiting(worker, now, is_alive)]
+    inside = _nodes_of(world) if is_there else (0, 0)
+    generation = max((int_of(line, "generation") or 0 for line in world), default=None)
+    members = [worker for worker in present if is_there and worker.generation == generation]
+    return Capacity(
+        *inside,
+        waiting=len(waiting),
+        max_nodes=max_nodes[-1] if max_nodes else None,
+        may_be_taken=sum(_is_noticed(worker) for worker in [*members, *waiting]),
+        is_over=is_over,
+    )
+
+
+def _is_waiting(worker: WorkerLines, now: float, is_alive: IsAlive) -> bool:
+    lives = worker.is_alive(is_alive)
+    return now - worker.written <= HEARD_SECONDS if lives is None else lives
+
+
+def _nodes_of(world: list[Line]) -> tuple[int, int]:
+    """(nodes that train, spare nodes), of an older version by its members."""
+    told = [line for line in world if int_of(line, "nodes") is not None]
+    if told:
+        return told[-1]["nodes"], int_of(told[-1], "spare_nodes") or 0
+    members: list[object] = next((line["members"] for line in world if isinstance(line.get("members"), list)), [])
+    return sum("/0/" in str(member) for member in members), 0
+
+
+def _is_noticed(worker: WorkerLines) -> bool:
+    """Whether the newest notice to its node stands."""
+    notices = [line for line in worker.lines if line["event"] == "notice"]
+    return bool(notices) and not notices[-1].get("withdrawn")

@@ -1,0 +1,114 @@
+"""How many nodes train, could, are wanted and may be taken: from a run's files alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_train.cli import main
+from elastic_train.observe.capacity import Capacity
+from elastic_train.observe.status import RunState, read_status
+from elastic_train.observe.status_table import describe
+from tests.unit.test_status import NOW, Files, Worker, read
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path / "run")
+
+
+def inside(files: Files, *, num_nodes: int, num_spare: int = 0, max_nodes: int = 5) -> list[Worker]:
+    """The first workers of so many nodes, in one world."""
+    num_training = num_nodes - num_spare
+    workers = [files.worker(rank, f"n{rank}", started=NOW - 60, max_nodes=max_nodes) for rank in range(num_nodes)]
+    for worker in workers:
+        worker.line |= {"nodes": num_training} | ({"spare_nodes": num_spare} if num_spare else {})
+        worker.enter(0, NOW - 50, members=tuple(f"n{rank}/0/1" for rank in range(num_nodes)))
+    workers[0].train(1, 20, NOW - 1)
+    return workers
+
+
+def test_three_train_and_five_could(files: Files) -> None:
+    inside(files, num_nodes=4, num_spare=1, max_nodes=6)
+    files.worker(4, "new", started=NOW - 5)
+    found = read(files).capacity
+    assert found == Capacity(train=3, spare=1, waiting=1, max_nodes=6)
+    assert (found.could_train, found.wanted, found.may_be_taken) == (5, 1, 0)
+    assert dict(describe(read(files), NOW))["nodes"] == "3 train, 5 could, 1 more wanted"
+
+
+def test_a_second_worker_of_a_newcomer_is_no_node_more(files: Files) -> None:
+    inside(files, num_nodes=2)
+    first = files.worker(3, "new", started=NOW - 5)
+    second = Worker(first.path.with_name("new-1-900.jsonl"), 4, "new", 900)
+    second.write("start", NOW - 5)
+    assert read(files).capacity.waiting == 1
+
+
+@pytest.mark.parametrize(("alive", "age", "waits"), [(True, 5000, 1), (False, 5, 0), (None, 5, 1), (None, 5000, 0)])
+def test_who_waits_and_is_gone(files: Files, alive: bool | None, age: float, waits: int) -> None:
+    inside(files, num_nodes=2)
+    files.worker(3, "new", started=NOW - age)
+    found = read_status(files.run_dir, NOW, lambda start: alive if start["host"] == "new" else True)
+    assert found.capacity.waiting == waits
+
+
+def test_nodes_that_may_be_taken(files: Files) -> None:
+    first, second, third = inside(files, num_nodes=3)
+    first.write("notice", NOW - 9, certain=True)
+    second.write("notice", NOW - 9, certain=False)
+    third.write("notice", NOW - 9, certain=True)
+    third.write("notice", NOW - 8, certain=True, withdrawn=True)
+    assert read(files).capacity.may_be_taken == 2
+    assert dict(describe(read(files), NOW))["nodes"] == "3 train, 2 more wanted, 2 may be taken away"
+    first.write("done", NOW - 1, outcome="stopped")
+    assert read(files).capacity.may_be_taken == 1, "who has left is no node of it any more"
+
+
+@pytest.mark.parametrize(("outcome", "wanted"), [("finished", 0), ("failed", 0), ("stopped", 5)])
+def test_what_a_run_that_has_ended_wants(files: Files, outcome: str, wanted: int) -> None:
+    for worker in inside(files, num_nodes=2):
+        worker.write("done", NOW, outcome=outcome)
+    found = read(files, False).capacity
+    assert (found.train, found.could_train, found.wanted) == (0, 0, wanted)
+
+
+def test_a_run_that_all_have_left_wants_all_again(files: Files) -> None:
+    inside(files, num_nodes=2)
+    found = read(files, False)
+    assert (found.state, found.capacity.wanted) == (RunState.DEAD, 5)
+
+
+def test_a_run_of_an_older_version(files: Files) -> None:
+    """Neither --nnodes nor the number of nodes in its files: the members' first workers are counted."""
+    for rank in range(4):
+        files.worker(rank, started=NOW - 60).enter(0, NOW - 50, members=("a/0/1", "a/1/2", "b/0/1", "b/1/2"))
+    found = read(files).capacity
+    assert (found.train, found.max_nodes, found.wanted) == (2, None, 0)
+
+
+@given(*[st.integers(0, 40)] * 3, st.integers(1, 40))
+def test_the_sums(train: int, spare: int, waiting: int, max_nodes: int) -> None:
+    found = Capacity(train, spare, waiting, max_nodes)
+    assert found.wanted == max(0, max_nodes - train - spare - waiting)
+    assert found.could_train <= max_nodes
+    assert not found.wanted or found.could_train + found.wanted == max_nodes
+
+
+def test_status_as_json(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    inside(files, num_nodes=3)
+    assert main(["status", str(files.run_dir), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["state"], told["step"]) == ("silent", 20), "long ago, on other machines"
+    assert told["capacity"] == {"train": 3, "could_train": 3, "wanted": 2, "may_be_taken": 0, "max_nodes": 5}
+    assert told["snapshot"] is None
+
+
+def test_json_is_one_look(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    inside(files, num_nodes=1)
+    assert main(["status", str(files.run_dir), "--json", "--watch"]) == 2
+    assert "--watch: not allowed with argument --json" in capsys.readouterr().err
