@@ -186,6 +186,8 @@ class NodeFlags:
     """HOST:PORT of the rendezvous, where it cannot be found out from torchrun's own flags"""
     local_rank: int | None = None
     """given by torch.distributed.launch; what counts is LOCAL_RANK in the environment"""
+    node_price: float | None = positive(None)
+    """of a node for an hour: result.json, status and report then tell what a million kept samples cost"""
     ledger: bool = switch()
     """also write which samples each step used, under <run-dir>/ledger"""
     metrics_port: int | None = None
@@ -250,9 +252,7 @@ class Config(NodeFlags, JobFlags, PlaceFlags, StepFlags, TaskFlags):
             if getattr(self, name) and (self.reduction == "ordered" or self.parallel == "dp"):
                 raise UsageError(f"{flag(name)} is for DDP: --reduction fast and --parallel ddp")
         if self.parallel == "dp" and (self.spawn is not None or self.reduction == "ordered"):
-            raise UsageError(
-                "--parallel dp is one process that reduces by itself: without --spawn and --reduction ordered"
-            )
+            raise UsageError("--parallel dp is one process that reduces alone: without --spawn and --reduction ordered")
         if self.download and self.task is None and self.dataset not in DOWNLOADABLE:
             raise UsageError(f"--download: {self.dataset} is not downloaded; that is for {', '.join(DOWNLOADABLE)}")
 

@@ -67,6 +67,7 @@ def result(worker: Worker) -> dict[str, Any]:
         "wall_seconds": phases["wall"],
         "generations": state.generations,
         "goodput": phases,
+        "bill": worker.reporter.bill(state),
         "incidents": state.incidents,
         "config": as_json(worker.config),
     }

@@ -255,6 +255,7 @@ def make_reporter(config: Config, launch: Launch, directory: RunDirectory, host:
         tensorboard_dir=directory.tensorboard_dir,
         wants_bar=not config.no_progress,
         debug=config.debug,
+        node_price=config.node_price,
     )
 
 

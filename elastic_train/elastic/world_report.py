@@ -60,6 +60,7 @@ class WorldReport:
             seconds: of the phases from the world before to this one.
         """
         reporter, state = self._worker.reporter, self._worker.state
+        state.clock.count_nodes(world.num_nodes)
         reporter.events.enter(world)
         reporter.events.step = state.step
         reporter.enter(world, state)
@@ -78,6 +79,7 @@ class WorldReport:
             seconds=seconds,
             backend=backend,
             branch=None if branch is None else branch.id,
+            bill=reporter.bill(state),
         )
         has_joined = interruption.cause == "start" and restored is not None and restored.source == "peer"
         self._incident = None

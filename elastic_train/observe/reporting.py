@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elastic_train.observe.bill import bill_of
 from elastic_train.observe.metrics import Metrics, Snapshot
 from elastic_train.observe.rate import Rate
 from elastic_train.runlog.events import EventLog, Ledger, file_name
@@ -32,13 +33,23 @@ class Reporter:
     """Rank 0 speaks for the job; another rank speaks only of itself. Every rank writes its own event file."""
 
     def __init__(
-        self, *, events: EventLog, ledger: Ledger | None, tensorboard_dir: Path, wants_bar: bool, debug: bool
+        self,
+        *,
+        events: EventLog,
+        ledger: Ledger | None,
+        tensorboard_dir: Path,
+        wants_bar: bool,
+        debug: bool,
+        node_price: float | None = None,
     ) -> None:
         self.events = events
         self.ledger = ledger
         self.metrics: Metrics | None = None
         """what Prometheus is told, if anything"""
         self._tensorboard_dir = tensorboard_dir
+        self._node_price = node_price
+        self._state: TrainState | None = None
+        """everybody's, in a world"""
         self._wants_bar = wants_bar and sys.stderr.isatty()
         self._world: World | None = None
         self._bar: ProgressBar | None = None
@@ -68,7 +79,7 @@ class Reporter:
 
     def enter(self, world: World, state: TrainState) -> None:
         """A world stands and `state` is everybody's: from now on its rank 0 reports."""
-        self._world = world
+        self._world, self._state = world, state
         self._first_step = state.step + 1
         self._rate.restart()
         if self.metrics is not None:
@@ -80,6 +91,9 @@ class Reporter:
             self._bar = ProgressBar(state.length, state.num_epochs)
         # TensorBoard's import takes a second of processor time: not while a world finds its feet.
         self._last_scalars = time.monotonic() + SCALARS_DELAY_SECONDS
+
+    def bill(self, state: TrainState) -> dict[str, Any]:
+        return bill_of(state, self._node_price)
 
     def say(self, message: str) -> None:
         """For the job: only rank 0 prints it."""
@@ -210,6 +224,7 @@ class Reporter:
             bytes=num_bytes,
             stall_seconds=stall_seconds,
             total_seconds=total_seconds,
+            bill=None if self._state is None else self.bill(self._state),
         )
         self.debug(f"snapshot step={step} bytes={num_bytes} seconds={total_seconds:.3f} path={path}")
 

@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from elastic_train.errors import RunDirectoryError, SnapshotError
+from elastic_train.observe.bill import newest_bill
 from elastic_train.observe.capacity import NO_CAPACITY, Capacity, capacity_of
 from elastic_train.observe.status_files import IsAlive, WorkerLines, drill_is_alive, process_is_alive, read_workers
 from elastic_train.runlog.reader import Line, dict_of, float_of, int_of, read_json, time_of
@@ -89,6 +90,8 @@ class Status:
     capacity: Capacity = NO_CAPACITY
     result_path: Path | None = None
     goodput_ratio: float | None = None
+    bill: Line | None = None
+    """of result.json, else of the newest event that has one"""
     notes: tuple[str, ...] = ()
 
 
@@ -165,6 +168,7 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         capacity=capacity_of(workers, world, now, is_alive, is_there=state in THERE, is_over=state in OVER),
         result_path=run_dir / "result.json" if result is not None else None,
         goodput_ratio=float_of(dict_of(current_result or {}, "goodput"), "ratio"),
+        bill=newest_bill(current_result, world),
         notes=(*notes, *_missing(world, result, current_result)),
     )
 

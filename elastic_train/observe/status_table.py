@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
+from elastic_train.observe.bill import describe_bill
 from elastic_train.observe.capacity import describe_capacity
 from elastic_train.observe.status import SILENT_AFTER_SECONDS, RunState, Status
 from elastic_train.runlog.reader import Line, int_of, time_of
@@ -47,6 +48,7 @@ def describe(status: Status, now: float) -> list[tuple[str, str]]:
         row("test accuracy", f"{status.test_accuracy:.2%}{at}")
     row("snapshot", _describe_snapshot(status.snapshot, status.remote_snapshot, now))
     row("training", None if status.goodput_ratio is None else f"{status.goodput_ratio:.0%} of the wall time")
+    row("bill", describe_bill(status.bill))
     row("incidents", _some(status.incidents))
     row("warnings", _some(status.warnings))
     row("result", None if status.result_path is None else str(status.result_path))

@@ -50,6 +50,10 @@ class PhaseClock:
         age = seconds_since_process_start() if process_age is None else process_age
         self._totals: dict[str, float] = {phase.value: 0.0 for phase in Phase}
         self._inherited: dict[str, float] = {}
+        self._node_totals = dict(self._totals)
+        self._inherited_nodes: dict[str, float] = {}
+        self._num_nodes = 0
+        """0 until a world has told"""
         self._phase = Phase.STARTUP
         self._since = monotonic() - age
         self._process_started_at = wall() - age
@@ -58,8 +62,8 @@ class PhaseClock:
 
     def begin_anew(self) -> None:
         """As of a process that starts now: what this one did before is in the run's totals, which are to be loaded."""
-        self._totals = dict.fromkeys(self._totals, 0.0)
-        self._inherited, self.newest_down = {}, 0.0
+        self._totals, self._node_totals = (dict.fromkeys(self._totals, 0.0) for _ in range(2))
+        self._inherited, self._inherited_nodes, self._num_nodes, self.newest_down = {}, {}, 0, 0.0
         self._phase, self._since, self._process_started_at = Phase.FORM, self._monotonic(), self._wall()
 
     def enter(self, phase: Phase) -> None:
@@ -67,7 +71,16 @@ class PhaseClock:
         with self._lock:
             now = self._monotonic()
             self._totals[self._phase] += now - self._since
+            self._node_totals[self._phase] += (now - self._since) * self._num_nodes
             self._phase, self._since = phase, now
+
+    def count_nodes(self, number: int) -> None:
+        """So many nodes are in the run from now on; the first number counts from the start of this process."""
+        with self._lock:
+            self.enter(self._phase)
+            if self._num_nodes == 0:
+                self._node_totals = {phase: seconds * number for phase, seconds in self._totals.items()}
+            self._num_nodes = number
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -86,6 +99,9 @@ class PhaseClock:
             seconds = min(seconds, self._totals[source])
             self._totals[source] -= seconds
             self._totals[target] += seconds
+            node_seconds = min(seconds * self._num_nodes, self._node_totals[source])
+            self._node_totals[source] -= node_seconds
+            self._node_totals[target] += node_seconds
 
     def totals(self) -> dict[str, float]:
         """Seconds by phase up to this moment."""
@@ -93,9 +109,21 @@ class PhaseClock:
             self.enter(self._phase)
             return {phase: seconds + self._inherited.get(phase, 0.0) for phase, seconds in self._totals.items()}
 
+    def node_seconds(self) -> tuple[float, float]:
+        """(paid, kept): of all phases, and of steps that were kept. Nobody pays while no process is alive."""
+        totals = self._totals_of_nodes()
+        return sum(totals.values()), totals[Phase.TRAIN]
+
+    def _totals_of_nodes(self) -> dict[str, float]:
+        with self._lock:
+            self.enter(self._phase)
+            return {
+                phase: seconds + self._inherited_nodes.get(phase, 0.0) for phase, seconds in self._node_totals.items()
+            }
+
     def state_dict(self) -> dict[str, Any]:
         with self._lock:
-            return {"totals": self.totals(), "saved_at": self._wall()}
+            return {"totals": self.totals(), "node_totals": self._totals_of_nodes(), "saved_at": self._wall()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the run whose totals these are, on top of this process's own seconds; the last call counts.
@@ -106,7 +134,7 @@ class PhaseClock:
         """
         with self._lock:
             self.enter(self._phase)
-            self._inherited = {phase: float(seconds) for phase, seconds in state["totals"].items()}
+            self._inherit(state)
             since_save = self._process_started_at - float(state["saved_at"])
             self.newest_down = max(0.0, since_save)
             self._inherited[Phase.DOWN] = self._inherited.get(Phase.DOWN, 0.0) + self.newest_down
@@ -119,6 +147,8 @@ class PhaseClock:
             return
         for phase in Phase:  # in the order in which a process begins
             dropped = min(seconds, self._totals[phase])
+            if dropped > 0:
+                self._node_totals[phase] *= 1 - dropped / self._totals[phase]
             self._totals[phase] -= dropped
             seconds -= dropped
         self._process_started_at = self._wall() - sum(self._totals.values())
@@ -126,14 +156,37 @@ class PhaseClock:
     def take_over(self, state: dict[str, Any]) -> None:
         """A run that never stopped is joined: its totals stand, and what this process did before is no part of it."""
         self.enter(self._phase)
+        self._inherit(state)
+        self._totals, self._node_totals = (dict.fromkeys(self._totals, 0.0) for _ in range(2))
+
+    def _inherit(self, state: dict[str, Any]) -> None:
         self._inherited = {phase: float(seconds) for phase, seconds in state["totals"].items()}
-        self._totals = dict.fromkeys(self._totals, 0.0)
+        # An older version has not counted nodes: there was one.
+        nodes = state.get("node_totals") or {**state["totals"], Phase.DOWN: 0.0}
+        self._inherited_nodes = {phase: float(seconds) for phase, seconds in nodes.items()}
 
 
 def goodput(totals: dict[str, float]) -> dict[str, float]:
     """Seconds by phase, their sum `wall` and `ratio`, the share of it spent in steps that were kept."""
     wall = sum(totals.values())
     return {**totals, "wall": wall, "ratio": totals[Phase.TRAIN] / wall if wall > 0 else 0.0}
+
+
+def bill(*, paid: float, kept: float, samples: int, price: float | None) -> dict[str, Any]:
+    """What was paid and kept, in node-seconds, and what it cost; None where no price is known.
+
+    Args:
+        samples: of the steps that were kept.
+        price: of a node for an hour.
+    """
+    cost = None if price is None else paid / 3600 * price
+    return {
+        "node_seconds": {"paid": paid, "kept": kept},
+        "kept_samples": samples,
+        "node_price": price,
+        "cost": cost,
+        "cost_per_million_samples": cost / samples * 1e6 if cost is not None and samples else None,
+    }
 
 
 def seconds_since_process_start() -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from elastic_train.runlog.goodput import bill
 from elastic_train.runlog.reader import read_all
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.training.state import state_sha256
@@ -87,6 +88,7 @@ def write_small_run(run_dir: Path) -> None:
         "wall_seconds": wall,
         "generations": 2,
         "goodput": {**phases, "wall": wall, "ratio": phases["train"] / wall},
+        "bill": bill(paid=7.5, kept=2.9, samples=LAST_STEP * 4, price=0.24),
         "incidents": [{**incident, "seconds": seconds}],
         "config": config,
     }

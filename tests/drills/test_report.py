@@ -84,6 +84,8 @@ def test_a_browser_shows_the_numbers_of_the_files(run_dir: Path) -> None:
     assert found["verdict"] == "PASS"
     assert found["goodput"] == f"{lost.ratio:.3f}"
     assert found["step"] == str(result["step"])
+    assert (found["paid"], found["kept"]) == ("8", "3")
+    assert found["cost"] == f"{result['bill']['cost_per_million_samples']:.2f}"
     assert found["generations"] == str(result["generations"])
     assert found["wall"] == f"{result['wall_seconds']:.2f} s"
     assert (found["recovered-0"], found["still-0"]) == ("0.55 s", "0.50 s")

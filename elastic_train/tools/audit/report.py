@@ -14,6 +14,7 @@ from typing import NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from elastic_train.errors import RunDirectoryError
+from elastic_train.observe.bill import figures_of_bill, newest_bill
 from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.tools.audit.audit import Audit
 from elastic_train.tools.audit.charts import Axis, nice_step, shared_length, short_number, thinned
@@ -95,6 +96,7 @@ def page(history: History, found: Audit) -> str:
             ("longest", "longest outage", _seconds(max((outage.seconds for outage in outages), default=None))),
             ("wall", "wall", _seconds(result.get("wall_seconds"))),
             ("accuracy", "test accuracy", "" if accuracy is None else f"{accuracy:.2%}"),
+            *figures_of_bill(newest_bill(result, history.events)),
         ),
         drill=drill,
         told=(drill.settings if drill else {}).get,

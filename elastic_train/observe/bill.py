@@ -1,0 +1,54 @@
+"""What a run has cost so far, and what it got for that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from elastic_train.runlog.goodput import bill
+from elastic_train.runlog.reader import Line, dict_of, float_of, time_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from elastic_train.training.state import TrainState
+
+
+def bill_of(state: TrainState, price: float | None) -> dict[str, Any]:
+    """Up to the newest committed step; `price` is of a node for an hour."""
+    paid, kept = state.clock.node_seconds()
+    return bill(paid=paid, kept=kept, samples=state.epoch * state.length + state.samples_done, price=price)
+
+
+def newest_bill(result: Line | None, events: Iterable[Line]) -> Line | None:
+    """Of result.json, else of the newest event that has one."""
+    told = max((line for line in events if dict_of(line, "bill")), key=time_of, default={})
+    return dict_of(result or {}, "bill") or dict_of(told, "bill") or None
+
+
+def describe_bill(told: Line | None) -> str | None:
+    """`7,200 node-seconds paid, 50% kept; 3.00 in all, 6.00 per million kept samples`; None where nothing was paid."""
+    seconds = dict_of(told or {}, "node_seconds")
+    paid, kept = float_of(seconds, "paid"), float_of(seconds, "kept")
+    if told is None or not paid or kept is None:
+        return None
+    cost, each = float_of(told, "cost"), float_of(told, "cost_per_million_samples")
+    text = f"{paid:,.0f} node-seconds paid, {kept / paid:.0%} kept"
+    text += "" if cost is None else f"; {_money(cost)} in all"
+    return text + ("" if each is None else f", {_money(each)} per million kept samples")
+
+
+def figures_of_bill(told: Line | None) -> tuple[tuple[str, str, str], ...]:
+    """(name, label, text) of what a page shows; an empty text where there is nothing to tell."""
+    seconds = dict_of(told or {}, "node_seconds")
+    paid, kept = float_of(seconds, "paid"), float_of(seconds, "kept")
+    each = float_of(told or {}, "cost_per_million_samples")
+    return (
+        ("paid", "node-seconds paid", "" if paid is None else f"{paid:,.0f}"),
+        ("kept", "node-seconds kept", "" if kept is None else f"{kept:,.0f}"),
+        ("cost", "per million kept samples", "" if each is None else _money(each)),
+    )
+
+
+def _money(amount: float) -> str:
+    """Two decimals, more of what is small."""
+    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.3g}"
