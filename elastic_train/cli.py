@@ -169,6 +169,8 @@ def _add_drill(commands: Commands) -> None:
     drill.add_argument("--every", type=float, metavar="SECONDS", help="a fault so often, drawn from --faults")
     drill.add_argument("--faults", metavar="NAME,...", help="draw from these (default: five in a row; see --list)")
     drill.add_argument("--scenario", type=Path, metavar="FILE", help="TOML with [[fault]] tables: at = SECONDS, name")
+    drill.add_argument("--trace", type=Path, metavar="FILE", help="CSV with node,from,to,notice,price: replay it")
+    drill.add_argument("--speed", type=float, metavar="N", help="seconds of the trace in one (default: 1)")
     drill.add_argument("--list", action="store_true", help="print the faults and what each does, and the jobs")
     drill.add_argument(
         "--nodes-as", choices=("auto", "processes", "namespaces"), default="auto",

@@ -64,7 +64,7 @@ def run_drill(arguments: argparse.Namespace) -> int:
         print("\n".join(list_faults()))
         return 0
     if may_use_namespaces(arguments):
-        become_root([Path.cwd(), *filter(None, (arguments.run_dir, arguments.scenario))])
+        become_root([Path.cwd(), *filter(None, (arguments.run_dir, arguments.scenario, arguments.trace))])
     for signum in (signal.SIGTERM, signal.SIGHUP):  # so that its nodes are ended
         if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup leaves it
             signal.signal(signum, lambda received, _frame: sys.exit(128 + received))

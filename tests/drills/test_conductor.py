@@ -16,7 +16,7 @@ from rich.console import Console
 from elastic_train.tools.audit.checks import CHECKS
 from elastic_train.tools.audit.record import FaultRecord, Record, read_drill
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
-from elastic_train.tools.drills.conductor import Conductor, _Pending
+from elastic_train.tools.drills.conductor import Conductor, Pending
 from elastic_train.tools.drills.drill import _Ends, _judge
 from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed
 from elastic_train.tools.drills.injection import Fault, Injection, NotStruck
@@ -98,7 +98,7 @@ def test_what_was_done_in_part_is_undone(tmp_path: Path, conductor: Conductor, e
     assert (found.struck_at, found.target, found.reason) == (None, "node1", str(error))
 
 
-def struck(conductor: Conductor, fault: Fault) -> _Pending:
+def struck(conductor: Conductor, fault: Fault) -> Pending:
     conductor._strike(0, PLANNED, fault)
     (pending,) = conductor._pending
     return pending

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from elastic_train.observe.bill import describe_bill
 from elastic_train.tools.audit.checks import CHECKS
 from elastic_train.tools.audit.finding import Found, Skip
 from elastic_train.tools.audit.history import History, mixed_branches, read_history
 from elastic_train.tools.audit.lost_time import lost_time, span_of
+from elastic_train.tools.audit.trace_bill import bill_of_run
 
 SHOWN_FINDINGS = 5
 
@@ -93,7 +95,7 @@ def _run(name: str, promise: str, check: Callable[[History], Found], history: Hi
 
 
 def describe(found: Audit, history: History) -> list[str]:
-    """Lines for a terminal: one for each check, and one for the goodput."""
+    """Lines for a terminal: one for each check, one for the goodput, and one for the bill."""
     width = max(len(check.name) for check in found.checks)
     lines = [
         f"{check.name:<{width}}  {check.verdict:<7}  {'broken: ' if check.verdict is CheckOutcome.FAIL else ''}"
@@ -106,7 +108,8 @@ def describe(found: Audit, history: History) -> list[str]:
         lines.append(
             f"{'goodput':<{width}}  {lost.ratio:<7.3f}  of {lost.wall:.1f} s {span_of(history)}; lost: {causes}"
         )
-    return lines
+    told = describe_bill(bill_of_run(history))
+    return lines if told is None else [*lines, f"{'bill':<{width}}  {told}"]
 
 
 def conclude(found: Audit) -> list[str]:

@@ -14,12 +14,13 @@ from typing import NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from elastic_train.errors import RunDirectoryError
-from elastic_train.observe.bill import figures_of_bill, newest_bill
+from elastic_train.observe.bill import figures_of_bill
 from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.tools.audit.audit import Audit
 from elastic_train.tools.audit.charts import Axis, nice_step, shared_length, short_number, thinned
 from elastic_train.tools.audit.history import History, PastWorld
 from elastic_train.tools.audit.lost_time import Outage, cause_of, lost_time, outages_of, span_of
+from elastic_train.tools.audit.trace_bill import bill_of_run
 from elastic_train.wording import count
 
 FILE = "report.html"
@@ -96,7 +97,7 @@ def page(history: History, found: Audit) -> str:
             ("longest", "longest outage", _seconds(max((outage.seconds for outage in outages), default=None))),
             ("wall", "wall", _seconds(result.get("wall_seconds"))),
             ("accuracy", "test accuracy", "" if accuracy is None else f"{accuracy:.2%}"),
-            *figures_of_bill(newest_bill(result, history.events)),
+            *figures_of_bill(bill_of_run(history)),
         ),
         drill=drill,
         told=(drill.settings if drill else {}).get,

@@ -37,7 +37,7 @@ class DrillFailed(ElasticTrainError):
 
 
 @dataclass
-class _Pending:
+class Pending:
     """A fault that has struck and is watched."""
 
     number: int
@@ -58,7 +58,9 @@ class Conductor:
         self._settings, self._cluster = settings, cluster
         self._record, self._timeline = record, timeline
         self._plan = list(enumerate(settings.plan))
-        self._pending: list[_Pending] = []
+        self._pending: list[Pending] = []
+        self._beginners = cluster.places
+        """those whose nodes are there before anything happens"""
         self._due_since: float | None = None
         self._zero = 0.0
         self._pace: float | None = None
@@ -76,26 +78,26 @@ class Conductor:
         self._finish()
 
     @property
-    def _open(self) -> list[_Pending]:
+    def _open(self) -> list[Pending]:
         return [pending for pending in self._pending if not pending.is_closed]
 
     def _start(self) -> None:
         cluster, say = self._cluster, self._timeline.say
         self._set_pace_by_rate(self._settings.job.steps_per_second)
         cluster.backend.start()
-        for place in cluster.places:
+        for place in self._beginners:
             cluster.start(place)
         deadline = time.monotonic() + START_LIMIT_SECONDS
-        while not (cluster.is_settled and len(cluster.inside) == len(cluster.places)):
+        while not (cluster.is_settled and len(cluster.inside) == len(self._beginners)):
             self._look()
             if not cluster.running:
                 raise DrillFailed(f"every node ended before the first step: {cluster.last_words()}{self._hint()}")
             if time.monotonic() > deadline:
                 raise DrillFailed(
-                    f"no world of {len(cluster.places)} nodes after {START_LIMIT_SECONDS:.0f} s; "
+                    f"no world of {len(self._beginners)} nodes after {START_LIMIT_SECONDS:.0f} s; "
                     f"the nodes' logs are in {self._record.path}{self._hint()}"
                 )
-        say(f"{len(cluster.places)} nodes train, step {cluster.watch.step}")
+        say(f"{len(self._beginners)} of {len(cluster.places)} nodes train, step {cluster.watch.step}")
 
     def _hint(self) -> str:
         """What a script may lack that trains elsewhere than in the drill's run directory, or not at all."""
@@ -182,13 +184,13 @@ class Conductor:
             may_take=[place.name for place in fault.may_take(injection)],
             struck_at=struck_at,
         )
-        self._pending.append(_Pending(number, planned, fault, injection, struck_at))
+        self._pending.append(Pending(number, planned, fault, injection, struck_at))
 
     def _skip(self, number: int, planned: Planned, reason: str, target: str = "") -> None:
         self._timeline.say(f"{planned.fault} did not strike: {reason}")
         self._record.fault("skipped", number, name=planned.fault, target=target, reason=reason)
 
-    def _follow(self, pending: _Pending) -> None:
+    def _follow(self, pending: Pending) -> None:
         fault, injection, watch = pending.fault, pending.injection, self._cluster.watch
         now = time.time()
         if fault.undo_after is not None and not pending.is_undone:
@@ -211,7 +213,7 @@ class Conductor:
                 pending, f"{injection.target} was not back {END_LIMIT_SECONDS:.0f} s after the others were through"
             )
 
-    def _undo(self, pending: _Pending) -> None:
+    def _undo(self, pending: Pending) -> None:
         """Once, whatever comes of it."""
         pending.is_undone = True
         if self._try_undo(pending.fault, pending.injection):
@@ -227,7 +229,7 @@ class Conductor:
             return False
         return True
 
-    def _fail(self, pending: _Pending, reason: str) -> None:
+    def _fail(self, pending: Pending, reason: str) -> None:
         """The job did not get over it; nor is it to get into the way of what comes next."""
         self._timeline.say(f"{pending.fault.name}: {reason}")
         self._record.fault("recovered", pending.number, seconds=None, reason=reason)

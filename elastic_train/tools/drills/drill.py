@@ -24,6 +24,7 @@ from elastic_train.tools.drills.faketime import NodeClocks
 from elastic_train.tools.drills.live import Timeline
 from elastic_train.tools.drills.network import Network, NetworkError
 from elastic_train.tools.drills.reference import ReferenceFailed, undisturbed
+from elastic_train.tools.drills.replay import Replay
 from elastic_train.tools.drills.schedule import Settings
 from elastic_train.world import host_name
 
@@ -94,6 +95,7 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
         standstill=settings.job.standstill,
         num_faults=len(settings.plan),
         plan=[{"at": planned.at, "fault": planned.fault} for planned in settings.plan],
+        **({} if settings.trace is None else settings.trace.as_json()),
         started=time.time(),
         host=host_name(),
         pid=os.getpid(),
@@ -120,7 +122,10 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
         timeline.say(f"run directory {settings.run_dir}")
         if settings.why_no_network is not None:
             timeline.say(f"no network namespaces, so that no node can lose its network: {settings.why_no_network}")
-        Conductor(settings, cluster, record, timeline).conduct()
+        if settings.trace is None:
+            Conductor(settings, cluster, record, timeline).conduct()
+        else:
+            Replay(settings, settings.trace, cluster, record, timeline).conduct()
         record.leftovers(cluster.leftovers())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import secrets
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from elastic_train.config import Config, parse, value_of
 from elastic_train.errors import UsageError
-from elastic_train.tools.drills.backends import Etcd3
+from elastic_train.tools.drills.backends import C10d, Etcd3
 from elastic_train.tools.drills.catalogue import FAULTS
 from elastic_train.tools.drills.jobs import BUNDLED_TASK, JOBS, PACED, DrillJob
 from elastic_train.tools.drills.network import Network
@@ -24,6 +25,7 @@ from elastic_train.tools.drills.schedule import (
     random_plan,
     read_scenario,
 )
+from elastic_train.tools.drills.trace import AvailabilityTrace, read_trace
 from elastic_train.training.own_flags import own_flags
 
 TASK_FLAGS = ("--task", "--dataset", "--model")
@@ -58,14 +60,20 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     if arguments.job is not None and not is_bundled:
         raise UsageError(f"--job {arguments.job}: is for the drill's own jobs; leave it out, or what you train")
     job = JOBS[arguments.job or PACED]
+    trace = trace_of(arguments)
+    if trace is not None:
+        arguments.nodes = len(trace.nodes)
     if arguments.nodes is None:
         arguments.nodes = job.num_nodes
     _check_numbers(arguments)
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     why_not = _why_no_network(arguments)
     has_network = may_use_namespaces(arguments) and why_not is None
-    plan = plan_of(arguments, seed, has_network)
-    last_step = num_steps(plan, job, is_long=bool(arguments.every or arguments.faults)) if is_bundled else None
+    if trace is not None and has_network and arguments.backend == C10d.name:
+        _require_first_node(arguments.trace, trace)
+    plan = plan_of(arguments, seed, has_network) if trace is None else trace.plan
+    is_long = bool(arguments.every or arguments.faults or trace)
+    last_step = num_steps(plan, job, is_long=is_long) if is_bundled else None
     flags = [*default_flags(program, last_step, job), *given]
     for word in given:
         if word.partition("=")[0] in OWNED_FLAGS:
@@ -91,7 +99,33 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         etcd_endpoint=arguments.rdzv_endpoint,
         program=program,
         job=job,
+        trace=trace,
     )
+
+
+def trace_of(arguments: argparse.Namespace) -> AvailabilityTrace | None:
+    """The trace that is to be replayed, if one is. Raises: UsageError."""
+    if arguments.trace is None:
+        if arguments.speed is not None:
+            raise UsageError(f"--speed {arguments.speed:g}: is of a trace: it goes with --trace FILE")
+        return None
+    for name in ("scenario", "faults", "every", "nodes"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"--trace says which nodes are there when: it goes without --{name}")
+    speed = 1.0 if arguments.speed is None else arguments.speed
+    if not 0 < speed < math.inf:
+        raise UsageError(f"--speed {speed:g}: must be a positive number: 60 makes a second of a minute")
+    return read_trace(arguments.trace, speed)
+
+
+def _require_first_node(path: Path, trace: AvailabilityTrace) -> None:
+    """Raises: UsageError where somebody else is to begin the job anew."""
+    for at, nodes in trace.new_beginnings:
+        if trace.nodes[0] not in nodes:
+            raise UsageError(
+                f"--trace {path}: all nodes are gone before {at:g}, and under c10d {nodes[0]} cannot begin the job "
+                f"anew, only {trace.nodes[0]}, the first: give --backend etcd3"
+            )
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:

@@ -8,10 +8,14 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elastic_train.errors import UsageError, first_line
 from elastic_train.tools.drills.jobs import JOBS, PACED, DrillJob
 from elastic_train.tools.drills.program import BUNDLED_PROGRAM, DrilledProgram
+
+if TYPE_CHECKING:
+    from elastic_train.tools.drills.trace import AvailabilityTrace
 
 DEFAULT_FAULTS = ("kill", "join", "hang", "stop", "kill-rank-0")
 LEAST_NODES = 1
@@ -55,6 +59,8 @@ class Settings:
     program: DrilledProgram = BUNDLED_PROGRAM
     job: DrillJob = JOBS[PACED]
     """of the bundled ones; a user's own goes by this one's limits"""
+    trace: AvailabilityTrace | None = None
+    """that is replayed; None where faults wait for one another"""
 
 
 def default_plan(seed: int, duration: float, num_nodes: int, sizes: Mapping[str, int]) -> list[Planned]:

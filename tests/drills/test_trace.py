@@ -1,0 +1,204 @@
+"""Availability traces: what a file may say, what a drill makes of it, and a real one that is replayed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_train.cli import main, make_parser
+from elastic_train.errors import UsageError
+from elastic_train.tools.audit.history import read_history
+from elastic_train.tools.audit.record import read_drill
+from elastic_train.tools.audit.trace_bill import bill_of_run, node_lives
+from elastic_train.tools.drills.drill_command import settings_of
+from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.schedule import Planned
+from elastic_train.tools.drills.trace import Act, AvailabilityTrace, Move, Stay, read_trace
+from tests.drills.test_drill import drill
+
+GOOD = """\
+node,from,to,notice,price
+a,100,,,0.40
+b,100,160,30,0.12
+c,130,190,0,0.12
+b,190,,0,0.12
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    return path
+
+
+def test_what_a_trace_does(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, GOOD), speed=10.0)
+    assert trace.nodes == ("a", "b", "c")
+    assert trace.first == (0, 1)
+    assert trace.moves == (
+        Move(3.0, Act.START, 2),
+        Move(3.0, Act.NOTICE, 1),
+        Move(6.0, Act.TAKE, 1, is_fault=False),
+        Move(9.0, Act.TAKE, 2),
+        Move(9.0, Act.START, 1),
+    )
+    assert trace.plan == [Planned(3.0, "join"), Planned(3.0, "stop"), Planned(9.0, "kill"), Planned(9.0, "join")]
+    assert trace.new_beginnings == []
+    assert [row["place"] for row in trace.as_json()["trace"]] == ["node1", "node2", "node3", "node2"]  # type: ignore[attr-defined]
+
+
+def test_notice_and_price_may_be_left_out(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, "to,node,from\n,a,0\n5,b,0\n"), speed=1.0)
+    assert trace.stays == (Stay("a", 0.0, float("inf")), Stay("b", 0.0, 5.0))
+
+
+HEAD = "node,from,to,notice,price\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "line 1: nothing: write a line with node,from,to"),
+        ("node,from\na,0\n", "line 1: node,from: write"),
+        ("node,from,to,cost\na,0,,1\n", "line 1: node,from,to,cost: write"),
+        (HEAD + "a,0,,0,1\nb,0,5s,0,1\n", "line 3: to = '5s' is no number of seconds: write 0 or more"),
+        (HEAD + "a,-1,,0,1\n", "line 2: from = '-1' is no number of seconds"),
+        (HEAD + "a,0,inf,0,1\n", "line 2: to = 'inf' is no number of seconds"),
+        (HEAD + "a,0,,0,cheap\n", "line 2: price = 'cheap' is no price: write 0 or more"),
+        (HEAD + "a,0\n", "line 2: it has not as many values as line 1 has names"),
+        (HEAD + "a,0,,0,1,2\n", "line 2: it has not as many values as line 1 has names"),
+        (HEAD + ",0,,0,1\n", "line 2: node is empty: write its name"),
+        (HEAD + "a,5,5,0,1\n", "line 2: to = 5 is not after from = 5: write a later one"),
+        (HEAD + "a,5,8,4,1\n", "line 2: notice = 4 is longer than the node is there"),
+        (HEAD + "a,5,,4,1\n", "line 2: notice = 4 is longer than the node is there, or it stays"),
+        (HEAD + "a,0,,0,1\n", "it has 1 nodes: a drill needs two"),
+        (HEAD + "a,0,,0,1\nb,0,5,0,\n", "some rows have a price and some none"),
+        (HEAD + "a,0,,0,1\nb,0,9,0,1\nb,8,,0,1\n", "b comes at 8 and is there until 9: end the earlier row before"),
+        (HEAD + "a,0,7,0,1\nb,0,9,0,1\n", "nobody is left after 9 s: leave one `to` empty"),
+        (HEAD + "a,0,,0,1\nb,0,,0,1\n", "nothing happens in it: write a row with `to`"),
+    ],
+)
+def test_what_it_may_not_say(tmp_path: Path, text: str, says: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UsageError) as caught:
+        read_trace(path, 1.0)
+    assert f"--trace {path}" in str(caught.value)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_trace(tmp_path / "none.csv", 1.0)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> AvailabilityTrace:
+    stays = [Stay("stays", 0.0, float("inf"))]
+    for name in ("a", "b", "c"):
+        times = sorted(draw(st.sets(st.integers(0, 50), max_size=8)))
+        for start, end in zip(times[::2], times[1::2], strict=False):
+            notice = draw(st.integers(0, end - start))
+            stays.append(Stay(name, float(start), float(end), float(notice)))
+    return AvailabilityTrace(tuple(sorted(stays, key=lambda stay: stay.start)), draw(st.sampled_from([0.5, 1.0, 7.0])))
+
+
+@given(traces())
+def test_nobody_starts_twice_or_goes_unstarted(trace: AvailabilityTrace) -> None:
+    running = set(trace.first)
+    times = [move.at for move in trace.moves]
+    assert times == sorted(times)
+    for move in trace.moves:
+        if move.act is Act.START:
+            assert move.place not in running
+            running.add(move.place)
+        else:
+            assert move.place in running
+            running -= {move.place} if move.act is Act.TAKE else set()
+    assert running == {trace.nodes.index("stays")}
+    assert trace.new_beginnings == []
+
+
+def test_a_job_that_all_have_left(tmp_path: Path) -> None:
+    text = "node,from,to\na,0,10\nb,0,20\nb,30,\na,40,\n"
+    trace = read_trace(write(tmp_path, text), 1.0)
+    assert trace.new_beginnings == [(30.0, ["b"])]
+    words = ["drill", "--trace", str(tmp_path / "trace.csv"), "--run-dir", str(tmp_path / "run")]
+    assert settings_of(make_parser().parse_args([*words, "--nodes-as", "processes"])).trace is not None
+    if Network.why_not() is None:
+        with pytest.raises(UsageError, match="under c10d b cannot begin the job anew, only a, the first"):
+            settings_of(make_parser().parse_args(words))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--speed", "2"], "--speed 2: is of a trace: it goes with --trace FILE"),
+        (["--trace", "FILE", "--speed", "0"], "--speed 0: must be a positive number"),
+        (["--trace", "FILE", "--nodes", "3"], "--trace says which nodes are there when: it goes without --nodes"),
+        (["--trace", "FILE", "--faults", "kill"], "it goes without --faults"),
+    ],
+)
+def test_flags_that_do_not_go_with_it(
+    tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, GOOD)
+    given_words = [str(path) if word == "FILE" else word for word in words]
+    assert main(["drill", "--nodes-as", "processes", *given_words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_lives_of_the_nodes() -> None:
+    lines = [
+        {"what": what, "node": node, "time": float(time)}
+        for what, node, time in (
+            ("started", "node1", 0), ("started", "node2", 1), ("worker", "node2", 2), ("ended", "node2", 11),
+            ("started", "node2", 20), ("ended", "node2", 25), ("ended", "node1", 30),
+        )
+    ]  # fmt: skip
+    assert node_lives(lines) == [("node2", 0, 10.0), ("node2", 1, 5.0), ("node1", 0, 30.0)]
+
+
+def replayed(cwd: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+    path = write(cwd, text)
+    return drill(cwd, "--trace", str(path), "--seed", "5", *words, timeout=600)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_trace_is_replayed(tmp_path: Path) -> None:
+    """A node that is noticed, one that is killed, one that comes back: nothing is lost, and each costs its own."""
+    done = replayed(tmp_path, GOOD, "--speed", "2", "--nodes-as", "processes")
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = read_drill(tmp_path / "run")
+    assert record is not None
+    assert [fault.name for fault in record.faults] == ["join", "stop", "kill", "join"]
+    assert [round(fault.struck_at - record.faults[0].struck_at) for fault in record.faults] == [0, 0, 30, 30]  # type: ignore[operator]
+    history = read_history(tmp_path / "run")
+    told = bill_of_run(history)
+    assert told is not None
+    lives = node_lives(record.nodes)
+    assert len(lives) == 4, "every start has its end"
+    prices = {"node1": 0.40, "node2": 0.12, "node3": 0.12}
+    assert told["cost"] == pytest.approx(sum(prices[node] * seconds / 3600 for node, _, seconds in lives))
+    assert told["kept_samples"] == history.last_step * 64
+    assert f"{told['node_seconds']['paid']:,.0f} node-seconds paid" in done.stdout
+    assert not [incident for incident in json.loads((tmp_path / "run" / "result.json").read_text())["incidents"]
+                if incident["committed_steps_lost"]]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_trace_in_which_everybody_goes(tmp_path: Path) -> None:
+    """Without notice: all goes on from the newest snapshot, with a new first node."""
+    text = "node,from,to,notice\na,0,20,0\nb,0,22,0\nb,24,,0\na,30,,0\n"
+    done = replayed(tmp_path, text, "--nodes-as", "processes")
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = read_drill(tmp_path / "run")
+    assert record is not None
+    assert [fault.name for fault in record.faults] == ["kill", "kill-all", "join", "join"]
