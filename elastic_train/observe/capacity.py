@@ -103,4 +103,4 @@ def _nodes_of(world: list[Line]) -> tuple[int, int]:
 def _is_noticed(worker: WorkerLines) -> bool:
     """Whether the newest notice to its node stands."""
     notices = [line for line in worker.lines if line["event"] == "notice"]
-    return bool(notices) and not notices[-1].get("withdrawn")
+    return bool(notices) and notices[-1].get("state") not in ("withdrawn", "left")

@@ -59,10 +59,10 @@ def test_who_waits_and_is_gone(files: Files, alive: bool | None, age: float, wai
 
 def test_nodes_that_may_be_taken(files: Files) -> None:
     first, second, third = inside(files, num_nodes=3)
-    first.write("notice", NOW - 9, certain=True)
-    second.write("notice", NOW - 9, certain=False)
-    third.write("notice", NOW - 9, certain=True)
-    third.write("notice", NOW - 8, certain=True, withdrawn=True)
+    first.write("notice", NOW - 9, state="given")
+    second.write("notice", NOW - 9, state="given")
+    third.write("notice", NOW - 9, state="given")
+    third.write("notice", NOW - 8, state="withdrawn")
     assert read(files).capacity.may_be_taken == 2
     assert dict(describe(read(files), NOW))["nodes"] == "3 train, 2 more wanted, 2 may be taken away"
     first.write("done", NOW - 1, outcome="stopped")
