@@ -165,6 +165,22 @@ class SlurmCluster:
             check=False,
         )
 
+    @contextlib.contextmanager
+    def running(
+        self, command: Sequence[str], cwd: Path, log: Path, env: dict[str, str]
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """A program on the controller's network; it is killed at the end, where it still runs."""
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [*dying_with_parent(), *self.network.hub_prefix(), *command],
+                cwd=cwd, env=self._environment | env, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            )  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait(10)
+
     def submit(self, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> str:
         """`elastic-train submit slurm ARGUMENTS`; the job's id."""
         said = self.run([sys.executable, "-m", "elastic_train.cli", "submit", "slurm", *arguments], cwd, env)

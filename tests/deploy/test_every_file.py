@@ -12,6 +12,7 @@ from tests.deploy.tools import DEPLOY
 
 CHECKED_BY = {
     r".*\.ya?ml": "yamllint, and its own schema",
+    r"slurm/autoscale\.py": "test_autoscale.py, and a real SLURM",
     r"slurm/\w+\.sbatch": "shellcheck, and a real SLURM",
     r"docker/Dockerfile(\.dockerignore)?": "hadolint",
     r"monitoring/dashboard\.json": "test_monitoring.py",

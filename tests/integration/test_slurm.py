@@ -68,15 +68,15 @@ class Site:
     def __init__(self, path: Path, slurm: SlurmCluster) -> None:
         self.path, self.slurm = path, slurm
         self.run_dir = path / "run"
-        self._pace = path / "pace"
+        self.pace = path / "pace"
         self.set_pace(SLOW)
 
     def set_pace(self, seconds: float) -> None:
-        set_pace(self._pace, seconds)
+        set_pace(self.pace, seconds)
 
     def submit(self, *arguments: str) -> str:
         given = ["--run-dir", str(self.run_dir), "--setup", self.setup(), "--cpus-per-task", "1"]
-        return self.slurm.submit(*given, *arguments, "--", *FLAGS, cwd=self.path, env={PACE_VARIABLE: str(self._pace)})
+        return self.slurm.submit(*given, *arguments, "--", *FLAGS, cwd=self.path, env={PACE_VARIABLE: str(self.pace)})
 
     def setup(self) -> str:
         programs = programs_folder(self.path)
@@ -254,6 +254,37 @@ def test_an_array_of_nodes_and_a_job_that_joins(site: Site, undisturbed_hash: st
         site.wait_for_world(3, without="node1", after=generation)
         site.finish(first, f"{array}_1", joining)
         site.check(undisturbed_hash)
+
+
+def test_an_autoscaler_keeps_a_run_at_its_most_nodes(site: Site, undisturbed_hash: str) -> None:
+    """From nothing to three nodes, each a job of its own; one is cancelled and replaced; no job is left at the end."""
+    with etcd_running(site) as endpoint:
+        given = [
+            "--no-check", "--nodes", "1:3", "--allocate", "1", "--name", "shared", "--etcd", endpoint, "--workers", "1",
+            "--sbatch", "exclusive", "--run-dir", str(site.run_dir), "--setup", site.setup(), "--cpus-per-task", "1",
+        ]  # fmt: skip
+        words = [sys.executable, "-m", "elastic_train.cli", "submit", "slurm", "--dry-run", *given, "--", *FLAGS]
+        (site.path / "node.sbatch").write_text(site.slurm.run(words, site.path))
+        log = site.path / "autoscale.log"
+        with site.slurm.running(autoscaler(site), site.path, log, env={PACE_VARIABLE: str(site.pace)}) as scaler:
+            site.wait_for_world(3)
+            jobs = site.slurm.run(["squeue", "--noheader", "--format=%i", "--name=run-node"]).split()
+            assert len(jobs) == 3
+            generation = max(event["generation"] for event in events(site.run_dir, "world"))
+            site.set_pace(CRAWL)
+            site.slurm.run(["scancel", jobs[1]])
+            site.wait_for_world(3, after=generation + 1)
+            site.set_pace(0.0)
+            assert scaler.wait(TRAINS) == 0, log.read_text()
+        assert site.slurm.run(["squeue", "--noheader"]) == ""
+        assert log.read_text().count("Submitted batch job") == 4
+        assert log.read_text().splitlines()[-1] == f"finished: {site.run_dir}"
+        site.check(undisturbed_hash)
+
+
+def autoscaler(site: Site) -> list[str]:
+    script = Path(__file__).parents[2] / "deploy" / "slurm" / "autoscale.py"
+    return [sys.executable, str(script), str(site.run_dir), "node.sbatch", "--every", "2"]
 
 
 def test_the_time_of_one_job_of_an_array_is_over(site: Site, undisturbed_hash: str) -> None:

@@ -1,0 +1,75 @@
+"""Keeps a run at the most nodes of its --nnodes on SLURM: one job for each node, submitted and cancelled as it wants.
+
+    elastic-train submit slurm --nodes 1:4 --allocate 1 --name RUN --etcd ... --run-dir DIR --dry-run > node.sbatch
+    python autoscale.py DIR node.sbatch
+
+Runs on a login node until the run has finished or failed. Nothing is lost where it ends: start it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+OVER = ("finished", "failed")
+
+
+def decide(status: Mapping[str, Any] | None, jobs: Sequence[tuple[str, str]]) -> tuple[int, list[str]]:
+    """(how many jobs to submit, which to cancel).
+
+    Args:
+        status: of the run, by `elastic-train status --json`; None before it has begun.
+        jobs: (id, SLURM's state) of each, oldest first.
+    """
+    pending = [job for job, state in jobs if state == "PENDING"]
+    if status is None:  # one begins it, and says how many there may be
+        return (0 if jobs else 1), []
+    most, wanted = status["capacity"]["max_nodes"] or 0, status["capacity"]["wanted"]
+    if not jobs and status["state"] not in OVER:
+        wanted = most  # who is silent is gone: SLURM knows
+    return max(0, min(wanted - len(pending), most - len(jobs))), pending[wanted:]
+
+
+def read_status(run_dir: Path) -> dict[str, Any] | None:
+    command = [sys.executable, "-m", "elastic_train.cli", "status", str(run_dir), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0 and run_dir.exists() and (run_dir / "events").exists():
+        print(done.stderr, file=sys.stderr, end="")
+    return json.loads(done.stdout) if done.returncode == 0 else None
+
+
+def read_jobs(name: str) -> list[tuple[str, str]]:
+    command = ["squeue", "--me", "--noheader", "--sort=i", "--format=%i %T", f"--name={name}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [(job, state) for job, state in map(str.split, done.stdout.splitlines())]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Keep a run on SLURM at the most nodes of its --nnodes.")
+    parser.add_argument("run_dir", type=Path, help="the run's, on storage that this machine sees")
+    parser.add_argument("script", type=Path, help="a batch script for one node that joins the run")
+    parser.add_argument("--every", type=float, default=15.0, metavar="SECONDS", help="between two looks (default: 15)")
+    arguments = parser.parse_args()
+    name = f"{arguments.run_dir.resolve().name}-node"
+    while True:
+        status, jobs = read_status(arguments.run_dir), read_jobs(name)
+        if status is not None and status["state"] in OVER and not jobs:
+            print(f"{status['state']}: {arguments.run_dir}", flush=True)
+            return
+        num_new, surplus = decide(status, jobs)
+        for _ in range(num_new):
+            subprocess.run(["sbatch", f"--job-name={name}", str(arguments.script)], check=True)
+        if surplus:
+            print(f"cancelled: {' '.join(surplus)}", flush=True)
+            subprocess.run(["scancel", *surplus], check=True)
+        time.sleep(arguments.every)
+
+
+if __name__ == "__main__":
+    main()

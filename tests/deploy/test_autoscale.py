@@ -1,0 +1,72 @@
+"""What deploy/slurm/autoscale.py submits and cancels; tests/integration/test_slurm.py runs it on a real SLURM."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_train.observe.metrics import Metrics
+from tests.deploy.tools import DEPLOY
+
+SPEC = importlib.util.spec_from_file_location("autoscale", DEPLOY / "slurm" / "autoscale.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+AUTOSCALE: Any = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(AUTOSCALE)
+
+
+def status(wanted: int, most: int | None = 4, state: str = "running") -> dict[str, Any]:
+    return {"state": state, "capacity": {"wanted": wanted, "max_nodes": most}}
+
+
+RUNS, WAITS = "RUNNING", "PENDING"
+
+
+@pytest.mark.parametrize(
+    ("told", "states", "submits", "cancels"),
+    [
+        (None, [], 1, 0),
+        (None, [WAITS], 0, 0),
+        (status(3), [RUNS], 3, 0),
+        (status(3), [RUNS, RUNS, WAITS, WAITS], 0, 0),  # two import torch still
+        (status(1), [RUNS] * 3, 1, 0),
+        (status(0), [RUNS] * 4, 0, 0),
+        (status(0), [RUNS, RUNS, RUNS, WAITS], 0, 1),  # somebody has joined by hand
+        (status(0, state="finished"), [RUNS, WAITS, WAITS], 0, 2),
+        (status(0, state="finished"), [], 0, 0),
+        (status(4, state="stopped"), [], 4, 0),
+        (status(1, state="silent"), [], 4, 0),  # all were taken away
+        (status(0, most=None), [RUNS], 0, 0),
+    ],
+)
+def test_decisions(told: dict[str, Any] | None, states: list[str], submits: int, cancels: int) -> None:
+    jobs = [(str(number), state) for number, state in enumerate(states)]
+    new, surplus = AUTOSCALE.decide(told, jobs)
+    assert (new, len(surplus)) == (submits, cancels)
+    assert set(surplus) <= {job for job, state in jobs if state == WAITS}
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.lists(st.sampled_from([RUNS, WAITS]), max_size=12))
+def test_there_are_never_more_jobs_than_nodes_may_be(most: int, present: int, states: list[str]) -> None:
+    jobs = [(str(number), state) for number, state in enumerate(states)]
+    new, surplus = AUTOSCALE.decide(status(max(0, most - present), most), jobs)
+    assert not new or len(jobs) + new <= most
+    assert not (new and surplus), "what is submitted is not cancelled at once"
+
+
+def test_the_manifest_of_keda_is_yaml_and_asks_for_a_metric_that_there_is() -> None:
+    """No more is checked: its schema is not there, as the page says."""
+    yaml = pytest.importorskip("yaml")
+    page = (DEPLOY / "kubernetes" / "README.md").read_text()
+    assert "None of this has been run" in page
+    manifest = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
+    assert manifest["kind"] == "ScaledJob"
+    (trigger,) = manifest["spec"]["triggers"]
+    (name,) = re.findall(r"elastic_train_(\w+)", trigger["metadata"]["query"])
+    assert f'"{name}"' in inspect.getsource(Metrics.collect)
