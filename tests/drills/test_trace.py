@@ -19,6 +19,7 @@ from elastic_train.tools.drills.drill_command import settings_of
 from elastic_train.tools.drills.network import Network
 from elastic_train.tools.drills.schedule import Planned
 from elastic_train.tools.drills.trace import Act, AvailabilityTrace, Move, Stay, read_trace
+from tests.drills.small_run import mark_as_drill, write_lines
 from tests.drills.test_drill import drill
 
 GOOD = """\
@@ -162,6 +163,30 @@ def test_the_lives_of_the_nodes() -> None:
         )
     ]  # fmt: skip
     assert node_lives(lines) == [("node2", 0, 10.0), ("node2", 1, 5.0), ("node1", 0, 30.0)]
+
+
+def test_each_node_costs_its_own(run_dir: Path) -> None:
+    """By the prices of its rows, and not by the one that the run was told."""
+    own = bill_of_run(read_history(run_dir))
+    assert own is not None
+    assert own["node_price"] == 0.24
+    stays = [{"place": "node1", "price": 36.0}, {"place": "node2", "price": 3.6}, {"place": "node2", "price": 0.0}]
+    mark_as_drill(run_dir, trace=stays, speed=1.0)
+    write_lines(
+        run_dir / "drill" / "nodes.jsonl",
+        [
+            {"what": what, "node": node, "time": float(time)}
+            for what, node, time in (
+                ("started", "node1", 0), ("started", "node2", 0), ("ended", "node2", 10), ("started", "node2", 20),
+                ("ended", "node2", 25), ("ended", "node1", 30),
+            )
+        ],
+    )  # fmt: skip
+    told = bill_of_run(read_history(run_dir))
+    assert told is not None
+    assert told["node_seconds"] == {"paid": 45.0, "kept": own["node_seconds"]["kept"]}
+    assert told["cost"] == pytest.approx(30 * 0.01 + 10 * 0.001)
+    assert told["cost_per_million_samples"] == pytest.approx(told["cost"] / own["kept_samples"] * 1e6)
 
 
 def replayed(cwd: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:

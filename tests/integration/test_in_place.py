@@ -96,6 +96,10 @@ def check_run(cluster: Cluster, steps: int, batch: int = BATCH, in_hand: int | N
     assert sum(v for k, v in end["goodput"].items() if k not in ("wall", "ratio")) == pytest.approx(
         end["wall_seconds"], abs=0.05
     )
+    epochs, in_epoch = divmod(steps, -(-LENGTH // batch))
+    assert end["bill"]["kept_samples"] == epochs * LENGTH + in_epoch * batch
+    assert end["bill"]["node_seconds"]["paid"] >= end["wall_seconds"] - end["goodput"]["down"] - 0.05, "one at least"
+    assert end["bill"]["node_seconds"]["kept"] >= end["goodput"]["train"] - 0.05
     return end
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import urllib.error
 import urllib.request
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastic_train.observe.status import read_status
 from elastic_train.tools.drills.nodes import free_port
 from tests.integration.cluster import Cluster, wait_until
 from tests.integration.test_in_place import start_world
@@ -37,6 +39,11 @@ def test_the_endpoint_outlives_the_node_that_had_it(cluster: Cluster) -> None:
     assert before["elastic_train_max_nodes"] == 2
     assert before["elastic_train_step"] > 0
     assert 0 < before["elastic_train_goodput_ratio"] < 1
+    assert (before["elastic_train_training_nodes"], before["elastic_train_wanted_nodes"]) == (2, 0)
+    told = read_status(cluster.run_dir, time.time())
+    assert (told.capacity.train, told.capacity.wanted, told.capacity.max_nodes) == (2, 0, 2)
+    assert told.bill is not None
+    assert told.bill["node_seconds"]["paid"] > 0
     (victim,) = [node for node in nodes if node.listens_at(port)]
     victim.kill()
     after = wait_until(
@@ -49,5 +56,8 @@ def test_the_endpoint_outlives_the_node_that_had_it(cluster: Cluster) -> None:
         PATIENCE,
     )
     assert after["elastic_train_members"] == 1
+    assert (after["elastic_train_training_nodes"], after["elastic_train_wanted_nodes"]) == (1, 1)
+    told = read_status(cluster.run_dir, time.time())
+    assert (told.capacity.train, told.capacity.could_train, told.capacity.wanted) == (1, 1, 1)
     assert after["elastic_train_generation"] > before["elastic_train_generation"]
     assert 0 < after["elastic_train_last_recovery_seconds"] < PATIENCE
