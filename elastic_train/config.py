@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from elastic_train.errors import UsageError
+from elastic_train.preemption import notices_flag
 from elastic_train.snapshot_interval import interval_of, steps_or_text
-from elastic_train.wording import unrecognized
+from elastic_train.wording import nearest_multiples, unrecognized
 
 DOWNLOADABLE = ("mnist", "fashion-mnist", "cifar10")
 IS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -182,6 +183,8 @@ class NodeFlags:
     """seconds to wait for all members when a world forms: for imports, and for the state that one reads or sends"""
     min_nodes: int | None = at_least(1, None)
     """fewer nodes than this wait for others instead of training; default: from --nnodes"""
+    notices: str = "off"
+    """who may say that this node goes away: off, auto, aws, gcp, azure, kubernetes, slurm, file:PATH or a URL"""
     store_endpoint: str | None = None
     """HOST:PORT of the rendezvous, where it cannot be found out from torchrun's own flags"""
     local_rank: int | None = None
@@ -203,6 +206,7 @@ class NodeFlags:
         """Raises: UsageError: names the flag, its value and what would work."""
         if self.metrics_port is not None and not 1 <= self.metrics_port <= 65535:
             raise UsageError(f"--metrics-port {self.metrics_port}: must be a port, 1 to 65535")
+        notices_flag(self.notices)
         for name in ("prefetch_factor", "multiprocessing_context"):
             if self.num_workers == 0 and (value := getattr(self, name)) is not None:
                 raise UsageError(f"{flag(name)} {value} is for DataLoader processes: give --num-workers, 1 at least")
@@ -376,12 +380,6 @@ def check_own_flags(own_flags: type, ours: Collection[str]) -> None:
 def max_world_size(config: Config) -> int:
     """How many workers a step has work for: one for each virtual rank, in fast mode one for each sample."""
     return config.virtual_ranks if config.reduction == "ordered" else config.global_batch_size
-
-
-def nearest_multiples(value: int, divisor: int) -> list[int]:
-    """The multiples of `divisor` next to `value`, below and above, without zero."""
-    below = value // divisor * divisor
-    return [m for m in (below, below + divisor) if m > 0]
 
 
 def flag(field_name: str) -> str:

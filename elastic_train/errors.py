@@ -203,10 +203,10 @@ class JobFinished(ElasticTrainError):
 
 
 class Stopped(ElasticTrainError):
-    """SIGTERM or SIGINT told this worker to stop before it had anything to save."""
+    """SIGTERM, SIGINT or a notice told this worker to stop before it had anything to save."""
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
+    def __init__(self, signum: int, why: str | None = None) -> None:
+        super().__init__(f"stopped by {why or signal.Signals(signum).name}")
         self.exit_code = 128 + signum
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: finish the step in hand, save, leave."""
+"""SIGTERM, SIGINT, or a notice that the node goes away: finish the step in hand, save, leave."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from elastic_train.errors import Stopped
+from elastic_train.preemption import SHORTEST_SECONDS, PreemptionNotice
 
 GRACE_SECONDS = 3.0
 """people, and schedulers, stop nodes one after the other, and on a busy machine an agent passes the signal on late"""
@@ -51,6 +52,13 @@ class StopSignal:
         self._wakeup: socket.socket | None = None
         self._wakeup_before = -1
         self._is_uninstalled = threading.Event()
+        self._notice: PreemptionNotice | None = None
+        self._noticed_at = 0.0
+        self._notice_timer: threading.Timer | None = None
+        self._settled_notice: PreemptionNotice | None = None
+        self.is_settled = False
+        """this worker leaves: a notice is not taken back any more"""
+        self._late_lock = threading.Lock()
 
     def install(self) -> None:
         """Call from the main thread."""
@@ -67,6 +75,7 @@ class StopSignal:
             signal.signal(signum, handler)
         self._is_uninstalled.set()
         self.when_late = lambda _seconds: None  # it may refer to a model
+        self._set_timer(None)
         self._be_deaf()
 
     def _be_deaf(self) -> None:
@@ -82,7 +91,7 @@ class StopSignal:
                 if self._heard is None and numbers[0] in SIGNALS:
                     self._heard = numbers[0]
                     if not self._is_uninstalled.wait(self._late_after) and self._is_ours(numbers[0]):
-                        self.when_late(self._hopeless_after - self._late_after)
+                        self._be_late(self._hopeless_after - self._late_after)
 
     def _is_ours(self, signum: int) -> bool:
         """Else the program handles this signal itself by now."""
@@ -95,9 +104,58 @@ class StopSignal:
             self._requested_at = time.monotonic()
             self.signum = signum
 
+    def give_notice(self, notice: PreemptionNotice, seconds_left: float) -> None:
+        """As a signal, but with the time that the notice leaves: half of it is for ending steps, as of a signal's. From
+        any thread; a later notice replaces an earlier one."""
+        seconds = seconds_left if seconds_left > 0 else SHORTEST_SECONDS  # it is over: their clock may be another one
+        late_after, hopeless_after = (seconds * part / SHORTEST_SECONDS for part in (LATE_SECONDS, HOPELESS_SECONDS))
+        if self._notice is None:
+            self._noticed_at = time.monotonic()
+        self._notice = notice
+        self._set_timer(threading.Timer(late_after, self._be_late, [hopeless_after - late_after]))
+
+    def withdraw_notice(self) -> bool:
+        """The notice holds no more. Returns whether that is in time: this worker does not leave yet."""
+        if self.is_settled:
+            return False
+        self._notice = None
+        self._set_timer(None)
+        return True
+
+    def _set_timer(self, timer: threading.Timer | None) -> None:
+        if self._notice_timer is not None:
+            self._notice_timer.cancel()
+        self._notice_timer = timer
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
+
+    def _be_late(self, seconds: float) -> None:
+        with self._late_lock:  # a signal may follow a notice
+            self.when_late(seconds)
+
+    def settle(self) -> None:
+        """This worker leaves, whatever becomes of a notice, and though a signal may follow: its agent's, once another
+        worker of the node has left."""
+        if not self.is_settled:
+            self._settled_notice, self.is_settled = self.notice, True
+
+    @property
+    def notice(self) -> PreemptionNotice | None:
+        """Why this worker was told to stop, where that was a notice and no signal."""
+        if self.is_settled:
+            return self._settled_notice
+        return self._notice if self.signum is None and self._heard is None else None
+
+    @property
+    def why(self) -> str:
+        """For people: a signal's name, or whose notice it was."""
+        notice = self.notice
+        return self.cause.name if notice is None else f"a notice ({notice.described})"
+
     @property
     def is_requested(self) -> bool:
-        return self.signum is not None
+        return self.signum is not None or self._notice is not None
 
     @property
     def cause(self) -> signal.Signals:
@@ -110,9 +168,10 @@ class StopSignal:
         The signals of one stop reach the workers up to some seconds apart. So a worker that was told to
         stop trains on for GRACE_SECONDS; if not everybody has been told by then, it is a stop of this node alone.
         """
-        if self.signum is None:
+        if not self.is_requested:
             return 0, 0
-        return 1, int(time.monotonic() - self._requested_at > GRACE_SECONDS)
+        since = self._requested_at if self._notice is None else self._noticed_at
+        return 1, int(time.monotonic() - since > GRACE_SECONDS)
 
     def check(self) -> None:
         """For waits outside of a step.
@@ -120,8 +179,9 @@ class StopSignal:
         Raises:
             Stopped: this worker was told to stop.
         """
-        if self.signum is not None:
-            raise Stopped(self.signum)
+        if self.is_requested:
+            self.settle()
+            raise Stopped(self.cause, self.why)
 
 
 def die_with_parent() -> None:

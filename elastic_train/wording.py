@@ -58,3 +58,9 @@ def human_bytes(count: int) -> str:
         if value >= 1000:
             value, unit = value / 1000, larger
     return f"{value:.1f} {unit}"
+
+
+def nearest_multiples(value: int, divisor: int) -> list[int]:
+    """The multiples of `divisor` next to `value`, below and above, without zero."""
+    below = value // divisor * divisor
+    return [m for m in (below, below + divisor) if m > 0]

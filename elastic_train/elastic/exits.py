@@ -93,35 +93,40 @@ class Exits:
     def stop(self, world: World) -> int:
         """Everybody was told to stop, at this very step: save, so that the next start goes on from here."""
         state = self._worker.state
+        self._worker.stop.settle()
         set_group_timeout(GROUP_TIMEOUT)
+        started = time.monotonic()
         if self._saver.is_last_writer(world):
             self._saver.save_and_wait(state)
         self._saver.wait()
+        save_seconds = time.monotonic() - started
         self._files.leave_bucket(world)
         barrier()  # nobody's agent may end a node whose leader is still writing
         self._membership.watcher.leave()
         self._membership.barriers.end_together(world)
-        return self._say_stopped()
+        return self._say_stopped(save_seconds)
 
     def stop_between_worlds(self, world: World) -> int:
         """Told to stop between two worlds: no process group to agree with anybody, so each node keeps what it has."""
+        started = time.monotonic()
         self._saver.enter(world)
         if world.is_first_of_node:
             with suppress(OwnershipLost):  # the others may be a generation further
                 self._saver.save_and_wait(self._worker.state)
                 self._saver.wait()
-        return self._say_stopped()
+        return self._say_stopped(time.monotonic() - started)
 
     def leave(self, world: World) -> int:
         """This node alone was told to stop; the step in hand is committed and the others have the state."""
         worker = self._worker
+        worker.stop.settle()
         try:
             self._membership.leave(world, "stopped")
         except StoreUnreachable as error:  # then the others lose it as a peer
             worker.reporter.warn(f"{error}; the others are not told that this worker leaves")
         with suppress(OwnershipLost):  # the others may be a generation further
             self._saver.wait()
-        worker.reporter.events.write("signal", signal=worker.stop.cause.name)
+        self._write_why()
         worker.reporter.events.write("done", outcome="stopped")
         what = "a spare" if world.is_spare else f"rank {world.rank}"
         worker.reporter.speak(f"{what} leaves at step {worker.state.step}; the others go on")
@@ -130,30 +135,40 @@ class Exits:
     def stop_late(self, world: World) -> int:
         """Told to stop, and no commit comes in time. Not on the training thread, which has lost the state's lock: the
         last commit is saved, by each node for itself, for nobody knows who else was told."""
-        state = self._worker.state
+        state, started = self._worker.state, time.monotonic()
         if state.is_step_open:
             state.clock.reassign(time.monotonic() - self._trainer.step_started, Phase.TRAIN, Phase.LOST)
         if world.is_first_of_node and state.step > 0:
             with suppress(OwnershipLost):  # the others may be a generation further
                 self._saver.save_beside(state)
         self._files.leave_bucket_alone(world)
-        code = self._say_stopped()
+        code = self._say_stopped(time.monotonic() - started)
         with suppress(StoreUnreachable):  # then the others lose it as a peer
             self._membership.leave(world, "stopped late")
         return code
 
-    def _say_stopped(self) -> int:
+    def _say_stopped(self, save_seconds: float) -> int:
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
-        cause = worker.stop.cause
-        reporter.events.write("signal", signal=cause.name)
+        self._write_why(save_seconds=save_seconds)
         reporter.events.write("done", outcome="stopped")
-        what = f"stopped by {cause.name}"
+        what = f"stopped by {worker.stop.why}"
         reporter.say_for_node(f"{what} at step {state.step}")
         reporter.say(
             f"{what} at step {state.step} (epoch {state.epoch + 1} of {worker.config.epochs}, {state.samples_done} of "
             f"{state.length} samples); the same command continues from here"
         )
-        return 128 + cause
+        return 128 + worker.stop.cause
+
+    def _write_why(self, **fields: float) -> None:
+        """The signal, or the notice, by which this worker ends, and how long it had left."""
+        reporter, notice = self._worker.reporter, self._worker.stop.notice
+        if notice is None:
+            reporter.events.write("signal", signal=self._worker.stop.cause.name)
+            return
+        left = None if notice.deadline is None else notice.deadline - time.time()
+        reporter.events.write("notice", state="left", seconds_left=left, **notice.to_fields(), **fields)
+        if left is not None and left < 0:
+            reporter.warn(f"this node's deadline was {-left:.1f} s ago, by its own clock ({notice.described})")
 
     def save_for_next_start(self, world: World) -> str:
         """The last commit, each node for itself: nobody knows who lives. Returns what a person should do next."""

@@ -47,7 +47,7 @@ class LateStop:
         if not state.lock.take_away(seconds):
             if not state.is_whole:
                 reporter.warn(
-                    f"told to stop by {self._worker.stop.cause.name}, and the state is between the optimizer's step "
+                    f"told to stop by {self._worker.stop.why}, and the state is between the optimizer's step "
                     f"and the commit of step {state.step + 1}: it is not saved before that commit"
                 )
             return

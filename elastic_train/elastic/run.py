@@ -16,6 +16,7 @@ from elastic_train.elastic.exits import Exits
 from elastic_train.elastic.formed_group import FormedGroup
 from elastic_train.elastic.late_stop import LateStop
 from elastic_train.elastic.membership import Membership, new_token
+from elastic_train.elastic.noticed import Noticed
 from elastic_train.elastic.process_group import process_group
 from elastic_train.elastic.resume import Resume
 from elastic_train.elastic.ring import Ring, RingParts
@@ -57,6 +58,7 @@ def run_worker(worker: Worker, program: Program) -> int:
     reporter = worker.reporter
     back: Return | None = None
     ends = ExitStack()  # of the member that this worker is
+    noticed = Noticed(worker)
     try:
         while True:
             outcome = _as_member(worker, program, back, ends)
@@ -80,6 +82,7 @@ def run_worker(worker: Worker, program: Program) -> int:
         raise
     finally:
         ends.close()
+        noticed.close()
         reporter.close()
         worker.directory.ownership.release()
         if worker.bucket is not None:  # who calls run() may live on: the bucket is not held for it

@@ -186,7 +186,7 @@ class Contacts:
 
     def _is_in(self, world: World, rank: int) -> bool:
         heard = self.heard_in(world, rank)
-        if heard is None or heard.refused_at is not None or heard.went_on_at is not None:
+        if heard is None or heard.refused_at is not None or heard.elsewhere_since is not None:
             return False
         is_over = verdicts_of(world, heard.status) is not None
         is_there = Heartbeat.from_line(heard.status).generation == world.generation

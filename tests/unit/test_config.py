@@ -13,9 +13,10 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from elastic_train.config import SHARED, Config, TaskFlags, as_json, flag, nearest_multiples, parse, task_of
+from elastic_train.config import SHARED, Config, TaskFlags, as_json, flag, parse, task_of
 from elastic_train.errors import UsageError
 from elastic_train.training.datasets import DATASETS
+from elastic_train.wording import nearest_multiples
 from tests.processes import cpu_seconds
 
 BAD = [
@@ -38,6 +39,13 @@ BAD = [
     ("--num-workers -1", "--num-workers -1: must be at least 0"),
     ("--seed -1", "--seed -1: must be at least 0"),
     ("--metrics-port 0", "--metrics-port 0: must be a port, 1 to 65535"),
+    *(
+        (
+            f"--notices {value}",
+            f"--notices {value}: must be off, auto, aws, gcp, azure, kubernetes, slurm, file:PATH or",
+        )
+        for value in ("on", "file:", "http://", "http://host:99999/", "ftp://host/")
+    ),
     ("--metrics-port 65536", "--metrics-port 65536: must be a port, 1 to 65535"),
     (f"--seed {2**63}", "must be below 2**63"),
     ("--momentum -0.1", "--momentum -0.1: must be at least 0"),

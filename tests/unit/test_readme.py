@@ -38,8 +38,8 @@ FRONT = PAGES[0].read_text()
 
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-OF_OTHER_PROGRAMS = {"--ntasks-per-node", "--logdir", "--dport", "--auto-compaction-retention"}
-"""srun's, tensorboard's, iptables', etcd's"""
+OF_OTHER_PROGRAMS = {"--ntasks-per-node", "--signal", "--logdir", "--dport", "--auto-compaction-retention"}
+"""srun's two, tensorboard's, iptables', etcd's"""
 PLACEHOLDERS = {"bf16|fp16": "bf16"}
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from elastic_train.config import Config
 from elastic_train.elastic import run
 from elastic_train.errors import FormationFailed
+from elastic_train.rendezvous.launch import Launch
 from elastic_train.storage.ownership import OWNER_RECORD
 from elastic_train.storage.places import OwnedBucket
 from elastic_train.storage.run_directory import RunDirectory
@@ -22,8 +24,9 @@ def test_a_failed_run_does_not_hold_its_bucket(
     bucket, directory = OwnedBucket(parse_url(f"memory://{request.node.name}")), RunDirectory(tmp_path)
     nothing = SimpleNamespace(write=lambda *_, **__: None)
     worker: Any = SimpleNamespace(
-        bucket=bucket, directory=directory, reporter=SimpleNamespace(events=nothing, close=lambda: None)
-    )
+        config=Config(), launch=Launch(), bucket=bucket, directory=directory,
+        reporter=SimpleNamespace(events=nothing, close=lambda: None),
+    )  # fmt: skip
 
     def fail(*_: Any) -> int:
         bucket.owner.take("job", 0, lambda: None)

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import threading
+
+import pytest
+
+from elastic_train import stopping
+from elastic_train.errors import Stopped
+from elastic_train.preemption import PreemptionNotice
+from elastic_train.stopping import StopSignal
 
 WHILE_BUSY = """
 import hashlib, os, signal, threading, time
@@ -117,3 +126,50 @@ def test_a_second_signal_is_heard_as_well() -> None:
 
 def test_a_program_that_handles_the_signal_itself_is_left_alone() -> None:
     run(TAKEN_OVER)
+
+
+NOTICE = PreemptionNotice("file", "spot", host="n1")
+
+
+def test_a_notice_stops_as_a_signal_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "GRACE_SECONDS", -1.0)
+    stop = StopSignal()
+    assert stop.votes() == (0, 0)
+    stop.give_notice(NOTICE, 60.0)
+    assert (stop.is_requested, stop.votes(), stop.cause, stop.notice) == (True, (1, 1), signal.SIGTERM, NOTICE)
+    with pytest.raises(Stopped, match=r"stopped by a notice \(file: spot\)") as stopped:
+        stop.check()
+    assert stopped.value.exit_code == 143
+    stop.uninstall()
+
+
+def test_a_notice_is_withdrawn_before_the_leave_alone() -> None:
+    stop = StopSignal()
+    stop.give_notice(NOTICE, 60.0)
+    assert stop.withdraw_notice()
+    assert (stop.is_requested, stop.votes(), stop.notice) == (False, (0, 0), None)
+    stop.check()
+    stop.give_notice(NOTICE, 60.0)
+    stop.settle()
+    assert not stop.withdraw_notice()
+    assert stop.is_requested
+    stop.signum = signal.SIGTERM  # of its agent, as another worker of the node has left
+    assert stop.notice == NOTICE, "why it leaves"
+    stop.uninstall()
+
+
+@pytest.mark.parametrize(("seconds_left", "is_late"), [(0.2, True), (60.0, False), (-5.0, False)])
+def test_half_of_the_time_is_for_ending_steps(seconds_left: float, is_late: bool) -> None:
+    stop, called = StopSignal(), threading.Event()
+    stop.when_late = lambda _seconds: called.set()
+    stop.give_notice(NOTICE, seconds_left)
+    assert called.wait(20.0 if is_late else 0.5) is is_late
+    stop.uninstall()
+
+
+def test_a_notice_that_was_withdrawn_is_never_late() -> None:
+    stop, called = StopSignal(), threading.Event()
+    stop.when_late = lambda _seconds: called.set()
+    stop.give_notice(NOTICE, 0.6)
+    stop.withdraw_notice()
+    assert not called.wait(0.6)

@@ -41,7 +41,7 @@ class Life:
         )  # fmt: skip
         worker: Any = SimpleNamespace(
             state=state, reporter=reporter, config=SimpleNamespace(epochs=3, debug=False),
-            stop=SimpleNamespace(cause=signal.SIGTERM),
+            stop=SimpleNamespace(cause=signal.SIGTERM, why="SIGTERM", notice=None),
             directory=SimpleNamespace(ownership=SimpleNamespace(release=self.part("release"))),
         )  # fmt: skip
         trainer: Any = SimpleNamespace(

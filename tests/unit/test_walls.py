@@ -29,6 +29,7 @@ VOCABULARY = {
         "branches",
         "config",
         "errors",
+        "preemption",
         "rules",
         "snapshot_interval",
         "stopping",
@@ -41,7 +42,7 @@ VOCABULARY = {
 FLOORS = (
     {"runlog"},
     {"training", "protocol", "storage"},
-    {"rendezvous", "observe"},
+    {"rendezvous", "observe", "notices"},
     {"elastic"},
     {"tools.audit", "tools.check"},
     {"tools.drills"},

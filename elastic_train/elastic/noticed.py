@@ -1,0 +1,83 @@
+"""What a notice does to a worker: it is told of, and the whole node leaves as if it had been sent SIGTERM, in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from elastic_train.elastic.worker import Worker
+from elastic_train.notices.choice import source_of
+from elastic_train.notices.own_sources import Relay
+from elastic_train.notices.watcher import NoticeWatcher
+from elastic_train.preemption import PreemptionNotice, notices_flag
+from elastic_train.wording import duration
+
+
+class Noticed:
+    """Listens for the notices of one worker, from any thread: a node's first worker to the source of --notices, the
+    others to the first. Make it on the main thread.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._is_first = worker.launch.local_rank == 0
+        self._relay = Relay(relay_path(worker)) if worker.launch.local_world_size > 1 else None
+        self._watcher: NoticeWatcher | None = None
+        flag = notices_flag(worker.config.notices)
+        if flag.kind == "off":
+            return
+        find = source_of(flag, worker.reporter.speak)  # by all workers of the node: SLURM's takes a signal
+        if self._is_first and self._relay is not None:
+            self._relay.clear()
+        self._watcher = NoticeWatcher(find if self._is_first else lambda: self._relay, self, host=worker.host)
+        self._watcher.start()
+
+    def hear(self, notice: PreemptionNotice) -> None:
+        """One worker tells for its node."""
+        if not self._is_first:
+            return
+        self._worker.reporter.events.write("notice", state="given", **notice.to_fields())
+        when = "" if notice.deadline is None else f" in {duration(max(0.0, notice.deadline - time.time()))}"
+        what = f"is taken away{when}, and leaves before" if notice.is_certain else f"may be taken away{when}"
+        self._worker.reporter.speak(f"notice: {notice.host} {what} ({notice.described})")
+
+    def leave(self, notice: PreemptionNotice) -> None:
+        self._pass_on(notice)
+        self._worker.stop.give_notice(notice, notice.seconds_left(time.time()))
+
+    def withdraw(self, notice: PreemptionNotice) -> None:
+        self._pass_on(None)
+        is_in_time = self._worker.stop.withdraw_notice()
+        if self._is_first:
+            self._worker.reporter.events.write("notice", state="withdrawn", **notice.to_fields())
+            what = "training goes on" if is_in_time else "too late: this node leaves"
+            self._worker.reporter.speak(f"notice withdrawn: {notice.host} ({notice.described}); {what}")
+
+    def warn(self, message: str) -> None:
+        self._worker.reporter.warn(message)
+
+    def _pass_on(self, notice: PreemptionNotice | None) -> None:
+        if not self._is_first or self._relay is None:
+            return
+        try:
+            self._relay.write(notice)
+        except OSError as error:  # torchrun ends the others once this worker has left
+            self.warn(f"the other workers of this node are not told of the notice: {error}")
+
+    def close(self) -> None:
+        """The worker ends. Where it was a notice, its agent is told to end as well, or --max-restarts would have it
+        start new workers on a node that goes away."""
+        if self._watcher is None:
+            return
+        self._watcher.close()
+        agent, stop = self._worker.launch.agent_pid, self._worker.stop
+        if self._is_first and stop.notice is not None and stop.is_settled and os.getppid() == agent:
+            os.kill(os.getppid(), signal.SIGTERM)
+
+
+def relay_path(worker: Worker) -> Path:
+    """In the run directory, by the node and by who has started its workers."""
+    launch = worker.launch
+    return worker.directory.path / "notices" / f"{worker.host}-{os.getppid()}-{launch.node_id or launch.run_id}.json"

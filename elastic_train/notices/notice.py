@@ -1,0 +1,220 @@
+"""What the sources of notices answer, made a `PreemptionNotice`; and what a source is. Pure.
+
+The pages that say what the answers are, by their titles:
+
+- AWS: "Spot Instance interruption notices" and "EC2 instance rebalance recommendations" (Amazon EC2 User Guide)
+- GCP: "Spot VMs" (Preemption process) and "Monitor and plan for a host maintenance event" (Compute Engine)
+- Azure: "Azure Metadata Service: Scheduled Events for Linux VMs" (Azure Virtual Machines)
+- Kubernetes: "Disruptions" (Pod disruption conditions) and "Taints and Tolerations"
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, Protocol
+
+from elastic_train.preemption import PreemptionNotice
+
+AZURE_LOSING = ("Preempt", "Terminate", "Reboot", "Redeploy")
+"""events after which the processes of a machine are gone; a `Freeze` is a pause of some seconds"""
+LOSING_TAINTS = {
+    "node.kubernetes.io/out-of-service": "the node is out of service",
+    "ToBeDeletedByClusterAutoscaler": "the cluster autoscaler deletes the node",
+    "cloud.google.com/impending-node-termination": "the node is about to be terminated",
+    "aws-node-termination-handler/spot-itn": "the spot instance is interrupted",
+    "karpenter.sh/disrupted": "Karpenter disrupts the node",
+}
+"""keys of taints on nodes that go away; that it is cordoned off (`unschedulable`) takes no pod away"""
+
+
+class NoticeUnreadable(Exception):
+    """A source gave no answer, or one that means nothing. What it said before still counts."""
+
+
+class NoticeSource(Protocol):
+    """Somebody who may know that this node is taken away."""
+
+    name: str
+    poll_seconds: float
+
+    def look(self) -> PreemptionNotice | None:
+        """What it says now: a notice, or clearly that there is none. May block for some seconds.
+
+        Raises: NoticeUnreadable.
+        """
+        ...
+
+
+def surest(*notices: PreemptionNotice | None) -> PreemptionNotice | None:
+    """Of several notices the one to act on: a certain one, and the earliest of these."""
+    found = [notice for notice in notices if notice is not None]
+    return min(found, key=lambda one: (not one.is_certain, one.deadline or 0.0), default=None)
+
+
+# --- AWS --------------------------------------------------------------------------------------------------------------
+
+
+def from_instance_action(text: str) -> PreemptionNotice:
+    """`{"action": "terminate", "time": "2017-09-18T08:22:00Z"}`; the actions are terminate, stop and hibernate."""
+    fields = json_object(text)
+    return PreemptionNotice("aws", f"spot instance {_text(fields, 'action')}", _iso_time(_text(fields, "time")))
+
+
+def from_rebalance(text: str) -> PreemptionNotice:
+    """`{"noticeTime": "2020-10-27T08:22:00Z"}`: an interruption is likely, at no time that is known."""
+    _iso_time(_text(json_object(text), "noticeTime"))
+    return PreemptionNotice("aws", "rebalance recommendation", is_certain=False)
+
+
+# --- GCP --------------------------------------------------------------------------------------------------------------
+
+
+def from_preempted(text: str) -> PreemptionNotice | None:
+    """TRUE or FALSE. When it is TRUE, the machine is ended 30 s later at most."""
+    match text.strip().upper():
+        case "TRUE":
+            return PreemptionNotice("gcp", "the VM is preempted")
+        case "FALSE":
+            return None
+    raise NoticeUnreadable(f"neither TRUE nor FALSE: {text[:40]!r}")
+
+
+def from_maintenance_event(text: str) -> PreemptionNotice | None:
+    """NONE, MIGRATE_ON_HOST_MAINTENANCE or TERMINATE_ON_HOST_MAINTENANCE. A migration keeps the processes."""
+    match text.strip():
+        case "NONE":
+            return None
+        case "MIGRATE_ON_HOST_MAINTENANCE":
+            return PreemptionNotice("gcp", "the VM is migrated to another host", is_certain=False)
+        case "TERMINATE_ON_HOST_MAINTENANCE":
+            return PreemptionNotice("gcp", "the VM is terminated for maintenance of its host")
+    raise NoticeUnreadable(f"no maintenance event: {text[:40]!r}")
+
+
+# --- Azure ------------------------------------------------------------------------------------------------------------
+
+
+def from_scheduled_events(text: str, machine: str) -> PreemptionNotice | None:
+    """`{"DocumentIncarnation": 1, "Events": [{"EventType": "Preempt", "Resources": ["vm-1"], "EventStatus":
+    "Scheduled", "NotBefore": "Mon, 19 Sep 2016 18:29:47 GMT", ...}]}`, `NotBefore` empty once it has started.
+
+    Args:
+        machine: the name of this VM; all VMs of a scale set see the events of each other.
+    """
+    events = json_object(text).get("Events")
+    if not isinstance(events, list):
+        raise NoticeUnreadable("no list of Events")
+    return surest(*(_from_event(event) for event in events if machine in _resources(event)))
+
+
+def _resources(event: Any) -> list[Any]:
+    named = event.get("Resources") if isinstance(event, dict) else None
+    if not isinstance(named, list):
+        raise NoticeUnreadable("an event without Resources")
+    return named
+
+
+def _from_event(event: dict[str, Any]) -> PreemptionNotice:
+    kind, not_before = _text(event, "EventType"), _text(event, "NotBefore")
+    deadline = _http_time(not_before) if not_before else None
+    return PreemptionNotice("azure", f"scheduled event {kind}", deadline, is_certain=kind in AZURE_LOSING)
+
+
+# --- Kubernetes -------------------------------------------------------------------------------------------------------
+
+
+def from_pod(pod: dict[str, Any]) -> PreemptionNotice | None:
+    """A pod with the condition DisruptionTarget is about to be ended; `deletionTimestamp` is when, where it is set."""
+    for condition in _mapping(pod, "status").get("conditions") or ():
+        if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
+            ends = _mapping(pod, "metadata").get("deletionTimestamp")
+            reason = f"the pod is disrupted: {condition.get('reason')}"
+            return PreemptionNotice("kubernetes", reason, _iso_time(ends) if isinstance(ends, str) else None)
+    return None
+
+
+def from_node(node: dict[str, Any]) -> PreemptionNotice | None:
+    """A node with a taint that says that it goes away; how long it has is not said."""
+    keys = {taint.get("key") for taint in _mapping(node, "spec").get("taints") or ()}
+    said = next((said for key, said in LOSING_TAINTS.items() if key in keys), None)
+    return None if said is None else PreemptionNotice("kubernetes", said)
+
+
+# --- a file, an endpoint of one's own ---------------------------------------------------------------------------------
+
+
+def from_own(source: str, text: str) -> PreemptionNotice | None:
+    """`{"deadline": 1790000000, "certain": true, "reason": "...", "source": "..."}`, each of them optional. The
+    deadline is in Unix seconds or as 2026-09-18T08:22:00Z. An empty text is a certain notice without a time,
+    `null` is none."""
+    if not text.strip():
+        return PreemptionNotice(source, "notice")
+    if text.strip() == "null":
+        return None
+    fields = json_object(text)
+    deadline, is_certain = fields.get("deadline"), fields.get("certain", True)
+    if isinstance(deadline, str):
+        deadline = _iso_time(deadline)
+    if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float)):
+        raise NoticeUnreadable(f"no time: deadline {deadline!r}")
+    if deadline is not None and not math.isfinite(deadline):
+        raise NoticeUnreadable(f"no time: deadline {deadline}")
+    if not isinstance(is_certain, bool):
+        raise NoticeUnreadable(f"neither true nor false: certain {is_certain!r}")
+    named, reason = str(fields.get("source", source)), str(fields.get("reason", "notice"))
+    return PreemptionNotice(named, reason, deadline, is_certain)
+
+
+def to_own(notice: PreemptionNotice | None) -> str:
+    """What `from_own` reads."""
+    if notice is None:
+        return "null"
+    return json.dumps(notice.to_fields())
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Raises: NoticeUnreadable."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise NoticeUnreadable(f"no JSON: {text[:40]!r}") from error
+    if not isinstance(found, dict):
+        raise NoticeUnreadable(f"no JSON object: {text[:40]!r}")
+    return found
+
+
+def _mapping(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    found = fields.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _text(fields: dict[str, Any], name: str) -> str:
+    found = fields.get(name)
+    if not isinstance(found, str):
+        raise NoticeUnreadable(f"no {name} in it")
+    return found
+
+
+def _iso_time(text: str) -> float:
+    try:
+        return _unix_seconds(datetime.fromisoformat(text))
+    except (ValueError, OverflowError) as error:
+        raise NoticeUnreadable(f"no time: {text[:40]!r}") from error
+
+
+def _http_time(text: str) -> float:
+    """Of RFC 1123, as in HTTP's headers."""
+    try:
+        return _unix_seconds(parsedate_to_datetime(text))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise NoticeUnreadable(f"no time: {text[:40]!r}") from error
+
+
+def _unix_seconds(moment: datetime) -> float:
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()

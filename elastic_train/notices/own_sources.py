@@ -1,0 +1,120 @@
+"""Notices of one's own: a file, an endpoint, a signal of SLURM; and what one worker of a node tells the others."""
+
+from __future__ import annotations
+
+import signal
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from urllib.parse import urlsplit
+
+from elastic_train.notices.metadata import MOST_BYTES, ask, refuse
+from elastic_train.notices.notice import NoticeUnreadable, from_own, to_own
+from elastic_train.preemption import PreemptionNotice
+from elastic_train.storage.atomic_files import write_atomic
+
+NO_NOTICE = (204, 404)
+"""HTTP statuses of an endpoint without one"""
+
+
+class FileSource:
+    """A file: there is a notice as long as it is there. `touch` is enough."""
+
+    name = "file"
+    poll_seconds = 0.5
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def look(self) -> PreemptionNotice | None:
+        text = read_small(self._path)
+        return None if text is None else from_own(self.name, text)
+
+
+class EndpointSource:
+    """An http:// or https:// URL that answers as a file would read, or with 204 or 404 where there is no notice."""
+
+    name = "http"
+    poll_seconds = 2.0
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        is_tls = parts.scheme == "https"
+        self._tls = ssl.create_default_context() if is_tls else None
+        self._address = parts.hostname or "", parts.port or (443 if is_tls else 80)
+        self._path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+
+    def look(self) -> PreemptionNotice | None:
+        answer = ask(self._address, self._path, {}, tls=self._tls)
+        if answer.status in NO_NOTICE:
+            return None
+        if answer.status != 200:
+            raise refuse(answer, self._address, self._path)
+        return from_own(self.name, answer.text)
+
+
+class SlurmSource:
+    """SIGUSR1, as `--signal=USR1@60` has it sent to what srun has started (the manual page of sbatch). SLURM takes
+    nothing back.
+
+    Made on the main thread, by every worker: the signal ends a process that does not expect it.
+    """
+
+    name = "slurm"
+    poll_seconds = 0.2
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        ends = environ.get("SLURM_JOB_END_TIME", "")
+        self._deadline = float(ends) if ends.isdigit() else None
+        self._is_signalled = False
+        signal.signal(signal.SIGUSR1, self._remember)
+
+    def _remember(self, _signum: int, _frame: FrameType | None) -> None:
+        self._is_signalled = True
+
+    def look(self) -> PreemptionNotice | None:
+        return PreemptionNotice(self.name, "SIGUSR1 of SLURM", self._deadline) if self._is_signalled else None
+
+
+class Relay:
+    """A file in the run directory by which one worker of a node tells the others; a source to those.
+
+    It stays when the one that wrote it is gone: the others leave as well. Only what it says takes a notice back.
+    """
+
+    name = "relay"
+    poll_seconds = 0.2
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._last: PreemptionNotice | None = None
+
+    def clear(self) -> None:
+        """Of an earlier process."""
+        self._path.unlink(missing_ok=True)
+
+    def write(self, notice: PreemptionNotice | None) -> None:
+        """Raises: OSError."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self._path, to_own(notice).encode())
+
+    def look(self) -> PreemptionNotice | None:
+        text = read_small(self._path)
+        if text is not None:
+            self._last = from_own(self.name, text)
+        return self._last
+
+
+def read_small(path: Path) -> str | None:
+    """None where there is no such file. Raises: NoticeUnreadable."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise NoticeUnreadable(f"{path}: {error.strerror}") from error
+    if len(data) > MOST_BYTES:
+        raise NoticeUnreadable(f"{path}: more than {MOST_BYTES} bytes")
+    return data.decode(errors="replace")

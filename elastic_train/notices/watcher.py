@@ -1,0 +1,95 @@
+"""The thread that asks for notices, so that no step waits for an answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from elastic_train.notices.notice import NoticeSource, NoticeUnreadable
+from elastic_train.preemption import PreemptionNotice
+
+TOLD_FAILURES = 3
+"""answers in a row that mean nothing, before a person is told; one may be an accident"""
+
+
+class NoticeListener(Protocol):
+    """Who is told what a watcher hears, on its thread."""
+
+    def hear(self, notice: PreemptionNotice) -> None:
+        """There is a notice, or another one than before."""
+        ...
+
+    def leave(self, notice: PreemptionNotice) -> None:
+        """It is time to leave."""
+        ...
+
+    def withdraw(self, notice: PreemptionNotice) -> None:
+        """`notice` holds no more, or is no reason to leave now."""
+        ...
+
+    def warn(self, message: str) -> None: ...
+
+
+class NoticeWatcher:
+    """Asks one source as often as it wants to be asked.
+
+    Args:
+        find: the source; called on the watcher's thread, for finding out may take a moment. None: there is none.
+        now: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], NoticeSource | None],
+        listener: NoticeListener,
+        *,
+        host: str = "",
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._find, self._listener = find, listener
+        self._host, self._now = host, now
+        self._standing: PreemptionNotice | None = None
+        self._is_leaving = False
+        self._failures = 0
+        self._is_closed = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="notices", daemon=True).start()
+
+    def close(self) -> None:
+        """It asks no more. An answer that it waits for is not waited for."""
+        self._is_closed.set()
+
+    def _run(self) -> None:
+        source = self._find()
+        while source is not None and not self._is_closed.is_set():
+            self.look(source)
+            self._is_closed.wait(source.poll_seconds)
+
+    def look(self, source: NoticeSource) -> None:
+        """Ask once, and tell what has changed. Where there is no answer the one before holds."""
+        try:
+            found = source.look()
+        except NoticeUnreadable as error:
+            self._failures += 1
+            if self._failures == TOLD_FAILURES:
+                self._listener.warn(f"no notices from {source.name}: {error}; it is asked again")
+            found = self._standing
+        else:
+            self._failures = 0
+        if not self._is_closed.is_set():
+            self._follow(found.at(self._host) if found is not None else None)
+
+    def _follow(self, found: PreemptionNotice | None) -> None:
+        before, self._standing = self._standing, found
+        is_due = found is not None and found.is_due(self._now())
+        if found is not None and found != before:
+            self._listener.hear(found)
+        if before is not None and (found is None or (self._is_leaving and not is_due)):
+            self._is_leaving = False
+            self._listener.withdraw(before)
+        elif found is not None and is_due and (not self._is_leaving or found != before):
+            self._is_leaving = True
+            self._listener.leave(found)

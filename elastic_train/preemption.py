@@ -1,0 +1,85 @@
+"""Notices that a node may be taken away: what one says, when it is acted on, and what --notices says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from elastic_train.errors import UsageError
+
+LEAD_SECONDS = 120.0
+"""before its deadline a noticed node leaves: as long as AWS gives. Where the notice comes later, at once"""
+SHORTEST_SECONDS = 30.0
+"""that a node has where the notice names no time, or one that is over: GCP's, and as long as torchrun waits"""
+NAMED = ("aws", "gcp", "azure", "kubernetes", "slurm")
+GRAMMAR = "off, auto, aws, gcp, azure, kubernetes, slurm, file:PATH or http://HOST[:PORT]/PATH"
+SHOWN_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class PreemptionNotice:
+    """That a node may be taken away: who is, when, and how sure it is."""
+
+    source: str
+    """who says so: `aws`, `file` and so on"""
+    reason: str
+    deadline: float | None = None
+    """Unix seconds, by the clock of the source; None where it says no time"""
+    is_certain: bool = True
+    """the node goes, if the notice is not withdrawn; else it may, and nothing is done but say so"""
+    host: str = ""
+
+    def at(self, host: str) -> PreemptionNotice:
+        """The same, of a node."""
+        return replace(self, host=host)
+
+    def seconds_left(self, now: float) -> float:
+        """Until the node is taken away, as far as is known. Where the clocks disagree it may be less than nothing."""
+        return SHORTEST_SECONDS if self.deadline is None else self.deadline - now
+
+    def is_due(self, now: float) -> bool:
+        """Whether the node should leave now."""
+        return self.is_certain and self.seconds_left(now) <= LEAD_SECONDS
+
+    @property
+    def described(self) -> str:
+        """For a line of a log; what comes from outside is cut, and has no control characters."""
+        text = "".join(c if c.isprintable() else " " for c in f"{self.source}: {self.reason}")
+        return text[:SHOWN_CHARACTERS]
+
+    def to_fields(self) -> dict[str, Any]:
+        """For the event `notice`; `host` is in every event."""
+        return {
+            "source": self.source,
+            "reason": self.reason[:SHOWN_CHARACTERS],
+            "deadline": self.deadline,
+            "certain": self.is_certain,
+        }
+
+
+@dataclass(frozen=True)
+class NoticesFlag:
+    """What --notices says: who is asked for notices."""
+
+    kind: str
+    """off, auto, one of `NAMED`, file or http"""
+    target: str = ""
+    """the path of a file; the URL of an endpoint"""
+
+
+def notices_flag(value: str) -> NoticesFlag:
+    """Raises: UsageError: --notices says nothing that works."""
+    if value in ("off", "auto", *NAMED):
+        return NoticesFlag(value)
+    if value.startswith("file:") and (path := value.removeprefix("file:").removeprefix("//")):
+        return NoticesFlag("file", path)
+    if re.match(r"https?://[^/]", value):
+        try:
+            parts = urlsplit(value)
+            if parts.hostname and parts.port != 0 and parts.username is None:
+                return NoticesFlag("http", value)
+        except ValueError:  # no such port
+            pass
+    raise UsageError(f"--notices {value}: must be {GRAMMAR}")

@@ -1,0 +1,415 @@
+"""What each source says of this node's end, as its documentation has it; and a server that hangs or lies."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_train.errors import UsageError
+from elastic_train.notices import notice as answers
+from elastic_train.notices.clouds import AwsSource, AzureSource, GcpSource, find_cloud
+from elastic_train.notices.kubernetes import KubernetesSource
+from elastic_train.notices.metadata import ask
+from elastic_train.notices.notice import NoticeSource, NoticeUnreadable
+from elastic_train.notices.own_sources import EndpointSource, FileSource, Relay, SlurmSource
+from elastic_train.notices.watcher import NoticeWatcher
+from elastic_train.preemption import NoticesFlag, PreemptionNotice, notices_flag
+from tests.metadata_server import learn, serving
+
+NOON = 1_790_000_000.0
+
+
+def said(found: PreemptionNotice | None) -> tuple[str, float | None, bool] | None:
+    return None if found is None else (found.reason, found.deadline, found.is_certain)
+
+
+# --- what they answer -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [
+        ("off", NoticesFlag("off")),
+        ("aws", NoticesFlag("aws")),
+        ("file:gone", NoticesFlag("file", "gone")),
+        ("file:///run/gone", NoticesFlag("file", "/run/gone")),
+        ("http://10.0.0.1:80/gone?node=3", NoticesFlag("http", "http://10.0.0.1:80/gone?node=3")),
+        ("https://host/gone", NoticesFlag("http", "https://host/gone")),
+    ],
+)
+def test_the_flag(text: str, flag: NoticesFlag) -> None:
+    assert notices_flag(text) == flag
+
+
+@pytest.mark.parametrize("text", ["http://user:secret@host/", "file://", "AWS", ""])
+def test_a_flag_that_means_nothing(text: str) -> None:
+    with pytest.raises(UsageError, match="must be off, auto"):
+        notices_flag(text)
+
+
+def test_aws() -> None:
+    """The examples of "Spot Instance interruption notices" and "EC2 instance rebalance recommendations"."""
+    at = 1_505_722_920.0
+    for action in ("stop", "terminate", "hibernate"):
+        found = answers.from_instance_action(json.dumps({"action": action, "time": "2017-09-18T08:22:00Z"}))
+        assert said(found) == (f"spot instance {action}", at, True)
+    found = answers.from_rebalance('{"noticeTime": "2020-10-27T08:22:00Z"}')
+    assert said(found) == ("rebalance recommendation", None, False)
+
+
+def test_gcp() -> None:
+    assert answers.from_preempted("FALSE") is None
+    assert said(answers.from_preempted("TRUE\n")) == ("the VM is preempted", None, True)
+    assert answers.from_maintenance_event("NONE") is None
+    migrated = answers.from_maintenance_event("MIGRATE_ON_HOST_MAINTENANCE")
+    assert migrated is not None
+    assert not migrated.is_certain
+    ended = answers.from_maintenance_event("TERMINATE_ON_HOST_MAINTENANCE")
+    assert ended is not None
+    assert ended.is_certain
+
+
+def azure(*events: dict[str, Any]) -> str:
+    common = {"ResourceType": "VirtualMachine", "Resources": ["vm-1"], "EventStatus": "Scheduled"}
+    times = {"NotBefore": "Mon, 19 Sep 2016 18:29:47 GMT", "DurationInSeconds": -1, "EventSource": "Platform"}
+    return json.dumps({"DocumentIncarnation": 1, "Events": [common | times | event for event in events]})
+
+
+def test_azure() -> None:
+    at = 1_474_309_787.0
+    for kind in ("Preempt", "Terminate", "Reboot", "Redeploy"):
+        found = answers.from_scheduled_events(azure({"EventType": kind}), "vm-1")
+        assert said(found) == (f"scheduled event {kind}", at, True)
+    found = answers.from_scheduled_events(azure({"EventType": "Freeze"}), "vm-1")
+    assert said(found) == ("scheduled event Freeze", at, False)
+    assert answers.from_scheduled_events(azure({"EventType": "Preempt"}), "vm-2") is None, "another VM of the scale set"
+    assert answers.from_scheduled_events(azure(), "vm-1") is None
+    several = azure({"EventType": "Freeze"}, {"EventType": "Preempt", "NotBefore": "", "EventStatus": "Started"})
+    assert said(answers.from_scheduled_events(several, "vm-1")) == ("scheduled event Preempt", None, True)
+
+
+def test_kubernetes_answers() -> None:
+    """As in "Disruptions" and "Taints and Tolerations"."""
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+    pod = {"metadata": {"deletionTimestamp": "2026-09-21T14:13:20Z"}, "status": {"conditions": [condition]}}
+    assert said(answers.from_pod(pod)) == ("the pod is disrupted: PreemptionByScheduler", NOON, True)
+    assert answers.from_pod({"status": {"conditions": [condition | {"status": "False"}]}}) is None
+    assert answers.from_pod({}) is None
+    taint = {"key": "cloud.google.com/impending-node-termination", "effect": "NoSchedule"}
+    assert said(answers.from_node({"spec": {"taints": [taint]}})) == ("the node is about to be terminated", None, True)
+    assert answers.from_node({"spec": {"taints": [{"key": "node.kubernetes.io/unschedulable"}]}}) is None
+
+
+def test_an_answer_of_ones_own() -> None:
+    assert said(answers.from_own("file", "")) == ("notice", None, True)
+    assert answers.from_own("file", "null\n") is None
+    found = answers.from_own("file", '{"deadline": "2026-09-21T14:13:20+00:00", "certain": false, "reason": "tonight"}')
+    assert said(found) == ("tonight", NOON, False)
+    whole = PreemptionNotice("aws", "spot instance stop", NOON, True)
+    assert answers.from_own("relay", answers.to_own(whole)) == whole
+    assert answers.from_own("relay", answers.to_own(None)) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{", "[]", "7", '{"deadline": "soon"}', '{"deadline": true}', '{"deadline": NaN}', '{"certain": "yes"}',
+        "[" * 100_000,
+    ],
+)  # fmt: skip
+def test_lies(text: str) -> None:
+    with pytest.raises(NoticeUnreadable):
+        answers.from_own("file", text)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: answers.from_instance_action('{"action": "stop"}'),
+        lambda: answers.from_instance_action('{"action": 7, "time": "2017-09-18T08:22:00Z"}'),
+        lambda: answers.from_rebalance("{}"),
+        lambda: answers.from_preempted("<html>"),
+        lambda: answers.from_maintenance_event(""),
+        lambda: answers.from_scheduled_events("{}", "vm-1"),
+        lambda: answers.from_scheduled_events('{"Events": [7]}', "vm-1"),
+        lambda: answers.from_scheduled_events(azure({"EventType": "Preempt", "NotBefore": "soon"}), "vm-1"),
+        lambda: answers.from_scheduled_events(azure({"EventType": "Preempt", "NotBefore": 7}), "vm-1"),
+    ],
+)
+def test_lies_of_clouds(read: Any) -> None:
+    with pytest.raises(NoticeUnreadable):
+        read()
+
+
+def test_when_it_is_acted_on() -> None:
+    def is_due(seconds: float | None, *, is_certain: bool = True) -> bool:
+        return PreemptionNotice("x", "y", None if seconds is None else NOON + seconds, is_certain).is_due(NOON)
+
+    assert is_due(None)
+    assert is_due(120)
+    assert is_due(-5), "it may be late, or the clocks differ"
+    assert not is_due(121)
+    assert not is_due(10, is_certain=False)
+
+
+def test_what_is_shown_of_it_is_one_short_line() -> None:
+    described = PreemptionNotice("http", "\x1b[2J\nrm -rf\r" + "x" * 1000).described
+    assert described.isprintable()
+    assert len(described) == 200
+
+
+# --- how they are asked -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> Path:
+    return tmp_path / "known.json"
+
+
+def test_asking_aws(known: Path) -> None:
+    with serving("aws", known) as server:
+        source = AwsSource(("127.0.0.1", server.server_port))
+        assert source.look() is None
+        learn(known, rebalance={"noticeTime": "2020-10-27T08:22:00Z"})
+        assert said(source.look()) == ("rebalance recommendation", None, False)
+        server.token = "another"  # the one before has run out
+        learn(known, action={"action": "stop", "time": "2026-09-21T14:13:20Z"})
+        assert said(source.look()) == ("spot instance stop", NOON, True)
+
+
+def test_asking_gcp(known: Path) -> None:
+    learn(known, instance="", preempted="FALSE", maintenance="NONE")
+    with serving("gcp", known) as server:
+        source = GcpSource(("127.0.0.1", server.server_port))
+        assert source.look() is None
+        learn(known, preempted="TRUE", maintenance="NONE")
+        assert said(source.look()) == ("the VM is preempted", None, True)
+        server.cloud = "something that is not Google's"
+        with pytest.raises(NoticeUnreadable):
+            source.look()
+
+
+def test_asking_azure(known: Path) -> None:
+    learn(known, machine="vm-1", events=json.loads(azure()))
+    with serving("azure", known) as server:
+        source = AzureSource(("127.0.0.1", server.server_port))
+        assert source.look() is None
+        learn(known, machine="vm-1", events=json.loads(azure({"EventType": "Preempt"})))
+        found = source.look()
+        assert found is not None
+        assert found.reason == "scheduled event Preempt"
+
+
+@pytest.mark.parametrize(
+    ("cloud", "documents", "kind"),
+    [
+        ("aws", {}, AwsSource),
+        ("gcp", {"instance": ""}, GcpSource),
+        ("azure", {"machine": "vm-1"}, AzureSource),
+        ("nobody's", {}, None),
+    ],
+)
+def test_which_cloud_it_is(cloud: str, documents: dict[str, Any], kind: type | None, known: Path) -> None:
+    learn(known, **documents)
+    with serving(cloud, known) as server:
+        found = find_cloud(("127.0.0.1", server.server_port), seconds=5.0)
+    assert (None if found is None else type(found)) is kind
+
+
+@pytest.mark.parametrize("fault", ["hangs", "drips"])
+def test_a_probe_takes_no_longer_than_it_may(fault: str, known: Path) -> None:
+    learn(known, fault=fault)
+    with serving("aws", known) as server:
+        began = time.monotonic()
+        assert find_cloud(("127.0.0.1", server.server_port)) is None
+        assert 0.2 < time.monotonic() - began < 2.0, "0.3 s, on a busy machine"
+
+
+@pytest.mark.parametrize("fault", ["hangs", "drips", "500", "redirects", "lies", "floods"])
+@pytest.mark.parametrize("cloud", ["aws", "gcp", "azure"])
+def test_a_server_that_hangs_or_lies(cloud: str, fault: str, known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "elastic_train.notices.metadata.ask.__kwdefaults__", {**(ask.__kwdefaults__ or {}), "seconds": 0.3}
+    )
+    learn(known, fault=fault)
+    with serving(cloud, known) as server:
+        address = "127.0.0.1", server.server_port
+        source = {"aws": AwsSource, "gcp": GcpSource, "azure": AzureSource}[cloud](address)
+        with pytest.raises(NoticeUnreadable):
+            source.look()
+        assert "/elsewhere" not in server.asked
+
+
+def test_proxies_are_passed_by(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    learn(known, instance="", preempted="TRUE", maintenance="NONE")
+    with serving("gcp", known) as server:
+        assert find_cloud(("127.0.0.1", server.server_port), seconds=5.0) is not None
+
+
+def test_an_endpoint_of_ones_own(known: Path) -> None:
+    with serving("nobody's", known) as server:
+        source = EndpointSource(f"http://127.0.0.1:{server.server_port}/gone?node=3")
+        assert source.look() is None
+        learn(known, **{"/gone": {"reason": "tonight", "certain": False}})
+        assert said(source.look()) == ("tonight", None, False)
+        assert server.asked[-1] == "/gone?node=3"
+    with pytest.raises(NoticeUnreadable, match="refused"):
+        source.look()
+
+
+def test_kubernetes_is_asked_what_the_pod_may_see(known: Path, tmp_path: Path) -> None:
+    (tmp_path / "namespace").write_text("jobs")
+    (tmp_path / "token").write_text("secret\n")
+    told: list[str] = []
+    with serving("nobody's", known) as server:
+        environ = {
+            "KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(server.server_port),
+            "HOSTNAME": "train-0",
+        }  # fmt: skip
+        source = KubernetesSource(told.append, environ, tmp_path, has_tls=False)
+        with pytest.raises(NoticeUnreadable, match="404"):
+            source.look()
+        pod = {"spec": {"nodeName": "n1"}, "status": {}}
+        node = {"spec": {"taints": [{"key": "ToBeDeletedByClusterAutoscaler"}]}}
+        learn(known, **{"/api/v1/namespaces/jobs/pods/train-0": pod, "/api/v1/nodes/n1": node})
+        assert said(source.look()) == ("the cluster autoscaler deletes the node", None, True)
+        learn(known, **{"/api/v1/namespaces/jobs/pods/train-0": pod, "forbidden": "/api/v1/nodes/n1"})
+        server.asked.clear()
+        assert source.look() is None
+        assert source.look() is None
+        assert server.asked.count("/api/v1/nodes/n1") == 1
+        assert len(told) == 1
+        assert "may not get nodes" in told[0]
+        assert "secret" not in told[0]
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "gone"
+    source = FileSource(path)
+    assert source.look() is None
+    path.touch()
+    assert said(source.look()) == ("notice", None, True)
+    path.write_text(" " * 70_000)
+    with pytest.raises(NoticeUnreadable, match="more than"):
+        source.look()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(NoticeUnreadable, match="directory"):
+        source.look()
+
+
+def test_the_relay_keeps_what_it_said(tmp_path: Path) -> None:
+    writer, reader = Relay(tmp_path / "notices" / "n"), Relay(tmp_path / "notices" / "n")
+    assert reader.look() is None
+    notice = PreemptionNotice("aws", "spot instance stop", NOON)
+    writer.write(notice)
+    assert reader.look() == notice
+    writer.clear()
+    assert reader.look() == notice, "who wrote it has left"
+    writer.write(None)
+    assert reader.look() is None
+
+
+def test_slurms_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+    import signal
+
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        source = SlurmSource({"SLURM_JOB_END_TIME": "1790000000"})
+        assert source.look() is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert said(source.look()) == ("SIGUSR1 of SLURM", NOON, True)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+# --- the watcher ------------------------------------------------------------------------------------------------------
+
+
+class Heard:
+    """A listener that notes it all, and a source that says what it is told to."""
+
+    name, poll_seconds = "source", 0.01
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.answer: PreemptionNotice | NoticeUnreadable | None = None
+        self.now = NOON
+        self.watcher = NoticeWatcher(lambda: self, self, now=lambda: self.now)
+
+    def look(self) -> PreemptionNotice | None:
+        if isinstance(self.answer, NoticeUnreadable):
+            raise self.answer
+        return self.answer
+
+    def hear(self, notice: PreemptionNotice) -> None:
+        self.calls.append(("hear", notice.reason))
+
+    def leave(self, notice: PreemptionNotice) -> None:
+        self.calls.append(("leave", notice.reason))
+
+    def withdraw(self, notice: PreemptionNotice) -> None:
+        self.calls.append(("withdraw", notice.reason))
+
+    def warn(self, message: str) -> None:
+        self.calls.append(message)
+
+    def after(self, answer: PreemptionNotice | NoticeUnreadable | None, seconds: float = 1.0) -> list[Any]:
+        """What is told when that is answered, after so many seconds."""
+        self.answer, self.now = answer, self.now + seconds
+        self.calls.clear()
+        self.watcher.look(self)
+        return list(self.calls)
+
+
+def test_a_certain_notice_in_time() -> None:
+    heard = Heard()
+    far = PreemptionNotice("s", "reboot", NOON + 900)
+    assert heard.after(None) == []
+    assert heard.after(far) == [("hear", "reboot")]
+    assert heard.after(far, 700) == []
+    assert heard.after(far, 100) == [("leave", "reboot")]
+    assert heard.after(far) == [], "told once"
+    assert heard.after(None) == [("withdraw", "reboot")]
+    assert heard.after(None) == []
+
+
+def test_an_uncertain_notice_becomes_certain() -> None:
+    heard = Heard()
+    assert heard.after(PreemptionNotice("s", "perhaps", is_certain=False)) == [("hear", "perhaps")]
+    assert heard.after(PreemptionNotice("s", "now")) == [("hear", "now"), ("leave", "now")]
+    later = PreemptionNotice("s", "later", NOON + 900)
+    assert heard.after(later) == [("hear", "later"), ("withdraw", "now")], "there is time again"
+    assert heard.after(later, 800) == [("leave", "later")]
+
+
+def test_no_answer_withdraws_nothing() -> None:
+    heard = Heard()
+    heard.after(PreemptionNotice("s", "now"))
+    told = [heard.after(NoticeUnreadable("HTTP status 500")) for _ in range(5)]
+    assert [len(calls) for calls in told] == [0, 0, 1, 0, 0], "once, and not the first"
+    assert "HTTP status 500" in told[2][0]
+    assert heard.after(None) == [("withdraw", "now")]
+
+
+def test_the_thread_asks_until_it_is_closed() -> None:
+    heard = Heard()
+    heard.answer = PreemptionNotice("s", "now")
+    heard.watcher.start()
+    deadline = time.monotonic() + 20
+    while ("leave", "now") not in heard.calls:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    heard.watcher.close()
+    source: NoticeSource = heard
+    heard.calls.clear()
+    heard.answer = None
+    heard.watcher.look(source)
+    assert heard.calls == [], "it has ended"
