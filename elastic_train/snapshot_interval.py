@@ -15,7 +15,7 @@ PRIOR_FAILURE_SECONDS = 6 * 3600.0
 FIRST_SECONDS = 30.0
 """to the first snapshot of `auto`, after which its cost is known"""
 FAILURES = frozenset({"peer_lost", "restart"})
-"""causes of incidents; who leaves or joins does so as planned. Nobody tells a kill from a stop before a restart"""
+"""causes of incidents; who leaves or joins does so as planned, and so do all who are told to stop (`planned`)"""
 _TIME = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[smh])")
 _UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -75,7 +75,7 @@ def best_interval(cost_seconds: float, failure_seconds: float) -> float:
 
 
 def num_failures(incidents: Iterable[Mapping[str, Any]]) -> int:
-    return sum(incident.get("cause") in FAILURES for incident in incidents)
+    return sum(one.get("cause") in FAILURES and not one.get("planned") for one in incidents)
 
 
 def mean_failure_seconds(wall_seconds: float, failures: int) -> float:

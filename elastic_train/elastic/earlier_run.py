@@ -275,6 +275,7 @@ def note_restart(state: TrainState, restored: Restored, reached: int | None) -> 
             "lost_members": [],
             "committed_steps_lost": max(0, (reached or 0) - restored.step),
             "seconds": {"down": state.clock.newest_down},
+            **({"planned": True} if restored.step == state.stopped_at else {}),
         }
     )
 

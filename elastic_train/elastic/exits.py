@@ -94,6 +94,7 @@ class Exits:
         """Everybody was told to stop, at this very step: save, so that the next start goes on from here."""
         state = self._worker.state
         self._worker.stop.settle()
+        state.stopped_at = state.step
         set_group_timeout(GROUP_TIMEOUT)
         started = time.monotonic()
         if self._saver.is_last_writer(world):
@@ -108,7 +109,7 @@ class Exits:
 
     def stop_between_worlds(self, world: World) -> int:
         """Told to stop between two worlds: no process group to agree with anybody, so each node keeps what it has."""
-        started = time.monotonic()
+        started, self._worker.state.stopped_at = time.monotonic(), self._worker.state.step
         self._saver.enter(world)
         if world.is_first_of_node:
             with suppress(OwnershipLost):  # the others may be a generation further

@@ -87,6 +87,8 @@ class TrainState:
         self.ratings = Ratings()
         self.incidents: list[dict[str, Any]] = []
         """what interrupted this run, over all of its restarts; the last entries of `result.json`"""
+        self.stopped_at = -1
+        """step at which all were told to stop, and did: that the run is started again from there is no failure"""
         self.generation: int | None = None
         """of the world that it is trained in now"""
         self.generations = 0
@@ -95,11 +97,8 @@ class TrainState:
         """that this state has gone through, where the run was split"""
         self.fingerprint: dict[str, Any] = {}
         """what the bits of an ordered run depend on, as it was where its newest steps were trained"""
-        self.clock = PhaseClock()
-        self.lock = StateLock()
-        self.length = length
-        self.global_batch_size = global_batch_size
-        self.num_epochs = epochs
+        self.clock, self.lock = PhaseClock(), StateLock()
+        self.length, self.global_batch_size, self.num_epochs = length, global_batch_size, epochs
         self.last_step = total_steps(length, global_batch_size, epochs, max_steps)
         if not model.training:  # as a whole; then that is no choice of layers
             model.train()
@@ -236,6 +235,7 @@ class TrainState:
                 "evaluated_step": self.evaluated_step,
                 "ratings": self.ratings.state_dict(),
                 "incidents": self.incidents,
+                "stopped_at": self.stopped_at,
                 "generations": self.generations,
                 "branches": [list(one) for one in self.branches],
                 "fingerprint": self.fingerprint,
@@ -267,8 +267,7 @@ class TrainState:
         position, run = state["position"], state["run"]
         self.epoch, self.step = int(position["epoch"]), int(position["step"])
         self.samples_done = int(position["samples_done"])
-        self.run_uid = str(run["uid"])
-        self.superseded = tuple(run.get("superseded", ()))
+        self.run_uid, self.superseded = str(run["uid"]), tuple(run.get("superseded", ()))
         if self.micro_batch_size is None:
             self.micro_batch_size = run["micro_batch_size"]
         self.last_loss = run["last_loss"]
@@ -277,6 +276,7 @@ class TrainState:
         self.ratings.load_state_dict(run.get("ratings", {}))
         self.evaluated_step = int(run.get("evaluated_step", -1))
         self.incidents, self.generations = list(run["incidents"]), int(run["generations"])
+        self.stopped_at = int(run.get("stopped_at", -1))
         self.branches = branches_of(run.get("branches", ()))
         self.fingerprint = dict(run.get("fingerprint", {}))
         self._apply_schedule()

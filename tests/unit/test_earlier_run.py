@@ -12,7 +12,8 @@ import pytest
 
 from elastic_train.config import Config
 from elastic_train.elastic.connect import Return
-from elastic_train.elastic.earlier_run import EarlierRun
+from elastic_train.elastic.earlier_run import EarlierRun, note_restart
+from elastic_train.elastic.restore import Restored
 from elastic_train.errors import ObjectStoreError, SnapshotError
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.storage.bucket_owner import BucketOwner
@@ -24,6 +25,7 @@ from elastic_train.storage.run_record import RUN_FILE, RunRecord
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_arms import MemoryArm, Stored
 from elastic_train.storage.store_urls import parse_url
+from tests.unit.test_state import make_state
 
 
 @pytest.fixture
@@ -158,3 +160,17 @@ def test_who_comes_to_others_needs_no_bucket(
     assert [warning.endswith("offers no snapshot to the others") for warning in warnings] == [True]
     with pytest.raises(ObjectStoreError):
         look(bucket, tmp_path, warnings=[], meets=True)
+
+
+def test_a_stop_of_all_makes_the_next_start_a_planned_one() -> None:
+    """And no later one: the state says at which step it was, and goes on from there."""
+    before = make_state()
+    for _ in range(3):
+        before.commit(1.0)
+    before.stopped_at = 3
+    after = make_state()
+    after.load_state_dict(before.state_dict())
+    note_restart(after, Restored("snapshot", 3, 0), 3)
+    after.commit(1.0)
+    note_restart(after, Restored("snapshot", 4, 0), 4)
+    assert [incident.get("planned") for incident in after.incidents] == [True, None]

@@ -77,6 +77,7 @@ def test_the_best_interval_is_where_the_time_lost_is_least() -> None:
 def test_failures_are_deaths_and_restarts() -> None:
     causes = ["peer_lost", "leave", "join", "restart", "peer_lost"]
     assert num_failures({"cause": cause} for cause in causes) == 3
+    assert num_failures([{"cause": "restart", "planned": True}, {"cause": "restart"}]) == 1, "all were told to stop"
     assert mean_failure_seconds(0.0, 0) == PRIOR_FAILURE_SECONDS
     assert mean_failure_seconds(7 * 86400.0, 700) == pytest.approx(864, rel=0.05), "many outweigh what was believed"
 
