@@ -52,7 +52,7 @@ class PreemptionNotice:
     def to_fields(self) -> dict[str, Any]:
         """For the event `notice`; `host` is in every event."""
         return {
-            "source": self.source,
+            "source": self.source[:SHOWN_CHARACTERS],
             "reason": self.reason[:SHOWN_CHARACTERS],
             "deadline": self.deadline,
             "certain": self.is_certain,

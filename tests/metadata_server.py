@@ -146,4 +146,6 @@ def iso_time(seconds_from_now: float) -> str:
 
 if __name__ == "__main__":
     cloud, host, port, known = sys.argv[1:]
-    MetadataServer(cloud, (host, int(port)), Path(known)).serve_forever()
+    server = MetadataServer(cloud, (host, int(port)), Path(known))
+    Path(known).with_suffix(".ready").touch()
+    server.serve_forever()

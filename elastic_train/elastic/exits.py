@@ -136,6 +136,7 @@ class Exits:
     def stop_late(self, world: World) -> int:
         """Told to stop, and no commit comes in time. Not on the training thread, which has lost the state's lock: the
         last commit is saved, by each node for itself, for nobody knows who else was told."""
+        self._worker.stop.settle()
         state, started = self._worker.state, time.monotonic()
         if state.is_step_open:
             state.clock.reassign(time.monotonic() - self._trainer.step_started, Phase.TRAIN, Phase.LOST)

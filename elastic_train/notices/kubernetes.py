@@ -46,9 +46,9 @@ class KubernetesSource:
         pod_name = self._environ.get("POD_NAME") or self._environ.get("HOSTNAME", "")
         namespace = quote(self._read("namespace"), safe="")
         pod = self._get("pods", f"/api/v1/namespaces/{namespace}/pods/{quote(pod_name, safe='')}")
-        node_name = (pod or {}).get("spec", {}).get("nodeName") or self._environ.get("NODE_NAME")
-        node = self._get("nodes", f"/api/v1/nodes/{quote(node_name, safe='')}") if node_name else None
         try:
+            node_name = (pod or {}).get("spec", {}).get("nodeName") or self._environ.get("NODE_NAME")
+            node = self._get("nodes", f"/api/v1/nodes/{quote(node_name, safe='')}") if node_name else None
             return surest(from_pod(pod or {}), from_node(node or {}))
         except (AttributeError, TypeError) as error:
             raise NoticeUnreadable(f"no pod, or no node, of Kubernetes: {error}") from error

@@ -53,8 +53,10 @@ def ask(
         connection.request(method, path, headers={**headers, "Connection": "close"})
         response = connection.getresponse()
         body = response.read(MOST_BYTES + 1)
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException) as error:
         raise NoticeUnreadable(f"{_url(address, path)}: {str(error) or type(error).__name__}") from error
+    except ValueError:  # of a header, which its message would show, a token too
+        raise NoticeUnreadable(f"{_url(address, path)}: this is no HTTP") from None
     finally:
         connection.close()
     if len(body) > MOST_BYTES:

@@ -11,7 +11,6 @@ The pages that say what the answers are, by their titles:
 from __future__ import annotations
 
 import json
-import math
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
@@ -28,6 +27,10 @@ LOSING_TAINTS = {
     "karpenter.sh/disrupted": "Karpenter disrupts the node",
 }
 """keys of taints on nodes that go away; that it is cordoned off (`unschedulable`) takes no pod away"""
+
+
+LATEST = 253402300800
+"""Unix seconds: the year 10000"""
 
 
 class NoticeUnreadable(Exception):
@@ -160,11 +163,11 @@ def from_own(source: str, text: str) -> PreemptionNotice | None:
         deadline = _iso_time(deadline)
     if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float)):
         raise NoticeUnreadable(f"no time: deadline {deadline!r}")
-    if deadline is not None and not math.isfinite(deadline):
-        raise NoticeUnreadable(f"no time: deadline {deadline}")
+    if deadline is not None and not 0 <= deadline < LATEST:
+        raise NoticeUnreadable("no time: the deadline is no Unix seconds")
     if not isinstance(is_certain, bool):
         raise NoticeUnreadable(f"neither true nor false: certain {is_certain!r}")
-    named, reason = str(fields.get("source", source)), str(fields.get("reason", "notice"))
+    named, reason = (str(fields.get(name, default)) for name, default in (("source", source), ("reason", "notice")))
     return PreemptionNotice(named, reason, deadline, is_certain)
 
 

@@ -118,7 +118,7 @@ def test_an_answer_of_ones_own() -> None:
     "text",
     [
         "{", "[]", "7", '{"deadline": "soon"}', '{"deadline": true}', '{"deadline": NaN}', '{"certain": "yes"}',
-        "[" * 100_000,
+        "[" * 100_000, '{"deadline": 1' + "0" * 400 + "}", '{"deadline": -1}', '{"deadline": 1e300}',
     ],
 )  # fmt: skip
 def test_lies(text: str) -> None:
@@ -279,6 +279,10 @@ def test_kubernetes_is_asked_what_the_pod_may_see(known: Path, tmp_path: Path) -
         node = {"spec": {"taints": [{"key": "ToBeDeletedByClusterAutoscaler"}]}}
         learn(known, **{"/api/v1/namespaces/jobs/pods/train-0": pod, "/api/v1/nodes/n1": node})
         assert said(source.look()) == ("the cluster autoscaler deletes the node", None, True)
+        for lie in ({"spec": [7]}, {"status": {"conditions": 7}}, {"spec": {"nodeName": ["n1"]}}):
+            learn(known, **{"/api/v1/namespaces/jobs/pods/train-0": lie})
+            with pytest.raises(NoticeUnreadable):
+                source.look()
         learn(known, **{"/api/v1/namespaces/jobs/pods/train-0": pod, "forbidden": "/api/v1/nodes/n1"})
         server.asked.clear()
         assert source.look() is None
@@ -287,6 +291,10 @@ def test_kubernetes_is_asked_what_the_pod_may_see(known: Path, tmp_path: Path) -
         assert len(told) == 1
         assert "may not get nodes" in told[0]
         assert "secret" not in told[0]
+        (tmp_path / "token").write_text("secret\ninjected: header")
+        with pytest.raises(NoticeUnreadable, match="this is no HTTP") as unreadable:
+            source.look()
+        assert "secret" not in str(unreadable.value)
 
 
 def test_a_file(tmp_path: Path) -> None:

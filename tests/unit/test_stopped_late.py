@@ -41,7 +41,7 @@ class Life:
         )  # fmt: skip
         worker: Any = SimpleNamespace(
             state=state, reporter=reporter, config=SimpleNamespace(epochs=3, debug=False),
-            stop=SimpleNamespace(cause=signal.SIGTERM, why="SIGTERM", notice=None),
+            stop=SimpleNamespace(cause=signal.SIGTERM, why="SIGTERM", notice=None, settle=lambda: None),
             directory=SimpleNamespace(ownership=SimpleNamespace(release=self.part("release"))),
         )  # fmt: skip
         trainer: Any = SimpleNamespace(
