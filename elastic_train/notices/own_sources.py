@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import ssl
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
@@ -11,7 +12,7 @@ from urllib.parse import urlsplit
 
 from elastic_train.notices.metadata import MOST_BYTES, ask, refuse
 from elastic_train.notices.notice import NoticeUnreadable, from_own, to_own
-from elastic_train.preemption import PreemptionNotice
+from elastic_train.preemption import LEAD_SECONDS, PreemptionNotice
 from elastic_train.storage.atomic_files import write_atomic
 
 NO_NOTICE = (204, 404)
@@ -58,7 +59,8 @@ class SlurmSource:
     """SIGUSR1, as `--signal=USR1@60` has it sent to what srun has started (the manual page of sbatch). SLURM takes
     nothing back.
 
-    Made on the main thread, by every worker: the signal ends a process that does not expect it.
+    The end of the job's time is the deadline where it is near; else the signal is of a preemption, whose grace time
+    nobody tells the job. Made on the main thread, by every worker: the signal ends a process that does not expect it.
     """
 
     name = "slurm"
@@ -66,15 +68,17 @@ class SlurmSource:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         ends = environ.get("SLURM_JOB_END_TIME", "")
-        self._deadline = float(ends) if ends.isdigit() else None
-        self._is_signalled = False
+        self._ends = float(ends) if ends.isdigit() else None
+        self._notice: PreemptionNotice | None = None
         signal.signal(signal.SIGUSR1, self._remember)
 
     def _remember(self, _signum: int, _frame: FrameType | None) -> None:
-        self._is_signalled = True
+        if self._notice is None:
+            is_near = self._ends is not None and self._ends - time.time() <= LEAD_SECONDS
+            self._notice = PreemptionNotice(self.name, "SIGUSR1 of SLURM", self._ends if is_near else None)
 
     def look(self) -> PreemptionNotice | None:
-        return PreemptionNotice(self.name, "SIGUSR1 of SLURM", self._deadline) if self._is_signalled else None
+        return self._notice
 
 
 class Relay:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -324,16 +326,15 @@ def test_the_relay_keeps_what_it_said(tmp_path: Path) -> None:
     assert reader.look() is None
 
 
-def test_slurms_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-    import signal
-
+@pytest.mark.parametrize(("seconds", "is_deadline"), [(60, True), (6000, False), (None, False)])
+def test_slurms_signal(seconds: int | None, is_deadline: bool) -> None:
     before = signal.getsignal(signal.SIGUSR1)
+    ends = None if seconds is None else int(time.time()) + seconds
     try:
-        source = SlurmSource({"SLURM_JOB_END_TIME": "1790000000"})
+        source = SlurmSource({} if ends is None else {"SLURM_JOB_END_TIME": str(ends)})
         assert source.look() is None
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert said(source.look()) == ("SIGUSR1 of SLURM", NOON, True)
+        assert said(source.look()) == ("SIGUSR1 of SLURM", ends if is_deadline else None, True)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
