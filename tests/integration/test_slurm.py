@@ -354,3 +354,20 @@ def test_a_batch_script_trains_alone_and_srun_starts_a_worker_for_each_task(site
         check_ledger([site.path / name], length=1437, batch=64, steps=20)
     warnings = [line for line in (site.path / "own.log").read_text().splitlines() if "srun has not started" in line]
     assert len(warnings) == 1
+
+
+def test_slurm_says_in_advance_that_the_time_is_nearly_over(site: Site) -> None:
+    """`sbatch --signal` to workers that srun has started: all save, stop, and exit as after SIGTERM."""
+    train = (
+        f"{shlex.quote(sys.executable)} -m elastic_train --epochs 100000 --notices slurm --run-dir run --no-progress"
+    )
+    words = ["sbatch", "--nodes=2", "--ntasks-per-node=2", "--time=2", "--signal=USR1@60", f"--wrap=srun {train}"]
+    job = site.slurm.run(words, site.path).split()[-1]
+    wait_for_step(site.run_dir, 5, TRAINS)
+    site.slurm.wait_for_state(job, "FAILED", LIVES)
+    assert site.slurm.job(job)["ExitCode"] == "143:0"
+    assert outcomes(site.run_dir) == ["stopped"] * 4
+    step = last_step(site.run_dir)
+    left = [event for event in events(site.run_dir, "notice") if event["state"] == "left"]
+    assert [(event["source"], event["step"]) for event in left] == [("slurm", step)] * 4
+    assert newest_snapshot(site.run_dir)[0].step == step
