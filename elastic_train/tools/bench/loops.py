@@ -26,10 +26,10 @@ from elastic_train.elastic.bundled import bundled
 from elastic_train.elastic.connect import Applicant, Waits, connect_worker
 from elastic_train.elastic.membership import new_token
 from elastic_train.elastic.own_loop import OwnTask
-from elastic_train.elastic.process_group import process_group
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.session import Training
+from elastic_train.elastic.standing import standing_in
 from elastic_train.elastic.trainer import Program, Trainer
 from elastic_train.elastic.worker import Parts, build, make_state, make_task
 from elastic_train.protocol.addresses import use_interface_of
@@ -95,15 +95,7 @@ class OurLoop:
         )
         self._cleanup = ExitStack()
         self._cleanup.callback(self._membership.close)
-        self._cleanup.enter_context(
-            process_group(
-                self._world,
-                lambda: self._membership.group_store(self._world),
-                "gloo",
-                self._membership.sockets,
-            )
-        )
-        self._membership.watcher.enter(self._world)
+        self._cleanup.enter_context(standing_in(self._membership, self._world))
         self._case_cleanup = ExitStack()
 
     def begin(self, case: LoopCase) -> int:
@@ -142,7 +134,6 @@ class OurLoop:
 
     def close(self) -> None:
         self._case_cleanup.close()
-        self._membership.watcher.leave()
         self._cleanup.close()
 
 

@@ -25,6 +25,7 @@ from elastic_train.elastic import next_world as next_world_module
 from elastic_train.elastic.connect import OWN_SECONDS, Waits, answering
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.next_world import Surroundings
+from elastic_train.elastic.standing import standing_in
 from elastic_train.errors import FormationFailed, first_line
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.job import SETTLED_REDUCTIONS
@@ -185,23 +186,22 @@ class BenchMember:
 
     def _train(self, world: World) -> bool:
         """Until the world is over; whether it was whole."""
-        watcher, membership = self._watcher, self._membership
+        membership = self._membership
         self._is_over.clear()
-        watcher.expect(world)
-        try:
-            membership.barriers.wait_for_workers(world)
-        except FormationFailed:
-            return False
-        watcher.enter(world)
-        watcher.do(Activity.COMPUTE)
-        for _ in range(SETTLED_REDUCTIONS + 1):
-            membership.note_reduction()
-        self.world = world
-        self._tell("in", self.me.uid, world.generation, time.monotonic())
-        while not self._is_over.wait(STEP_SECONDS if world.rank == 0 else None):
-            if membership.joins.vote() == NOW:  # the votes of a step would say so
-                self._tell("admits", time.monotonic())
-                return True
+        with contextlib.ExitStack() as standing:
+            try:
+                standing.enter_context(standing_in(membership, world, has_group=False))
+            except FormationFailed:
+                return False
+            self._watcher.do(Activity.COMPUTE)
+            for _ in range(SETTLED_REDUCTIONS + 1):
+                membership.note_reduction()
+            self.world = world
+            self._tell("in", self.me.uid, world.generation, time.monotonic())
+            while not self._is_over.wait(STEP_SECONDS if world.rank == 0 else None):
+                if membership.joins.vote() == NOW:  # the votes of a step would say so
+                    self._tell("admits", time.monotonic())
+                    break
         return True
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from elastic_train.elastic.membership import Membership
-from elastic_train.elastic.process_group import is_communication_error, process_group
+from elastic_train.elastic.process_group import is_communication_error
+from elastic_train.elastic.standing import standing_in
 from elastic_train.errors import FormationFailed, first_line
 from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.protocol.probes import Probe, probe
@@ -147,11 +148,7 @@ def measure(membership: Membership, world: World, shared: SharedFacts, tell: Cal
         FormationFailed, or RuntimeError of the communication library.
     """
     backend = common_backend(world.workers)
-    watcher = membership.watcher
-    watcher.expect(world)
-    membership.barriers.wait_for_workers(world)
-    with process_group(world, lambda: membership.group_store(world), backend, membership.sockets):
-        watcher.enter(world)
+    with standing_in(membership, world):
         tell(f"rank = {dist.get_rank()}, world_size = {dist.get_world_size()}, backend = {backend}")
         offset, error = measure_clock(world)
         seconds = measure_all_reduce(world, "cuda" if "nccl" in backend else "cpu")

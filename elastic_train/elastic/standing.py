@@ -1,0 +1,36 @@
+"""Stand in a world without training in it: for checks and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from elastic_train.elastic.membership import Membership
+from elastic_train.elastic.process_group import process_group
+from elastic_train.rules import common_backend
+from elastic_train.world import World
+
+
+@contextmanager
+def standing_in(membership: Membership, world: World, *, has_group: bool = True) -> Iterator[None]:
+    """Inside the block `world` stands and is watched. Every member enters it; blocks until all have.
+
+    Args:
+        has_group: whether it has a process group, which is destroyed on the way out.
+
+    Raises:
+        FormationFailed: not all came; or RuntimeError of the communication library.
+    """
+    watcher = membership.watcher
+    watcher.expect(world)
+    membership.barriers.wait_for_workers(world)
+    group: AbstractContextManager[None] = nullcontext()
+    if has_group:
+        backend = common_backend(world.workers)
+        group = process_group(world, lambda: membership.group_store(world), backend, membership.sockets)
+    with group:
+        watcher.enter(world)
+        try:
+            yield
+        finally:
+            watcher.leave()  # nobody who goes now is missed
