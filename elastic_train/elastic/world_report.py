@@ -61,7 +61,6 @@ class WorldReport:
         """
         reporter, state = self._worker.reporter, self._worker.state
         state.clock.count_nodes(world.num_nodes)
-        reporter.events.enter(world)
         reporter.events.step = state.step
         reporter.enter(world, state)
         backend = common_backend(world.workers)
@@ -104,7 +103,6 @@ class WorldReport:
 
     def stands_by(self, world: World) -> None:
         """This worker is a spare of the world."""
-        self._worker.reporter.events.enter(world)
         self._worker.reporter.enter(world, self._worker.state)
         by = "--virtual-ranks" if self._worker.config.reduction == "ordered" else "--global-batch-size"
         self._worker.reporter.warn(

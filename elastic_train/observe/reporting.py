@@ -80,6 +80,7 @@ class Reporter:
     def enter(self, world: World, state: TrainState) -> None:
         """A world stands and `state` is everybody's: from now on its rank 0 reports."""
         self._world, self._state = world, state
+        self.events.enter(world)
         self._first_step = state.step + 1
         self._rate.restart()
         if self.metrics is not None:

@@ -42,8 +42,8 @@ class Process:
         self.host, self.address, self.uid = host, (host, port), uid
         self.is_alive, self.is_frozen = True, False
         self.ending: str | None = None
-        self.ended_at = -1e9
         """how it ended; None while it lives"""
+        self.ended_at = -1e9
         self.rate = 1.0 + self.kernel.random.uniform(-0.005, 0.005)
         self.offset = self.kernel.random.uniform(0.0, 1000.0)
         self.memory = MemoryStore()

@@ -7,10 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from elastic_train.elastic import joins as joins_module
-from elastic_train.elastic import next_world as next_world_module
-from elastic_train.protocol import arbiter as arbiter_module
-from elastic_train.protocol import known_worlds as known_worlds_module
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Claims
 from elastic_train.protocol.job import Job
@@ -27,13 +23,6 @@ from tests.simulation.process import Machines, Process
 from tests.simulation.ring_parts import Commit
 from tests.simulation.work import Work
 from tests.simulation.worker import Worker
-
-next_world_module.POLL_SECONDS = 0.02  # fewer events; nothing depends on it
-joins_module.QUEUE_POLL_SECONDS = 0.1
-next_world_module.SPARE_POLL_SECONDS = 0.1
-arbiter_module.OUTDATED, arbiter_module.OLD_SECONDS = 1, 3.0  # a history has few worlds, and they are to be removed
-known_worlds_module.KEPT_DECISIONS = 1
-
 
 HEAL_SECONDS = 5.0
 """after a full heal: then all are together"""

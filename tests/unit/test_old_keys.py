@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from elastic_train.protocol import known_worlds
 from elastic_train.protocol.known_worlds import DELETED_AT_ONCE, OldKeys, outdated
 from elastic_train.protocol.store import MemoryStore
@@ -11,12 +9,6 @@ from elastic_train.world import World
 from tests.unit.test_world import member
 
 PARTS = ("present", "next", "register", "left/1")
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulator keeps fewer, in this process too."""
-    monkeypatch.setattr(known_worlds, "KEPT_DECISIONS", 16)
 
 
 def keys_of(generation: int) -> list[str]:

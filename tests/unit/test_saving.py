@@ -47,7 +47,6 @@ class Training:
         self.state.run_uid = "run"
         self.saver = Saver(worker, files, now=lambda: self.now)
         self.saver.enter(self.world)
-        worker.reporter.events.enter(self.world)
         worker.reporter.enter(self.world, self.state)
         self.state.clock.enter(Phase.TRAIN)
 

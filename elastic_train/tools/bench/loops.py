@@ -111,7 +111,6 @@ class OurLoop:
         state.run_uid = "bench"
         saver = Saver(worker, files)
         saver.enter(world)
-        worker.reporter.events.enter(world)
         worker.reporter.enter(world, state)
         state.clock.enter(Phase.TRAIN)
         membership.watcher.do(Activity.COMPUTE)
