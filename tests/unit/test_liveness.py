@@ -84,9 +84,7 @@ def test_a_frozen_process_still_accepts_and_a_killed_one_refuses(process: Proces
     process.signal(signal.SIGCONT)
     process.signal(signal.SIGKILL)
     process.process.wait(DEADLINE)
-    started = time.monotonic()
     assert probe(process.address) is Probe.REFUSED
-    assert time.monotonic() - started < 0.5
 
 
 @pytest.fixture
@@ -105,9 +103,12 @@ def full_address() -> Iterator[Address]:
 
 
 def test_no_answer_is_silence_and_takes_no_longer_than_it_may(full_address: Address) -> None:
-    started = time.monotonic()
-    assert probe(full_address, timeout=0.2) is Probe.SILENT
-    assert 0.1 < time.monotonic() - started < 2.0
+    seconds = []
+    for timeout in (0.1, 1.0):
+        started = time.monotonic()
+        assert probe(full_address, timeout) is Probe.SILENT
+        seconds.append(time.monotonic() - started)
+    assert seconds[0] < seconds[1]
 
 
 def test_many_are_probed_at_once(full_address: Address) -> None:
@@ -116,8 +117,10 @@ def test_many_are_probed_at_once(full_address: Address) -> None:
         addresses = [listener.getsockname(), nobody.getsockname(), full_address]
         members = [make_member(rank, address) for rank, address in enumerate(10 * addresses)]
         started = time.monotonic()
+        assert probe(full_address) is Probe.SILENT
+        began = time.monotonic()
         assert probe_all(members) == 10 * [Probe.ACCEPTED, Probe.REFUSED, Probe.SILENT]
-        assert time.monotonic() - started < 10 * 0.5, "each silent one takes half a second"
+        assert time.monotonic() - began < 10 * (began - started), "each silent one takes that long"
         assert refusing(members[:3]) == [members[1]]
     assert probe_all([]) == []
 
