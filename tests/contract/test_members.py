@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from elastic_train.protocol.neighbours import Heard
 from elastic_train.rules import NOW
 from elastic_train.tools.drills.nodes import wait_until
 from elastic_train.world import World
+from tests.bare_membership import bare_membership
 from tests.contract.forms import MIN_NODES, PATIENCE, PEER_TIMEOUT, Form
 
 WAITS = Waits(formation_timeout=60.0, peer_timeout=PEER_TIMEOUT, wait_timeout=60.0)
@@ -64,30 +64,21 @@ class Members:
         """A new worker's."""
         job, form = self._form.job(number), self._form
         me = form.member(number)
-        assert me.store is not None, "every member serves one"
         watcher = Watcher(Pings(self.dead, self.silent), PEER_TIMEOUT, lambda: None, lambda _world, _is_spokesman: None)
-        made: Any = Membership(
+        made = bare_membership(
             job,
+            me,
             watcher,
             WAITS,
-            uid=me.uid,
-            address=me.address,
-            store_address=me.store,
-            local_world_size=1,
-            max_nodes=8,
-            max_world_size=None,
             check=self._check,
-            say=lambda _text: None,
             answering=lambda members: tuple(one for one in members if one.uid not in self.dead),
-            sockets=None,  # type: ignore[arg-type]
-            group_store=lambda _world: None,  # type: ignore[arg-type,return-value]
             surroundings=Surroundings(sleep=self._sleep, draw_uid=form.draw_uid),
         )
         self.of[number] = made
 
         def arrive() -> World:
             made.arrival.find()
-            return made.first_world(me)  # type: ignore[no-any-return]
+            return made.first_world(me)
 
         return self._threads.submit(arrive)
 

@@ -10,41 +10,18 @@ import pytest
 from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.audit.record import read_drill
 from tests.drills.test_drill import drill, scenario
+from tests.own_steps import COMMIT, SCRIPT
 
-SCRIPT = """
-import time
-import torch
-import torch.nn.functional as F
-from torch.utils.data import TensorDataset
-import elastic_train
-
-torch.manual_seed(0)
-numbers = torch.linspace(-1, 1, 98).unsqueeze(1)
-model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.1), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def loss(module, batch):
-    inputs, targets = batch
-    return F.mse_loss(module(inputs), targets)
-
-
-def train(training):
-    for epoch in training.epochs():
-        for share in training.shares():
-            training.commit(training.step(share, loss))
+PACE = """
             if training.world.world_size > 1:
                 time.sleep(0.02)
-
-
-elastic_train.run(train, model, optimizer, TensorDataset(numbers, numbers.square()), elastic_train.parse_flags())
 """
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_loop_of_ones_own_is_drilled(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(SCRIPT)
+    (tmp_path / "mine.py").write_text(SCRIPT.replace(COMMIT, COMMIT + PACE))
     plan = scenario(tmp_path, "kill", "join", "kill-rank-0")
     words = ("--seed", "5", "--nodes", "3", "--nodes-as", "processes", "--scenario", plan)
     script = ("--", "mine.py", "--reduction", "ordered", "--global-batch-size", "16", "--max-steps", "1500")

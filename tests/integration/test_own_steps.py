@@ -18,34 +18,10 @@ from tests.integration.cluster import (
     result,
     wait_for_step,
 )
+from tests.own_steps import SCRIPT
 
 LENGTH, BATCH, EPOCHS = 98, 16, 40
 STEPS = 7 * EPOCHS
-SCRIPT = """
-import torch
-import torch.nn.functional as F
-from torch.utils.data import TensorDataset
-import elastic_train
-
-torch.manual_seed(0)
-numbers = torch.linspace(-1, 1, 98).unsqueeze(1)
-model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.1), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def loss(module, batch):
-    inputs, targets = batch
-    return F.mse_loss(module(inputs).float(), targets)
-
-
-def train(training):
-    for epoch in training.epochs():
-        for share in training.shares():
-            training.commit(training.step(share, loss))
-
-
-elastic_train.run(train, model, optimizer, TensorDataset(numbers, numbers.square()), elastic_train.parse_flags())
-"""
 
 
 def write_script(cluster: Cluster, text: str = SCRIPT) -> Path:

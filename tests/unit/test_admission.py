@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -14,6 +14,7 @@ from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.next_world import Surroundings
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.world import Member, World
+from tests.bare_membership import bare_membership
 
 
 class Clock:
@@ -40,29 +41,15 @@ class Queue:
 
 def member(number: int, **agreement: Any) -> Member:
     address = ("10.0.0.1", number)
-    return Member(f"node{number}", 0, number, 1, address, "d", "gloo", None, agreement, uid=f"uid{number}")
+    return Member(
+        f"node{number}", 0, number, 1, address, "d", "gloo", None, agreement, uid=f"uid{number}", store=address
+    )
 
 
 def newcomers(*waiting: Member, agreement: dict[str, Any]) -> tuple[Membership, Clock, World]:
     clock = Clock()
-    nothing = cast(Any, None)
-    found = Membership(
-        cast(Any, Queue([Waiting(one, 1) for one in waiting], agreement)),
-        cast(Any, SimpleNamespace()),
-        nothing,
-        uid="uid0",
-        address=("10.0.0.1", 0),
-        store_address=("10.0.0.1", 0),
-        local_world_size=1,
-        max_nodes=8,
-        max_world_size=None,
-        check=lambda: None,
-        say=print,
-        answering=lambda members: members,
-        sockets=nothing,
-        group_store=nothing,
-        surroundings=Surroundings(monotonic=clock),
-    )
+    job = Queue([Waiting(one, 1) for one in waiting], agreement)
+    found = bare_membership(job, member(0), surroundings=Surroundings(monotonic=clock))
     world = World(0, 0, (member(0),))
     found.joins.enter(world)
     found.agreed_once("agreement", "")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
 from elastic_train.elastic.background import BackgroundThreads
-from elastic_train.elastic.membership import END_SECONDS, Membership
+from elastic_train.elastic.membership import END_SECONDS
 from elastic_train.elastic.next_world import Surroundings
+from tests.bare_membership import bare_membership
+from tests.unit.test_world import member
 
 
 def test_those_that_run_are_waited_for() -> None:
@@ -69,23 +71,12 @@ def test_a_thread_that_comes_back_while_python_ends_changes_no_exit_code(end: st
 
 def test_a_member_that_ends_cancels_what_it_prepares_and_waits_for_its_threads() -> None:
     calls: list[str] = []
-    nothing = cast(Any, None)
-    membership = Membership(
-        cast(Any, SimpleNamespace(close=lambda _me: calls.append("leave the job"))),
-        cast(Any, SimpleNamespace(thread=SimpleNamespace(stop=lambda: calls.append("stop the watcher")))),
-        nothing,
-        uid="uid0",
-        address=("10.0.0.1", 0),
-        store_address=("10.0.0.1", 0),
-        local_world_size=1,
-        max_nodes=8,
-        max_world_size=None,
-        check=lambda: None,
-        say=print,
-        answering=lambda members: members,
-        sockets=cast(Any, SimpleNamespace(release=lambda: calls.append("release groups"))),
-        group_store=nothing,
-        form=lambda _world: nothing,
+    membership = bare_membership(
+        SimpleNamespace(close=lambda _me: calls.append("leave the job")),
+        replace(member(0, 0), store=("10.0.0.1", 0)),
+        SimpleNamespace(thread=SimpleNamespace(stop=lambda: calls.append("stop the watcher"))),
+        sockets=SimpleNamespace(release=lambda: calls.append("release groups")),
+        form=lambda _world: None,
         surroundings=Surroundings(
             start=lambda name, task: (calls.append(name), task())[1],
             finish=lambda seconds: calls.append(f"wait for {seconds:.0f} s"),
