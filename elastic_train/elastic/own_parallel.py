@@ -19,7 +19,7 @@ from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
 from elastic_train.training.collectives import reduced
-from elastic_train.training.reduction import SHARES_BUFFERS, hush_statistics, share_buffers
+from elastic_train.training.reduction import SHARES_BUFFERS, freeze_statistics, share_buffers
 from elastic_train.world import World
 
 
@@ -79,7 +79,7 @@ class OwnParallel:
             self._watcher.do(Activity.REDUCE)
             if step.is_stand_in:
                 # Until the commit, because activation checkpoints run forward passes again in the backward pass.
-                step.hushed += hush_statistics(ddp)
+                step.frozen += freeze_statistics(ddp)
         if shares_buffers and ddp.require_forward_param_sync:
             share_buffers(ddp.module)
 

@@ -32,7 +32,7 @@ class StepInHand:
     """the optimizer has stepped"""
     has_reduced: bool = False
     """its gradients have been summed by DDP"""
-    hushed: list[nn.Module] = field(default_factory=list)
+    frozen: list[nn.Module] = field(default_factory=list)
     """layers in eval mode, so that a stand-in leaves no trace in their statistics"""
 
     @property
@@ -45,9 +45,9 @@ class StepInHand:
         """Whether this rank has no sample in it."""
         return self.num_samples == 0
 
-    def unhush(self) -> None:
-        while self.hushed:
-            self.hushed.pop().training = True
+    def unfreeze(self) -> None:
+        while self.frozen:
+            self.frozen.pop().training = True
 
 
 class SessionSteps:
@@ -127,7 +127,7 @@ class SessionSteps:
         """The step in hand counts. `late` are its sums where they are not waited for; they give its loss then."""
         step, state = self.required(), self._worker.state
         self.in_hand = None
-        step.unhush()
+        step.unfreeze()
         state.commit(loss)
         self._sums.late = late
         if late is None:
@@ -161,4 +161,4 @@ class SessionSteps:
         step, self.in_hand = self.in_hand, None
         self._shares = iter(())
         if step is not None:
-            step.unhush()
+            step.unfreeze()

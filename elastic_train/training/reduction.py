@@ -264,21 +264,21 @@ def ddp_device_ids(devices: Iterable[torch.device]) -> list[torch.device] | None
     return list(distinct) if len(distinct) == 1 and all(device.type == "cuda" for device in distinct) else None
 
 
-def hush_statistics(module: nn.Module) -> list[nn.Module]:
+def freeze_statistics(module: nn.Module) -> list[nn.Module]:
     """Have BatchNorm's layers use their statistics and not change them, so that an absent sample leaves no trace there;
     returns the layers, to be put back into train mode.
 
     These alone, because other models than ours give something else in eval mode, or take part in collectives
     (SyncBatchNorm) in train mode only.
     """
-    hushed: list[nn.Module] = [
+    frozen: list[nn.Module] = [
         layer
         for layer in module.modules()
         if layer.training and isinstance(layer, _NormBase) and not isinstance(layer, nn.SyncBatchNorm)
     ]
-    for layer in hushed:
+    for layer in frozen:
         layer.training = False
-    return hushed
+    return frozen
 
 
 def has_only_statistics(model: nn.Module) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from elastic_train.errors import TrainingDiverged, UsageError
-from elastic_train.training.reduction import Loss, Reduction, Share, hush_statistics
+from elastic_train.training.reduction import Loss, Reduction, Share, freeze_statistics
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import Task
@@ -119,11 +119,11 @@ def task_loss(
         with autocast():
             if batch is not None:
                 return scalar(name, compute(module, task.to_device(batch, device)))
-            hushed = hush_statistics(module)
+            frozen = freeze_statistics(module)
             try:
                 return scalar(name, compute(module, task.to_device(stand_in(), device)))
             finally:
-                for layer in hushed:
+                for layer in frozen:
                     layer.training = True
 
     return micro_batch_loss
