@@ -39,14 +39,14 @@ def load(state: TrainState, loaded: Mapping[str, Any], source: str) -> None:
             raise SnapshotError(
                 f"{source} cannot be taken over: {type(error).__name__}: {first_line(error)}"
             ) from error
-        what = misfit(state.model.state_dict(), loaded["model"]) or " ".join(str(error).split())
+        what = difference(state.model.state_dict(), loaded["model"]) or " ".join(str(error).split())
         raise SnapshotError(
             f"{source} does not fit this model and its optimizer: {what}; go on with those that it was made with, or "
             "give --fresh to begin anew"
         ) from error
 
 
-def misfit(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """How two models' state dicts differ, in one line with some of the names; "" where their shapes are equal."""
 
     def some(names: Collection[str]) -> str:

@@ -151,8 +151,8 @@ def _restore_newest(
         for entry in told:
             if "mismatch" in entry:
                 raise TaskMismatch(entry["mismatch"])
-            if "misfit" in entry:
-                raise SnapshotError(entry["misfit"])
+            if "incompatible" in entry:
+                raise SnapshotError(entry["incompatible"])
         whole = [rank for rank, entry in enumerate(told) if "read" in entry]
         if not whole:
             continue
@@ -170,7 +170,7 @@ def _head(offer: SnapshotInfo) -> dict[str, Any]:
 
 def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn: Warn) -> dict[str, Any]:
     """Load a snapshot into `state`. Returns `read`, the clock in it, or why the job cannot go on from there:
-    `mismatch`, or `misfit`, after which `state` is of no use; nothing where the file is damaged."""
+    `mismatch`, or `incompatible`, after which `state` is of no use; nothing where the file is damaged."""
     source = f"snapshot {offer.path}"
     try:
         require_same_task(offer, task)
@@ -182,7 +182,7 @@ def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn:
         warn(f"skipped: {error}")
         return {}
     except SnapshotError as error:
-        return {"misfit": str(error)}
+        return {"incompatible": str(error)}
     _compare_extras(state, loaded, source, warn)
     return {"read": loaded["run"]["clock"]}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.elastic.loading import misfit
+from elastic_train.elastic.loading import difference
 from elastic_train.training.state import TrainState
 
 
@@ -17,14 +17,14 @@ def layers(*sizes: int) -> dict[str, Any]:
 
 
 def test_equal_models_fit() -> None:
-    assert misfit(layers(3, 4), layers(3, 4)) == ""
+    assert difference(layers(3, 4), layers(3, 4)) == ""
 
 
 def test_what_does_not_fit_is_told_in_one_line_however_large_the_model() -> None:
-    assert misfit(layers(3, 5), layers(3, 4)) == "1 tensor of another shape (1.weight (2, 4) instead of (2, 5))"
-    assert misfit(layers(3, 4), layers(3)) == "it lacks 2 tensors (1.bias, 1.weight)"
-    assert misfit(layers(3), layers(3, 4)) == "it has 2 tensors too many (1.bias, 1.weight)"
-    many = misfit({}, layers(*[2] * 500))
+    assert difference(layers(3, 5), layers(3, 4)) == "1 tensor of another shape (1.weight (2, 4) instead of (2, 5))"
+    assert difference(layers(3, 4), layers(3)) == "it lacks 2 tensors (1.bias, 1.weight)"
+    assert difference(layers(3), layers(3, 4)) == "it has 2 tensors too many (1.bias, 1.weight)"
+    many = difference({}, layers(*[2] * 500))
     assert many.startswith("it has 1000 tensors too many (")
     assert len(many) < 100
 
