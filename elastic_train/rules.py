@@ -131,8 +131,8 @@ class Activity(StrEnum):
 
 
 @dataclass(frozen=True)
-class Beat:
-    """One heartbeat."""
+class MemberActivity:
+    """What a member is at, by its heartbeat."""
 
     generation: int
     activity: Activity
@@ -146,25 +146,25 @@ class Beat:
         return self.seconds > self.limit
 
 
-def stalled(beats: Mapping[int, Beat], generation: int) -> frozenset[int]:
-    """The ranks whose training thread keeps the others waiting though their heart beats.
+def stalled(activities: Mapping[int, MemberActivity], generation: int) -> frozenset[int]:
+    """The ranks whose training thread keeps the others waiting though their heartbeats come.
 
     A member of this generation is outside of the collective for longer than it may be, and another one has waited in
     there for as long. Who is inside is never to blame.
     """
-    present = {rank: beat for rank, beat in beats.items() if beat.generation == generation}
-    longest = max((beat.seconds for beat in present.values() if beat.activity is Activity.REDUCE), default=0.0)
+    present = {rank: one for rank, one in activities.items() if one.generation == generation}
+    longest = max((one.seconds for one in present.values() if one.activity is Activity.REDUCE), default=0.0)
     return frozenset(
         rank
-        for rank, beat in present.items()
-        if beat.activity is not Activity.REDUCE and beat.is_late and longest > beat.limit
+        for rank, one in present.items()
+        if one.activity is not Activity.REDUCE and one.is_late and longest > one.limit
     )
 
 
-def is_cut_off(beats: Mapping[int, Beat], generation: int) -> bool:
+def is_cut_off(activities: Mapping[int, MemberActivity], generation: int) -> bool:
     """Whether a collective cannot end though everybody takes part in it: two members cannot reach each other."""
-    return bool(beats) and all(
-        beat.generation == generation and beat.activity is Activity.REDUCE and beat.is_late for beat in beats.values()
+    return bool(activities) and all(
+        one.generation == generation and one.activity is Activity.REDUCE and one.is_late for one in activities.values()
     )
 
 

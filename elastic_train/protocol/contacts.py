@@ -26,7 +26,7 @@ from elastic_train.protocol.heartbeat import (
 )
 from elastic_train.protocol.laws import is_dead_in_time
 from elastic_train.protocol.neighbours import Heard, Topology
-from elastic_train.rules import Activity, Beat, is_cut_off, stalled
+from elastic_train.rules import Activity, MemberActivity, is_cut_off, stalled
 from elastic_train.world import Member, World
 
 WARN_SECONDS = 5.0
@@ -166,18 +166,18 @@ class Contacts:
 
     def is_at_work(self, world: World, rank: int) -> bool:
         """Whether one member is at something that it may take this long for, as far as this one sees."""
-        beat = self.beat(world, rank)
-        if beat is None or beat.generation != world.generation:
+        found = self.activity_of(world, rank)
+        if found is None or found.generation != world.generation:
             return False
-        return beat.activity is not Activity.REDUCE and not beat.is_late
+        return found.activity is not Activity.REDUCE and not found.is_late
 
-    def beat(self, world: World, rank: int) -> Beat | None:
+    def activity_of(self, world: World, rank: int) -> MemberActivity | None:
         """What a member of `world` that lives has said last."""
         heard = self.heard_in(world, rank)
         if heard is None or heard.refused_at is not None:
             return None
         is_silent = self._monotonic() - heard.heard_at > self._peer_timeout
-        return None if is_silent else Heartbeat.from_line(heard.status).beat
+        return None if is_silent else Heartbeat.from_line(heard.status).member_activity
 
     def are_training(self, world: World) -> bool:
         """Whether all workers of `world` whom this member pings have just said that they are in it."""
@@ -253,9 +253,9 @@ class Judge:
         if world.world_size == 1 and not world.is_spare:
             return
         contacts = self._contacts
-        beats: dict[int, Beat] = {}
+        activities: dict[int, MemberActivity] = {}
         if not world.is_spare:
-            beats[world.rank] = Beat(world.generation, *self._own.at())
+            activities[world.rank] = MemberActivity(world.generation, *self._own.at())
         for rank in contacts.training_neighbours(world):
             heard = contacts.heard_in(world, rank)
             if contacts.is_elsewhere(world, rank) and (heard is not None or world.is_spare):
@@ -275,11 +275,13 @@ class Judge:
                     return
                 continue
             heartbeat = Heartbeat.from_line(heard.status)
-            beats[rank] = heartbeat.beat
+            activities[rank] = heartbeat.member_activity
             self._own.outside.hear(heartbeat.witness, heard.heard_at - heartbeat.age)
         # A lone worker has no collective that could be broken off, so nobody goes on until it is proven dead.
         is_judged = is_standing and world.world_size > 1
-        blamed = self._blamed(world, beats) if is_judged else self._find_lost(world, " before its first step") or None
+        blamed = (
+            self._blamed(world, activities) if is_judged else self._find_lost(world, " before its first step") or None
+        )
         if blamed is not None:
             waited = self._own.at()[1]
             why = f"a collective has not ended in {waited:.0f} s though all take part: two cannot reach each other"
@@ -311,16 +313,16 @@ class Judge:
         has_said = heard is not None and has_ended_by_vote(heard.status)
         return has_said and not world.is_spare and self._contacts.age(world.members[rank]) < self._peer_timeout
 
-    def _blamed(self, world: World, beats: Mapping[int, Beat]) -> dict[int, str] | None:
+    def _blamed(self, world: World, activities: Mapping[int, MemberActivity]) -> dict[int, str] | None:
         """The ranks to blame, with the reason, if this member must break the world; perhaps none of them."""
         blamed = {rank: why for rank, why in self._find_lost(world).items() if not self._has_left_by_vote(world, rank)}
         if world.is_spare:  # it knows nothing of how long a step takes
             return blamed or None
-        for rank in stalled(beats, world.generation):
-            seconds = f"{beats[rank].seconds:.0f} s"
+        for rank in stalled(activities, world.generation):
+            seconds = f"{activities[rank].seconds:.0f} s"
             blamed.setdefault(rank, describe(world, rank, f"kept the others waiting, and was stuck for {seconds}"))
-        is_complete = len(beats) == len(self._contacts.training_neighbours(world)) + 1
-        if blamed or (is_complete and is_cut_off(beats, world.generation) and self._all_wait(world)):
+        is_complete = len(activities) == len(self._contacts.training_neighbours(world)) + 1
+        if blamed or (is_complete and is_cut_off(activities, world.generation) and self._all_wait(world)):
             return blamed
         return None
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from elastic_train.rules import Activity, Beat
+from elastic_train.rules import Activity, MemberActivity
 from elastic_train.world import World, from_runs, to_runs
 
 LEAST_SECONDS = 300.0
@@ -131,8 +131,8 @@ class Heartbeat:
     """(rank, count) of the heartbeat that said so"""
 
     @property
-    def beat(self) -> Beat:
-        return Beat(self.generation, self.activity, self.seconds, self.limit)
+    def member_activity(self) -> MemberActivity:
+        return MemberActivity(self.generation, self.activity, self.seconds, self.limit)
 
     def to_line(self, head: str) -> str:
         times = [round(seconds, 3) for seconds in (self.seconds, self.limit, self.age)]

@@ -244,8 +244,8 @@ class Watcher:
             return True
         if not contacts.is_sparse or proposer is None:
             return False
-        beat = contacts.beat(world, proposer)
-        return beat is not None and beat.generation < 0 and beat.seconds < seconds
+        found = contacts.activity_of(world, proposer)
+        return found is not None and found.generation < 0 and found.seconds < seconds
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 

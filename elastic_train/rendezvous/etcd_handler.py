@@ -38,7 +38,7 @@ from elastic_train.protocol.addresses import address_towards_any
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
-from elastic_train.rendezvous.etcd_job import NodeLease, open_job, take_away
+from elastic_train.rendezvous.etcd_job import NodeLease, delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror
 
@@ -218,7 +218,7 @@ class AgentsHandler(RendezvousHandler):
             deadline = time.monotonic() + FAREWELL_SECONDS
             while self._server is not None and time.monotonic() < deadline and self._others_of_round():
                 self._mirror.wait_for_change(0.1)
-            take_away(store.etcd, self._job, unless_below=(f"{self._prefix}/nodes/", f"{self._prefix}/waiting/"))
+            delete_job(store.etcd, self._job, unless_below=(f"{self._prefix}/nodes/", f"{self._prefix}/waiting/"))
         self._mirror.close()
         self._connections.close()
         return True

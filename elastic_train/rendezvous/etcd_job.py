@@ -93,7 +93,7 @@ def open_job(
         job = read_job(entry, settings, run_id)
         if is_over(etcd, job, timeout=timeout, check=check):
             say(f"every worker of an earlier start of run id {run_id!r} is gone: a new start begins")
-            take_away(etcd, job)
+            delete_job(etcd, job)
             continue
         try:
             job.keep(etcd)
@@ -126,10 +126,10 @@ def is_over(etcd: Etcd, job: JobEntry, *, timeout: float, check: Callable[[], No
 
     def look() -> tuple[Standing, dict[str, str]]:
         texts = {entry.key: text_of(entry) or "" for entry in etcd.below(f"{job.prefix}/")[0]}
-        beats = {key: text for key, text in texts.items() if key.startswith(f"{job.prefix}/heartbeat/")}
-        return Standing().follow(lambda key: texts.get(f"{job.prefix}/{key}")), beats
+        heartbeats = {key: text for key, text in texts.items() if key.startswith(f"{job.prefix}/heartbeat/")}
+        return Standing().follow(lambda key: texts.get(f"{job.prefix}/{key}")), heartbeats
 
-    stood, beats = look()
+    stood, heartbeats = look()
     if not stood.members:
         return False
     # Perhaps it is only from here that nobody can be reached: a heartbeat says more, and comes twice a second.
@@ -137,15 +137,15 @@ def is_over(etcd: Etcd, job: JobEntry, *, timeout: float, check: Callable[[], No
     deadline = time.monotonic() + (REFUSED_SECONDS if is_refused else timeout)
     while time.monotonic() < deadline:
         check()
-        stands, beat = look()
+        stands, heartbeat = look()
         # Anybody's: a node that waits to be admitted goes on where all who trained have died.
-        if stands != stood or any(beats.get(key) != text for key, text in beat.items()):
+        if stands != stood or any(heartbeats.get(key) != text for key, text in heartbeat.items()):
             return False
         time.sleep(0.1)
     return True
 
 
-def take_away(etcd: Etcd, job: JobEntry, unless_below: Sequence[str] = ()) -> None:
+def delete_job(etcd: Etcd, job: JobEntry, unless_below: Sequence[str] = ()) -> None:
     """Remove a job and all its keys, if it still is the one; whoever wakes up in it can write nothing any more.
 
     Args:

@@ -18,7 +18,7 @@ from elastic_train.protocol.join_queue import Size
 from elastic_train.protocol.store import ListingStore
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS, Connections
-from elastic_train.rendezvous.etcd_job import NOTICE_SECONDS, open_job, take_away
+from elastic_train.rendezvous.etcd_job import NOTICE_SECONDS, delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror
 from elastic_train.world import Member, World
@@ -152,6 +152,6 @@ class EtcdJob(CentralJob):
             self.forget(store)  # one that died in this very second
             store.delete(f"{self._prefix}/heartbeat/{self._uid}")
             store.delete(f"{self._prefix}/here/{self._uid}")
-            take_away(store.etcd, self._job, unless_below=(f"{self._prefix}/here/",))
+            delete_job(store.etcd, self._job, unless_below=(f"{self._prefix}/here/",))
         self._mirror.close()
         self.connections.close()

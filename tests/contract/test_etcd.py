@@ -19,7 +19,7 @@ from elastic_train.protocol.agreement import Decision
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_errors import LeaseLost
-from elastic_train.rendezvous.etcd_job import open_job, take_away
+from elastic_train.rendezvous.etcd_job import delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Guard, Mirror
 from elastic_train.tools.drills.etcd_cluster import EtcdCluster
@@ -325,7 +325,7 @@ def test_all_workers_open_the_same_job(trio: EtcdCluster, etcd: Etcd) -> None:
         thread.join(PATIENCE)
     assert len(jobs) == 8
     assert len(set(jobs)) == 1
-    take_away(etcd, jobs[0])  # type: ignore[arg-type]
+    delete_job(etcd, jobs[0])  # type: ignore[arg-type]
 
 
 def test_a_dead_job_that_another_start_takes_away_is_not_taken_for_a_living_one(trio: EtcdCluster, etcd: Etcd) -> None:
@@ -348,7 +348,7 @@ def test_a_dead_job_that_another_start_takes_away_is_not_taken_for_a_living_one(
     assert next(looks) > 3, "it was looked at for so long"
     assert job.prefix != dead.prefix
     EtcdStore(etcd, lease=job.lease, guard=job.guard).put(f"{job.prefix}/key", "value")
-    take_away(etcd, job)
+    delete_job(etcd, job)
 
 
 def test_a_run_id_can_be_used_again(trio: EtcdCluster, etcd: Etcd) -> None:
@@ -362,7 +362,7 @@ def test_a_run_id_can_be_used_again(trio: EtcdCluster, etcd: Etcd) -> None:
     assert not etcd.below(f"{first.prefix}/")[0]
     with pytest.raises(LeftOut):
         store.put(f"{first.prefix}/late", "x")
-    take_away(etcd, second)
+    delete_job(etcd, second)
     assert not etcd.below("/elastic_train/again/")[0], "nothing is left"
 
 
@@ -410,7 +410,7 @@ def test_mutual_tls_with_a_user_and_a_prefix(secure: tuple[EtcdCluster, Path]) -
     store.put(f"{job.prefix}/key", "value")
     assert store.get(f"{job.prefix}/key") == "value"
     mirror.close()
-    take_away(etcd, job)
+    delete_job(etcd, job)
 
 
 def test_another_teams_prefix_is_refused(secure: tuple[EtcdCluster, Path]) -> None:

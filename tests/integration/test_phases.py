@@ -251,7 +251,7 @@ class Stuck(ImageClassification):
 
 @pytest.mark.slow
 def test_an_evaluation_that_is_stuck_on_one_rank(cluster: Cluster) -> None:
-    """Its heart beats and no step is under way; it is expelled all the same."""
+    """Its heartbeats come and no step is under way; it is expelled all the same."""
     (cluster.path / "stuck.py").write_text(STUCK_TASK)
     flags = ("--peer-timeout", "2", "--stall-timeout", "3", "--ledger", "--eval-every", "1", "--max-steps", "230",
              "--task", "stuck:Stuck")  # fmt: skip

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from elastic_train.errors import Refused
 from elastic_train.rules import (
     Activity,
-    Beat,
     Failure,
+    MemberActivity,
     common_backend,
     connected,
     disagreement,
@@ -203,32 +203,32 @@ def test_a_misfit_is_refused_by_name() -> None:
 # --- who keeps the others waiting -------------------------------------------------------------------------------------
 
 BEATS = [
-    Beat(generation, activity, seconds, limit)
+    MemberActivity(generation, activity, seconds, limit)
     for generation in (GENERATION, GENERATION - 1)
     for activity in Activity
     for seconds in (LIMIT, LIMIT * 2)
     for limit in (LIMIT, LIMIT * 2)
 ]
-waits_long = Beat(GENERATION, Activity.REDUCE, LIMIT * 2, LIMIT)
-computes_long = Beat(GENERATION, Activity.COMPUTE, LIMIT * 2, LIMIT)
+waits_long = MemberActivity(GENERATION, Activity.REDUCE, LIMIT * 2, LIMIT)
+computes_long = MemberActivity(GENERATION, Activity.COMPUTE, LIMIT * 2, LIMIT)
 
 
 def test_stalled_for_every_triple_of_beats() -> None:
     """Who is inside of the collective, or in another world, is not; and nobody whom none has waited for as long."""
     for triple in itertools.product(BEATS, repeat=3):
-        present = {rank: beat for rank, beat in enumerate(triple) if beat.generation == GENERATION}
-        waits = [beat.seconds for beat in present.values() if beat.activity is Activity.REDUCE]
-        late = {rank for rank, beat in present.items() if beat.activity is not Activity.REDUCE and beat.is_late}
+        present = {rank: one for rank, one in enumerate(triple) if one.generation == GENERATION}
+        waits = [one.seconds for one in present.values() if one.activity is Activity.REDUCE]
+        late = {rank for rank, one in present.items() if one.activity is not Activity.REDUCE and one.is_late}
         named = stalled(dict(enumerate(triple)), GENERATION)
         assert named == {rank for rank in late if waits and max(waits) > present[rank].limit}
 
 
 def test_cut_off_for_every_triple_of_beats() -> None:
     for triple in itertools.product(BEATS, repeat=3):
-        beats = dict(enumerate(triple))
-        all_wait = all(beat.generation == GENERATION and beat.activity is Activity.REDUCE for beat in triple)
-        assert is_cut_off(beats, GENERATION) == (all_wait and all(beat.is_late for beat in triple))
-        assert not (is_cut_off(beats, GENERATION) and stalled(beats, GENERATION))
+        activities = dict(enumerate(triple))
+        all_wait = all(one.generation == GENERATION and one.activity is Activity.REDUCE for one in triple)
+        assert is_cut_off(activities, GENERATION) == (all_wait and all(one.is_late for one in triple))
+        assert not (is_cut_off(activities, GENERATION) and stalled(activities, GENERATION))
 
 
 def test_nobody_is_cut_off_where_nobody_beats() -> None:
@@ -242,7 +242,7 @@ def test_a_long_computation_alone_is_nobodys_fault() -> None:
 
 
 def test_each_is_held_to_what_it_said_itself() -> None:
-    patient = Beat(GENERATION, Activity.COMPUTE, LIMIT * 2, LIMIT * 10)
+    patient = MemberActivity(GENERATION, Activity.COMPUTE, LIMIT * 2, LIMIT * 10)
     assert stalled({0: waits_long, 1: patient, 2: computes_long}, GENERATION) == {2}
 
 
