@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from elastic_train.elastic.formed_group import FormedGroup
-from elastic_train.elastic.next_world import WORD_SECONDS, Surroundings, no_answer, require_whole
+from elastic_train.elastic.next_world import REPORT_SECONDS, Surroundings, no_answer, require_whole
 from elastic_train.errors import FormationFailed, JobFinished, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.job import Admitted, Job, Over
@@ -56,13 +56,13 @@ class Arrival:
         Raises:
             Stopped: this worker was told to stop. StoreUnreachable, FormationFailed: there never will be one.
         """
-        next_word = self._around.monotonic() + WORD_SECONDS
+        next_report = self._around.monotonic() + REPORT_SECONDS
         while not self._job.find():
             self._check()
             now = self._around.monotonic()
             self._require_time_to_begin(now)
-            if now > next_word:
-                next_word = now + 3 * WORD_SECONDS
+            if now > next_report:
+                next_report = now + 3 * REPORT_SECONDS
                 self._say(f"waiting for the job at {self._job.where()}")
             self._around.sleep(QUEUE_POLL_SECONDS)
 
@@ -79,7 +79,7 @@ class Arrival:
             What `look` raises.
         """
         now = self._around.monotonic()
-        next_word = now + WORD_SECONDS
+        next_report = now + REPORT_SECONDS
         while True:
             self._check()
             self._watcher.do(Activity.FORM)
@@ -92,8 +92,8 @@ class Arrival:
             look()
             now = self._around.monotonic()
             self._require_time_to_begin(now)
-            if now > next_word:
-                next_word = now + 3 * WORD_SECONDS
+            if now > next_report:
+                next_report = now + 3 * REPORT_SECONDS
                 self._say(place.text)
             self._around.sleep(QUEUE_POLL_SECONDS)
 

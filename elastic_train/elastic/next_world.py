@@ -24,7 +24,7 @@ READY_POLL_SECONDS = 0.00005
 """the same for each member of a world while all of them ask rank 0, which answers some 20,000 times a second"""
 SPARE_POLL_SECONDS = 0.01
 """between two looks of a spare; a part of what a recovery takes that waits for it"""
-WORD_SECONDS = 10.0
+REPORT_SECONDS = 10.0
 """between two lines to the person who waits with us"""
 ASK_SECONDS = 1.0
 """after which a member that was told nothing asks the others"""
@@ -152,7 +152,7 @@ class Survivors:
         lacking: Lacking | None = None
         # Where some did not come and nobody was lost, they may have gone on before this member came.
         is_late = not has_formed and self._watcher.reason is None
-        next_word, next_ask = started + WORD_SECONDS, started if is_late else started + ASK_SECONDS
+        next_report, next_ask = started + REPORT_SECONDS, started if is_late else started + ASK_SECONDS
         while True:
             found = agreement.look()
             if isinstance(found, Decided | Fatal):
@@ -184,8 +184,8 @@ class Survivors:
                     f"{names} did not answer for {self._limits.wait_timeout:.0f} s (--wait-timeout), and without them "
                     "this side may not go on"
                 )
-            if now > next_word:
-                next_word = now + WORD_SECONDS
+            if now > next_report:
+                next_report = now + REPORT_SECONDS
                 self._say(f"waiting for {self._describe(world, found)}, {now - started:.0f} s so far")
             is_refused = not found.votes and not found.ranks  # its ballot was too old, and the next one is not
             self._around.sleep(POLL_SECONDS if lacking is None or is_refused else 1.0)

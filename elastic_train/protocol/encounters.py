@@ -77,9 +77,9 @@ class Encounters:
             self.own.put(POSITION, mine.to_json())
         if self._is_busy or self.has_told(world):
             return
-        word = self.own.get(SUPERSEDED)
-        if word is not None:
-            self._begin(lambda: self._tell(world, word))
+        winner = self.own.get(SUPERSEDED)
+        if winner is not None:
+            self._begin(lambda: self._notify(world, winner))
         elif other_jobs and world.rank == 0:
             self._begin(lambda: self._meet_jobs(position, other_jobs))
         elif self.may_branch and branch is not None and world.rank == 0:
@@ -95,10 +95,10 @@ class Encounters:
         self._is_busy = True
         self._in_background(run)
 
-    def _tell(self, world: World, word: str) -> None:
+    def _notify(self, world: World, winner: str) -> None:
         try:
             for member in world.members:
-                self._clients.of(member).create(SUPERSEDED, word)
+                self._clients.of(member).create(SUPERSEDED, winner)
             self._told_in = world.uid
         except StoreUnreachable:  # it is tried again, or that member is lost and another world told
             self._clients.keep_only(())
@@ -133,9 +133,9 @@ class Encounters:
                 if not host:
                     continue
                 store = self._clients.at(address_of(host))
-                text, run_id, word = store.get_many([POSITION, "run_id", SUPERSEDED])
+                text, run_id, winner = store.get_many([POSITION, "run_id", SUPERSEDED])
                 mine = position()
-                if text is None or mine is None or run_id != self._run_id or word is not None:
+                if text is None or mine is None or run_id != self._run_id or winner is not None:
                     continue
                 theirs = Position.from_json(text)
                 if theirs.job == mine.job or not (theirs.stands and mine.stands):

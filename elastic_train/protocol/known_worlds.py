@@ -152,7 +152,7 @@ class KnownWorlds:
 class Newcomers:
     """What newcomers are told of the world that they are in, and of those before it that count.
 
-    For the training thread, but that `word_for` and `tell` are for the one that prepares a join, too.
+    For the training thread, but that `message_for` and `notify` are for the one that prepares a join, too.
 
     Args:
         clients: for the training thread.
@@ -168,12 +168,12 @@ class Newcomers:
     ) -> None:
         self._own, self._clients, self._known, self._arbitration = clients.own, clients, known, arbitration
         self._max_world_size, self._draw_uid = max_world_size, draw_uid
-        self.word = ""
+        self.message = ""
         """of the present world"""
 
     def be_told(self, text: str, uid: str) -> Admitted:
         """This member is a newcomer itself."""
-        self.word = text
+        self.message = text
         told = json.loads(text)
         decision = Decision.from_fields(told["decision"])
         old = tuple(Member.from_fields(one) for one in told["old"])
@@ -195,12 +195,12 @@ class Newcomers:
         decision = Decision(generation, self._draw_uid(), ranks=(), new=fitting, facts=facts)
         self._own.put("begun", decision.uid)
         self._own.put("fact/agreement", facts["agreement"])
-        self.word = self.word_for(decision, None)
-        self.tell(self._clients, fitting, self.word)
+        self.message = self.message_for(decision, None)
+        self.notify(self._clients, fitting, self.message)
         self._own.put("host", json.dumps(first.store))
 
-    def word_for(self, decision: Decision, world: World | None) -> str:
-        """Those of a decision on what follows `world`, before this member enters that."""
+    def message_for(self, decision: Decision, world: World | None) -> str:
+        """The message to the newcomers of a decision on what follows `world`, before this member enters that."""
         old = () if world is None else decision.members_after(world)[: len(decision.ranks)]
         after = Voters.of(decision.uid, decision.members_after(world)[: self._max_world_size])  # a spare has no state
         told = {
@@ -212,14 +212,14 @@ class Newcomers:
         }
         return json.dumps(told)
 
-    def tell(self, clients: Clients, newcomers: Sequence[Member], word: str) -> None:
-        """Each for which a store can be reached; the first word counts."""
+    def notify(self, clients: Clients, newcomers: Sequence[Member], message: str) -> None:
+        """Each for which a store can be reached; the first message counts."""
         for member in newcomers:
             try:
-                clients.of(member).create("admitted", word)
+                clients.of(member).create("admitted", message)
             except StoreUnreachable:  # it may look here; and whoever misses it in the next agreement tells it again
                 clients.lose(member)
-                self._own.put(admitted_key(member.uid), word)
+                self._own.put(admitted_key(member.uid), message)
 
 
 class Announcements:
@@ -242,7 +242,7 @@ class Announcements:
                 self._known.has_state = True
                 self._known.note_settled(json.loads(settled)[1])
             if text is None and store.get("begun") != world.uid:
-                store.create("admitted", self._newcomers.word)  # it may be a newcomer that nobody has told
+                store.create("admitted", self._newcomers.message)  # it may be a newcomer that nobody has told
             return text
 
         return {rank: text for rank, text in self._clients.ask_each(world, ranks, ask).items() if text is not None}

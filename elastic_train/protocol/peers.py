@@ -219,7 +219,7 @@ class PeerJob:
         if self._ballots.decide(Round(self._beside, world, voters, text, everybody, frozenset())) != text:
             return False
         self._invited = decision.new
-        self._newcomers.tell(self._beside, decision.new, self._newcomers.word_for(decision, world))
+        self._newcomers.notify(self._beside, decision.new, self._newcomers.message_for(decision, world))
         return True
 
     def stop_planning(self) -> None:
@@ -229,7 +229,7 @@ class PeerJob:
 
     def enter(self, world: World, facts: Mapping[str, str], decision: Decision | None = None) -> None:
         if decision is not None:
-            self._newcomers.word = self._newcomers.word_for(decision, self._world)
+            self._newcomers.message = self._newcomers.message_for(decision, self._world)
         self._known.enter(world, decision)
         before, self._world = self._world, world
         was_host, self._is_host_meanwhile = self._is_host_meanwhile, False
@@ -240,7 +240,7 @@ class PeerJob:
         if before is None or was_host or before.members[0].uid != world.members[0].uid:
             self._own.put("host", json.dumps(world.members[0].store))
         if decision is not None and world.rank == 0 and decision.new != invited:
-            self._newcomers.tell(self._clients, decision.new, self._newcomers.word)
+            self._newcomers.notify(self._clients, decision.new, self._newcomers.message)
         self._clients.keep_only({member.uid for member in world.members})
         self._in_background(lambda: self._after_entering(world))
 

@@ -23,7 +23,7 @@ from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror
 from elastic_train.world import Member, World
 
-WORD_SECONDS = 10.0
+REPORT_SECONDS = 10.0
 """between two lines to the person who waits with us"""
 CLOSE_SECONDS = 3.0
 """for tidying up at the end; what is left then runs out with the lease"""
@@ -89,7 +89,7 @@ class EtcdJob(CentralJob):
         """Between two attempts of the training thread: it can be stopped, and says what it waits for."""
         self._check()
         now = time.monotonic()
-        if now > self._next_word + WORD_SECONDS:
+        if now > self._next_word + REPORT_SECONDS:
             if self._next_word:
                 self._say(f"waiting for etcd, {self._settings.grace:.0f} s at most: {why}")
             self._next_word = now
