@@ -53,7 +53,7 @@ class EtcdJob(CentralJob):
         draw_uid: Callable[[], str],
     ) -> None:
         self._settings, self._check, self._say = settings, check, say
-        self._next_word = 0.0
+        self._next_report = 0.0
         self._queue_lock = threading.Lock()
         self._queue_lease = 0
         self._next_keep = 0.0
@@ -89,10 +89,10 @@ class EtcdJob(CentralJob):
         """Between two attempts of the training thread: it can be stopped, and says what it waits for."""
         self._check()
         now = time.monotonic()
-        if now > self._next_word + REPORT_SECONDS:
-            if self._next_word:
+        if now > self._next_report + REPORT_SECONDS:
+            if self._next_report:
                 self._say(f"waiting for etcd, {self._settings.grace:.0f} s at most: {why}")
-            self._next_word = now
+            self._next_report = now
 
     def expect_answer(self, silence: float) -> None:
         """What the watcher has waited for etcd counts for the training thread too."""

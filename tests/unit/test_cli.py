@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import os
 import shutil
@@ -269,17 +268,6 @@ def test_bench_writes_the_rows_as_json_too(
     assert title.startswith("bench loop True: ")
     assert head.split() == ["case", "ours", "theirs", "unit", "ratio", "spread"]
     assert line.split() == ["a", "case", "100", "100", "samples/s", "1.000", "0.200"]
-
-
-def test_the_table_on_a_terminal() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    screen = Terminal()
-    table.show(table.report("loop", [BenchRow("a case", 1.0, 2.0, "s", 0.5, 0.0)]), screen)
-    assert "a case" in screen.getvalue()
-    assert "0.500" in screen.getvalue()
 
 
 def test_spread_is_the_interquartile_range() -> None:

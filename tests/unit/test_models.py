@@ -27,14 +27,6 @@ def test_own_models_take_one_sample_of_any_size(name: str, channels: int, image_
     assert outputs(name, channels, image_size).shape == (1, 7)
 
 
-def test_cnn_has_batch_norm_and_dropout_and_mlp_has_no_batch_norm() -> None:
-    kinds = {type(module) for module in build_model("cnn", channels=1, classes=10, image_size=8).modules()}
-    assert {nn.BatchNorm2d, nn.Dropout} <= kinds
-    kinds = {type(module) for module in build_model("mlp", channels=1, classes=10, image_size=8).modules()}
-    assert nn.BatchNorm2d not in kinds
-    assert nn.BatchNorm1d not in kinds
-
-
 def test_the_seed_alone_decides_the_weights() -> None:
     def weights(seed: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(seed)
@@ -45,10 +37,9 @@ def test_the_seed_alone_decides_the_weights() -> None:
     assert not torch.equal(first["0.weight"], other["0.weight"])
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1"])
-@pytest.mark.parametrize(("channels", "image_size"), [(1, 8), (3, 32)])
-def test_torchvision_models_take_one_small_sample(name: str, channels: int, image_size: int) -> None:
-    assert outputs(name, channels, image_size).shape == (1, 7)
+@pytest.mark.parametrize("name", ["resnet18", "googlenet"])
+def test_torchvision_models_take_one_small_sample(name: str) -> None:
+    assert outputs(name, 1, 8).shape == (1, 7)
 
 
 @pytest.mark.slow
@@ -84,25 +75,6 @@ class TestResNet:
         assert maps == [torch.Size([1, 64, 32, 32])]
 
 
-def test_googlenet_gives_a_tensor_in_training() -> None:
-    assert outputs("googlenet", 3, 32).shape == (1, 7)
-
-
-@pytest.mark.parametrize(
-    ("name", "channels", "image_size", "form"),
-    [
-        ("cnn", 1, 8, InputForm(1, 8)),
-        ("mlp", 2, 5, InputForm(2, 5)),
-        ("resnet18", 1, 8, InputForm(3, 32)),
-        ("resnet18", 3, 224, InputForm(3, 224)),
-        ("vgg11", 1, 28, InputForm(3, 64)),
-        ("vit_b_16", 3, 32, InputForm(3, 224)),
-    ],
-)
-def test_input_form(name: str, channels: int, image_size: int, form: InputForm) -> None:
-    assert input_form(name, channels, image_size) == form
-
-
 def test_images_that_fit_are_left_alone() -> None:
     images = torch.randn(2, 3, 32, 32)
     assert fit_images(images, InputForm(3, 32)) is images
@@ -120,11 +92,6 @@ def test_one_channel_is_repeated() -> None:
 def test_unknown_name(name: str, hint: str) -> None:
     with pytest.raises(UsageError, match=f"--model {name}: no such model; .*{hint}"):
         check_model_name(name)
-
-
-def test_detection_models_are_no_classifiers() -> None:
-    with pytest.raises(UsageError, match="no such model"):
-        check_model_name("fasterrcnn_resnet50_fpn")
 
 
 def test_torchvision_models_refuse_odd_channels() -> None:
