@@ -11,6 +11,7 @@ from torch import nn
 from elastic_train.config import Config, as_json, parse
 from elastic_train.elastic.snapshot_schedule import SnapshotSchedule
 from elastic_train.errors import UsageError
+from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.snapshot_interval import (
     FIRST_SECONDS,
     PRIOR_FAILURE_SECONDS,
@@ -35,7 +36,9 @@ class Clock:
 
 def make_state() -> TrainState:
     model = nn.Linear(2, 1)
-    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), length=64, global_batch_size=8, epochs=1)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), length=64, global_batch_size=8, epochs=1)
+    state.clock = PhaseClock(process_age=0.0)  # a test process may be old
+    return state
 
 
 @pytest.mark.parametrize(
