@@ -1,9 +1,9 @@
 """Branches: what a run becomes where sides that do not hear each other all train on (`--on-split go-on`).
 
-The side that the laws let go on keeps to the main line. Every other one that goes on is a branch: it has a random id,
-which its world's decision carries as a fact, and its state says where it left the line before it. When two sides meet,
-the one with fewer committed steps stops. Two jobs of one run id, of which one was begun by a host that came back cut
-off from the other, are sides as well.
+The side that the laws let go on keeps to the main line. Every other side that goes on is a branch. A branch has a
+random id, which its world's decision carries as a fact; its state says where it left the line before it. When two sides
+find each other, the one with fewer committed steps stops. Two jobs of one run id are sides as well: a host that came
+back, cut off from the running job, may have begun another one.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class Position:
     def goes_before(self, other: Position) -> bool:
         """Whether `other` stops where the two meet.
 
-        The one with fewer committed steps does. That holds of two jobs of one run id as well, for no clock tells which
-        of them began later: one that has just begun at step 0 stops for every other, and of equals it is the same one
-        whoever judges, by the jobs' random tokens.
+        The one with fewer committed steps does. The same rule is for two jobs of one run id: no clock tells which of
+        them began later, and a job that has just begun, at step 0, stops for every other. Equals are told apart by the
+        jobs' random tokens, so that all judge alike.
         """
         return (self.step, -self.rank, self.job or "") > (other.step, -other.rank, other.job or "")
 

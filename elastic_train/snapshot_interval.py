@@ -81,7 +81,7 @@ def num_failures(incidents: Iterable[Mapping[str, Any]]) -> int:
 def mean_failure_seconds(wall_seconds: float, failures: int) -> float:
     """Mean time between failures of a run that has seen so many in so long.
 
-    The mean of a rate of which one failure in `PRIOR_FAILURE_SECONDS` was believed before (a gamma prior): without it
-    a run that has seen none would never write, and one that dies in its first minute would do nothing else.
+    It begins with the belief in one failure in `PRIOR_FAILURE_SECONDS` (a gamma prior). Without it a run that has seen
+    no failure would never write, and one that failed in its first minute would do nothing else.
     """
     return (PRIOR_FAILURE_SECONDS + wall_seconds) / (1 + failures)

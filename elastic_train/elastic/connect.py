@@ -46,8 +46,8 @@ from elastic_train.world import Member, World
 MEMBERS_FILE = "members.json"
 """in a run directory: where members of the job that writes into it can be found"""
 OWN_SECONDS = 30.0
-"""that this process's own store may take for an answer: it lives as long as the process, and its one thread may look up
-the names of those who connect to it; a client that gives up once is of no use any more"""
+"""timeout of this process's own store. It is long: the store lives as long as the process, its one thread may look a
+caller's name up, and a client of it is useless after one timeout"""
 MOST_NAMED = 4
 """of them: each that is gone without a refusal costs a newcomer half a second"""
 

@@ -1,4 +1,4 @@
-"""A state goes from one rank to those that need it, in chunks as it lies in memory, and is taken over when it is whole.
+"""Send the state from one rank to those that need it, in chunks as it lies in memory; it is used when it is whole.
 
 Each rank passes what it gets on to two others, so that a link carries the state twice at most, however many need it. A
 sender copies nothing but what is not in one piece, and buffers; a receiver has the state once beside its own. Small

@@ -12,9 +12,10 @@ from elastic_train.world import World
 def write_lines_again(worker: Worker, world: World) -> None:
     """For right after a snapshot was restored, before anybody counts as having its state; every rank calls it.
 
-    The law counts the lines of a step's largest generation. One that went on below this snapshot, because it was away,
-    or because nobody in it had the step, may have been killed when some ranks alone had written theirs: this world
-    writes its own in their place. The samples of a step are the same in every world.
+    The law counts the lines of a step's largest generation. An earlier generation may have trained on from before this
+    snapshot (it could not see it, or none of its members had the step), and have been killed when only some of its
+    ranks had written their lines. This world writes lines of its own for such steps. The samples of a step are the same
+    in every world.
     """
     reporter, state = worker.reporter, worker.state
     trained_in = state.last_commits[-1]["generation"] if state.last_commits else None  # None: by a TrainState alone

@@ -70,8 +70,8 @@ class Lacking:
 
 
 class Survivors:
-    """What those who are left of a world agree on: whose error ended it, and who is in the next one. For the training
-    thread alone; it keeps nothing between two worlds.
+    """Agreement of the members that a world has left: whose error ended it, and who is in the next one. For the
+    training thread alone; it keeps nothing between two worlds.
 
     Args:
         facts: what the job has agreed on, as far as this member knows; it grows.
@@ -101,7 +101,8 @@ class Survivors:
         """called once when this side waits for votes; the state should be saved then"""
 
     def judge(self, error_text: str, is_communication: bool, step: int, world: World) -> Failure:
-        """Whose error it was that ended `step`; an own one is told to the others, who may meet it at the same step."""
+        """Find out whose error ended `step`. An own error is announced: where others have it at the same step, it is
+        the job's."""
         if is_communication:
             return Failure.PEER
         node = "/".join(map(str, world.me.node))  # two workers of one node are one witness: its disk may be broken

@@ -1,8 +1,8 @@
 """Where a world starts from: the newest snapshot that any of its members can see, or scratch.
 
-Nothing needs a shared file system or a particular rank 0. Each run directory has one worker that looks into it (its
-leader); the leaders' newest offers are compared over the process group, those who have the best one's very file read
-it, and the others get the state from one of these. Of a bucket, which all see, one of them reads for all.
+Nothing needs a shared file system or a particular rank 0. One worker reads each run directory: its leader. The leaders
+compare the newest snapshots that they have, over the process group. Those that have the very file of the best one read
+it, and send the state to the others. All see a bucket, so one leader reads it for all.
 """
 
 from __future__ import annotations

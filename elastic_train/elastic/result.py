@@ -20,8 +20,8 @@ from elastic_train.world import World
 def write_result(worker: Worker, world: World, files: RunFiles, *, has_trained: bool) -> bytes:
     """Write result.json; every rank calls it. Returns its bytes, the same on every rank.
 
-    Where nothing was trained (a finished run that was started again) a result that some node has already is taken over,
-    byte for byte, by those that lack it.
+    Where nothing was trained (a finished run that was started again) and a node has a result already, the nodes that
+    lack it write the same bytes.
     """
     path = worker.directory.result_path
     is_leader = world.is_directory_leader

@@ -25,8 +25,8 @@ COSTS = 5
 class SnapshotSchedule:
     """Of one worker, whatever worlds it goes through. Decided by rank 0 alone; nobody else need know.
 
-    A snapshot costs what it holds the training thread up, and what the steps beside its writing take longer than those
-    before: the difference of the medians, so that an evaluation between two steps is no part of it.
+    A snapshot costs two things: the time that it holds the training thread up, and the time by which steps are slower
+    while it is written. The latter is a difference of medians, so that an evaluation between two steps does not count.
     """
 
     def __init__(self, interval: SnapshotInterval, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -56,8 +56,8 @@ class SnapshotSchedule:
         return self._seconds
 
     def enter(self) -> None:
-        """A world stands. A worker that becomes rank 0 in a later one counts from its first, so that one is due soon:
-        it does not know when the rank 0 before has written."""
+        """A world stands. The time counts from this worker's first world: where it becomes rank 0 later, a snapshot is
+        due soon, for it does not know when the rank 0 before has written."""
         self._step_at = None  # what lies between two worlds is no step
         if self._started_at is None:
             self._started_at = self._now()

@@ -11,9 +11,9 @@ The protocol, for the members of the world that ends:
 Nobody is special: when the proposer dies, the next rank proposes. Each look takes a bounded number of store operations
 and returns a value; a thin driver acts on it.
 
-In a large world a member pings few others (neighbours.py). Whoever waits for a lower rank pings that one too, and the
-proposer pings all while it proposes. The death of a member that it has not pinged before it leaves to those who have:
-they say so in their `Presence`.
+In a large world a member pings few others (neighbours.py). A member that waits for a lower rank pings that one too, and
+the proposer pings all while it proposes. Where it has not pinged a dead member before, it leaves the proof to
+those that have: they report it in their `Presence`.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ class Agreement:
         return gone - {self._world.members[rank].uid for rank in side}
 
     def _unproven(self, out: Collection[int], gone: Collection[str], side: Collection[int]) -> dict[int, set[int]]:
-        """Those that died, and whose death has not been proven; each with those of this side who may be about to."""
+        """Dead members whose death is not proven yet, each with the members of this side that may soon prove it."""
         members = self._world.members
         unproven = {rank: {*self._witnesses(rank)} & {*side} for rank in out if members[rank].uid not in gone}
         return {rank: witnesses for rank, witnesses in unproven.items() if witnesses}

@@ -1,9 +1,9 @@
 """A place outside of the members that says which side goes on: whose decision stands there first.
 
-Where a job has one, every decision about what follows a world is claimed there, and a side that has lost the others may
-go on by its claim alone, without their votes (laws.py). Only members that have proven that they see the same place may:
-a directory that was copied looks the same on every node. So rank 0 shows a fresh name in each world as it forms, and
-everybody tells in its first collective whether it sees it.
+Where a job has an arbiter, every decision about what follows a world is claimed there. A side that has lost the others
+may then go on by its claim alone, without their votes (laws.py). This is for members that have proven that they see the
+same place, for a directory that was copied looks the same on every node: rank 0 shows a fresh name there as a world
+forms, and in the first collective each member says whether it sees that name.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Arbiter(Protocol):
     """Each call blocks for some seconds at most. Raises: ArbiterSilent."""
 
     def claim(self, job: str, generation: int, decision: str | None) -> str | None:
-        """The decision that stands for what follows a world of `generation`: the first that anybody has claimed, and
-        `decision` where it is that; with None it is only looked up."""
+        """The decision that stands for what follows a world of `generation`: the first that was claimed. Claims
+        `decision` where there is none yet; None only reads."""
 
     def show(self, name: str) -> None:
         """Leave a fresh name there, for others to see."""
@@ -69,14 +69,16 @@ MOST_REMOVED = 6
 class Claims:
     """As Arbiter, in a folder: one file for each job and generation.
 
-    It is written aside and linked, so that its name comes with its content; what became of it is said by what stands
-    there, for the reply to a link that was made may be lost (a client of NFS that repeats it is told EEXIST).
+    A claim is written aside and linked, so that its name comes with its content. The result is read from the folder,
+    not from the reply: that may be lost though the link was made (a client of NFS that repeats it is told EEXIST).
 
-    Old files are removed as worlds form. A claim with OUTDATED newer ones of its job counts for nothing, whether it
-    stands or not: who asks for it is given the newest one, which follows another world, and so learns that the job has
-    gone on. It is removed only when twice as many newer ones stand, and from then on there are never fewer. They are
-    counted after its name was read or linked: who was frozen at any moment, for hours, and finds the name free again
-    sees them then, though its list should miss some that come and go meanwhile, or be a minute old, as on NFS.
+    Old files are removed as worlds form. A claim that has OUTDATED newer ones of its job is void, whether its file is
+    still there or not: a member that asks for it gets the newest one, and so learns that the job has gone on. A file is
+    removed only when twice as many newer ones stand, and from then on there are never fewer.
+
+    Newer ones are counted after the name was read or linked. So a member that was frozen for hours may find its name
+    free again, and will see the newer ones then. The margin is for lists that miss a file that comes or goes meanwhile,
+    or that are a minute old, as on NFS.
     """
 
     def __init__(self, folder: Folder, draw_name: Callable[[], str]) -> None:

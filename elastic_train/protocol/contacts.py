@@ -288,8 +288,8 @@ class Judge:
             yield Blame(blamed, why)
 
     def look_back(self, world: World) -> Iterator[Mapping[int, str]]:
-        """At the world that this member has left, while it agrees on the next one: verdicts on who else is out of it,
-        of each neighbour and of its own."""
+        """Verdicts on lost members of `world`, which has ended, while the next one is agreed on: of each neighbour, and
+        this member's own."""
         for rank in self._contacts.training_neighbours(world):
             heard = self._contacts.heard_in(world, rank)
             if heard is not None:

@@ -55,8 +55,8 @@ class Encounters:
         """uid of the world whose members know from this one that this side stops"""
 
     def has_told(self, world: World) -> bool:
-        """Whether this side stops, and the members of `world` know it from this one: those of the one before it do not
-        include who has joined."""
+        """Whether this side stops, and this member has told the members of `world`. To have told those of an earlier
+        world is not enough: others may have joined since."""
         return self._told_in == world.uid
 
     def tend(

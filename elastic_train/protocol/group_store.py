@@ -18,8 +18,8 @@ ANSWER_TIMEOUT = timedelta(seconds=1)
 
 
 class GroupStoreServer:
-    """A TCPStore that this process serves, on one address and a free port: what it says to the members of its world is
-    there, and process groups meet there of which it is rank 0."""
+    """A TCPStore that this process serves, on one address and a free port. It holds what this member announces to its
+    world, and process groups form there where this member is rank 0."""
 
     def __init__(self, host: str) -> None:
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

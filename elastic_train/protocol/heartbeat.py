@@ -196,9 +196,10 @@ def is_silence(why: str) -> bool:
 class LastOutside:
     """When anybody was last outside of the reduction, by hearsay: the newest moment that a member has heard of.
 
-    A moment travels as an age, for no two machines' clocks are compared; on its way it seems to grow younger by what a
-    message takes. So that none grows younger for ever as it goes round: a heartbeat's moment is the oldest that was
-    heard of it, no older heartbeat of the same member counts after it, and those of others only from `slack` on.
+    A moment travels as an age, for no two machines' clocks are compared. On its way it seems to grow younger by the
+    time that a message takes. Three rules keep it from doing so for ever as it goes round: a heartbeat's moment is the
+    oldest that was heard of it; no older heartbeat of the same member counts after it; one of another member counts
+    only if it is newer by `slack`.
     """
 
     at: float

@@ -115,7 +115,8 @@ class Job(Protocol):
         """What this worker, in the join queue, was told by `beside` under the key `plan`."""
 
     def decide_ahead(self, world: World, decision: Decision) -> bool:
-        """Make it the successor of `world`, which trains on, and tell all who are in it; whether it is. For rank 0."""
+        """Make `decision` the successor of `world`, which trains on, and announce it to its members. Returns whether it
+        is the successor. For rank 0."""
 
     def stop_planning(self) -> None:
         """`beside` and `decide_ahead` are done with, on that thread."""
@@ -148,8 +149,8 @@ class Job(Protocol):
         """Ranks that have announced that they leave on purpose (`left/RANK`)."""
 
     def decided(self, world: World, asked: Sequence[int]) -> str | Denied | None:
-        """The decision that stands, as far as this member or one of the ranks `asked` was told; Denied where one of
-        these knows no more than that others have gone on long ago."""
+        """The decision that stands, as far as this member or one of the ranks `asked` knows. Denied: one of these knows
+        only that others have gone on long ago."""
 
     def decide(
         self,

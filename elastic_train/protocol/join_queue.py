@@ -1,8 +1,8 @@
 """How a worker comes into a job: it finds the members, stands in the join queue, or begins the job.
 
 A worker that has imported, built its model and read its data stands in the queue: it is ready. A node is ready when all
-its workers are, and is admitted with all of them or not at all; one that was left out comes back to those of its node
-that were not.
+its workers are, and is admitted with all of them or not at all. A worker that was left out alone comes back to the
+workers of its node that were not.
 
 Where members serve a store each, the queue is in that of the world's rank 0, before any world in that of the
 **beginner**, the process that serves the first endpoint. A store says in `host` where the queue is, as far as its

@@ -22,8 +22,7 @@ from elastic_train.world import Member, World
 
 CARRIED_FACTS = ("job_token", "run_uid", "agreement")
 KEPT_DECISIONS = 16
-"""worlds before the settled one of which a member can say what followed them; of those before it can say that they are
-over"""
+"""worlds before the settled one whose successors a member knows; of older ones it knows only that they are over"""
 FORGOTTEN = "forgotten"
 """key in a member's own store: the newest generation of which it says no more, and that of the settled world"""
 DELETED_AT_ONCE = 100
@@ -32,13 +31,13 @@ _WORLD = re.compile(r"(?:^|/)world-(\d+)-")
 
 
 def outdated(keys: Iterable[str], settled: int) -> tuple[list[str], int | None]:
-    """Which of the keys in a member's own store nobody needs any more when it has settled the world of a generation;
-    and the newest generation of which nothing is kept.
+    """(keys in a member's own store that are not needed once the world of generation `settled` is settled; the newest
+    generation of which nothing is kept).
 
-    What that one and the world before it have left is kept, and of some before these what was decided and accepted
-    about their successors: a member that wakes up in one of them is told at once. The votes in a settled world's
-    ancestors are done with. Who would still decide there could do so only for a world with those whose registers these
-    were, and they have gone on.
+    All keys of that world and of the one before it stay. Of some worlds before these the decisions about their
+    successors stay: a member that wakes up in one of them learns at once what followed. Votes in the ancestors of a
+    settled world are not needed: a late decision there would need members whose registers these were, and those have
+    gone on.
     """
     generations = {key: int(found[1]) for key in keys if (found := _WORLD.search(key))}
     # Others have left only marks of a plan that came to nothing.

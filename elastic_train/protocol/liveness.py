@@ -1,12 +1,12 @@
 """Who is alive, by the pings of links.py: a watcher that breaks a hopeless collective off.
 
-A killed process is seen at once: its connections close and its listener refuses. A frozen one, a cut cable, a stuck
-training thread close nothing: the watchers of those that ping it see those, and then close the sockets of the process
-group, so that the blocked collective raises and the ordinary way out is taken. What is heard, and what follows from it,
-is in contacts.py; here are the thread, and what it does about it.
+The death of a process is seen at once: its connections close and its listener refuses. A frozen process, a cut cable
+and a stuck training thread close nothing. They are found by the members that ping this one: their watchers close the
+sockets of the process group, so that the blocked collective raises and the worker goes on as after any lost peer.
+contacts.py holds what was heard and what follows from it; the thread that acts on it is here.
 
-In a small world everybody pings everybody. In a large one each member pings some neighbours (protocol/neighbours.py),
-and what one has found out is passed on by each that hears it; so all know it within some hops.
+In a small world all ping all. In a large one each member pings some neighbours (protocol/neighbours.py) and passes on
+what it hears, so that all know of a death within some hops.
 """
 
 from __future__ import annotations
@@ -230,13 +230,13 @@ class Watcher:
             self.links.tell(self._status(), at_once=True)
 
     def is_anybody_at_work(self, world: World, proposer: int | None, seconds: float) -> bool:
-        """Whether a member of `world` that has not come to the agreement on the next one is still at something that it
-        may take this long for: it comes when it has done that. In a large world only the proposer sees everybody; it
-        says so to the others by beginning anew with what it does.
+        """Whether a member of `world` that has not come to the agreement on the next one is still within the time that
+        its work may take; it comes after that. In a large world only the proposer sees all members. It lets the others
+        know by restarting the time of its own activity.
 
         Args:
-            proposer: for whom this member waits.
-            seconds: less than these have passed since the proposer began anew.
+            proposer: the rank that this member waits for.
+            seconds: the proposer counts as being at it where it restarted less than these ago.
         """
         contacts = self.contacts
         if any(contacts.is_at_work(world, rank) for rank in range(len(world.members)) if rank != world.rank):

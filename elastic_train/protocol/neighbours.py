@@ -128,7 +128,7 @@ class Heard:
 
 
 class Hearing:
-    """What this member hears of those that it watches, and what it says of itself, as a member of which world.
+    """What this member hears of the members that it watches; the world that it is in; its own status.
 
     It has no sockets. `watch`, `status` and what is read: for every thread; the rest: for that of `Links.turn`.
 

@@ -268,8 +268,8 @@ class Ownership:
         self._record_owner(job_token, generation, host)
 
     def _refuse_if_replaced(self, job_token: str, generation: int) -> None:
-        """A process that had the directory and lost it does not get it back, though the job that replaced it has
-        ended: that one came further."""
+        """A process that has lost the directory does not get it back, even when the job that replaced it has ended:
+        that job has trained further."""
         if self._token is not None:
             self._check_job(self.read(), job_token, generation)
 

@@ -67,7 +67,7 @@ class Choice:
 
 
 def run_to_continue(records: Sequence[RunRecord], offers: Sequence[Mapping[str, Any]]) -> Choice:
-    """Of the runs whose snapshots can be seen, the one that counts: the only one, or the one of the run directories.
+    """The run to continue, of those whose snapshots can be seen: the only one, or that of the run directories.
 
     Args:
         records: of all members' run directories.

@@ -6,8 +6,8 @@ SHA-256 of the other. It is written under a name that begins with `.tmp-`, flush
 that a kill, a full disk or a power cut at any moment leaves the whole snapshot or none. What rots later is found by
 size or checksum, and the next older one is taken.
 
-Newest is by (generation, step): a later generation supersedes an earlier one even at a lower step, because it has
-fenced it; what the earlier one did beyond that step is nobody's.
+The newest snapshot is the largest by (generation, step). A later generation supersedes an earlier one even at a lower
+step: it has fenced that one off, and steps that only the earlier one took are lost.
 
 What a training step pays: `SnapshotWriter.save_in_background` copies the tensors into host buffers that are allocated
 once and used again, and returns. Serialising, hashing, fsync, rename and pruning run in one thread behind it. `hashlib`

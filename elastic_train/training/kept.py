@@ -52,8 +52,8 @@ class KeptBuffers:
 
 
 class KeptScales:
-    """The scales of a loop's own GradScalers as they were when a step began: a scaler adapts its scale by what it finds
-    in the gradients, and after a reduction that was broken off that is not the same on every rank."""
+    """The scales of a loop's own GradScalers at the beginning of a step. A scaler adapts its scale to the gradients,
+    and after a broken reduction these differ between the ranks."""
 
     def __init__(self, extras: Iterable[Any]) -> None:
         self._kept: list[tuple[torch.amp.GradScaler, Remembered]] = [

@@ -107,8 +107,8 @@ def task_loss(
 ) -> Loss:
     """The loss of a micro-batch under `--precision`, with the randomness that belongs to it: the task's, or `loss`.
 
-    `stand_in` makes a batch of one sample, for a rank that has none in a step: it must take part in the reduction,
-    which takes neither its loss nor its gradients.
+    `stand_in` makes a batch of one sample, for a rank that has none in a step. Such a rank must take part in the
+    reduction; its loss and gradients do not count.
     """
     autocast = autocast_of(precision, device)
     compute = task.loss if loss is None else loss

@@ -63,8 +63,8 @@ class PastWorld:
 
     @property
     def restored_from(self) -> str | None:
-        """Where a world has its state from that nobody in it had: new processes, or members whose states differed; None
-        for one that re-formed in place."""
+        """Where the state came from in a world whose members had none: new processes, or members whose states differed.
+        None for a world that re-formed in place."""
         is_without = self.cause in ("start", "states_differ")
         return next(iter(self.restores.values()))[0] if is_without and self.restores else None
 

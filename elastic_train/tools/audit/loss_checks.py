@@ -51,8 +51,8 @@ def _gone(history: History) -> Iterator[tuple[str, float, str]]:
 
 
 def _ended_unasked(history: History, drill: DrillRecord, gone: list[tuple[str | None, float]]) -> Iterator[str]:
-    """The nodes that ended before the job did, or in error, and of which nobody says that it lost them: worlds of new
-    processes do not. Those of the last world are check_end's."""
+    """Nodes that ended before the job, or in error, and that no event reports as lost: a world of new processes reports
+    no losses. Nodes of the last world are check_end's."""
     last = {drill.node_of.get(member) for member in history.worlds[-1].members} if history.is_finished else set()
     last_ends = {line["node"]: line for line in drill.nodes if line["what"] == "ended"}
     last_step_at = history.kept[-1].time if history.kept else 0.0

@@ -214,8 +214,8 @@ def check_generations(history: History) -> Found:
 
 
 def _at_the_same_time(history: History) -> list[str]:
-    """The generations that went on when a later one trained already. One step of each may be late: whoever was frozen
-    in the middle of it, or cut off, writes it down before it learns that it was left out."""
+    """Generations that trained on when a later one had begun. One step of each may be late: a worker that was frozen
+    within it, or cut off, writes it down before it learns that it was left out."""
     tolerance = WALL_TOLERANCE if history.drill is None else DRILL_TOLERANCE
     later_began = math.inf
     found = []
