@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from elastic_train.config import parse
-from elastic_train.errors import ElasticTrainError, show_traceback, tell
+from elastic_train.errors import ElasticTrainError, report, show_traceback
 from elastic_train.stopping import StopSignal, die_with_parent
 from elastic_train.system import require_system_for_training
 from elastic_train.training.own_flags import own_flags
@@ -40,7 +40,7 @@ def main() -> int:
 
         return run(config, Launch.from_environment(os.environ, config.store_endpoint), stop)
     except ElasticTrainError as error:
-        tell(error, rank=os.environ.get("RANK", "0"), is_debug=is_debug)
+        report(error, rank=os.environ.get("RANK", "0"), is_debug=is_debug)
         return error.exit_code
     except Exception as error:  # a bug, ours or that of the user's task
         show_traceback(error, is_debug=is_debug)

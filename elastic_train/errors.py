@@ -220,7 +220,7 @@ def cause_of(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def tell(error: ElasticTrainError, *, rank: str, is_debug: bool) -> None:
+def report(error: ElasticTrainError, *, rank: str, is_debug: bool) -> None:
     """The last line of a worker that gives up, on stderr; with `is_debug` the traceback before it."""
     if is_debug:
         show_traceback(error, is_debug=True)

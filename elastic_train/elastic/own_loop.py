@@ -29,7 +29,7 @@ from elastic_train.config import BUNDLED, SHARED, Config, flag, names_of, parse
 from elastic_train.elastic.run import run_worker
 from elastic_train.elastic.trainer import Program, TrainingFunction
 from elastic_train.elastic.worker import Parts, Worker, build
-from elastic_train.errors import ElasticTrainError, UsageError, tell
+from elastic_train.errors import ElasticTrainError, UsageError, report
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.stopping import StopSignal, die_with_parent
 from elastic_train.system import require_system_for_training
@@ -217,5 +217,5 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _exit(error: ElasticTrainError, *, is_debug: bool) -> NoReturn:
-    tell(error, rank=os.environ.get("RANK", "0"), is_debug=is_debug)
+    report(error, rank=os.environ.get("RANK", "0"), is_debug=is_debug)
     sys.exit(error.exit_code)

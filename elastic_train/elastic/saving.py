@@ -136,7 +136,7 @@ class Saver:
     def save_beside(self, state: TrainState) -> bool:
         """The same on another thread than the one that trains, which does not wait for it. Nothing else is told of."""
         try:
-            self._tell(self._writer().save(state.state_dict(), **self._position(state)))
+            self._report(self._writer().save(state.state_dict(), **self._position(state)))
         except SnapshotError as error:
             self._reporter.warn(str(error))
             return False
@@ -160,7 +160,7 @@ class Saver:
         for outcome in outcomes:
             if isinstance(outcome, SnapshotResult):
                 self._schedule.note_written(outcome.stall_seconds)
-                self._tell(outcome)
+                self._report(outcome)
             else:
                 self._reporter.warn(f"{outcome}; training goes on")
 
@@ -193,7 +193,7 @@ class Saver:
         assert self._world is not None
         self._files.check_before_visible(self._world.generation)
 
-    def _tell(self, result: SnapshotResult) -> None:
+    def _report(self, result: SnapshotResult) -> None:
         for warning in result.warnings:
             self._reporter.warn(warning)
         self._reporter.snapshot(

@@ -150,7 +150,7 @@ class Ballots:
             missing = missing_votes(round_.worlds, _uids(round_.world, bound))
             return Denied(() if bound != set(voters) else missing)
         told = [rank for rank in round_.reachable if rank in bound or rank not in round_.voters]
-        self._tell(round_, chosen, bound, told)
+        self._notify(round_, chosen, bound, told)
         return chosen
 
     def _decide_by_claim(self, round_: Round) -> str | Denied:
@@ -186,7 +186,7 @@ class Ballots:
         if standing.parent != round_.world.uid:
             return Denied(gone_on=Decision.from_json(standing.decision).generation)
         self._known.note_settled(standing.settled)
-        self._tell(round_, standing.decision, (), round_.reachable)
+        self._notify(round_, standing.decision, (), round_.reachable)
         return standing.decision
 
     def _collect(self, round_: Round) -> tuple[Ballot, list[int], str] | Denied:
@@ -219,7 +219,7 @@ class Ballots:
         votes = round_.change_registers(voters, lambda register: accept(register, ballot, chosen))
         return {rank for rank, register in votes.items() if register.ballot == ballot}
 
-    def _tell(self, round_: Round, chosen: str, bound: Collection[int], reachable: Sequence[int]) -> None:
+    def _notify(self, round_: Round, chosen: str, bound: Collection[int], reachable: Sequence[int]) -> None:
         """Who does not hear it asks the others."""
         world, known = round_.world, self._known
         known.bound = _uids(world, bound)

@@ -249,13 +249,13 @@ class Announcements:
     def announce(self, world: World, name: str, text: str) -> None:
         """As Job.announce."""
 
-        def tell(store: KeyValueStore) -> None:
+        def write(store: KeyValueStore) -> None:
             if name.startswith("left/"):
                 append(store, f"{world.key}/left", name.removeprefix("left/"))
             else:
                 store.create(scoped(world, name), text)
 
-        self._clients.ask_each(world, range(len(world.members)), tell)
+        self._clients.ask_each(world, range(len(world.members)), write)
 
     def say_ready(self, world: World) -> None:
         """As Job.say_ready."""

@@ -308,7 +308,7 @@ class Links:
         self._is_ping_due = True
         self.wake()
 
-    def tell(self, status: str, *, at_once: bool = False) -> None:
+    def announce(self, status: str, *, at_once: bool = False) -> None:
         """What pings and answers say of this member from now on; `at_once`: in a ping that is sent now. A change of its
         head ends the `turn` of those who hear it."""
         self._hearing.status = status

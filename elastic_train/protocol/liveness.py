@@ -173,7 +173,7 @@ class Watcher:
             self.own.begin(world.rank, self._interval / 4)
             self._passes_on = self.contacts.is_sparse
             self._broken, self._is_by_vote = None, False
-            self.links.tell(self._status())
+            self.links.announce(self._status())
         self.contacts.watch()
 
     def forgive(self) -> None:
@@ -227,7 +227,7 @@ class Watcher:
         with self._lock:
             if self._broken is None:
                 self._broken, self._is_by_vote = {}, is_by_vote
-            self.links.tell(self._status(), at_once=True)
+            self.links.announce(self._status(), at_once=True)
 
     def is_anybody_at_work(self, world: World, proposer: int | None, seconds: float) -> bool:
         """Whether a member of `world` that has not come to the agreement on the next one is still within the time that
@@ -252,7 +252,7 @@ class Watcher:
     def turn(self) -> None:
         """What the thread does in each of its rounds."""
         with self._lock:
-            self.links.tell(self._status())
+            self.links.announce(self._status())
         self._look()
         if self._monotonic() >= self._next_tend:
             self._next_tend = self._monotonic() + TEND_SECONDS
@@ -307,7 +307,7 @@ class Watcher:
                 self._broken_at = self._monotonic()
                 self.verdicts = blame.verdicts
                 self._broken, self._is_by_vote = dict(blame.verdicts), blame.is_by_vote
-                self.links.tell(self._status(), at_once=True)
+                self.links.announce(self._status(), at_once=True)
             elif self.contacts.is_sparse:
                 self._merge(world, blame.verdicts)
             if self.reason is None:
@@ -323,7 +323,7 @@ class Watcher:
             if news:
                 self._broken.update(news)
                 self.verdicts = self.verdicts | news
-                self.links.tell(self._status(), at_once=True)
+                self.links.announce(self._status(), at_once=True)
 
 
 def ping_interval(peer_timeout: float) -> float:

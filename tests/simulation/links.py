@@ -59,7 +59,7 @@ class SimLinks:
         self._is_ping_due = True
         self.wake()
 
-    def tell(self, status: str, *, at_once: bool = False) -> None:
+    def announce(self, status: str, *, at_once: bool = False) -> None:
         self._status = status
         if at_once:
             self._is_ping_due = True

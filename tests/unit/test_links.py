@@ -92,7 +92,7 @@ from elastic_train.protocol.links import Links
 links = Links("127.0.0.1", "b", 0.05, 10.0)
 print(json.dumps(links.address), flush=True)
 links.watch([("a", tuple(json.loads(sys.stdin.readline())))], "w1")
-links.tell("-at work")
+links.announce("-at work")
 while not (links.heard("a").pinged_at and links.answered()):
     links.turn(0.05)
 child = os.fork() if "forks" in sys.argv else -1
@@ -156,8 +156,8 @@ def test_members_of_a_world_answer_each_other(open_links: Open, host: str) -> No
         one, other = open_links("a", host=host), open_links("b", host=host)
     except OSError:
         pytest.skip(f"this machine has no {host}")
-    one.tell("-one two")
-    other.tell("-three")
+    one.announce("-one two")
+    other.announce("-three")
     meet(one, other)
     until(lambda: heard(one, "b").status and heard(other, "a").status, one, other)
     assert (heard(one, "b").status, heard(one, "b").epoch) == ("-three", EPOCH)
@@ -224,7 +224,7 @@ def test_only_a_watched_member_of_the_same_world_is_answered_as_one(
     open_links: Open, ping: str, answer: str, is_answered: bool
 ) -> None:
     links = open_links("a")
-    links.tell("-mine")
+    links.announce("-mine")
     links.watch([("b", ("127.0.0.1", 1))], EPOCH)
     caller = Caller(links)
     caller.send(ping.encode() + b"\n")
@@ -241,7 +241,7 @@ def test_who_has_no_world_answers_that_it_lives(open_links: Open) -> None:
 
 def test_a_line_may_come_in_parts_and_lines_together(open_links: Open) -> None:
     links = open_links("a")
-    links.tell("-mine")
+    links.announce("-mine")
     links.watch([("b", ("127.0.0.1", 1))], EPOCH)
     caller = Caller(links)
     caller.send(b"P b w1 1 -\nP b w1 2")
@@ -513,17 +513,17 @@ print(oldest, flush=True)
 
 def test_a_status_with_another_head_ends_a_turn_at_once(open_links: Open) -> None:
     one, other = open_links("a", interval=FAR), open_links("b", interval=FAR)
-    one.tell("-one")
-    other.tell("-other")
+    one.announce("-one")
+    other.announce("-other")
     meet(one, other)
     until(lambda: heard(one, "b").status, one, other)
     pass_time(0.2, one, other)
-    other.tell("!out", at_once=True)
+    other.announce("!out", at_once=True)
     other.turn(0.0)
     told = time.monotonic()
     assert until(lambda: heard(one, "b").status == "!out", one)[-1], "the turn that hears it says so"
     assert time.monotonic() - told < FAR / 4
-    other.tell("!out for a reason", at_once=True)
+    other.announce("!out for a reason", at_once=True)
     other.turn(0.0)
     returned = until(lambda: heard(one, "b").status == "!out for a reason", one)
     assert not any(returned), "nothing new"
@@ -531,11 +531,11 @@ def test_a_status_with_another_head_ends_a_turn_at_once(open_links: Open) -> Non
 
 def test_a_status_in_an_answer_counts_as_well(open_links: Open) -> None:
     one, other = open_links("a"), open_links("b", interval=FAR)
-    one.tell("-one")
-    other.tell("-other")
+    one.announce("-one")
+    other.announce("-other")
     meet(one, other)
     until(lambda: heard(one, "b").status == "-other", one, other)
-    other.tell("!out")  # it is in no ping of its own for a long time
+    other.announce("!out")  # it is in no ping of its own for a long time
     deadline, ended = time.monotonic() + DEADLINE, False
     while not ended:
         assert time.monotonic() < deadline
@@ -581,7 +581,7 @@ LONG = "-" + 60000 * "x"
 
 def test_a_member_that_never_reads_blocks_nobody_and_hears_whole_lines_later(open_links: Open) -> None:
     links = open_links("a")
-    links.tell(LONG)
+    links.announce(LONG)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         links.watch([("b", ("127.0.0.1", listener.getsockname()[1]))], EPOCH)
@@ -595,12 +595,12 @@ def test_a_member_that_never_reads_blocks_nobody_and_hears_whole_lines_later(ope
         until(accept, links)
         longest = 0.0
         for _ in range(400):
-            links.tell(LONG, at_once=True)
+            links.announce(LONG, at_once=True)
             before = time.monotonic()
             links.turn(0.0)
             longest = max(longest, time.monotonic() - before)
         assert longest < DEADLINE / 4
-        links.tell("-short")
+        links.announce("-short")
 
         def is_short_heard() -> bool:
             accept()
@@ -624,10 +624,10 @@ def test_a_caller_that_never_reads_blocks_nobody_and_hears_whole_lines_later(ope
     links.watch([("b", ("127.0.0.1", 1))], EPOCH)
     caller = Caller(links)
     for number in range(400):
-        links.tell(LONG + number % 100 * "x")
+        links.announce(LONG + number % 100 * "x")
         caller.send(f"P b w1 {number} -\n".encode())
         links.turn(0.0)
-    links.tell("-short")
+    links.announce("-short")
     lines: list[str] = []
     while not lines or not lines[-1].endswith("-short"):
         assert number < 2000, "it is never heard again"
@@ -824,7 +824,7 @@ def test_a_word_after_the_end_is_written_into_nobodys_file(tmp_path: Path) -> No
     links = open_alone("a")
     links.close()
     files = [(tmp_path / str(number)).open("wb") for number in range(16)]
-    links.tell("!out", at_once=True)
+    links.announce("!out", at_once=True)
     for file in files:
         file.close()
     assert {path.stat().st_size for path in tmp_path.iterdir()} == {0}

@@ -156,7 +156,7 @@ class FakeLinks:
                 heard.pinged_at = None
         self.epoch = epoch
 
-    def tell(self, status: str, *, at_once: bool = False) -> None:
+    def announce(self, status: str, *, at_once: bool = False) -> None:
         self.status = status
 
     def heard(self, uid: str) -> Heard | None:

@@ -127,10 +127,10 @@ class _Finder:
 class BenchMember:
     """One member, and its thread."""
 
-    def __init__(self, number: int, most: int, known: Sequence[Address], tell: Callable[..., None]) -> None:
+    def __init__(self, number: int, most: int, known: Sequence[Address], report: Callable[..., None]) -> None:
         around = Surroundings()
         uid = around.draw_uid()
-        self._tell, self._is_over = tell, threading.Event()
+        self._report, self._is_over = report, threading.Event()
         self._calls = self._call_bytes = 0
         self._is_newcomer = bool(known)
         self.world: World | None = None
@@ -182,7 +182,7 @@ class BenchMember:
                 has_formed = self._train(world)
                 world, _ = membership.next_world(world, has_formed=has_formed)
         except Exception as error:
-            self._tell("failed", f"{type(error).__name__}: {error}")
+            self._report("failed", f"{type(error).__name__}: {error}")
 
     def _train(self, world: World) -> bool:
         """Until the world is over; whether it was whole."""
@@ -197,10 +197,10 @@ class BenchMember:
             for _ in range(SETTLED_REDUCTIONS + 1):
                 membership.note_reduction()
             self.world = world
-            self._tell("in", self.me.uid, world.generation, time.monotonic())
+            self._report("in", self.me.uid, world.generation, time.monotonic())
             while not self._is_over.wait(STEP_SECONDS if world.rank == 0 else None):
                 if membership.joins.vote() == NOW:  # the votes of a step would say so
-                    self._tell("admits", time.monotonic())
+                    self._report("admits", time.monotonic())
                     break
         return True
 
@@ -226,24 +226,24 @@ def run_crew(first: int, count: int, most: int, known: Sequence[Address], pipe: 
     next_world_module.POLL_SECONDS *= max(1.0, most / 32)  # they share the cores of one machine
     lock = threading.Lock()
 
-    def tell(*what: Any) -> None:
+    def report(*what: Any) -> None:
         with lock:
             pipe.send(what)
 
     with open(os.devnull, "wb") as nowhere:  # what torch says of attempts that are repeated
         os.dup2(nowhere.fileno(), 2)
     try:
-        members = [BenchMember(first + index, most, known, tell) for index in range(count)]
+        members = [BenchMember(first + index, most, known, report) for index in range(count)]
     except Exception as error:
-        tell("failed", f"{type(error).__name__}: {first_line(error)}")
+        report("failed", f"{type(error).__name__}: {first_line(error)}")
         return
-    tell("members", [one.me for one in members])
+    report("members", [one.me for one in members])
     while os.getppid() == parent:
         if not pipe.poll(1.0):
             continue
         order = pipe.recv()
         if order == "count":
-            tell("sent", time.monotonic(), [one.sent for one in members])
+            report("sent", time.monotonic(), [one.sent for one in members])
             continue
         for one in members:
             if order:

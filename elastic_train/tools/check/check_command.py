@@ -109,7 +109,7 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
         )
         mine = look_here(config, launch, membership.address[0], directory, rendezvous)
         world = meet_others(membership, launch, mine)
-        workers, shared = look_together(membership, world, mine, directory, tell)
+        workers, shared = look_together(membership, world, mine, directory, report)
         return Gathered(wanted, tuple(workers), tuple(shared))
     except (StoreUnreachable, StoreRefused, FormationFailed, LeftOut) as error:
         if mine is None:
@@ -149,7 +149,7 @@ def etcd_settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     return EtcdSettings.from_torchrun(arguments.rdzv_endpoint or "", conf, environ, min_nodes=1, max_nodes=1)
 
 
-def tell(line: str) -> None:
+def report(line: str) -> None:
     """The line with which DDP scripts traditionally begin; each worker prints its own."""
     print(f"[{os.getpid()}] {line}", flush=True)
 

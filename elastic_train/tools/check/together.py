@@ -98,11 +98,11 @@ class Exchange:
 
 
 def look_together(
-    membership: Membership, world: World, mine: WorkerFacts, directory: TrialPlace, tell: Callable[[str], None]
+    membership: Membership, world: World, mine: WorkerFacts, directory: TrialPlace, report: Callable[[str], None]
 ) -> tuple[list[WorkerFacts], list[SharedFacts]]:
     """Everybody's facts, by rank. Every rank calls it; blocks for some seconds.
 
-    `tell` gets the line with which DDP scripts traditionally begin.
+    `report` gets the line with which DDP scripts traditionally begin.
 
     Raises:
         FormationFailed: a worker has ended meanwhile.
@@ -122,7 +122,7 @@ def look_together(
     made = [json.loads(text) for text in exchange.gather("made", json.dumps(directory.made))]
     directory.remove_marks({path for rank in shared.sees_directory_of for path in made[rank]})
     try:
-        shared = measure(membership, world, shared, tell)
+        shared = measure(membership, world, shared, report)
     except Exception as error:
         if not is_communication_error(error):
             raise
@@ -141,7 +141,7 @@ def is_reachable(world: World, rank: int) -> bool:
     return any(probe(world.members[rank].address, PROBE_SECONDS) is Probe.ACCEPTED for _ in range(2))
 
 
-def measure(membership: Membership, world: World, shared: SharedFacts, tell: Callable[[str], None]) -> SharedFacts:
+def measure(membership: Membership, world: World, shared: SharedFacts, report: Callable[[str], None]) -> SharedFacts:
     """Clocks and an all-reduce, in a process group formed as for training.
 
     Raises:
@@ -149,7 +149,7 @@ def measure(membership: Membership, world: World, shared: SharedFacts, tell: Cal
     """
     backend = common_backend(world.workers)
     with standing_in(membership, world):
-        tell(f"rank = {dist.get_rank()}, world_size = {dist.get_world_size()}, backend = {backend}")
+        report(f"rank = {dist.get_rank()}, world_size = {dist.get_world_size()}, backend = {backend}")
         offset, error = measure_clock(world)
         seconds = measure_all_reduce(world, "cuda" if "nccl" in backend else "cpu")
         return replace(shared, clock_offset=offset, clock_error=error, all_reduce_seconds=seconds)
