@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -313,7 +314,8 @@ class CentralOnEtcd:
     def _tend(self) -> None:
         while not self._is_closed.wait(0.1):
             for job in list(self._jobs.values()):
-                job.tend(None, is_spokesman=False)
+                with suppress(StoreUnreachable):  # as the watcher: on a busy machine etcd takes its time
+                    job.tend(None, is_spokesman=False)
 
     def pass_time(self) -> None:
         time.sleep(0.1)
