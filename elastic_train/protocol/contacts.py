@@ -211,9 +211,7 @@ class Contacts:
         return tuple(rank for rank in others if self.age(world.members[rank]) > silent)
 
     def lost_neighbours(self, world: World) -> tuple[int, ...]:
-        """Ranks that are silent to this member, of a world in which others may hear them."""
-        if not self.is_sparse:
-            return ()
+        """Ranks that have been silent to this member for too long; others may hear them."""
         return tuple(
             rank for rank in self.training_neighbours(world) if self.age(world.members[rank]) > self._peer_timeout
         )

@@ -235,3 +235,10 @@ def spare_of_a_world_that_is_over(topology: Topology) -> Plan:
     )
     fields = {"is_formed": False, "max_world_size": 3, "num_endpoints": 2, "topology": topology}
     return Plan(2004082, (1,) * 7, faults, 10.258488783333991, TIMEOUT, **fields)  # type: ignore[arg-type]
+
+
+def two_that_cannot_hear_each_other(seed: int, grace: float | None) -> Plan:
+    """One of five is killed, and one of the others is not heard by another one from then on: the world after it breaks
+    before it stands, again and again, in which nobody has been silent for long."""
+    made = plan(5, (1.0, "kill", 4), (1.001, "cut", 3, 2), recovers_at=20.0, seed=seed)
+    return replace(made, grace=grace)

@@ -9,8 +9,6 @@ from elastic_train.world import World
 from tests.simulation.kernel import Task
 from tests.simulation.process import Process
 
-FORM_SECONDS = 1.0
-
 
 class GroupBroken(FormationFailed):
     """A collective did not end: a connection was closed."""
@@ -45,7 +43,7 @@ class Group:
             if key == self._key:
                 self._receive(*early)
 
-    def form(self, seconds: float = FORM_SECONDS) -> None:
+    def form(self, seconds: float) -> None:
         """Raises: FormationFailed."""
         try:
             self.exchange(None, seconds)

@@ -209,6 +209,12 @@ def test_a_newcomer_that_dies_keeps_no_other_from_joining() -> None:
     run(directed.newcomer_beside_one_that_dies())
 
 
+@pytest.mark.parametrize("grace", [None, 12.0], ids=["peers", "central"])
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_of_two_that_cannot_hear_each_other_one_goes(seed: int, grace: float | None) -> None:
+    assert last_steps(run(directed.two_that_cannot_hear_each_other(seed, grace)))["h0"] > 50
+
+
 def test_a_side_that_may_not_go_on_says_so_once() -> None:
     """Two of four without the lowest rank: each proposes in its turn, and is refused by the other; they wait since the
     first time."""
