@@ -155,6 +155,8 @@ class Preparation:
     def _invite(self, plan: Plan, planned: World) -> None:
         """Raises: FormationFailed where a newcomer does not answer."""
         for member in plan.decision.new:
+            if self.is_cancelled:  # while a directory or a store took its time; it may follow a later plan by now
+                break
             self.absent = (member,)
             self._put(member, "plan", plan.to_json())
         self.absent = ()

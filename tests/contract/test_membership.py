@@ -457,6 +457,15 @@ def test_a_plan_whose_group_does_not_form_leaves_no_trace(form: Form) -> None:
     assert agree(form, jobs, worlds, [0, 1, 2]).uid != plan.decision.uid
 
 
+def test_a_plan_that_was_given_up_invites_nobody(form: Form) -> None:
+    jobs, worlds = begin(form)
+    newcomer, plan = plan_with(form, jobs, worlds, 7)
+    lead = Preparation(jobs[0], Groups(4).form, time.monotonic, time.sleep, lambda _point, _world: lead.cancel())
+    lead.run(lambda: lead.lead(worlds[0], plan, planned(plan, worlds[0].me)))
+    assert (lead.failure, lead.crash) == (None, None)
+    assert newcomer.planned() is None
+
+
 def test_a_plan_loses_against_what_was_decided_before(form: Form) -> None:
     jobs, worlds = begin(form)
     newcomer, plan = plan_with(form, jobs, worlds, 7)

@@ -242,3 +242,19 @@ def two_that_cannot_hear_each_other(seed: int, grace: float | None) -> Plan:
     before it stands, again and again, in which nobody has been silent for long."""
     made = plan(5, (1.0, "kill", 4), (1.001, "cut", 3, 2), recovers_at=20.0, seed=seed)
     return replace(made, grace=grace)
+
+
+def two_plans_for_one_newcomer() -> Plan:
+    """Two of seven are cut off, and the others' directory is silent; so the plan to take the two back is written while
+    the world that it follows breaks, and they are invited by it after they were by that of the next world."""
+    faults = (
+        (0.3143292386844227, "partition", (6, 0), (5, 2, 3, 4, 1)),
+        (2.6076843307077517, "stall", 0, 6, 4, 2, 1, 5),
+        (2.7259861282795854, "freeze", 5),
+        (2.825929399341906, "kill", 5),
+        (2.835929399341906, "heal_all"),
+        (4.607684330707752, "unstall"),
+    )
+    made = plan(7, *faults, recovers_at=10.107684330707752, seed=2000958)
+    sparse = Topology(dense=2, degree=2, spare_degree=2)
+    return replace(made, num_endpoints=2, directories=(0, 0, 0, 0, 0, 0, 1), topology=sparse)

@@ -215,6 +215,10 @@ def test_of_two_that_cannot_hear_each_other_one_goes(seed: int, grace: float | N
     assert last_steps(run(directed.two_that_cannot_hear_each_other(seed, grace)))["h0"] > 50
 
 
+def test_nobody_is_invited_to_follow_a_world_that_is_over() -> None:
+    run(directed.two_plans_for_one_newcomer())
+
+
 def test_a_side_that_may_not_go_on_says_so_once() -> None:
     """Two of four without the lowest rank: each proposes in its turn, and is refused by the other; they wait since the
     first time."""
