@@ -133,6 +133,7 @@ class Resume:
             set_group_timeout(GROUP_TIMEOUT)  # a large state takes its time to be read or sent
             self._membership.watcher.do(Activity.FORM, FIRST_SECONDS)
         if max(steps) < 0:
+            self._files.finish_claim()  # before what the directory has is read
             restored = self._earlier.restore(world, lost=self._why_lost, check=check)
             self.holding = Holding.STATE
             return restored, list(range(world.world_size))

@@ -211,8 +211,6 @@ class Ring:
         self._formed = formed = membership.joins.take_formed(world)
         if formed is None or parts.resume.has_state:  # else the others still write as the generation before
             parts.files.claim(world, has_state=parts.resume.has_state)
-        if not parts.resume.has_state:  # it may restore what the directory has
-            parts.files.finish_claim()
         worker.share_cores(world)
         membership.watcher.expect(world)
         worker.reach("init", world)
@@ -230,11 +228,10 @@ class Ring:
     def sync(self) -> Stage:
         """Come to one state, and report the world."""
         world, membership, parts, state = self._present, self._membership, self._parts, self._worker.state
-        self._has_formed = True
+        formed, self._formed, self._has_formed = self._formed, None, True
         membership.watcher.enter(world)
         self._worker.reach("sync", world)
-        self._resumed = resumed = parts.resume.into(world, self._change, is_formed_ahead=self._formed is not None)
-        self._formed = None
+        self._resumed = resumed = parts.resume.into(world, self._change, is_formed_ahead=formed is not None)
         state.generation, state.generations = world.generation, state.generations + 1
         seconds = {
             "detect": self._interruption.detect_seconds,
@@ -296,8 +293,8 @@ class Ring:
             self._parts.exits.fail(error, verdict, world, has_state=resume.has_state)
         self._failure = first_line(error)
         del error  # the frames of its traceback refer to this one
-        started = self._parts.trainer.step_started
-        self._interruption = Interruption("peer_lost", broken_at - started, self._clock() - broken_at)
+        detected = broken_at - self._parts.trainer.step_started
+        self._interruption = Interruption("peer_lost", detected, self._clock() - broken_at)
 
     # --- the ends -----------------------------------------------------------------------------------------------------
 

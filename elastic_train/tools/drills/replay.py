@@ -34,7 +34,7 @@ class Taken(Departure):
     name = "kill"
 
 
-class Noticed(Departure):
+class NoticeGiven(Departure):
     name = "stop"
 
 
@@ -105,7 +105,7 @@ class Replay(Conductor):
         self._close_arrival(place)
         self._noticed.add(move.place)
         is_last = not [other for other in self._cluster.inside if other.index not in self._noticed]
-        kinds = {(Act.TAKE, False): Taken, (Act.TAKE, True): LastTaken, (Act.NOTICE, False): Noticed}
+        kinds = {(Act.TAKE, False): Taken, (Act.TAKE, True): LastTaken, (Act.NOTICE, False): NoticeGiven}
         self._strike_now(number, move, kinds.get((move.act, is_last), LastNoticed)(), place)
 
     def _strike_now(self, number: int, move: Move, fault: Fault, place: Place) -> None:
