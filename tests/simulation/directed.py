@@ -258,3 +258,14 @@ def two_plans_for_one_newcomer() -> Plan:
     made = plan(7, *faults, recovers_at=10.107684330707752, seed=2000958)
     sparse = Topology(dense=2, degree=2, spare_degree=2)
     return replace(made, num_endpoints=2, directories=(0, 0, 0, 0, 0, 0, 1), topology=sparse)
+
+
+def spare_that_comes_late() -> Plan:
+    """The fourth of four is frozen as it waits to be admitted, and wakes as a spare of a world that is over; the two
+    that it pings train in the next one."""
+    freeze, kill = (0.36884887525049653, "freeze", 3), (4.531352308215328, "kill", 2)
+    sparse = Topology(dense=2, degree=2, spare_degree=2)
+    return Plan(
+        6000137, (2, 2), (freeze, kill), 12.041352308215327, TIMEOUT,
+        is_formed=False, max_world_size=3, num_endpoints=3, topology=sparse,
+    )  # fmt: skip

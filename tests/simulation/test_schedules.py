@@ -219,6 +219,10 @@ def test_nobody_is_invited_to_follow_a_world_that_is_over() -> None:
     run(directed.two_plans_for_one_newcomer())
 
 
+def test_a_spare_does_not_stand_by_in_a_world_that_is_over() -> None:
+    run(directed.spare_that_comes_late())
+
+
 def test_a_side_that_may_not_go_on_says_so_once() -> None:
     """Two of four without the lowest rank: each proposes in its turn, and is refused by the other; they wait since the
     first time."""
