@@ -167,6 +167,9 @@ class Ballots:
         if isinstance(collected, Denied):
             return collected
         ballot, voters, chosen = collected
+        # Its own vote first: who has a later ballot may decide by all votes, where the place does not answer it.
+        if world.rank not in self._accept(round_, ballot, [world.rank], chosen):
+            return Denied()
         standing = self._claim(world, chosen)
         assert standing is not None, "something was claimed"
         if standing.parent == world.uid:  # who finds no claim any more collects it
@@ -203,6 +206,8 @@ class Ballots:
         if round_.needs_votes and not may_go_on(worlds, _uids(world, promises)):
             return self._elsewhere.denied(round_, missing_votes(worlds, _uids(world, promises)))
         accepted = [one for one in promises.values() if one.ballot is not None]
+        if round_.needs_all and len({one.decision for one in accepted}) > 1:
+            return Denied()  # they may be about to claim, and the place alone knows whose stands
         newest = max(accepted, key=lambda one: one.ballot or (0, -1), default=None)
         chosen = proposal if newest is None or newest.decision is None else newest.decision
         members = _uids(world, Decision.from_json(chosen).ranks)
