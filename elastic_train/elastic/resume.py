@@ -127,13 +127,14 @@ class Resume:
                 "sees": job.sees_place(world),
             }
         )
+        if not had_state:  # it may read what the directory has, and write what the run is
+            self._files.finish_claim()
         job.note_place(world, is_shared=all(entry["sees"] for entry in told))
         steps = [entry["step"] for entry in told]
         if min(steps) < max(steps) or max(steps) < 0:
             set_group_timeout(GROUP_TIMEOUT)  # a large state takes its time to be read or sent
             self._membership.watcher.do(Activity.FORM, FIRST_SECONDS)
         if max(steps) < 0:
-            self._files.finish_claim()  # before what the directory has is read
             restored = self._earlier.restore(world, lost=self._why_lost, check=check)
             self.holding = Holding.STATE
             return restored, list(range(world.world_size))
@@ -165,6 +166,7 @@ class Resume:
             handover = Giving(state, [0, *range(num_givers, world.world_size)])
         if self._trainer.has_room_for_handover:
             return restored, handover, num_givers
+        self._files.finish_claim()
         if handover is not None:
             handover.begin()
             handover.finish(self._membership.sockets.require_unbroken)

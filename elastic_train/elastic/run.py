@@ -119,6 +119,7 @@ def _as_member(worker: Worker, program: Program, back: Return | None, ends: Exit
     )
     ends.callback(membership.close)
     parts = _make_parts(worker, membership, program, back)
+    ends.callback(parts.files.wait_for_claim)  # the directory is let go after it
     ends.callback(parts.trainer.close)
     ring = Ring(worker, membership, parts)
     _attend_to(membership, worker, ring, parts)

@@ -103,7 +103,7 @@ class RunFiles:
     def check_owner(self, generation: int) -> None:
         """Raises: OwnershipLost: another job, or a newer generation, owns the run directory; or the bucket, as far as
         is known. Waits for a claim that is under way."""
-        self._wait_for_claim()
+        self.wait_for_claim()
         self._worker.directory.ownership.check_owner(self.job_token, generation)
         if self._bucket is not None:
             self._bucket.owner.raise_if_lost()
@@ -117,7 +117,7 @@ class RunFiles:
 
     def release(self) -> None:
         """This worker is no member of the job any more."""
-        self._wait_for_claim()
+        self.wait_for_claim()
         self._worker.directory.ownership.release()
         if self._bucket is not None:
             self._bucket.owner.release()
@@ -148,8 +148,8 @@ class RunFiles:
             self._last_warning = self._warning
             self._worker.reporter.warn(self._warning)
 
-    def _wait_for_claim(self) -> None:
-        """Its error is for the thread that trains."""
+    def wait_for_claim(self) -> None:
+        """Block until a claim that is under way has ended. Its error is for the thread that trains."""
         claiming = self._claiming
         if claiming is not None:
             claiming.wait()

@@ -25,6 +25,7 @@ from elastic_train.elastic.whole_steps import ALONE, BatchLoss, Beginning, Whole
 from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import StepObserver, WorldEnd, WorldEnds, votes_of
 from elastic_train.errors import StatesDiffer
+from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity
 from elastic_train.training.reduction import Share
 from elastic_train.training.state import TrainState
@@ -94,7 +95,9 @@ class Trainer:
         self._warn_of_kept_modules()
         state.set_modes()  # a function of the user's may have been interrupted in an evaluation of its own
         if not self._is_bundled:
+            watcher.do(Activity.FORM, FIRST_SECONDS)  # a disk may take its time
             begin.finish_claim()
+            watcher.do(Activity.COMPUTE)
         if begin.comparison is not None and not self._is_bundled:  # at once: what is done with the weights is not known
             begin.comparison.begin()
             compare(begin.comparison, self, self._worker, self._membership)

@@ -162,7 +162,7 @@ class UnbrokenReduction:
         self._compare = compare
         self._sockets, self._watcher = membership.sockets, membership.watcher
         self._handover, self._comparison = begin.handover, begin.comparison
-        self._finish_claim = begin.finish_claim
+        self._finish_claim: Callable[[], None] | None = begin.finish_claim
         self._is_handed_over = begin.is_handed_over
         if self._handover is not None:
             self._handover.begin()
@@ -183,7 +183,10 @@ class UnbrokenReduction:
             if self._sockets.is_shut and not is_communication_error(error):  # what it was computed from is garbage
                 raise FormationFailed(f"the process group was broken off: {first_line(error)}") from error
             raise
-        self._finish_claim()
+        finish_claim, self._finish_claim = self._finish_claim, None
+        if finish_claim is not None:
+            self._watcher.do(Activity.FORM, FIRST_SECONDS)  # a disk may take its time
+            finish_claim()
         handover, self._handover = self._handover, None
         if handover is not None:
             self._watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time

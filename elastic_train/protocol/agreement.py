@@ -293,7 +293,8 @@ class Agreement:
         job, world = self._job, self._world
         out = {rank for rank, status in found.items() if status is not Liveness.ALIVE and rank not in left}
         missing = [rank for rank in found if rank not in self._present and rank not in left and rank not in out]
-        self._note_present(list(filter(self._is_heard, missing)))
+        doubtful = [rank for rank, told in self._present.items() if told.unreachable and rank != world.rank]
+        self._note_present(list(filter(self._is_heard, dict.fromkeys([*missing, *doubtful]))))
         verdict = next_members(len(world.members), self._present, left, out)
         if verdict.waiting_for:
             return Wait(verdict.waiting_for)

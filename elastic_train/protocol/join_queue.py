@@ -285,17 +285,13 @@ class Entrance:
             if text is not None:
                 waiting = Waiting.from_json(text)
                 self._queue[waiting.member.uid] = waiting
-                del self._missing[number]
-            elif now > self._missing[number]:  # its writer was cut off, and has come again if it lives
-                del self._missing[number]
+                self._own.delete(f"queue/{number}")
+            elif now <= self._missing.get(
+                number, now
+            ):  # its writer may be about to; else it has come again if it lives
+                continue
+            self._missing.pop(number, None)  # another thread may have
         return list(self._queue.values())
-
-    def is_read(self, key: str) -> bool:
-        """Whether it is of one in the queue that this member hosts, and has been read."""
-        number = key.removeprefix("queue/")
-        if number == key or not number.isdecimal():
-            return False
-        return int(number) <= self._num_seen and int(number) not in self._missing
 
     def drop(self, members: Sequence[Member]) -> None:
         """Those in the queue are gone, or in a world."""

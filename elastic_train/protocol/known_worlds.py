@@ -68,15 +68,15 @@ class OldKeys:
         """This member has. For the training thread."""
         self._settled.append(world.generation)
 
-    def tend(self, is_read: Callable[[str], bool]) -> None:
-        """Delete some of it, and of the keys that only this member reads, and `is_read`."""
+    def tend(self) -> None:
+        """Delete some of it."""
         num_settled = len(self._settled)
         if num_settled > self._num_listed:
             keys, settled = self._own.keys(), self._settled[num_settled - 1]
             found, forgotten = outdated(keys, settled)
             if forgotten is not None:
                 self._own.put(FORGOTTEN, json.dumps([forgotten, settled]))
-            self._keys, self._num_listed = [*found, *filter(is_read, keys)], num_settled
+            self._keys, self._num_listed = list(found), num_settled
         for key in self._keys[:DELETED_AT_ONCE]:
             self._own.delete(key)
         del self._keys[:DELETED_AT_ONCE]

@@ -321,7 +321,7 @@ class PeerJob:
 
     def tend(self, world: World | None, *, is_spokesman: bool, headless: World | None = None) -> None:
         self._finder.keep(has_world=self._world is not None)
-        self._known.old_keys.tend(self._entrance.is_read)
+        self._known.old_keys.tend()
         world = world or self._world  # between two worlds, too: no other job may begin meanwhile
         if headless is not None and headless.rank > 0 and headless is self._world and not self._is_host_meanwhile:
             # Until there is another rank 0, which may take long, a host that comes back must not begin anew.

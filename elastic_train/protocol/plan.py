@@ -240,7 +240,7 @@ class Preparation:
         key, rank_0 = f"{name}/{planned.key}", planned.members[0]
         keys = [key] if ranks is None else [f"{key}/{rank}" for rank in ranks]
         deadline = self._clock() + seconds
-        while None in (found := self._ask(rank_0, lambda notes: notes.get_many(keys), deadline)):
+        while None in (found := self._ask(rank_0, lambda notes: notes.get_many(keys), self._clock() + MARKS_SECONDS)):
             if self.is_cancelled:
                 return []
             if self._clock() > deadline:

@@ -214,6 +214,8 @@ class Signposts:
                     store = self._client(number)
                     holder = store.get(HOLDER)
                     texts = [store.get(key) for key in (self._key, self._key_of_beginning)]
+                    is_asked = texts[0] is None and number > 0 and self._may_begin
+                    first = store.get(self._key_of_first) if is_asked else None
                 except Stranger:
                     self._note_stranger(number, now, STRANGER_SECONDS)
                     continue
@@ -228,8 +230,7 @@ class Signposts:
                 self._strange_since.pop(number, None)
                 if texts == [None, None]:
                     self._require_own(number, holder)
-                if texts[0] is None and number > 0:
-                    self._require_same_list(store.get(self._key_of_first))
+                self._require_same_list(first)
                 for text in filter(None, texts):
                     found += [(str(host), int(port)) for host, port in json.loads(text)["stores"]]
             self._alone_since = None if is_anybody_there else self._alone_since or now
@@ -251,10 +252,15 @@ class Signposts:
                 "its own (--rdzv-endpoint), or both the same --rdzv-id"
             )
 
+    @property
+    def _may_begin(self) -> bool:
+        """Whether this machine may begin the job: it serves the first endpoint, and no job is known."""
+        return 0 in self._servers and not self._has_world
+
     def _require_same_list(self, first: str | None) -> None:
         """Raises: StoreUnreachable where another machine, too, is about to begin this job, at an endpoint that is not
         the first one of this process's list."""
-        if first is None or 0 not in self._servers or self._has_world:
+        if first is None:
             return
         name, theirs = json.loads(first)
         if name != self._name:
