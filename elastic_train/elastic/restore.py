@@ -103,13 +103,14 @@ def restore(
         state.micro_batch_size = -(-state.global_batch_size // world.world_size)
     # Equal by their seed already, if the machines are; rank 0's are everybody's in any case.
     hand_out(state, range(world.world_size), check)
-    _begin_with_first(state)
+    _begin_with_first(state, world)
     return Restored("scratch", 0, 0)
 
 
-def _begin_with_first(state: TrainState) -> None:
+def _begin_with_first(state: TrainState, world: World) -> None:
     """The run began with the member that was there first, and has lasted as long for all: that one may die. Every rank
     calls it."""
+    state.clock.count_nodes(world.num_nodes)  # before the clock is handed on: what was inherited is not counted again
     clocks = gather_json(state.clock.state_dict())
     state.clock.take_over(max(clocks, key=lambda clock: sum(clock["totals"].values())))
 

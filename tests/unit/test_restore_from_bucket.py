@@ -45,7 +45,7 @@ def bucket_in(folder: Path) -> Bucket:
 
 def bring(state: TrainState, rank: int, offers: list[SnapshotInfo], warnings: list[str]) -> Restored:
     """The members to one state."""
-    world: Any = SimpleNamespace(rank=rank, world_size=WORLD_SIZE)
+    world: Any = SimpleNamespace(rank=rank, world_size=WORLD_SIZE, num_nodes=2)
     return restore(
         state,
         world,
@@ -90,6 +90,7 @@ def work(rank: int, port: int, folder: Path, out: Path) -> None:
         "scratch": scratch.source,
         "startup": new.clock.totals()["startup"],
         "wall": sum(new.clock.totals().values()),
+        "paid": new.clock.node_seconds()[0],
     }
     (out / str(rank)).write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -133,3 +134,9 @@ def test_a_run_from_scratch_began_with_the_member_that_was_there_first(found: li
         assert one["scratch"] == "scratch"
         assert one["startup"] == pytest.approx(max(AGES), abs=1.0)
         assert max(AGES) <= one["wall"] < max(AGES) + 100.0
+
+
+def test_both_nodes_are_paid_from_its_start(found: list[dict[str, Any]]) -> None:
+    """Though nobody knew how many there are until the world stood."""
+    for one in found:
+        assert one["paid"] == pytest.approx(2 * one["wall"], abs=1.0)
