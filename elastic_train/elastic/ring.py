@@ -193,6 +193,7 @@ class Ring:
         worker.reporter.speak(
             f"{world.num_nodes} of at least {world.min_nodes} nodes are left: waiting {limit:.0f} s for others to join"
         )
+        worker.state.clock.count_nodes(world.num_nodes)
         self._parts.files.hold_bucket(world, has_state=self._parts.resume.has_state)
         try:
             wait_for_nodes(world, self._membership, limit, worker.stop.check, self._clock, self._sleep)

@@ -53,8 +53,13 @@ class Fake:
         self.error_of_end: Exception | None = None
         self.environments: list[str] = []
         """worlds that the environment was set for"""
+        self.paid_nodes: list[int] = []
         self.state = SimpleNamespace(
-            step=0, is_finished=False, generation=-1, generations=0, clock=SimpleNamespace(enter=lambda _phase: None)
+            step=0,
+            is_finished=False,
+            generation=-1,
+            generations=0,
+            clock=SimpleNamespace(enter=lambda _phase: None, count_nodes=self.paid_nodes.append),
         )
 
     def answer(self, name: str, default: Any = None, **told: Any) -> Any:
@@ -302,6 +307,7 @@ def test_too_few_nodes_wait_for_others() -> None:
     assert ring._change.lost == (lost,), "the world that waited has trained nothing"
     assert ring._change.joined == (lost,)
     assert "hold bucket" in fake.calls, "nobody else says that the job lives"
+    assert fake.paid_nodes == [1], "those that are gone are not paid while it waits"
 
 
 def test_members_with_other_states_take_over_those_of_most() -> None:
