@@ -78,7 +78,8 @@ class WorldReport:
             seconds=seconds,
             backend=backend,
             branch=None if branch is None else branch.id,
-            bill=reporter.bill(state),
+            # A newcomer may get the clock of the run later than its place.
+            **({"bill": reporter.bill(state)} if world.rank == 0 else {}),
         )
         has_joined = interruption.cause == "start" and restored is not None and restored.source == "peer"
         self._incident = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.config import parse
+from elastic_train.elastic.membership import Change
+from elastic_train.elastic.restore import Restored
+from elastic_train.elastic.world_report import Interruption, WorldReport
 from elastic_train.errors import UsageError
 from elastic_train.observe.bill import describe_bill
 from elastic_train.observe.status_table import describe
 from elastic_train.runlog.goodput import Phase, bill
+from elastic_train.world import World
 from tests.unit.test_goodput import Time
+from tests.unit.test_liveness import make_member
+from tests.unit.test_state import make_state
 from tests.unit.test_status import NOW, Files, read
 
 
@@ -124,3 +131,23 @@ def test_status_tells_the_newest_bill(tmp_path: Path) -> None:
     worker.write("done", NOW, outcome="finished")
     files.result(step=20, bill=last)
     assert read(files, False).bill == last
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_who_has_the_clock_of_the_run_tells_its_bill(rank: int) -> None:
+    """A newcomer may get the state within the first step; rank 0 is never one of a world that others were in."""
+    told: dict[str, dict[str, Any]] = {}
+    state, told_bill = make_state(), bill(paid=10.0, kept=5.0, samples=640, price=None)
+    events = SimpleNamespace(write=lambda event, **fields: told.update({event: fields}), step=0)
+    reporter = SimpleNamespace(
+        events=events, enter=lambda _world, _state: None, bill=lambda _state: told_bill, say=lambda _text: None,
+        say_for_node=lambda _text: None,
+    )  # fmt: skip
+    worker: Any = SimpleNamespace(
+        reporter=reporter, state=state, config=parse([]), device=SimpleNamespace(type="cpu"),
+        task=SimpleNamespace(title="t"),
+    )  # fmt: skip
+    world = World(rank=rank, generation=1, members=(make_member(0), make_member(1)), uid="pair")
+    restored = Restored("peer", 0, 0) if rank else None
+    WorldReport(worker).stands(world, None, Change(), Interruption("start" if rank else "join"), restored, {})
+    assert told["world"].get("bill") == (None if rank else told_bill)
