@@ -73,10 +73,10 @@ def capacity_of(
     starts = [line for worker in workers for line in worker.lines if line["event"] == "start"]
     max_nodes = [number for line in starts if (number := int_of(line, "max_nodes")) is not None]
     present = [worker for worker in workers if worker.is_first_of_node and worker.outcome is None]
-    waiting = [worker for worker in present if worker.generation is None and _is_waiting(worker, now, is_alive)]
+    waiting = [worker for worker in present if worker.is_outside and _is_waiting(worker, now, is_alive)]
     inside = _nodes_of(world) if is_there else (0, 0)
     generation = max((int_of(line, "generation") or 0 for line in world), default=None)
-    members = [worker for worker in present if is_there and worker.generation == generation]
+    members = [worker for worker in present if is_there and not worker.is_outside and worker.generation == generation]
     return Capacity(
         *inside,
         waiting=len(waiting),

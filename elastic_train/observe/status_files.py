@@ -40,6 +40,11 @@ class WorkerLines:
         return max((g for line in self.lines if (g := int_of(line, "generation")) is not None), default=None)
 
     @property
+    def is_outside(self) -> bool:
+        """Whether it is in no world: not yet, or no more, having been left out (`was`)."""
+        return int_of(self.last, "generation") is None or "was" in self.last
+
+    @property
     def is_first_of_node(self) -> bool:
         """Whether it stands for its node: each has one with this local rank."""
         return self.member.split("/")[-2] == "0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,21 @@ from elastic_train.storage.snapshot import SnapshotInfo
 
 
 def to_json(status: Status) -> str:
-    """One object, a name for each field of `Status`; null where the files do not tell."""
-    fields = {entry.name: getattr(status, entry.name) for entry in dataclasses.fields(status)}
-    told = fields | {
-        "capacity": status.capacity.as_json(),
-        "snapshot": _snapshot(status.snapshot, fields.pop("remote_snapshot")),
-    }
-    return json.dumps(told, indent=2, default=_plain)
+    """One object, a name for each field of `Status`; null where the files tell none, or no finite number."""
+    told = {entry.name: getattr(status, entry.name) for entry in dataclasses.fields(status)}
+    remote = told.pop("remote_snapshot")
+    told["capacity"] = status.capacity.as_json()
+    told["snapshot"] = _snapshot(status.snapshot, remote)
+    return json.dumps(_finite(told), indent=2, default=_plain, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """With null for NaN and infinities, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> str:

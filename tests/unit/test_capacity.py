@@ -57,6 +57,21 @@ def test_who_waits_and_is_gone(files: Files, alive: bool | None, age: float, wai
     assert found.capacity.waiting == waits
 
 
+@pytest.mark.parametrize("has_written_since", [False, True])
+def test_who_was_left_out_waits_again(files: Files, has_written_since: bool) -> None:
+    first, second, third = inside(files, num_nodes=3)
+    third.write("warning", NOW - 9, message="it comes back as a newcomer", was="uid3")
+    if has_written_since:
+        third.line |= {"generation": None}
+        third.write("notice", NOW - 8, state="given")
+    for worker in (first, second):
+        worker.line |= {"nodes": 2}
+        worker.enter(1, NOW - 7, cause="peer_lost", members=("n0/0/1", "n1/0/1"))
+    found = read(files).capacity
+    assert (found.train, found.waiting, found.could_train, found.wanted) == (2, 1, 3, 2)
+    assert found.may_be_taken == has_written_since
+
+
 def test_nodes_that_may_be_taken(files: Files) -> None:
     first, second, third = inside(files, num_nodes=3)
     first.write("notice", NOW - 9, state="given")
@@ -106,6 +121,16 @@ def test_status_as_json(files: Files, capsys: pytest.CaptureFixture[str]) -> Non
     assert (told["state"], told["step"]) == ("silent", 20), "long ago, on other machines"
     assert told["capacity"] == {"train": 3, "could_train": 3, "wanted": 2, "may_be_taken": 0, "max_nodes": 5}
     assert told["snapshot"] is None
+
+
+def test_what_is_no_number_is_null(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    """NaN is no JSON: other programs cannot read it."""
+    first, *_ = inside(files, num_nodes=2)
+    first.write("step", NOW, epoch=0, loss=float("nan"), samples_done=64)
+    assert main(["status", str(files.run_dir), "--json"]) == 0
+    text = capsys.readouterr().out
+    assert "NaN" not in text
+    assert json.loads(text)["loss"] is None
 
 
 def test_json_is_one_look(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
