@@ -55,6 +55,12 @@ class StopSignal:
         self._notice: PreemptionNotice | None = None
         self._noticed_at = 0.0
         self._notice_timer: threading.Timer | None = None
+        self._voted_notice: PreemptionNotice | None = None
+        """because of which this worker has said in its newest vote that it is told to stop"""
+        self._is_vote_to_leave = False
+        """that one"""
+        self._notice_lock = threading.Lock()
+        """of what a notice and a vote make of each other; no handler of a signal takes it"""
         self._settled_notice: PreemptionNotice | None = None
         self.is_settled = False
         """this worker leaves: a notice is not taken back any more"""
@@ -109,18 +115,25 @@ class StopSignal:
         any thread; a later notice replaces an earlier one."""
         seconds = seconds_left if seconds_left > 0 else SHORTEST_SECONDS  # it is over: their clock may be another one
         late_after, hopeless_after = (seconds * part / SHORTEST_SECONDS for part in (LATE_SECONDS, HOPELESS_SECONDS))
-        if self._notice is None:
-            self._noticed_at = time.monotonic()
-        self._notice = notice
+        with self._notice_lock:
+            if self._notice is None:
+                self._noticed_at = time.monotonic()
+            self._notice = notice
         self._set_timer(threading.Timer(late_after, self._be_late, [hopeless_after - late_after]))
 
     def withdraw_notice(self) -> bool:
-        """The notice holds no more. Returns whether that is in time: this worker does not leave yet."""
-        if self.is_settled:
-            return False
-        self._notice = None
+        """The notice holds no more. Returns whether that is in time: else this worker leaves, by a signal that stands
+        or by a vote to leave because of the notice, which the others may follow; then it holds all the same.
+
+        Before it votes to leave it has only said that it is told to stop. Where all say so in the very step in which
+        the notice ends, they stop nevertheless, because of the notice.
+        """
+        with self._notice_lock:
+            if self.is_settled or self._is_vote_to_leave:
+                return False
+            self._notice = None
         self._set_timer(None)
-        return True
+        return not self._is_signalled
 
     def _set_timer(self, timer: threading.Timer | None) -> None:
         if self._notice_timer is not None:
@@ -137,15 +150,30 @@ class StopSignal:
     def settle(self) -> None:
         """This worker leaves, whatever becomes of a notice, and though a signal may follow: its agent's, once another
         worker of the node has left."""
-        if not self.is_settled:
-            self._settled_notice, self.is_settled = self.notice, True
+        with self._notice_lock:
+            self._settle()
+
+    def settle_if_requested(self) -> bool:
+        """The same, unless the notice was taken back meanwhile. Returns whether this worker leaves."""
+        with self._notice_lock:
+            if not self.is_requested:
+                return False
+            self._settle()
+            return True
+
+    def _settle(self) -> None:
+        if self.is_settled:
+            return
+        voted = self._voted_notice
+        is_by_vote = voted is not None and (voted is self._notice or not self.is_requested)
+        self._settled_notice, self.is_settled = voted if is_by_vote else self.notice, True
 
     @property
     def notice(self) -> PreemptionNotice | None:
         """Why this worker was told to stop, where that was a notice and no signal."""
         if self.is_settled:
             return self._settled_notice
-        return self._notice if self.signum is None and self._heard is None else None
+        return None if self._is_signalled else self._notice
 
     @property
     def why(self) -> str:
@@ -155,7 +183,11 @@ class StopSignal:
 
     @property
     def is_requested(self) -> bool:
-        return self.signum is not None or self._notice is not None
+        return self._is_signalled or self._notice is not None
+
+    @property
+    def _is_signalled(self) -> bool:
+        return self.signum is not None or (self._heard is not None and self._is_ours(self._heard))
 
     @property
     def cause(self) -> signal.Signals:
@@ -168,10 +200,13 @@ class StopSignal:
         The signals of one stop reach the workers up to some seconds apart. So a worker that was told to
         stop trains on for GRACE_SECONDS; if not everybody has been told by then, it is a stop of this node alone.
         """
-        if not self.is_requested:
-            return 0, 0
-        since = self._requested_at if self._notice is None else self._noticed_at
-        return 1, int(time.monotonic() - since > GRACE_SECONDS)
+        with self._notice_lock:
+            notice, is_signalled = self._notice, self.signum is not None
+            told = [self._requested_at] * is_signalled + [self._noticed_at] * (notice is not None)
+            is_leaving = bool(told) and time.monotonic() - min(told) > GRACE_SECONDS
+            self._voted_notice = None if is_signalled else notice
+            self._is_vote_to_leave = is_leaving and self._voted_notice is not None
+        return int(bool(told)), int(is_leaving)
 
     def check(self) -> None:
         """For waits outside of a step.
@@ -179,8 +214,7 @@ class StopSignal:
         Raises:
             Stopped: this worker was told to stop.
         """
-        if self.is_requested:
-            self.settle()
+        if self.settle_if_requested():
             raise Stopped(self.cause, self.why)
 
 

@@ -45,7 +45,7 @@ class LateStop:
         """
         state, reporter = self._worker.state, self._worker.reporter
         if not state.lock.take_away(seconds):
-            if not state.is_whole:
+            if not state.is_whole and self._worker.stop.is_requested:
                 reporter.warn(
                     f"told to stop by {self._worker.stop.why}, and the state is between the optimizer's step "
                     f"and the commit of step {state.step + 1}: it is not saved before that commit"
@@ -54,7 +54,9 @@ class LateStop:
         code: int | None = 1
         try:
             world = self._world()
-            if world is None or not state.is_whole or not self._is_sound():
+            is_worth_it = world is not None and state.is_whole and self._is_sound()
+            # The notice may have ended meanwhile: what waits for the time that is left cannot be called off any more.
+            if world is None or not is_worth_it or not self._worker.stop.settle_if_requested():
                 state.lock.give_back()
                 code = None
             else:

@@ -158,6 +158,58 @@ def test_a_notice_is_withdrawn_before_the_leave_alone() -> None:
     stop.uninstall()
 
 
+def test_the_vote_to_leave_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may follow it, and the step in which they do has begun."""
+    stop = StopSignal()
+    stop.give_notice(NOTICE, 60.0)
+    assert stop.votes() == (1, 0)
+    monkeypatch.setattr(stopping, "GRACE_SECONDS", -1.0)
+    assert stop.votes() == (1, 1)
+    assert not stop.withdraw_notice()
+    assert (stop.is_requested, stop.votes()) == (True, (1, 1)), "a world that is lost meanwhile changes nothing"
+    stop.signum = signal.SIGTERM  # of its agent, as another worker of the node has left
+    stop.settle()
+    assert stop.notice == NOTICE
+    stop.uninstall()
+
+
+def test_a_vote_before_that_one_is_followed_by_all_or_taken_back() -> None:
+    stop = StopSignal()
+    stop.give_notice(NOTICE, 60.0)
+    assert stop.votes() == (1, 0)
+    assert stop.withdraw_notice()
+    assert stop.votes() == (0, 0)
+    stop.settle()
+    assert stop.notice is None
+
+    stop = StopSignal()
+    stop.give_notice(NOTICE, 60.0)
+    stop.votes()
+    assert stop.withdraw_notice()
+    stop.settle()  # all have said so in that step
+    assert stop.notice == NOTICE, "why it leaves"
+
+
+def test_a_signal_stands_when_the_notice_is_withdrawn() -> None:
+    stop = StopSignal()
+    stop.give_notice(NOTICE, 60.0)
+    stop.signum = signal.SIGTERM
+    assert not stop.withdraw_notice(), "training does not go on"
+    stop.settle()
+    assert stop.notice is None
+
+
+def test_what_was_taken_back_is_not_settled() -> None:
+    stop = StopSignal()
+    stop.give_notice(NOTICE, 60.0)
+    stop.withdraw_notice()
+    assert not stop.settle_if_requested()
+    stop.give_notice(NOTICE, 60.0)
+    assert stop.settle_if_requested()
+    assert not stop.withdraw_notice()
+    stop.uninstall()
+
+
 @pytest.mark.parametrize(("seconds_left", "is_late"), [(0.2, True), (60.0, False), (-5.0, False)])
 def test_half_of_the_time_is_for_ending_steps(seconds_left: float, is_late: bool) -> None:
     stop, called = StopSignal(), threading.Event()

@@ -39,9 +39,12 @@ class Life:
             events=events, warn=lambda message: self.calls.append(("warning", message)), say=lambda _message: None,
             say_for_node=lambda _message: None, close=self.part("close"),
         )  # fmt: skip
+        self.stop = SimpleNamespace(
+            cause=signal.SIGTERM, why="SIGTERM", notice=None, settle=lambda: None, is_requested=True,
+            settle_if_requested=lambda: self.stop.is_requested,
+        )  # fmt: skip
         worker: Any = SimpleNamespace(
-            state=state, reporter=reporter, config=SimpleNamespace(epochs=3, debug=False),
-            stop=SimpleNamespace(cause=signal.SIGTERM, why="SIGTERM", notice=None, settle=lambda: None),
+            state=state, reporter=reporter, config=SimpleNamespace(epochs=3, debug=False), stop=self.stop,
             directory=SimpleNamespace(ownership=SimpleNamespace(release=self.part("release"))),
         )  # fmt: skip
         trainer: Any = SimpleNamespace(
@@ -156,6 +159,19 @@ def test_between_step_and_commit_it_says_why_nothing_is_saved() -> None:
     [(event, message)] = Life(state).run()
     assert event == "warning"
     assert "the commit of step 2" in message
+
+
+def test_a_notice_that_ends_when_it_is_late_ends_nobody() -> None:
+    """The timer has fired, and cannot be called off."""
+    life = Life(make_stepping())
+    life.stop.is_requested = False
+    assert life.run() == ["settle"]
+    assert life.is_given_back
+    state = make_stepping()
+    state.optimizer.step()
+    life = Life(state)
+    life.stop.is_requested = False
+    assert life.run() == [], "nor is it told to stop"
 
 
 def test_without_a_state_of_the_run_nothing_is_saved() -> None:
