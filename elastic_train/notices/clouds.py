@@ -19,7 +19,6 @@ from elastic_train.notices.notice import (
     from_preempted,
     from_rebalance,
     from_scheduled_events,
-    surest,
 )
 from elastic_train.preemption import PreemptionNotice
 
@@ -98,7 +97,9 @@ class GcpSource:
 
     def look(self) -> PreemptionNotice | None:
         preempted = from_preempted(self._value("preempted"))
-        return surest(preempted, from_maintenance_event(self._value("maintenance-event")))
+        if preempted is not None:  # no other answer, nor a failure, could say more
+            return preempted
+        return from_maintenance_event(self._value("maintenance-event"))
 
     def _value(self, name: str) -> str:
         return required(self._address, f"/computeMetadata/v1/instance/{name}", GOOGLE)

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from elastic_train.notices.metadata import ask, refuse
-from elastic_train.notices.notice import NoticeUnreadable, from_node, from_pod, json_object, surest
+from elastic_train.notices.notice import NoticeUnreadable, from_node, from_pod, json_object
 from elastic_train.preemption import PreemptionNotice
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -47,9 +47,12 @@ class KubernetesSource:
         namespace = quote(self._read("namespace"), safe="")
         pod = self._get("pods", f"/api/v1/namespaces/{namespace}/pods/{quote(pod_name, safe='')}")
         try:
+            disrupted = from_pod(pod or {})
+            if disrupted is not None:  # no other answer, nor a failure, could say more
+                return disrupted
             node_name = (pod or {}).get("spec", {}).get("nodeName") or self._environ.get("NODE_NAME")
             node = self._get("nodes", f"/api/v1/nodes/{quote(node_name, safe='')}") if node_name else None
-            return surest(from_pod(pod or {}), from_node(node or {}))
+            return from_node(node or {})
         except (AttributeError, TypeError) as error:
             raise NoticeUnreadable(f"no pod, or no node, of Kubernetes: {error}") from error
 

@@ -51,10 +51,9 @@ class NoticeSource(Protocol):
         ...
 
 
-def surest(*notices: PreemptionNotice | None) -> PreemptionNotice | None:
+def surest(*notices: PreemptionNotice) -> PreemptionNotice | None:
     """Of several notices the one to act on: a certain one, and the earliest of these."""
-    found = [notice for notice in notices if notice is not None]
-    return min(found, key=lambda one: (not one.is_certain, one.deadline or 0.0), default=None)
+    return min(notices, key=lambda one: (not one.is_certain, one.deadline or 0.0), default=None)
 
 
 # --- AWS --------------------------------------------------------------------------------------------------------------
@@ -105,12 +104,23 @@ def from_scheduled_events(text: str, machine: str) -> PreemptionNotice | None:
     "Scheduled", "NotBefore": "Mon, 19 Sep 2016 18:29:47 GMT", ...}]}`, `NotBefore` empty once it has started.
 
     Args:
-        machine: the name of this VM; all VMs of a scale set see the events of each other.
+        machine: the name of this VM; all VMs of a scale set see the events of each other. One that means nothing hides
+            none of this VM's; alone it may be one of them.
     """
     events = json_object(text).get("Events")
     if not isinstance(events, list):
         raise NoticeUnreadable("no list of Events")
-    return surest(*(_from_event(event) for event in events if machine in _resources(event)))
+    ours: list[PreemptionNotice] = []
+    unread: NoticeUnreadable | None = None
+    for event in events:
+        try:
+            if machine in _resources(event):
+                ours.append(_from_event(event))
+        except NoticeUnreadable as error:
+            unread = error
+    if unread is not None and not ours:
+        raise unread
+    return surest(*ours)
 
 
 def _resources(event: Any) -> list[Any]:
@@ -220,4 +230,8 @@ def _http_time(text: str) -> float:
 
 
 def _unix_seconds(moment: datetime) -> float:
-    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+    """Raises: ValueError: it is none that a clock shows."""
+    seconds = (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+    if not 0 <= seconds < LATEST:
+        raise ValueError(moment)
+    return seconds

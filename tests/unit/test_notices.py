@@ -90,6 +90,12 @@ def test_azure() -> None:
     assert said(found) == ("scheduled event Freeze", at, False)
     assert answers.from_scheduled_events(azure({"EventType": "Preempt"}), "vm-2") is None, "another VM of the scale set"
     assert answers.from_scheduled_events(azure(), "vm-1") is None
+    theirs: dict[str, Any] = {"EventType": "Preempt", "Resources": ["vm-2"]}
+    for unread in (theirs | {"Resources": "vm-2"}, {"NotBefore": "soon", "EventType": "Reboot"}, {"EventType": 7}):
+        found = answers.from_scheduled_events(azure(unread, {"EventType": "Terminate"}), "vm-1")
+        assert said(found) == ("scheduled event Terminate", at, True), "what cannot be read hides nothing"
+        with pytest.raises(NoticeUnreadable):
+            answers.from_scheduled_events(azure(unread, theirs), "vm-1")
     several = azure({"EventType": "Freeze"}, {"EventType": "Preempt", "NotBefore": "", "EventStatus": "Started"})
     assert said(answers.from_scheduled_events(several, "vm-1")) == ("scheduled event Preempt", None, True)
 
@@ -134,6 +140,7 @@ def test_lies(text: str) -> None:
         lambda: answers.from_instance_action('{"action": "stop"}'),
         lambda: answers.from_instance_action('{"action": 7, "time": "2017-09-18T08:22:00Z"}'),
         lambda: answers.from_rebalance("{}"),
+        lambda: answers.from_instance_action('{"action": "stop", "time": "0001-01-02T00:00:00Z"}'),
         lambda: answers.from_preempted("<html>"),
         lambda: answers.from_maintenance_event(""),
         lambda: answers.from_scheduled_events("{}", "vm-1"),
@@ -190,6 +197,15 @@ def test_asking_gcp(known: Path) -> None:
         assert source.look() is None
         learn(known, preempted="TRUE", maintenance="NONE")
         assert said(source.look()) == ("the VM is preempted", None, True)
+        for unknown in ({}, {"maintenance": "a new word"}):
+            learn(known, preempted="TRUE", **unknown)
+            assert said(source.look()) == ("the VM is preempted", None, True), (
+                "it is certain, whatever else is not known"
+            )
+        learn(known, preempted="FALSE")
+        with pytest.raises(NoticeUnreadable):
+            source.look()
+        learn(known, preempted="TRUE", maintenance="NONE")
         server.cloud = "something that is not Google's"
         with pytest.raises(NoticeUnreadable):
             source.look()
@@ -281,6 +297,10 @@ def test_kubernetes_is_asked_what_the_pod_may_see(known: Path, tmp_path: Path) -
         node = {"spec": {"taints": [{"key": "ToBeDeletedByClusterAutoscaler"}]}}
         learn(known, **{"/api/v1/namespaces/jobs/pods/train-0": pod, "/api/v1/nodes/n1": node})
         assert said(source.look()) == ("the cluster autoscaler deletes the node", None, True)
+        condition = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+        disrupted = pod | {"status": {"conditions": [condition]}}
+        learn(known, **{"/api/v1/namespaces/jobs/pods/train-0": disrupted})
+        assert said(source.look()) == ("the pod is disrupted: EvictionByEvictionAPI", None, True), "its node: a 404"
         for lie in ({"spec": [7]}, {"status": {"conditions": 7}}, {"spec": {"nodeName": ["n1"]}}):
             learn(known, **{"/api/v1/namespaces/jobs/pods/train-0": lie})
             with pytest.raises(NoticeUnreadable):
@@ -395,8 +415,27 @@ def test_an_uncertain_notice_becomes_certain() -> None:
     assert heard.after(PreemptionNotice("s", "perhaps", is_certain=False)) == [("hear", "perhaps")]
     assert heard.after(PreemptionNotice("s", "now")) == [("hear", "now"), ("leave", "now")]
     later = PreemptionNotice("s", "later", NOON + 900)
-    assert heard.after(later) == [("hear", "later"), ("withdraw", "now")], "there is time again"
+    assert heard.after(later) == [("withdraw", "now"), ("hear", "later")], "there is time again: the last word"
     assert heard.after(later, 800) == [("leave", "later")]
+
+
+def test_an_endpoint_that_counts_from_now_is_told_of_once() -> None:
+    """As others do that give the seconds which are left."""
+    heard = Heard()
+
+    def left(seconds: float) -> PreemptionNotice:
+        return PreemptionNotice("s", f"in {seconds} s", heard.now + 2 + seconds)
+
+    assert heard.after(left(600), 2) == [("hear", "in 600 s")]
+    assert [heard.after(left(600), 2) for _ in range(9)] == [[]] * 9
+    assert heard.after(left(500), 2) == [("hear", "in 500 s")]
+    assert heard.after(left(60), 2) == [("hear", "in 60 s"), ("leave", "in 60 s")]
+    assert [heard.after(left(60), 2) for _ in range(9)] == [[]] * 9
+    assert heard.after(left(123), 2) == [("withdraw", "in 60 s"), ("hear", "in 123 s")]
+    assert heard.after(left(119), 2) == [("leave", "in 119 s")]
+    assert [heard.after(left(121 - number % 2), 2) for number in range(4)] == [[]] * 4, "on the edge"
+    assert heard.after(left(30), 2) == [("hear", "in 30 s"), ("leave", "in 30 s")]
+    assert heard.after(None) == [("withdraw", "in 30 s")]
 
 
 def test_no_answer_withdraws_nothing() -> None:
