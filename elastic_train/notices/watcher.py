@@ -10,6 +10,9 @@ from typing import Protocol
 from elastic_train.notices.notice import NoticeSource, NoticeUnreadable
 from elastic_train.preemption import PreemptionNotice
 
+SAME_SECONDS = 5.0
+"""by which a deadline may move from one answer to the next, and no more is told: sources that give the seconds which
+are left name another one each time"""
 TOLD_FAILURES = 3
 """answers in a row that mean nothing, before a person is told; one may be an accident"""
 
@@ -85,11 +88,19 @@ class NoticeWatcher:
     def _follow(self, found: PreemptionNotice | None) -> None:
         before, self._standing = self._standing, found
         is_due = found is not None and found.is_due(self._now())
-        if found is not None and found != before:
-            self._listener.hear(found)
-        if before is not None and (found is None or (self._is_leaving and not is_due)):
+        is_other = found is not None and (before is None or _is_other(found, before))
+        if before is not None and (found is None or (self._is_leaving and is_other and not is_due)):
             self._is_leaving = False
-            self._listener.withdraw(before)
-        elif found is not None and is_due and (not self._is_leaving or found != before):
+            self._listener.withdraw(before)  # before what stands from now on: the last word holds
+        if found is not None and is_other:
+            self._listener.hear(found)
+        if found is not None and is_due and (is_other or not self._is_leaving):
             self._is_leaving = True
             self._listener.leave(found)
+
+
+def _is_other(found: PreemptionNotice, before: PreemptionNotice) -> bool:
+    """Whether it says another thing than the answer before: how sure, or when."""
+    if found.is_certain != before.is_certain or (found.deadline is None) != (before.deadline is None):
+        return True
+    return abs((found.deadline or 0.0) - (before.deadline or 0.0)) > SAME_SECONDS
