@@ -58,6 +58,7 @@ class Noticed:
             self._worker.reporter.speak(f"notice withdrawn: {notice.host} ({notice.described}); {what}")
 
     def _show(self, *, is_noticed: bool) -> None:
+        self._worker.reporter.events.is_noticed = is_noticed
         metrics = self._worker.reporter.metrics
         if metrics is not None:
             metrics.is_noticed = is_noticed

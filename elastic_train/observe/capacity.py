@@ -81,7 +81,7 @@ def capacity_of(
         *inside,
         waiting=len(waiting),
         max_nodes=max_nodes[-1] if max_nodes else None,
-        may_be_taken=sum(_is_noticed(worker) for worker in [*members, *waiting]),
+        may_be_taken=sum(worker.last.get("noticed") is True for worker in [*members, *waiting]),
         is_over=is_over,
     )
 
@@ -98,9 +98,3 @@ def _nodes_of(world: list[Line]) -> tuple[int, int]:
         return told[-1]["nodes"], int_of(told[-1], "spare_nodes") or 0
     members: list[object] = next((line["members"] for line in world if isinstance(line.get("members"), list)), [])
     return sum("/0/" in str(member) for member in members), 0
-
-
-def _is_noticed(worker: WorkerLines) -> bool:
-    """Whether the newest notice to its node stands."""
-    notices = [line for line in worker.lines if line["event"] == "notice"]
-    return bool(notices) and notices[-1].get("state") not in ("withdrawn", "left")

@@ -85,6 +85,9 @@ class EventLog:
         self._nodes: dict[str, int] = {}
         self.step = 0
         """committed steps so far; the training loop keeps it current"""
+        self.is_noticed = False
+        """whether this node has a standing notice that it may be taken away: lines say so, as that of the notice itself
+        is soon far from both ends of the file"""
 
     def enter(self, world: World) -> None:
         """From now on lines carry this world's rank, sizes and generation."""
@@ -107,6 +110,7 @@ class EventLog:
                 "rank": self._rank,
                 "world_size": self._world_size,
                 **self._nodes,
+                **({"noticed": True} if self.is_noticed else {}),
                 "generation": self._generation,
                 "step": self.step,
                 **self._identity,

@@ -74,14 +74,29 @@ def test_who_was_left_out_waits_again(files: Files, has_written_since: bool) -> 
 
 def test_nodes_that_may_be_taken(files: Files) -> None:
     first, second, third = inside(files, num_nodes=3)
-    first.write("notice", NOW - 9, state="given")
-    second.write("notice", NOW - 9, state="given")
-    third.write("notice", NOW - 9, state="given")
+    for worker in (first, second, third):
+        worker.line["noticed"] = True
+        worker.write("notice", NOW - 9, state="given")
+    del third.line["noticed"]
     third.write("notice", NOW - 8, state="withdrawn")
     assert read(files).capacity.may_be_taken == 2
     assert dict(describe(read(files), NOW))["nodes"] == "3 train, 2 more wanted, 2 may be taken away"
     first.write("done", NOW - 1, outcome="stopped")
     assert read(files).capacity.may_be_taken == 1, "who has left is no node of it any more"
+
+
+def test_a_notice_of_long_ago_stands_and_ends(files: Files) -> None:
+    """Neither its line nor that of its end is among those at the two ends of a long file."""
+    standing, ended = inside(files, num_nodes=2)
+    for worker in (standing, ended):
+        worker.train(1, 500, NOW - 30)
+        worker.line["noticed"] = True
+        worker.write("notice", NOW - 30, state="given")
+    del ended.line["noticed"]
+    ended.write("notice", NOW - 29, state="withdrawn")
+    for worker in (standing, ended):
+        worker.train(501, 1900, NOW - 1)
+    assert read(files).capacity.may_be_taken == 1
 
 
 @pytest.mark.parametrize(("outcome", "wanted"), [("finished", 0), ("failed", 0), ("stopped", 5)])

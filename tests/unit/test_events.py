@@ -53,10 +53,13 @@ def test_every_line_says_who_wrote_it_and_where_the_run_stood(tmp_path: Path) ->
     log.enter(WORLD)
     log.step = 12
     log.write("step", loss=0.5)
+    log.is_noticed = True
+    log.write("notice")
     log.close()
     path = only_file(tmp_path / "events")
     assert path.name == f"node-1-{os.getpid()}.jsonl"
-    start, step = read_all(path)
+    start, step, notice = read_all(path)
+    assert (notice["noticed"], notice["nodes"]) == (True, 4)
     assert before <= start["time"] <= step["time"] <= time.time()
     same = {"pid": os.getpid(), "host": "node"}
     assert began <= start["monotonic"] <= step["monotonic"] <= time.monotonic()
