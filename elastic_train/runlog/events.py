@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,11 +40,16 @@ class JsonLines:
         self.path = path
         self._fd: int | None = None
         self._is_given_up = False
+        self._lock = threading.RLock()
+        """a thread may write while another closes; a signal handler may write within a write"""
 
     def write(self, line: dict[str, Any]) -> None:
-        if self._is_given_up:
-            return
         data = _encode(line).encode() + b"\n"
+        with self._lock:
+            if not self._is_given_up:
+                self._append(data)
+
+    def _append(self, data: bytes) -> None:
         try:
             if self._fd is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,9 +66,10 @@ class JsonLines:
             )
 
     def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
 
 
 class EventLog:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -207,3 +208,30 @@ def test_a_follower_reads_every_line_once_and_none_before_its_end(tmp_path: Path
         with path.open("a") as file:
             file.write(written)
         assert list(follower.poll()) == [(path, found)]
+
+
+def test_one_thread_may_close_what_another_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notices' thread writes while the worker leaves its world: never to a file that is closed, or is another's."""
+    lines = JsonLines(tmp_path / "lines.jsonl")
+    lines.write({"number": 0})
+    is_writing, may_write = threading.Event(), threading.Event()
+    write = os.write
+
+    def slow(fd: int, data: bytes) -> int:
+        is_writing.set()
+        assert may_write.wait(30.0)
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", slow)
+    writer = threading.Thread(target=lines.write, args=({"number": 1},))
+    writer.start()
+    assert is_writing.wait(30.0)
+    closer = threading.Thread(target=lines.close)
+    closer.start()
+    closer.join(0.2)
+    closed_early = not closer.is_alive()
+    may_write.set()
+    writer.join(30.0)
+    closer.join(30.0)
+    assert not closed_early
+    assert [line["number"] for line in read_all(tmp_path / "lines.jsonl")] == [0, 1]
