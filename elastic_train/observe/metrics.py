@@ -1,8 +1,9 @@
 """`--metrics-port`: what a run is doing, for Prometheus to scrape, from the first worker of every node.
 
 Each node tells of the whole run: step, loss, members, incidents and goodput are the same on all of them, so any one is
-enough, and none of them has to move when rank 0 does. Only the snapshots are told by who wrote them. Several nodes of
-one host share the port: one of them has it, and another takes over with the next world.
+enough, and none of them has to move when rank 0 does. Only the snapshots are told by who wrote them, and
+`may_be_taken` by each node of itself. Several nodes of one host share the port: one of them has it, and another takes
+over with the next world.
 
 The training thread leaves its numbers here, at most once a second; a thread of its own answers.
 """
