@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,10 +16,13 @@ from hypothesis import strategies as st
 from elastic_train.cli import main, make_parser
 from elastic_train.errors import UsageError
 from elastic_train.tools.audit.history import read_history
-from elastic_train.tools.audit.record import read_drill
+from elastic_train.tools.audit.record import fault_records, read_drill
 from elastic_train.tools.audit.trace_bill import bill_of_run, node_lives
+from elastic_train.tools.drills.conductor import Pending
 from elastic_train.tools.drills.drill_command import settings_of
+from elastic_train.tools.drills.faults import Join
 from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.replay import Replay
 from elastic_train.tools.drills.schedule import Planned
 from elastic_train.tools.drills.trace import Act, AvailabilityTrace, Move, Stay, read_trace
 from tests.drills.small_run import mark_as_drill, write_lines
@@ -156,13 +162,13 @@ def test_flags_that_do_not_go_with_it(
 
 def test_the_lives_of_the_nodes() -> None:
     lines = [
-        {"what": what, "node": node, "time": float(time)}
-        for what, node, time in (
+        {"what": what, "node": node, "time": float(at)}
+        for what, node, at in (
             ("started", "node1", 0), ("started", "node2", 1), ("worker", "node2", 2), ("ended", "node2", 11),
             ("started", "node2", 20), ("ended", "node2", 25), ("ended", "node1", 30),
         )
     ]  # fmt: skip
-    assert node_lives(lines) == [("node2", 0, 10.0), ("node2", 1, 5.0), ("node1", 0, 30.0)]
+    assert node_lives(lines) == [("node2", 1.0, 10.0), ("node2", 20.0, 5.0), ("node1", 0.0, 30.0)]
 
 
 def test_each_node_costs_its_own(run_dir: Path) -> None:
@@ -170,15 +176,21 @@ def test_each_node_costs_its_own(run_dir: Path) -> None:
     own = bill_of_run(read_history(run_dir))
     assert own is not None
     assert own["node_price"] == 0.24
-    stays = [{"place": "node1", "price": 36.0}, {"place": "node2", "price": 3.6}, {"place": "node2", "price": 0.0}]
-    mark_as_drill(run_dir, trace=stays, speed=1.0)
+    stays = [
+        {"place": "node1", "from": 100.0, "price": 36.0},
+        {"place": "node2", "from": 100.0, "price": 3.6},
+        {"place": "node2", "from": 101.0, "price": 99.0},  # which did not start
+        {"place": "node2", "from": 108.0, "price": 0.0},
+        {"place": "node2", "from": 121.0, "price": 99.0},
+    ]
+    mark_as_drill(run_dir, trace=stays, speed=1.0, trace_began=12.0)
     write_lines(
         run_dir / "drill" / "nodes.jsonl",
         [
-            {"what": what, "node": node, "time": float(time)}
-            for what, node, time in (
-                ("started", "node1", 0), ("started", "node2", 0), ("ended", "node2", 10), ("started", "node2", 20),
-                ("ended", "node2", 25), ("ended", "node1", 30),
+            {"what": what, "node": node, "time": float(at)}
+            for what, node, at in (
+                ("started", "node1", 0), ("started", "node2", 0), ("ended", "node2", 10), ("started", "node2", 20.5),
+                ("ended", "node2", 25.5), ("ended", "node1", 30),
             )
         ],
     )  # fmt: skip
@@ -228,3 +240,37 @@ def test_a_trace_in_which_everybody_goes(tmp_path: Path) -> None:
     record = read_drill(tmp_path / "run")
     assert record is not None
     assert [fault.name for fault in record.faults] == ["kill", "kill-all", "join", "join"]
+
+
+class Untold:
+    """A timeline that nobody reads."""
+
+    def say(self, text: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("ago", "recovered_at", "told"),
+    [(1000.0, None, ["recovered"]), (1.0, None, ["withdrawn"]), (1000.0, 5.0, [])],
+    ids=["too late", "in time", "it had come"],
+)
+def test_a_join_whose_node_goes_before_it_is_through(ago: float, recovered_at: float | None, told: list[str]) -> None:
+    """It has not recovered from what never came; one that has come is not told twice."""
+    written: list[dict[str, Any]] = []
+    place: Any = SimpleNamespace(name="node2", index=1)
+    record = SimpleNamespace(
+        fault=lambda what, number, **more: written.append({"what": what, "number": number, **more})
+    )
+    trace = AvailabilityTrace((Stay("a", 0.0, float("inf")),), 1.0)
+    cluster = SimpleNamespace(places=[SimpleNamespace(name="node1", index=0), place])
+    settings: Any = SimpleNamespace(plan=[])
+    replay = Replay(settings, trace, cluster, record, Untold())  # type: ignore[arg-type]
+    injection: Any = SimpleNamespace(targets=[place])
+    pending = Pending(0, Planned(3.0, "join"), Join(), injection, time.time() - ago, recovered_at)
+    replay._pending.append(pending)
+    replay._close_arrival(place)
+    assert [line["what"] for line in written] == told
+    for fault in fault_records(written):
+        assert fault.recovered_seconds is None
+        assert fault.is_withdrawn == (told == ["withdrawn"])
+    assert pending.is_closed

@@ -43,6 +43,8 @@ def check_incidents(history: History) -> Found:
         if seconds > limit:
             findings.append(f"{entry.get('cause')}: result.json says {seconds:.2f} s, limit {limit:.0f} s")
     for fault in faults:
+        if fault.is_withdrawn:
+            continue
         if fault.recovered_seconds is None:
             findings.append(
                 f"fault {fault.number} ({fault.name} of {fault.target}): {fault.reason or 'never got over'}"

@@ -51,7 +51,7 @@ class Record:
         self._nodes.write({"time": time.time(), "what": what, "node": node, **fields})
 
     def fault(self, what: str, number: int, **fields: Any) -> None:
-        """`what`: `struck`, `undone`, `recovered`, `skipped`; `number` counts the faults of a drill from 0."""
+        """`what`: `struck`, `undone`, `recovered`, `withdrawn`, `skipped`; `number` counts a drill's faults from 0."""
         self._faults.write({"time": time.time(), "what": what, "number": number, **fields})
 
     def leftovers(self, found: list[str]) -> None:
@@ -103,6 +103,8 @@ class FaultRecord:
     """why it did not strike, or why it was not got over"""
     may_take: tuple[str, ...] = ()
     """the nodes that the job may lose by it"""
+    is_withdrawn: bool = False
+    """whether what was to come was taken away before its limit: there was nothing to get over"""
 
     @property
     def loses_steps(self) -> bool:
@@ -199,6 +201,7 @@ def fault_records(lines: list[dict[str, Any]]) -> list[FaultRecord]:
                 undone_at=undone.get("time"),
                 reason=skipped.get("reason") or recovered.get("reason"),
                 may_take=tuple(struck.get("may_take", ())),
+                is_withdrawn="withdrawn" in found,
             )
         )
     return records

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 
 from elastic_train.observe.bill import newest_bill
@@ -18,25 +18,32 @@ def bill_of_run(history: History) -> Line | None:
     if history.drill is None or told is None or not any(stay.get("price") is not None for stay in stays):
         return told
     lives = node_lives(history.drill.nodes)
+    zero = float(history.drill.settings.get("trace_began") or min((started for _, started, _ in lives), default=0.0))
+    speed = float(history.drill.settings.get("speed") or 1.0)
+    first = min(float(stay["from"]) for stay in stays)
     prices = defaultdict(list)
     for stay in stays:
-        prices[stay["place"]].append(float(stay["price"]))
+        prices[stay["place"]].append(((float(stay["from"]) - first) / speed, float(stay["price"])))
     paid = sum(seconds for _, _, seconds in lives)
-    cost = sum(prices[node][number] * seconds / 3600 for node, number, seconds in lives if number < len(prices[node]))
+    cost = sum(_price_at(prices[node], started - zero) * seconds / 3600 for node, started, seconds in lives)
     kept, samples = float_of(dict_of(told, "node_seconds"), "kept") or 0.0, int_of(told, "kept_samples") or 0
     return bill(paid=paid, kept=kept, samples=samples, price=cost / paid * 3600 if paid else None)
 
 
-def node_lives(lines: Sequence[Line]) -> list[tuple[str, int, float]]:
-    """(node, its how many-th start, seconds) of what a drill's nodes.jsonl says; without those whose end is missing."""
+def _price_at(prices: Sequence[tuple[float, float]], moment: float) -> float:
+    """Of the stay, (its time, its price), that began nearest to a start: some stays have none, where a node ran on."""
+    return min(prices, key=lambda stay: abs(stay[0] - moment), default=(0.0, 0.0))[1]
+
+
+def node_lives(lines: Sequence[Line]) -> list[tuple[str, float, float]]:
+    """(node, when it started, seconds) of what a drill's nodes.jsonl says; without those whose end is missing."""
     started: dict[str, float] = {}
-    counts: Counter[str] = Counter()
     lives = []
     for line in lines:
         node = str(line["node"])
         if line["what"] == "started":
             started[node] = float(line["time"])
         elif line["what"] == "ended" and node in started:
-            lives.append((node, counts[node], float(line["time"]) - started.pop(node)))
-            counts[node] += 1
+            began = started.pop(node)
+            lives.append((node, began, float(line["time"]) - began))
     return lives

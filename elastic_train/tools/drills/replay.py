@@ -72,6 +72,7 @@ class Replay(Conductor):
         self._timeline.say(f"trace at speed {self._trace.speed:g}: {names}")
         self._start()
         self._zero = time.monotonic()
+        self._record.add_setting(trace_began=time.time())
         while (self._moves or self._open) and not self._cluster.watch.is_finished and self._has_nodes:
             self._look()
             self._adapt_pace()
@@ -144,9 +145,15 @@ class Replay(Conductor):
         return "SIGTERM sent"
 
     def _close_arrival(self, place: Place) -> None:
-        """One that goes before it has come is not waited for."""
+        """One that goes before it has come is not waited for; it had its time to come, or it had not."""
         for pending in self._open:
             if pending.planned.fault == Act.START.value and pending.injection.targets == [place]:
                 pending.is_closed = True
-                self._record.fault("recovered", pending.number, seconds=time.time() - pending.struck_at)
+                seconds = time.time() - pending.struck_at
+                if pending.recovered_at is not None:
+                    continue
+                if seconds > pending.fault.limit_seconds(pending.injection):
+                    self._fail(pending, f"{place.name} had not come after {seconds:.0f} s, when it was taken")
+                    continue
+                self._record.fault("withdrawn", pending.number)
                 self._timeline.say(f"{place.name} goes before it has come")
