@@ -100,7 +100,11 @@ class SimParts:
         worker, membership = self._worker, self._membership
         if "admitted" not in worker.process.memory.values:
             membership.arrival.find()
-            membership.agreed_once("job_token", worker.uid)
+            plan = self._simulation.plan
+            # Founders whose world has formed before a history begins have none: those who come later, perhaps to two
+            # branches of theirs, are to have one.
+            is_one = plan.is_formed and not plan.begins_twice
+            membership.agreed_once("job_token", "formed" if is_one else worker.uid)
         return membership.first_world(worker.member)
 
     def finish(self, world: World, _outcome: str, *, is_saved: bool) -> int:
