@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -136,8 +137,9 @@ class Exits:
     def stop_late(self, world: World) -> int:
         """Told to stop, and no commit comes in time. Not on the training thread, which has lost the state's lock: the
         last commit is saved, by each node for itself, for nobody knows who else was told."""
-        self._worker.stop.settle()
-        state, started = self._worker.state, time.monotonic()
+        stop, state, started = self._worker.stop, self._worker.state, time.monotonic()
+        stop.settle()
+        state.stopped_at = state.step
         if state.is_step_open:
             state.clock.reassign(time.monotonic() - self._trainer.step_started, Phase.TRAIN, Phase.LOST)
         if world.is_first_of_node and state.step > 0:
@@ -147,6 +149,9 @@ class Exits:
         code = self._say_stopped(time.monotonic() - started)
         with suppress(StoreUnreachable):  # then the others lose it as a peer
             self._membership.leave(world, "stopped late")
+        if not world.is_first_of_node:
+            deadline = None if stop.notice is None else stop.notice.deadline
+            _stay_for_first(world, SAVE_SECONDS if deadline is None else min(SAVE_SECONDS, deadline - time.time()))
         return code
 
     def _say_stopped(self, save_seconds: float) -> int:
@@ -179,10 +184,7 @@ class Exits:
         advice = "start all nodes again to continue"
         if world.is_first_of_node:
             return self._save_alone(advice)
-        # An agent that loses one worker ends its others, after 30 s with SIGKILL: this one stays while the first saves.
-        first, deadline = world.first_of_node.address, time.monotonic() + SAVE_SECONDS
-        while not self._worker.stop.is_requested and probe(first) is Probe.ACCEPTED and time.monotonic() < deadline:
-            time.sleep(0.1)
+        _stay_for_first(world, SAVE_SECONDS, lambda: self._worker.stop.is_requested)
         return self._describe_saved(advice)
 
     def give_way(
@@ -280,3 +282,10 @@ class Exits:
 
     def _describe_saved(self, advice: str) -> str:
         return f"the state of step {self._worker.state.step} is saved, {advice}"
+
+
+def _stay_for_first(world: World, seconds: float, may_go: Callable[[], bool] = lambda: False) -> None:
+    """An agent that loses one worker ends its others, after 30 s with SIGKILL: this one stays while the first saves."""
+    first, deadline = world.first_of_node.address, time.monotonic() + seconds
+    while not may_go() and time.monotonic() < deadline and probe(first) is Probe.ACCEPTED:
+        time.sleep(0.1)

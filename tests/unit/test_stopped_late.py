@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+import socket
+import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ from elastic_train.elastic.exits import Exits
 from elastic_train.elastic.late_stop import LateStop
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.errors import OwnershipLost, StoreUnreachable, TrainingDiverged
+from elastic_train.preemption import PreemptionNotice
 from elastic_train.runlog.goodput import Phase, PhaseClock
 from elastic_train.storage.places import OwnedBucket
 from elastic_train.storage.store_urls import parse_url
@@ -126,6 +130,39 @@ def test_the_step_in_hand_is_lost_time() -> None:
 
 def test_another_worker_of_the_node_saves() -> None:
     assert "save" not in Life(make_stepping(), SECOND_OF_NODE).run()
+
+
+def test_it_stays_while_that_one_saves() -> None:
+    """Its agent would end the one that saves, 30 s after the first of its workers has gone."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(20)
+        first = replace(ME, address=listener.getsockname())
+        life = Life(make_stepping(), replace(SECOND_OF_NODE, members=(first, SECOND_OF_NODE.members[1])))
+        thread = threading.Thread(target=life.run, daemon=True)
+        thread.start()
+        for _ in range(3):
+            listener.accept()[0].close()  # it looks whether the other one is there still
+        assert life.calls[-1] == "leave", "the others know already"
+    thread.join(20)
+    assert life.calls[-3:] == ["close", "release", ("end", 143)]
+
+
+def test_it_stays_no_longer_than_its_node_does() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(20)
+        first = replace(ME, address=listener.getsockname())
+        life = Life(make_stepping(), replace(SECOND_OF_NODE, members=(first, SECOND_OF_NODE.members[1])))
+        life.stop.notice = PreemptionNotice("file", "spot", time.time() + 0.5)
+        began = time.monotonic()
+        assert life.run()[-1] == ("end", 143)
+        assert 0.3 < time.monotonic() - began < 10.0
+
+
+def test_it_is_known_where_it_stopped() -> None:
+    """The next start at that step is none after a failure."""
+    state = make_stepping(2)
+    Life(state).run()
+    assert state.stopped_at == 2
 
 
 def test_before_the_first_commit_there_is_nothing_to_save() -> None:
