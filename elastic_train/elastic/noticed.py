@@ -45,12 +45,15 @@ class Noticed:
         self._worker.reporter.speak(f"notice: {notice.host} {what} ({notice.described})")
 
     def leave(self, notice: PreemptionNotice) -> None:
-        self._pass_on(notice)
+        if self._worker.stop.is_settled:  # the node leaves, and its others know
+            return
         self._worker.stop.give_notice(notice, notice.seconds_left(time.time()))
+        self._pass_on(notice)  # afterwards: the file system of the run may hang
 
     def withdraw(self, notice: PreemptionNotice) -> None:
-        self._pass_on(None)
         is_in_time = self._worker.stop.withdraw_notice()
+        if is_in_time:  # else the others leave as well
+            self._pass_on(None)
         if self._is_first:
             self._show(is_noticed=False)
             self._worker.reporter.events.write("notice", state="withdrawn", **notice.to_fields())
@@ -88,4 +91,5 @@ class Noticed:
 def relay_path(worker: Worker) -> Path:
     """In the run directory, by the node and by who has started its workers."""
     launch = worker.launch
-    return worker.directory.path / "notices" / f"{worker.host}-{os.getppid()}-{launch.node_id or launch.run_id}.json"
+    node = launch.node_id or f"{os.getppid()}-{launch.run_id}"  # an id is of one start; a parent may be a wrapper's
+    return worker.directory.path / "notices" / f"{worker.host}-{node}.json"

@@ -58,8 +58,9 @@ def run_worker(worker: Worker, program: Program) -> int:
     reporter = worker.reporter
     back: Return | None = None
     ends = ExitStack()  # of the member that this worker is
-    noticed = Noticed(worker)
+    noticed: Noticed | None = None
     try:
+        noticed = Noticed(worker)
         while True:
             outcome = _as_member(worker, program, back, ends)
             if isinstance(outcome, int):
@@ -82,7 +83,8 @@ def run_worker(worker: Worker, program: Program) -> int:
         raise
     finally:
         ends.close()
-        noticed.close()
+        if noticed is not None:
+            noticed.close()
         reporter.close()
         worker.directory.ownership.release()
         if worker.bucket is not None:  # who calls run() may live on: the bucket is not held for it

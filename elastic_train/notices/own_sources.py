@@ -88,7 +88,8 @@ class Relay:
     """
 
     name = "relay"
-    poll_seconds = 0.2
+    poll_seconds = 1.0
+    """of the 3 s in which the workers of a node hear of it; the file system may be a far one"""
 
     def __init__(self, path: Path) -> None:
         self._path = path

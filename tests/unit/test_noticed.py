@@ -1,0 +1,84 @@
+"""What a notice does to a worker, and in which order."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_train import stopping
+from elastic_train.elastic.noticed import Noticed, relay_path
+from elastic_train.elastic.run import run_worker
+from elastic_train.notices.own_sources import Relay
+from elastic_train.preemption import PreemptionNotice
+from elastic_train.rendezvous.launch import Launch
+from elastic_train.stopping import StopSignal
+
+NOTICE = PreemptionNotice("file", "spot", host="n1")
+
+
+def make_worker(run_dir: Path, **launch: Any) -> Any:
+    """The first of two of a node."""
+    said = SimpleNamespace(
+        metrics=None, speak=print, warn=print, events=SimpleNamespace(is_noticed=False, write=lambda *_, **__: None)
+    )
+    return SimpleNamespace(
+        launch=Launch(local_world_size=2, **launch), host="n1", stop=StopSignal(), reporter=said,
+        directory=SimpleNamespace(path=run_dir), config=SimpleNamespace(notices="off"),
+    )  # fmt: skip
+
+
+def test_a_notice_counts_before_the_others_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system by which they are may hang."""
+    worker = make_worker(tmp_path)
+    noticed, seen = Noticed(worker), []
+    monkeypatch.setattr(Relay, "write", lambda _relay, _notice: seen.append(worker.stop.is_requested))
+    noticed.leave(NOTICE)
+    noticed.withdraw(NOTICE)
+    assert seen == [True, False]
+    worker.stop.uninstall()
+
+
+def test_what_comes_too_late_is_passed_on_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node leaves as a whole."""
+    worker = make_worker(tmp_path)
+    noticed, relay = Noticed(worker), Relay(relay_path(worker))
+    noticed.leave(NOTICE)
+    monkeypatch.setattr(stopping, "GRACE_SECONDS", -1.0)
+    worker.stop.votes()
+    noticed.withdraw(NOTICE)
+    assert relay.look() is not None
+    worker.stop.signum = signal.SIGTERM
+    worker.stop.settle()
+    noticed.leave(PreemptionNotice("file", "another"))
+    found = relay.look()
+    assert found is not None
+    assert found.reason == "spot"
+    worker.stop.uninstall()
+
+
+def test_the_workers_of_one_node_agree_on_the_file(tmp_path: Path) -> None:
+    """Also where each has a wrapper of its own as its parent."""
+    path = relay_path(make_worker(tmp_path, node_id="abc"))
+    assert path.name == "n1-abc.json"
+    assert str(os.getppid()) in relay_path(make_worker(tmp_path)).name
+
+
+def test_a_run_directory_that_fails_here_is_told_as_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, ended = make_worker(tmp_path), []
+    worker.reporter.events.write = lambda event, **fields: ended.append((event, fields["outcome"]))
+    worker.reporter.close = lambda: ended.append("close")
+    worker.directory.ownership = SimpleNamespace(release=lambda: ended.append("release"))
+    worker.bucket, worker.config.notices = None, "file:gone"
+
+    def fail(_relay: Relay) -> None:
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(Relay, "clear", fail)
+    with pytest.raises(OSError, match="stale"):
+        run_worker(worker, lambda *_: None)
+    assert ended == [("done", "failed"), "close", "release"]
