@@ -23,6 +23,9 @@ Kubernetes and Slurm by default; no worker sees what they are set to): one half 
 saving without the one in hand"""
 HOPELESS_SECONDS = 25.0
 """from a signal on: what has not begun to save by then would not come to its end"""
+LEAST_SECONDS = 10.0
+"""that a notice leaves, whatever it says: half of it is for the grace time and a step. Where the deadline is nearer, or
+over, the source's clock may be another one, and a late stop before the vote to leave would lose what it need not"""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -48,6 +51,7 @@ class StopSignal:
         """by the thread, perhaps before the handler has run"""
         self.when_late: Callable[[float], None] = lambda _seconds: None
         """called on the thread that listens, if this worker still runs then, with the seconds until it is hopeless"""
+        self._also_told: dict[int, Callable[[], None]] = {}
         self._before: dict[signal.Signals, Any] = {}
         self._wakeup: socket.socket | None = None
         self._wakeup_before = -1
@@ -75,6 +79,11 @@ class StopSignal:
         os.register_at_fork(after_in_child=self._be_deaf)
         threading.Thread(target=self._listen, args=(ears,), name="stop-signal", daemon=True).start()
 
+    def tell_also(self, signum: int, tell: Callable[[], None]) -> None:
+        """Call `tell` when that signal comes, for which there is a handler: on the thread that listens, so that it is
+        heard while the main thread is in a long call."""
+        self._also_told[signum] = tell
+
     def uninstall(self) -> None:
         """Put back what `install` has replaced; for the main thread."""
         for signum, handler in self._before.items():
@@ -94,7 +103,9 @@ class StopSignal:
     def _listen(self, ears: socket.socket) -> None:
         with ears:  # to the end: a later signal must not meet a closed socket
             while numbers := ears.recv(1):
-                if self._heard is None and numbers[0] in SIGNALS:
+                if numbers[0] in self._also_told:
+                    self._also_told[numbers[0]]()
+                elif self._heard is None and numbers[0] in SIGNALS:
                     self._heard = numbers[0]
                     if not self._is_uninstalled.wait(self._late_after) and self._is_ours(numbers[0]):
                         self._be_late(self._hopeless_after - self._late_after)
@@ -113,7 +124,7 @@ class StopSignal:
     def give_notice(self, notice: PreemptionNotice, seconds_left: float) -> None:
         """As a signal, but with the time that the notice leaves: half of it is for ending steps, as of a signal's. From
         any thread; a later notice replaces an earlier one."""
-        seconds = seconds_left if seconds_left > 0 else SHORTEST_SECONDS  # it is over: their clock may be another one
+        seconds = max(seconds_left, LEAST_SECONDS)
         late_after, hopeless_after = (seconds * part / SHORTEST_SECONDS for part in (LATE_SECONDS, HOPELESS_SECONDS))
         with self._notice_lock:
             if self._notice is None:

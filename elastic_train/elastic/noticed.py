@@ -28,7 +28,9 @@ class Noticed:
         flag = notices_flag(worker.config.notices)
         if flag.kind == "off":
             return
-        find = source_of(flag, worker.reporter.speak)  # by all workers of the node: SLURM's takes a signal
+        find = source_of(
+            flag, worker.reporter.speak, worker.stop.tell_also
+        )  # by all workers of the node: SLURM's takes a signal
         if self._is_first and self._relay is not None:
             self._relay.clear()
         self._watcher = NoticeWatcher(find if self._is_first else lambda: self._relay, self, host=worker.host)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,14 @@ from elastic_train.notices.own_sources import EndpointSource, FileSource, SlurmS
 from elastic_train.preemption import NoticesFlag
 
 
-def source_of(flag: NoticesFlag, tell: Callable[[str], None]) -> Callable[[], NoticeSource | None]:
-    """What comes to the source, which may take a moment. Call this on the main thread: SLURM's takes a signal."""
+def source_of(
+    flag: NoticesFlag, tell: Callable[[str], None], tell_also: Callable[[int, Callable[[], None]], None]
+) -> Callable[[], NoticeSource | None]:
+    """What comes to the source, which may take a moment. Call this on the main thread: SLURM's takes a signal.
+
+    Args:
+        tell_also: `StopSignal.tell_also`.
+    """
     match flag.kind:
         case "auto":
             return lambda: _found(tell)
@@ -28,6 +35,7 @@ def source_of(flag: NoticesFlag, tell: Callable[[str], None]) -> Callable[[], No
             return lambda: KubernetesSource(tell)
         case "slurm":
             slurm = SlurmSource(os.environ)
+            tell_also(signal.SIGUSR1, slurm.hear)
             return lambda: slurm
         case "file":
             return lambda: FileSource(Path(flag.target))

@@ -73,6 +73,14 @@ class SlurmSource:
         signal.signal(signal.SIGUSR1, self._remember)
 
     def _remember(self, _signum: int, _frame: FrameType | None) -> None:
+        self._note()
+
+    def hear(self) -> None:
+        """SIGUSR1 has come, and the main thread may not have come to its handler. From any thread."""
+        if signal.getsignal(signal.SIGUSR1) == self._remember:  # else it is the program's own
+            self._note()
+
+    def _note(self) -> None:
         if self._notice is None:
             is_near = self._ends is not None and self._ends - time.time() <= LEAD_SECONDS
             self._notice = PreemptionNotice(self.name, "SIGUSR1 of SLURM", self._ends if is_near else None)

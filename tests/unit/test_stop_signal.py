@@ -32,6 +32,28 @@ assert (signum, cause, seconds) == (None, signal.SIGINT, 0.3), called
 assert stop.signum == signal.SIGINT, "the handler has run by now"
 """
 
+SLURMS = """
+import hashlib, os, signal, threading, time
+from elastic_train.notices.choice import source_of
+from elastic_train.preemption import NoticesFlag
+from elastic_train.stopping import StopSignal
+
+stop = StopSignal()
+stop.install()
+slurm = source_of(NoticesFlag("slurm"), print, stop.tell_also)()
+heard = []
+def watch():
+    while slurm.look() is None:
+        time.sleep(0.01)
+    heard.append(time.monotonic())
+threading.Thread(target=watch, daemon=True).start()
+threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)
+came_back_at = time.monotonic()
+assert heard and heard[0] < came_back_at, (heard, came_back_at)
+assert not stop.is_requested
+"""
+
 IN_A_CHILD = """
 import os, signal, threading
 from elastic_train.stopping import StopSignal
@@ -77,6 +99,10 @@ def run(program: str) -> None:
 
 def test_it_is_heard_while_the_main_thread_is_in_a_long_call() -> None:
     run(WHILE_BUSY)
+
+
+def test_slurms_signal_is_heard_as_well() -> None:
+    run(SLURMS)
 
 
 def test_what_a_child_is_told_is_not_heard() -> None:
@@ -211,7 +237,10 @@ def test_what_was_taken_back_is_not_settled() -> None:
 
 
 @pytest.mark.parametrize(("seconds_left", "is_late"), [(0.2, True), (60.0, False), (-5.0, False)])
-def test_half_of_the_time_is_for_ending_steps(seconds_left: float, is_late: bool) -> None:
+def test_half_of_the_time_is_for_ending_steps(
+    seconds_left: float, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "LEAST_SECONDS", 0.1 if is_late else stopping.LEAST_SECONDS)
     stop, called = StopSignal(), threading.Event()
     stop.when_late = lambda _seconds: called.set()
     stop.give_notice(NOTICE, seconds_left)
@@ -219,7 +248,19 @@ def test_half_of_the_time_is_for_ending_steps(seconds_left: float, is_late: bool
     stop.uninstall()
 
 
-def test_a_notice_that_was_withdrawn_is_never_late() -> None:
+@pytest.mark.parametrize("seconds_left", [-3600.0, -1.0, 0.0, 2.0])
+def test_a_deadline_that_is_near_or_over_leaves_time_for_a_step(
+    seconds_left: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timers: list[float] = []
+    monkeypatch.setattr(StopSignal, "_set_timer", lambda _stop, timer: timers.append(timer.interval))
+    StopSignal().give_notice(NOTICE, seconds_left)
+    assert timers == [5.0]
+    assert timers[0] > stopping.GRACE_SECONDS
+
+
+def test_a_notice_that_was_withdrawn_is_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "LEAST_SECONDS", 0.1)
     stop, called = StopSignal(), threading.Event()
     stop.when_late = lambda _seconds: called.set()
     stop.give_notice(NOTICE, 0.6)
