@@ -9,6 +9,7 @@ Runs on a login node until the run has finished or failed. Nothing is lost where
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 OVER = ("finished", "failed")
+PATIENCE = 3
+"""looks in a row that had to submit, before the next one is put off; nodes are taken away in turn as well"""
+LONGEST_SECONDS = 900.0
 
 
 def decide(status: Mapping[str, Any] | None, jobs: Sequence[tuple[str, str]]) -> tuple[int, list[str]]:
@@ -34,6 +38,18 @@ def decide(status: Mapping[str, Any] | None, jobs: Sequence[tuple[str, str]]) ->
     if not jobs and status["state"] not in OVER:
         wanted = most  # who is silent is gone: SLURM knows
     return max(0, min(wanted - len(pending), most - len(jobs))), pending[wanted:]
+
+
+def pause(every: float, num_fruitless: int) -> float:
+    """Seconds until the next look, after so many in a row that had to submit: a job that fails at once is submitted
+    again ever more rarely."""
+    return every if num_fruitless <= PATIENCE else min(every * 2.0 ** (num_fruitless - PATIENCE), LONGEST_SECONDS)
+
+
+def job_name(run_dir: Path) -> str:
+    """Of one run alone, however many folders have the same name."""
+    whole = run_dir.resolve()
+    return f"{whole.name}-{hashlib.sha256(bytes(whole)).hexdigest()[:8]}-node"
 
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:
@@ -56,19 +72,33 @@ def main() -> None:
     parser.add_argument("script", type=Path, help="a batch script for one node that joins the run")
     parser.add_argument("--every", type=float, default=15.0, metavar="SECONDS", help="between two looks (default: 15)")
     arguments = parser.parse_args()
-    name = f"{arguments.run_dir.resolve().name}-node"
+    num_fruitless = 0
     while True:
-        status, jobs = read_status(arguments.run_dir), read_jobs(name)
-        if status is not None and status["state"] in OVER and not jobs:
-            print(f"{status['state']}: {arguments.run_dir}", flush=True)
+        try:
+            num_new = look(arguments.run_dir, arguments.script)
+        except subprocess.CalledProcessError as error:  # of a slurmctld that restarts, say
+            num_new = 0
+            print(f"warning: {error.cmd[0]} ended with {error.returncode}: asked again", file=sys.stderr, flush=True)
+        if num_new is None:
             return
-        num_new, surplus = decide(status, jobs)
-        for _ in range(num_new):
-            subprocess.run(["sbatch", f"--job-name={name}", str(arguments.script)], check=True)
-        if surplus:
-            print(f"cancelled: {' '.join(surplus)}", flush=True)
-            subprocess.run(["scancel", *surplus], check=True)
-        time.sleep(arguments.every)
+        num_fruitless = num_fruitless + 1 if num_new else 0
+        time.sleep(pause(arguments.every, num_fruitless))
+
+
+def look(run_dir: Path, script: Path) -> int | None:
+    """Submit and cancel what is to be now. Returns how many were submitted; None where the run is over."""
+    name = job_name(run_dir)
+    status, jobs = read_status(run_dir), read_jobs(name)
+    if status is not None and status["state"] in OVER and not jobs:
+        print(f"{status['state']}: {run_dir}", flush=True)
+        return None
+    num_new, surplus = decide(status, jobs)
+    for _ in range(num_new):
+        subprocess.run(["sbatch", f"--job-name={name}", str(script)], check=True)
+    if surplus:
+        print(f"cancelled: {' '.join(surplus)}", flush=True)
+        subprocess.run(["scancel", *surplus], check=True)
+    return num_new
 
 
 if __name__ == "__main__":

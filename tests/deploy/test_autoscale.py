@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +60,35 @@ def test_there_are_never_more_jobs_than_nodes_may_be(most: int, present: int, st
     new, surplus = AUTOSCALE.decide(status(max(0, most - present), most), jobs)
     assert not new or len(jobs) + new <= most
     assert not (new and surplus), "what is submitted is not cancelled at once"
+
+
+def test_a_script_that_fails_at_once_is_submitted_ever_more_rarely() -> None:
+    assert [AUTOSCALE.pause(15.0, number) for number in (0, 1, 3, 4, 5, 50)] == [15, 15, 15, 30, 60, 900]
+
+
+def test_runs_in_folders_of_one_name_have_jobs_of_their_own(tmp_path: Path) -> None:
+    assert AUTOSCALE.job_name(tmp_path / "a" / "x") != AUTOSCALE.job_name(tmp_path / "b" / "x")
+    assert AUTOSCALE.job_name(tmp_path / "a" / "x") == AUTOSCALE.job_name(tmp_path / "b" / ".." / "a" / "x")
+
+
+def test_a_hiccup_of_slurm_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It asks again each time; the test ends it after three."""
+    asked, squeue = tmp_path / "asked", tmp_path / "bin" / "squeue"
+    squeue.parent.mkdir()
+    squeue.write_text(f"#!/bin/sh\necho >> {asked}\nexit 1\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("sys.argv", ["autoscale.py", str(tmp_path / "run"), "node.sbatch", "--every", "0"])
+    monkeypatch.setattr(AUTOSCALE, "read_status", lambda _run_dir: None if num_asked() < 3 else {}["enough"])
+
+    def num_asked() -> int:
+        return len(asked.read_text()) if asked.exists() else 0
+
+    with pytest.raises(KeyError, match="enough"):
+        AUTOSCALE.main()
+    assert capsys.readouterr().err.count("warning: squeue ended with 1") == 3
 
 
 def test_the_manifest_of_keda_is_yaml_and_asks_for_a_metric_that_there_is() -> None:

@@ -268,7 +268,7 @@ def test_an_autoscaler_keeps_a_run_at_its_most_nodes(site: Site, undisturbed_has
         log = site.path / "autoscale.log"
         with site.slurm.running(autoscaler(site), site.path, log, env={PACE_VARIABLE: str(site.pace)}) as scaler:
             site.wait_for_world(3)
-            jobs = site.slurm.run(["squeue", "--noheader", "--format=%i", "--name=run-node"]).split()
+            jobs = site.slurm.run(["squeue", "--noheader", "--format=%i"]).split()
             assert len(jobs) == 3
             generation = max(event["generation"] for event in events(site.run_dir, "world"))
             site.set_pace(CRAWL)
