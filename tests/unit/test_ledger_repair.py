@@ -30,6 +30,9 @@ def make_world(rank: int, size: int) -> World:
 
 
 def work(rank: int, port: int, path: Path) -> None:
+    # Imported later, by an optimizer, it would keep the group, whose threads abort the process as Python ends.
+    import torch._dynamo  # noqa: F401
+
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     state = make_state(CONFIG, build_task("digits", "mlp", Path(), 0), CPU)

@@ -62,6 +62,9 @@ def bring(state: TrainState, rank: int, offers: list[SnapshotInfo], warnings: li
 
 
 def work(rank: int, port: int, folder: Path, out: Path) -> None:
+    # Imported later, by an optimizer, it would keep the group, whose threads abort the process as Python ends.
+    import torch._dynamo
+
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60))
