@@ -58,8 +58,7 @@ class Exits:
         data = write_result(worker, world, self._files, has_trained=outcome == "finished")
         self._files.leave_bucket(world)
         if world.num_spares:
-            with suppress(StoreUnreachable):  # the run is finished all the same
-                self._membership.barriers.announce_finished(world, data.decode())
+            self._membership.barriers.announce_finished(world, data.decode())
         self._membership.watcher.leave()  # who is through goes now, and is not missed
         self._membership.barriers.finish(world)
         self._membership.barriers.end_together(world)

@@ -332,7 +332,8 @@ class Barriers:
 
     def announce_finished(self, world: World, result: str) -> None:
         """Tell the spares of the present world that the run is through, and with what."""
-        self._job.announce(world, "finished", result)
+        with suppress(StoreUnreachable):  # the run is finished all the same
+            self._job.announce(world, "finished", result)
 
     def end_together(self, world: World) -> None:
         """Until all who train are through with their last collective: one whose peer closes its sockets meanwhile would
