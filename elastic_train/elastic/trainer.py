@@ -94,7 +94,7 @@ class Trainer:
         state, watcher = self._worker.state, self._membership.watcher
         self._warn_of_kept_modules()
         state.set_modes()  # a function of the user's may have been interrupted in an evaluation of its own
-        if not self._is_bundled:
+        if begin.finish_claim is not None and not self._is_bundled:
             watcher.do(Activity.FORM, FIRST_SECONDS)  # a disk may take its time
             begin.finish_claim()
             watcher.do(Activity.COMPUTE)

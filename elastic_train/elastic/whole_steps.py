@@ -34,7 +34,7 @@ BatchLoss = Callable[[nn.Module, Any], torch.Tensor]
 class Beginning:
     """What is under way when a world begins."""
 
-    finish_claim: Callable[[], None] = lambda: None
+    finish_claim: Callable[[], None] | None = None
     """before the first step counts: blocks until the run directory is this generation's; raises where it is not"""
     handover: Handover | None = None
     """is to be finished before the first step's gradient is applied"""
@@ -162,7 +162,7 @@ class UnbrokenReduction:
         self._compare = compare
         self._sockets, self._watcher = membership.sockets, membership.watcher
         self._handover, self._comparison = begin.handover, begin.comparison
-        self._finish_claim: Callable[[], None] | None = begin.finish_claim
+        self._finish_claim = begin.finish_claim
         self._is_handed_over = begin.is_handed_over
         if self._handover is not None:
             self._handover.begin()

@@ -62,7 +62,7 @@ def test_who_was_left_out_waits_again(files: Files, has_written_since: bool) -> 
     first, second, third = inside(files, num_nodes=3)
     third.write("warning", NOW - 9, message="it comes back as a newcomer", was="uid3")
     if has_written_since:
-        third.line |= {"generation": None}
+        third.line |= {"generation": None, "noticed": True}
         third.write("notice", NOW - 8, state="given")
     for worker in (first, second):
         worker.line |= {"nodes": 2}

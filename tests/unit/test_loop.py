@@ -35,7 +35,7 @@ class Watched(Task):
 
     def __init__(self, test_samples: int | None = None) -> None:
         self.watcher = SimpleNamespace(
-            do=lambda *_activity: None,
+            do=lambda _activity: None,
             pace=Pace(10.0),
             store_silence=SimpleNamespace(is_too_long=False),
             announce_broken=lambda: None,
