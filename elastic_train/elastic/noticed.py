@@ -28,9 +28,8 @@ class Noticed:
         flag = notices_flag(worker.config.notices)
         if flag.kind == "off":
             return
-        find = source_of(
-            flag, worker.reporter.speak, worker.stop.tell_also
-        )  # by all workers of the node: SLURM's takes a signal
+        # By all workers of the node: SLURM's source takes a signal.
+        find = source_of(flag, worker.reporter.speak, worker.stop.tell_also)
         if self._is_first and self._relay is not None:
             self._relay.clear()
         self._watcher = NoticeWatcher(find if self._is_first else lambda: self._relay, self, host=worker.host)

@@ -173,18 +173,23 @@ class Conductor:
             for place in injection.targets:
                 place.affliction = None
             return
+        self._await(Pending(number, planned, fault, injection, struck_at), step, evidence)
+
+    def _await(self, pending: Pending, step: int, evidence: str) -> None:
+        """Write down that a fault has struck, at a step and with what shows it; whether it is over is seen later."""
+        fault, injection = pending.fault, pending.injection
         self._record.fault(
             "struck",
-            number,
+            pending.number,
             name=fault.name,
             target=injection.target,
             step=step,
             evidence=evidence,
             limit_seconds=fault.limit_seconds(injection),
             may_take=[place.name for place in fault.may_take(injection)],
-            struck_at=struck_at,
+            struck_at=pending.struck_at,
         )
-        self._pending.append(Pending(number, planned, fault, injection, struck_at))
+        self._pending.append(pending)
 
     def _skip(self, number: int, planned: Planned, reason: str, target: str = "") -> None:
         self._timeline.say(f"{planned.fault} did not strike: {reason}")

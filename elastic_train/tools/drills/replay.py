@@ -119,18 +119,7 @@ class Replay(Conductor):
         injection.members = place.members if cluster.is_in(place) else ()
         self._timeline.say(f"{fault.name}: {place.name}, step {cluster.watch.step}")
         struck_at, step = time.time(), cluster.watch.step
-        self._record.fault(
-            "struck",
-            number,
-            name=fault.name,
-            target=place.name,
-            step=step,
-            evidence=self._act(move.act, place),
-            limit_seconds=fault.limit_seconds(injection),
-            may_take=[one.name for one in fault.may_take(injection)],
-            struck_at=struck_at,
-        )
-        self._pending.append(Pending(number, planned, fault, injection, struck_at))
+        self._await(Pending(number, planned, fault, injection, struck_at), step, self._act(move.act, place))
 
     def _act(self, act: Act, place: Place) -> str:
         """What shows that it happened."""
