@@ -19,6 +19,9 @@ from elastic_train.training.collectives import GROUP_TIMEOUT, broken_off_by
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.world import World
 
+NCCL_SECONDS = "60"
+"""that NCCL may take for a communicator; some seconds on many GPUs"""
+
 
 @contextmanager
 def process_group(
@@ -49,9 +52,7 @@ def process_group(
 
     has_nccl = "nccl" in backend
     if has_nccl:
-        # 1 is what torchrun's agent sets: NCCL's watchdog would kill this process when a peer is lost, as with 3; with
-        # 2 it would abort, and nobody knew. 0 leaves the abort to us, as torch's `_abort_process_group` asks for.
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        _set_nccl_variables()
     excepthook = sys.excepthook  # init_process_group wraps it each time and never puts it back
     try:
         if formed is None:
@@ -61,6 +62,8 @@ def process_group(
             sockets.take(formed.sockets)
             install(formed)
         set_group_timeout(timeout)
+        if has_nccl:
+            _wait_for_nccl(device)
         with nullcontext() if has_nccl else broken_off_by(sockets):
             yield
     except BaseException:
@@ -108,6 +111,16 @@ class PresentGroup:
         return error
 
 
+def _set_nccl_variables() -> None:
+    """For torch's NCCL backend, which reads them as the first group is made; nccl2, torch 2.15's, was not tried."""
+    # 1 is what torchrun's agent sets: NCCL's watchdog would kill this process when a peer is lost, as with 3; with
+    # 2 it would abort, and nobody knew. 0 leaves the abort to us, as torch's `_abort_process_group` asks for.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    # A communicator that blocks waits for a dead peer for 30 min, and can be aborted by nobody (NVIDIA/nccl#1677).
+    os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] = "1"
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", NCCL_SECONDS)
+
+
 def _make_group(
     world: World,
     make_store: Callable[[], Store],
@@ -136,6 +149,14 @@ def _make_group(
             f"no process group of {world.world_size} workers within {timeout.total_seconds():.0f} s: "
             f"{first_line(error)}"
         ) from error
+
+
+def _wait_for_nccl(device: torch.device | None) -> None:
+    """Until its communicator stands; the group may be aborted meanwhile. Raises: FormationFailed."""
+    try:
+        dist.all_reduce(torch.zeros(1, device=device))
+    except RuntimeError as error:
+        raise FormationFailed(f"no communicator of NCCL: {first_line(error)}") from error
 
 
 def _count_groups_anew() -> None:

@@ -623,14 +623,15 @@ def test_nccl_gets_this_workers_device_and_is_destroyed_when_its_abort_has_ended
 ) -> None:
     """By fakes: torch's group, which needs GPUs."""
     made: dict[str, Any] = {}
-    group, order = AbortableGroup(seconds=0.3), []
+    group, order, reduced = AbortableGroup(seconds=0.3), [], []
     variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     monkeypatch.delenv(variable, raising=False)
     if value is not None:
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(dist, "init_process_group", lambda _backend, **options: made.update(options))
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=group))
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor)
+    monkeypatch.setattr(torch, "zeros", lambda _size, device=None: device)
+    monkeypatch.setattr(dist, "all_reduce", reduced.append)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: order.append(group.aborted.is_set()))
     monkeypatch.setattr("elastic_train.elastic.process_group.set_group_timeout", lambda _timeout: None)
     sockets, device = GroupSockets(), torch.device("cuda", 2)
@@ -640,11 +641,42 @@ def test_nccl_gets_this_workers_device_and_is_destroyed_when_its_abort_has_ended
         with process_group(world, HashStore, "cpu:gloo,cuda:nccl", sockets, device=device):
             assert os.environ[variable] == "0"
             assert made["device_id"] == device
+            assert reduced == [None, device], "NCCL's communicator stands before anything rests on it"
             raise RuntimeError("NCCL communicator was aborted")
 
     with pytest.raises(RuntimeError, match="was aborted"):
         lose_a_peer()
     assert order == [True]
+
+
+@pytest.mark.parametrize("seconds", [None, "7"])
+def test_a_communicator_of_nccl_that_does_not_come_is_a_world_that_has_not_formed(
+    monkeypatch: pytest.MonkeyPatch, seconds: str | None
+) -> None:
+    """By fakes. A blocking one waits for 30 min for who died meanwhile, and can be aborted by nobody."""
+    variable, group = "TORCH_NCCL_NONBLOCKING_TIMEOUT", AbortableGroup()
+    monkeypatch.delenv(variable, raising=False)
+    if seconds is not None:
+        monkeypatch.setenv(variable, seconds)
+    monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")
+
+    def reduce(device: torch.device | None) -> None:
+        if device is not None:
+            assert not group.aborted.is_set()
+            raise dist.DistBackendError("NCCL timeout when waiting for nonblocking call to become successful.")
+
+    monkeypatch.setattr(dist, "init_process_group", lambda _backend, **_options: None)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=group))
+    monkeypatch.setattr(torch, "zeros", lambda _size, device=None: device)
+    monkeypatch.setattr(dist, "all_reduce", reduce)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr("elastic_train.elastic.process_group.set_group_timeout", lambda _timeout: None)
+    world = World(0, 0, tuple(make_member(rank) for rank in range(2)))
+    form = process_group(world, HashStore, "cpu:gloo,cuda:nccl", GroupSockets(), device=torch.device("cuda", 0))
+    with pytest.raises(FormationFailed, match="NCCL timeout"), form:
+        pytest.fail("a world without NCCL")
+    assert group.aborted.is_set(), "what others of it wait for is broken off"
+    assert (os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"], os.environ[variable]) == ("1", seconds or "60")
 
 
 @pytest.fixture
