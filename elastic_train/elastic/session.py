@@ -155,7 +155,7 @@ class Training:
         step = self._steps.required()
         self._sums.settle()
         self._sums.require_finite()
-        step.result = self._whole.run(share, loss, self._votes())
+        step.result = self._whole.step(share, loss, self._votes())
         step.is_applied = True
         return step.result.loss
 

@@ -20,7 +20,7 @@ from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity
 from elastic_train.training.epoch_dataset import EpochDataset
 from elastic_train.training.ordered import OrderedReduction
-from elastic_train.training.reduction import Clipping, FastReduction, Loss, Reduction, Share, StepTotals
+from elastic_train.training.reduction import FastReduction, Loss, Reduction, Share, StepTotals, clip_gradients
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state_hash import StateComparison
 from elastic_train.training.train import NO_VOTES, StepResult, Votes, drop_gradients, task_loss, train_step
@@ -55,7 +55,10 @@ class ComparesStates(Protocol):
 
 
 class WholeSteps:
-    """Computes whole steps in one world.
+    """Computes whole steps in one world. It is the `Reduction` of its steps: the one of --reduction, which tells the
+    watcher when it is over, and counts only if the group was not broken off meanwhile.
+
+    gloo raises of itself then; NCCL's collectives, once aborted, end with garbage and no error.
 
     Args:
         begin: is finished within the first ones.
@@ -77,17 +80,15 @@ class WholeSteps:
         self._reduction: Reduction | None = None
         self._loss: tuple[BatchLoss, Loss] | None = None
 
-    def prepare(self) -> None:
+    def prepare(self) -> Reduction:
         """Make the reduction, if there is none yet; every rank calls it."""
         if self._reduction is None:
-            compare_states = partial(compare, trainer=self._trainer, worker=self._worker, membership=self._membership)
-            reduction = _make_reduction(self._worker, self._membership, self._world)
-            self._reduction = UnbrokenReduction(reduction, self._membership, self._begin, compare_states)
-            config, state = self._worker.config, self._worker.state
-            if config.clip_grad_norm is not None:  # on the outside: gradients are unscaled once, if the step counts
-                self._reduction = Clipping(self._reduction, state.optimizer, state.scaler, config.clip_grad_norm)
+            self._reduction = _make_reduction(self._worker, self._membership, self._world)
+            if self._begin.handover is not None:
+                self._begin.handover.begin()
+        return self._reduction
 
-    def run(self, share: Share, loss: BatchLoss, votes: Votes) -> StepResult:
+    def step(self, share: Share, loss: BatchLoss, votes: Votes) -> StepResult:
         """One step, which is applied then and not committed. Blocks until every rank has taken part.
 
         Raises:
@@ -95,10 +96,48 @@ class WholeSteps:
             RuntimeError, FormationFailed: a peer is lost.
         """
         self.prepare()
-        assert self._reduction is not None, "it was made"
         if self._loss is None or self._loss[0] is not loss:
             self._loss = loss, batch_loss(self._worker, self._stand_in, loss)
-        return train_step(self._worker.state, share, self._reduction, self._loss[1], votes)
+        return train_step(self._worker.state, share, self, self._loss[1], votes)
+
+    def run(
+        self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
+    ) -> StepTotals:
+        """As `Reduction.run`. Raises: FormationFailed where the group was broken off. StatesDiffer."""
+        reduction, sockets, begin = self.prepare(), self._membership.sockets, self._begin
+        comparison = None if begin.is_handed_over else begin.comparison
+        if comparison is not None:
+            comparison.begin()
+        try:
+            totals = reduction.run(micro_batches, loss, scale, votes)
+        except Exception as error:
+            if sockets.is_shut and not is_communication_error(error):  # what it was computed from is garbage
+                raise FormationFailed(f"the process group was broken off: {first_line(error)}") from error
+            raise
+        self._finish(begin)
+        if comparison is not None:
+            compare(comparison, self._trainer, self._worker, self._membership)
+        self._begin = Beginning(comparison=begin.comparison) if begin.is_handed_over else ALONE
+        self._membership.watcher.do(Activity.COMPUTE)  # the optimizer's step waits for nobody
+        sockets.require_unbroken()
+        self._clip()
+        return totals
+
+    def _finish(self, begin: Beginning) -> None:
+        """What was under way when the world began, in its first step."""
+        do = self._membership.watcher.do
+        if begin.finish_claim is not None:
+            do(Activity.FORM, FIRST_SECONDS)  # a disk may take its time
+            begin.finish_claim()
+        if begin.handover is not None:
+            do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
+            begin.handover.finish(self._membership.sockets.require_unbroken)
+
+    def _clip(self) -> None:
+        """Only of a step that counts: gradients are unscaled once."""
+        limit, state = self._worker.config.clip_grad_norm, self._worker.state
+        if limit is not None:
+            clip_gradients(state.optimizer, state.scaler, limit)
 
 
 def batch_loss(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> Loss:
@@ -143,59 +182,6 @@ def _make_reduction(worker: Worker, membership: Membership, world: World) -> Red
         num_votes=len(NO_VOTES),
         do=do,
     )
-
-
-class UnbrokenReduction:
-    """A reduction that tells the watcher when it is over, and counts only if the group was not broken off meanwhile.
-
-    gloo raises of itself then; NCCL's collectives, once aborted, end with garbage and no error.
-    """
-
-    def __init__(
-        self,
-        reduction: Reduction,
-        membership: Membership,
-        begin: Beginning = ALONE,
-        compare: Callable[[StateComparison], None] = lambda _comparison: None,
-    ) -> None:
-        self._reduction = reduction
-        self._compare = compare
-        self._sockets, self._watcher = membership.sockets, membership.watcher
-        self._handover, self._comparison = begin.handover, begin.comparison
-        self._finish_claim = begin.finish_claim
-        self._is_handed_over = begin.is_handed_over
-        if self._handover is not None:
-            self._handover.begin()
-
-    def run(
-        self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
-    ) -> StepTotals:
-        """As `Reduction.run`. Raises: FormationFailed where the group was broken off. StatesDiffer."""
-        comparison = None
-        if not self._is_handed_over:
-            comparison, self._comparison = self._comparison, None
-        self._is_handed_over = False
-        if comparison is not None:
-            comparison.begin()
-        try:
-            totals = self._reduction.run(micro_batches, loss, scale, votes)
-        except Exception as error:
-            if self._sockets.is_shut and not is_communication_error(error):  # what it was computed from is garbage
-                raise FormationFailed(f"the process group was broken off: {first_line(error)}") from error
-            raise
-        finish_claim, self._finish_claim = self._finish_claim, None
-        if finish_claim is not None:
-            self._watcher.do(Activity.FORM, FIRST_SECONDS)  # a disk may take its time
-            finish_claim()
-        handover, self._handover = self._handover, None
-        if handover is not None:
-            self._watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
-            handover.finish(self._sockets.require_unbroken)
-        if comparison is not None:
-            self._compare(comparison)
-        self._watcher.do(Activity.COMPUTE)  # the optimizer's step waits for nobody
-        self._sockets.require_unbroken()
-        return totals
 
 
 def compare(comparison: StateComparison, trainer: ComparesStates, worker: Worker, membership: Membership) -> None:

@@ -301,36 +301,14 @@ def require_one_kind_of_device(devices: Iterable[torch.device]) -> None:
         )
 
 
-class Clipping:
-    """Another reduction, with the norm of its gradient limited: that of the mean over the whole step, on every rank.
-
-    Args:
-        max_norm: in units of the loss, whatever the scaler has made of it.
-    """
-
-    def __init__(
-        self,
-        reduction: Reduction,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler | None,
-        max_norm: float,
-    ) -> None:
-        self._reduction = reduction
-        self._optimizer = optimizer
-        self._scaler = scaler
-        self._max_norm = max_norm
-
-    def run(
-        self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
-    ) -> StepTotals:
-        """As `Reduction.run`."""
-        totals = self._reduction.run(micro_batches, loss, scale, votes)
-        if self._scaler is not None:
-            self._scaler.unscale_(self._optimizer)
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        with one_thread():  # ranks of machines with other numbers of cores would round the norm differently
-            nn.utils.clip_grad_norm_(parameters, self._max_norm)
-        return totals
+def clip_gradients(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, max_norm: float) -> None:
+    """Limit the norm of the step's gradient, that of the mean over all its samples, alike on every rank. `max_norm` is
+    in units of the loss, whatever the scaler has made of it."""
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with one_thread():  # ranks of machines with other numbers of cores would round the norm differently
+        nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from types import SimpleNamespace
@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
-from elastic_train.config import Config
+from elastic_train.config import Config, parse
 from elastic_train.elastic.process_group import is_communication_error, process_group
 from elastic_train.elastic.session_steps import SessionSteps, StepInHand
 from elastic_train.elastic.trainer import Program, Trainer
-from elastic_train.elastic.whole_steps import UnbrokenReduction
+from elastic_train.elastic.whole_steps import ALONE, WholeSteps
 from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged
 from elastic_train.protocol import names
 from elastic_train.protocol.addresses import address_towards
@@ -357,7 +357,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_train.config import Config
+from elastic_train.config import Config, parse
 from elastic_train.errors import FormationFailed
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.elastic.process_group import is_communication_error, process_group
@@ -741,6 +741,17 @@ def trainer_steps(trainer: Trainer) -> SessionSteps:
     )
 
 
+def whole_steps(
+    sockets: GroupSockets, inner: Any, do: Callable[[Activity], None] = lambda _activity: None
+) -> WholeSteps:
+    nothing: Any = None
+    membership: Any = SimpleNamespace(sockets=sockets, watcher=SimpleNamespace(do=do))
+    worker: Any = SimpleNamespace(config=parse([]), state=None)
+    steps = WholeSteps(worker, membership, nothing, ALONE, nothing, nothing)
+    steps._reduction = inner
+    return steps
+
+
 def test_what_was_computed_from_garbage_is_nobodys_error() -> None:
     sockets = GroupSockets()
 
@@ -750,8 +761,7 @@ def test_what_was_computed_from_garbage_is_nobodys_error() -> None:
                 raise ValueError("cannot convert float NaN to integer")
             raise KeyError("my own mistake")
 
-    membership: Any = SimpleNamespace(sockets=sockets, watcher=SimpleNamespace(do=lambda _activity: None))
-    reduction = UnbrokenReduction(Inner(), membership)
+    reduction = whole_steps(sockets, Inner())
     with pytest.raises(KeyError):
         reduction.run([], lambda *_: torch.zeros(()), lambda loss: loss, ())
     sockets.shut()
@@ -768,8 +778,7 @@ def test_a_step_whose_group_was_broken_off_does_not_count() -> None:
             return totals
 
     told: list[Activity] = []
-    membership: Any = SimpleNamespace(sockets=sockets, watcher=SimpleNamespace(do=told.append))
-    reduction = UnbrokenReduction(Inner(), membership)
+    reduction = whole_steps(sockets, Inner(), told.append)
     assert reduction.run([], lambda *_: torch.zeros(()), lambda loss: loss, ()) is totals
     assert told == [Activity.COMPUTE], "from here on it keeps the others waiting"
     sockets.shut()

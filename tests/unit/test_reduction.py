@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import spawn
 
 from elastic_train.errors import UsageError
 from elastic_train.tools.bench.reduction_speed import local_world
-from elastic_train.training.reduction import Clipping, FastReduction, Reduction, Share, ddp_device_ids, zero_gradients
+from elastic_train.training.reduction import FastReduction, Share, clip_gradients, ddp_device_ids, zero_gradients
 from elastic_train.training.sampler import MicroBatch
 
 CPU = torch.device("cpu")
@@ -127,9 +127,7 @@ def run_case(case: Case, rank: int) -> Outcome:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=case.scale, enabled=True) if case.scale else None
     options = {case.option: True} if case.option else {}
-    reduction: Reduction = FastReduction(model, local_world(rank, len(case.sizes)), CPU, **options)
-    if case.max_norm is not None:
-        reduction = Clipping(reduction, optimizer, scaler, case.max_norm)
+    reduction = FastReduction(model, local_world(rank, len(case.sizes)), CPU, **options)
     outcome = Outcome()
 
     def loss(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> Tensor:
@@ -142,7 +140,9 @@ def run_case(case: Case, rank: int) -> Outcome:
         totals = reduction.run(make_share(case, step, rank), loss, scale, VOTES[rank])
         outcome.losses.append(totals.loss)
         outcome.votes.append(totals.votes)
-        if scaler and case.max_norm is None:
+        if case.max_norm is not None:
+            clip_gradients(optimizer, scaler, case.max_norm)
+        elif scaler:
             scaler.unscale_(optimizer)
         outcome.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         if scaler:
