@@ -27,11 +27,9 @@ def newest_bill(result: Line | None, events: Iterable[Line]) -> Line | None:
 
 def describe_bill(told: Line | None) -> str | None:
     """`7,200 node-seconds paid, 50% kept; 3.00 in all, 6.00 per million kept samples`; None where nothing was paid."""
-    seconds = dict_of(told or {}, "node_seconds")
-    paid, kept = float_of(seconds, "paid"), float_of(seconds, "kept")
-    if told is None or not paid or kept is None:
+    paid, kept, cost, each = _amounts(told)
+    if not paid or kept is None:
         return None
-    cost, each = float_of(told, "cost"), float_of(told, "cost_per_million_samples")
     text = f"{paid:,.0f} node-seconds paid, {kept / paid:.0%} kept"
     text += "" if cost is None else f"; {_money(cost)} in all"
     return text + ("" if each is None else f", {_money(each)} per million kept samples")
@@ -39,14 +37,19 @@ def describe_bill(told: Line | None) -> str | None:
 
 def figures_of_bill(told: Line | None) -> tuple[tuple[str, str, str], ...]:
     """(name, label, text) of what a page shows; an empty text where there is nothing to tell."""
-    seconds = dict_of(told or {}, "node_seconds")
-    paid, kept = float_of(seconds, "paid"), float_of(seconds, "kept")
-    each = float_of(told or {}, "cost_per_million_samples")
+    paid, kept, _, each = _amounts(told)
     return (
         ("paid", "node-seconds paid", "" if paid is None else f"{paid:,.0f}"),
         ("kept", "node-seconds kept", "" if kept is None else f"{kept:,.0f}"),
         ("cost", "per million kept samples", "" if each is None else _money(each)),
     )
+
+
+def _amounts(told: Line | None) -> tuple[float | None, float | None, float | None, float | None]:
+    """(node-seconds paid, and kept, what they cost, and for a million kept samples) as far as it can be read."""
+    seconds = dict_of(told or {}, "node_seconds")
+    each = "cost_per_million_samples"
+    return float_of(seconds, "paid"), float_of(seconds, "kept"), float_of(told or {}, "cost"), float_of(told or {}, each)
 
 
 def _money(amount: float) -> str:
