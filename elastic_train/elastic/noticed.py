@@ -39,7 +39,7 @@ class Noticed:
         """One worker tells for its node."""
         if not self._is_first:
             return
-        self._show(is_noticed=True)
+        self._worker.reporter.events.is_noticed = True
         self._worker.reporter.events.write("notice", state="given", **notice.to_fields())
         when = "" if notice.deadline is None else f" in {duration(max(0.0, notice.deadline - time.time()))}"
         what = f"is taken away{when}, and leaves before" if notice.is_certain else f"may be taken away{when}"
@@ -56,16 +56,10 @@ class Noticed:
         if is_in_time:  # else the others leave as well
             self._pass_on(None)
         if self._is_first:
-            self._show(is_noticed=False)
+            self._worker.reporter.events.is_noticed = False
             self._worker.reporter.events.write("notice", state="withdrawn", **notice.to_fields())
             what = "training goes on" if is_in_time else "too late: this node leaves"
             self._worker.reporter.speak(f"notice withdrawn: {notice.host} ({notice.described}); {what}")
-
-    def _show(self, *, is_noticed: bool) -> None:
-        self._worker.reporter.events.is_noticed = is_noticed
-        metrics = self._worker.reporter.metrics
-        if metrics is not None:
-            metrics.is_noticed = is_noticed
 
     def warn(self, message: str) -> None:
         self._worker.reporter.warn(message)

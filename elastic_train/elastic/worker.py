@@ -163,6 +163,7 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
                 run=directory.path.name,
                 max_nodes=max_nodes_of(launch, os.environ),
                 warn=reporter.warn,
+                is_noticed=lambda: reporter.events.is_noticed,
             )
         if config.reduction == "ordered":
             determinism.switch_on(strict=config.strict, warn=reporter.warn)

@@ -49,7 +49,12 @@ def _amounts(told: Line | None) -> tuple[float | None, float | None, float | Non
     """(node-seconds paid, and kept, what they cost, and for a million kept samples) as far as it can be read."""
     seconds = dict_of(told or {}, "node_seconds")
     each = "cost_per_million_samples"
-    return float_of(seconds, "paid"), float_of(seconds, "kept"), float_of(told or {}, "cost"), float_of(told or {}, each)
+    return (
+        float_of(seconds, "paid"),
+        float_of(seconds, "kept"),
+        float_of(told or {}, "cost"),
+        float_of(told or {}, each),
+    )
 
 
 def _money(amount: float) -> str:

@@ -72,23 +72,31 @@ class Metrics:
         run: names the run, as a label.
         max_nodes: how many nodes the job is to have.
         warn: tells what is not as it should be.
+        is_noticed: whether this node has a standing notice that it may be taken away.
 
     Raises:
         UsageError: prometheus_client is not installed, or `host` is no address of this machine.
     """
 
-    def __init__(self, host: str, port: int, *, run: str, max_nodes: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        run: str,
+        max_nodes: int,
+        warn: Callable[[str], None],
+        is_noticed: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._host, self._port = host, port
         self._run, self._max_nodes = run, max_nodes
-        self._warn = warn
+        self._warn, self._is_noticed = warn, is_noticed
         self._numbers: Numbers | None = None
         self._snapshot: Snapshot | None = None
         self._rate = Rate()
         self._world: World | None = None
         self._updated_at = 0.0
         self._started_at: float | None = None
-        self.is_noticed = False
-        """whether this node has a standing notice that it may be taken away"""
         self._has_warned = False
         self._server: Any = None
         self._serve()
@@ -194,7 +202,7 @@ class Metrics:
         yield self._gauge("training_nodes", "nodes that train", numbers.training_nodes)
         yield self._gauge("max_nodes", "nodes that the job is to have, by --nnodes", self._max_nodes)
         yield self._gauge("wanted_nodes", "that would find a place", max(0, self._max_nodes - numbers.nodes))
-        yield self._gauge("may_be_taken", "1 where this node has a standing notice", int(self.is_noticed))
+        yield self._gauge("may_be_taken", "1 where this node has a standing notice", int(self._is_noticed()))
         yield self._gauge("goodput_ratio", "share of the wall time of the run in steps that were kept", ratio)
         yield self._by("phase_seconds", "where the wall time of the run went", "phase", numbers.phase_seconds)
         yield self._by("incidents", "over the whole run", "cause", numbers.incidents)

@@ -84,6 +84,13 @@ def make(stack: ExitStack, port: int, warnings: list[str]) -> Metrics:
     return stack.enter_context(closing(Metrics("127.0.0.1", port, run="mine", max_nodes=4, warn=warnings.append)))
 
 
+def test_a_notice_that_stands_is_told(stack: ExitStack) -> None:
+    port, notices = free_port(), [True, False]
+    metrics = Metrics("127.0.0.1", port, run="mine", max_nodes=4, warn=pytest.fail, is_noticed=notices.pop)
+    stack.enter_context(closing(metrics)).enter(world(3), state())
+    assert [scrape(port)["elastic_train_may_be_taken",] for _ in range(2)] == [0, 1]
+
+
 def test_everything_that_is_promised_is_told(stack: ExitStack, warnings: list[str]) -> None:
     port = free_port()
     metrics = make(stack, port, warnings)

@@ -23,9 +23,8 @@ NOTICE = PreemptionNotice("file", "spot", host="n1")
 
 def make_worker(run_dir: Path, **launch: Any) -> Any:
     """The first of two of a node."""
-    said = SimpleNamespace(
-        metrics=None, speak=print, warn=print, events=SimpleNamespace(is_noticed=False, write=lambda *_, **__: None)
-    )
+    events = SimpleNamespace(is_noticed=False, write=lambda *_, **__: None)
+    said = SimpleNamespace(speak=print, warn=print, events=events)
     return SimpleNamespace(
         launch=Launch(local_world_size=2, **launch), host="n1", stop=StopSignal(), reporter=said,
         directory=SimpleNamespace(path=run_dir), config=SimpleNamespace(notices="off"),
