@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from elastic_train.elastic.formed_group import FormedGroup
-from elastic_train.elastic.next_world import REPORT_SECONDS, Surroundings, no_answer, require_whole
+from elastic_train.elastic.next_world import REPORT_SECONDS, ReportTimes, Surroundings, no_answer, require_whole
 from elastic_train.errors import FormationFailed, JobFinished, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.job import Admitted, Job, Over
@@ -56,15 +56,10 @@ class Arrival:
         Raises:
             Stopped: this worker was told to stop. StoreUnreachable, FormationFailed: there never will be one.
         """
-        next_report = self._around.monotonic() + REPORT_SECONDS
+        reports = self._report_times()
         while not self._job.find():
             self._check()
-            now = self._around.monotonic()
-            self._require_time_to_begin(now)
-            if now > next_report:
-                next_report = now + 3 * REPORT_SECONDS
-                self._say(f"waiting for the job at {self._job.where()}")
-            self._around.sleep(QUEUE_POLL_SECONDS)
+            self._pause(reports, f"waiting for the job at {self._job.where()}")
 
     def wait_in_queue(self, mine: Waiting, look: Callable[[], None]) -> Admitted:
         """Stand in the join queue until the job admits this worker. Blocks as long as others train without it.
@@ -78,8 +73,7 @@ class Arrival:
             Stopped: this worker was told to stop.
             What `look` raises.
         """
-        now = self._around.monotonic()
-        next_report = now + REPORT_SECONDS
+        reports = self._report_times()
         while True:
             self._check()
             self._watcher.do(Activity.FORM)
@@ -90,16 +84,19 @@ class Arrival:
             if isinstance(place, Over):
                 raise JobFinished("the job reached its end while this node waited to be admitted")
             look()
-            now = self._around.monotonic()
-            self._require_time_to_begin(now)
-            if now > next_report:
-                next_report = now + 3 * REPORT_SECONDS
-                self._say(place.text)
-            self._around.sleep(QUEUE_POLL_SECONDS)
+            self._pause(reports, place.text)
 
-    def _require_time_to_begin(self, now: float) -> None:
+    def _report_times(self) -> ReportTimes:
+        return ReportTimes(self._around.monotonic(), 3 * REPORT_SECONDS)
+
+    def _pause(self, reports: ReportTimes, waiting_for: str) -> None:
+        """Between two looks. Raises: FormationFailed where the time to begin is over."""
+        now = self._around.monotonic()
         if now > self._begin_by:
             raise FormationFailed(self._too_late)
+        if reports.are_due(now):
+            self._say(waiting_for)
+        self._around.sleep(QUEUE_POLL_SECONDS)
 
     def is_ready_for(self, world: World) -> None:
         """As a newcomer of a world that was prepared: the others may come.

@@ -25,7 +25,7 @@ READY_POLL_SECONDS = 0.00005
 SPARE_POLL_SECONDS = 0.01
 """between two looks of a spare; a part of what a recovery takes that waits for it"""
 REPORT_SECONDS = 10.0
-"""between two lines to the person who waits with us"""
+"""before the first line to the person who waits with us"""
 ASK_SECONDS = 1.0
 """after which a member that was told nothing asks the others"""
 ASK_AGAIN_SECONDS = 0.001
@@ -67,6 +67,20 @@ class Lacking:
     """when it first lacked any, by the monotonic clock"""
     votes: tuple[str, ...]
     """uids, of the last time that it asked"""
+
+
+class ReportTimes:
+    """When the person who waits with us is told what for: first after REPORT_SECONDS, then every `pause` seconds."""
+
+    def __init__(self, began: float, pause: float = REPORT_SECONDS) -> None:
+        self._next, self._pause = began + REPORT_SECONDS, pause
+
+    def are_due(self, now: float) -> bool:
+        """The caller tells it then."""
+        if now <= self._next:
+            return False
+        self._next = now + self._pause
+        return True
 
 
 class Survivors:
@@ -153,7 +167,7 @@ class Survivors:
         lacking: Lacking | None = None
         # Where some did not come and nobody was lost, they may have gone on before this member came.
         is_late = not has_formed and self._watcher.reason is None
-        next_report, next_ask = started + REPORT_SECONDS, started if is_late else started + ASK_SECONDS
+        reports, next_ask = ReportTimes(started), started if is_late else started + ASK_SECONDS
         while True:
             found = agreement.look()
             if isinstance(found, Decided | Fatal):
@@ -185,8 +199,7 @@ class Survivors:
                     f"{names} did not answer for {self._limits.wait_timeout:.0f} s (--wait-timeout), and without them "
                     "this side may not go on"
                 )
-            if now > next_report:
-                next_report = now + REPORT_SECONDS
+            if reports.are_due(now):
                 self._say(f"waiting for {self._describe(world, found)}, {now - started:.0f} s so far")
             is_refused = not found.votes and not found.ranks  # its ballot was too old, and the next one is not
             self._around.sleep(POLL_SECONDS if lacking is None or is_refused else 1.0)
