@@ -16,7 +16,7 @@ agreement and of a join: `proposed` (as who proposes what follows a world, befor
 0, before it invites the newcomers of a world that it has planned), `formed` (the group of that world stands beside the
 present one, and nobody was told). The last two, and the first in a join, are reached beside the training thread.
 Conditions: `rank` and `generation` (at `planned` and `formed` in the world that is planned), `step` (committed steps so
-far), `local_rank`, `host`; a fault strikes once per process.
+far), `local_rank`, `host`; a fault is injected once per process.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def parse(text: str) -> list[InjectedFault]:
 
 
 class FaultSeam:
-    """The faults that are still to strike in this process."""
+    """The faults that are still to be injected in this process."""
 
     def __init__(self, text: str, agent_pid: int | None) -> None:
         self._pending = parse(text)
@@ -73,10 +73,10 @@ class FaultSeam:
         for fault in self._pending:
             if fault.point == point and all(str(here.get(name)) == value for name, value in fault.conditions.items()):
                 self._pending.remove(fault)
-                self._strike(fault)
+                self._inject(fault)
                 return
 
-    def _strike(self, fault: InjectedFault) -> None:
+    def _inject(self, fault: InjectedFault) -> None:
         print(f"elastic_train: fault: {fault.action} at {fault.point} (pid {os.getpid()})", file=sys.stderr, flush=True)
         if fault.action == "error":
             raise RuntimeError(f"fault {fault.action}@{fault.point}")

@@ -159,7 +159,7 @@ def test_a_restart_of_a_drill_loses_no_more_than_what_came_after_the_newest_snap
     lost = "steps: generation 2 begins at step 3, but step 7 had been committed"
     assert lost in audit(run_dir).reasons
     edit_lines(faults, lambda lines: [{**lines[0], "name": "kill-all"}, lines[1]])
-    assert lost in audit(run_dir).reasons, "it had been got over: generation 1 came after it"
+    assert lost in audit(run_dir).reasons, "the job had recovered: generation 1 came after it"
     edit_lines(faults, lambda lines: [{**lines[0], "struck_at": START + 4}, lines[1]])
     assert lost not in audit(run_dir).reasons
     reason = "steps: generation 2 begins at step 3, from snapshot, but the snapshot of step 5 had been saved"

@@ -1,4 +1,4 @@
-"""A fault that cannot strike, or that the job does not get over, leaves nothing behind, and the drill goes on."""
+"""A fault that is not injected, or not recovered from, leaves nothing behind, and the drill goes on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
 from elastic_train.tools.drills.conductor import Conductor, Pending
 from elastic_train.tools.drills.drill import _Ends, _judge
 from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed
-from elastic_train.tools.drills.injection import Fault, Injection, NotStruck
+from elastic_train.tools.drills.injection import Fault, Injection, NotInjected
 from elastic_train.tools.drills.live import Timeline
 from elastic_train.tools.drills.network import NetworkError
 from elastic_train.tools.drills.nodes import TooSlow
@@ -39,7 +39,7 @@ class HalfDone(Fault):
     def choose(self, injection: Injection) -> list[Place]:
         return injection.cluster.places[:1]
 
-    def strike(self, injection: Injection) -> str:
+    def inject(self, injection: Injection) -> str:
         injection.targets[0].affliction = NodeState.FROZEN
         if self.error is not None:
             raise self.error
@@ -80,7 +80,7 @@ def recorded(run_dir: Path) -> FaultRecord:
 @pytest.mark.parametrize(
     "error",
     [
-        NotStruck("it did not stop"),
+        NotInjected("it did not stop"),
         psutil.NoSuchProcess(7),
         psutil.AccessDenied(7),
         NetworkError("tc: no such qdisc"),
@@ -91,15 +91,15 @@ def recorded(run_dir: Path) -> FaultRecord:
 )
 def test_what_was_done_in_part_is_undone(tmp_path: Path, conductor: Conductor, error: Exception) -> None:
     fault = HalfDone(error, undo_error=NetworkError("no such link"))
-    conductor._strike(0, PLANNED, fault)
+    conductor._inject(0, PLANNED, fault)
     assert fault.num_undone == 1
     assert conductor._cluster.places[0].affliction is None
     found = recorded(tmp_path)
     assert (found.struck_at, found.target, found.reason) == (None, "node1", str(error))
 
 
-def struck(conductor: Conductor, fault: Fault) -> Pending:
-    conductor._strike(0, PLANNED, fault)
+def injected(conductor: Conductor, fault: Fault) -> Pending:
+    conductor._inject(0, PLANNED, fault)
     (pending,) = conductor._pending
     return pending
 
@@ -107,7 +107,7 @@ def struck(conductor: Conductor, fault: Fault) -> Pending:
 def test_what_the_job_does_not_get_over_is_undone(tmp_path: Path, conductor: Conductor) -> None:
     """Else a node stays frozen, or without its network, under all that follows, and never ends."""
     fault = HalfDone()
-    pending = struck(conductor, fault)
+    pending = injected(conductor, fault)
     pending.struck_at -= 1000.0
     conductor._follow(pending)
     assert pending.is_closed
@@ -121,7 +121,7 @@ def test_what_the_job_does_not_get_over_is_undone(tmp_path: Path, conductor: Con
 
 def test_what_cannot_be_undone_is_told_and_not_tried_again(tmp_path: Path, conductor: Conductor) -> None:
     fault = HalfDone(undo_error=EtcdCallFailed("no member leads"))
-    pending = struck(conductor, fault)
+    pending = injected(conductor, fault)
     pending.recovered_at = pending.struck_at - 10.0
     conductor._follow(pending)
     conductor._follow(pending)

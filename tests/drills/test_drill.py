@@ -210,5 +210,5 @@ def test_a_task_of_ones_own_that_ends_too_early_fails_the_drill(tmp_path: Path) 
         tmp_path, "--nodes", "2", "--nodes-as", "processes", "--scenario", plan, "--", *flags, timeout=280
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "did not strike: training had ended before its time" in done.stdout
+    assert "was not injected: training had ended before its time" in done.stdout
     assert "FAIL" in done.stdout.splitlines()

@@ -51,7 +51,7 @@ def test_a_second_death_hits_a_re_form_or_comes_too_late(
     injection = Injection(
         cluster, random.Random(1), 5.0, targets=targets, generation=0, members=("node1/0/1", "node2/0/2")
     )
-    assert KillAgain().strike(injection).endswith(f"ms after the first, {hit}")
+    assert KillAgain().inject(injection).endswith(f"ms after the first, {hit}")
 
 
 def cluster_of(*inside: Place, num_nodes: int = 3, backend: str = "c10d") -> Mock:
@@ -78,5 +78,5 @@ def test_under_c10d_of_two_nodes_the_one_that_may_go_on_alone_stays(
 def test_after_everything_was_killed_the_first_node_begins() -> None:
     cluster = cluster_of(Place(1), Place(2))
     injection = Injection(cluster, random.Random(1), 5.0, targets=cluster.inside)
-    assert KillAll().strike(injection) == "2 killed and started again"
+    assert KillAll().inject(injection) == "2 killed and started again"
     assert [place.index for place in cluster.started] == [0, 1], "as many as there were"

@@ -19,7 +19,7 @@ from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, Record
 from elastic_train.tools.drills import network_faults
 from elastic_train.tools.drills.backends import C10d
 from elastic_train.tools.drills.cluster import Cluster, Place
-from elastic_train.tools.drills.injection import Fault, Injection, NotStruck
+from elastic_train.tools.drills.injection import Fault, Injection, NotInjected
 from elastic_train.tools.drills.network import HUB_ADDRESS, NAMESPACES, Network
 from elastic_train.tools.drills.network_faults import PacketLoss, SlowLink
 from elastic_train.tools.drills.nodes import (
@@ -224,7 +224,7 @@ def test_what_a_machine_cannot_do_to_a_network_is_said() -> None:
 @pytest.mark.parametrize(
     ("kind", "what"), [(PacketLoss, "no packet was dropped"), (SlowLink, "no packet was held back")]
 )
-def test_harm_to_a_network_that_meets_with_no_packet_did_not_strike(
+def test_a_fault_of_a_network_that_meets_with_no_packet_was_not_injected(
     kind: type[Fault], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if (missing := kind.why_not()) is not None:
@@ -234,8 +234,8 @@ def test_harm_to_a_network_that_meets_with_no_packet_did_not_strike(
     sender = receiver = None
     try:
         injection = Injection(Mock(network=network), random.Random(1), 5.0, targets=[Place(0)])
-        with pytest.raises(NotStruck, match=what):
-            kind().strike(injection)
+        with pytest.raises(NotInjected, match=what):
+            kind().inject(injection)
         network.heal(0)
         # Datagrams in both directions: what the one fault takes comes in, what the other slows down goes out.
         send = "import socket, sys, time; s = socket.socket(type=socket.SOCK_DGRAM)\nwhile True:"
@@ -244,7 +244,7 @@ def test_harm_to_a_network_that_meets_with_no_packet_did_not_strike(
         monkeypatch.setattr(network_faults, "EFFECT_SECONDS", 20.0)
         sender = subprocess.Popen(["ip", "netns", "exec", network._name(0), *python, network.address(1)])
         receiver = subprocess.Popen(["ip", "netns", "exec", network._name(1), *python, network.address(0)])
-        assert "the first packet" in kind().strike(injection)
+        assert "the first packet" in kind().inject(injection)
     finally:
         for process in filter(None, (sender, receiver)):
             process.kill()

@@ -13,7 +13,7 @@ from tests.drills.small_run import LAST_STEP, MEMBERS, START, Line, add_monotoni
 
 
 def test_after_a_restart_from_a_snapshot_the_step_is_its(tmp_path: Path) -> None:
-    """Else a fault would count as got over only beyond the step that was reached before."""
+    """Else a job would count as recovered only beyond the step that was reached before."""
     write_small_run(tmp_path)
     add_monotonic(tmp_path)
     watch = RunWatch(tmp_path)

@@ -18,8 +18,8 @@ from elastic_train.tools.audit.remains_checks import check_leftovers, check_snap
 
 CHECKS: tuple[tuple[str, str, Callable[[History], Found]], ...] = (
     ("end", "the job reached its end", check_end),
-    ("faults", "every fault really struck", check_faults),
-    ("losses", "nobody was lost whom no fault had struck", check_losses),
+    ("faults", "every fault was really injected", check_faults),
+    ("losses", "nobody was lost into whose node no fault was injected", check_losses),
     ("ledger", "every sample exactly once per epoch", check_ledger),
     ("steps", "committed steps never decrease", check_steps),
     ("generations", "one membership per generation, in a chain", check_generations),

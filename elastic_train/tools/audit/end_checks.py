@@ -28,7 +28,7 @@ def check_end(history: History) -> Found:
     """The job reached its end: result.json is there, and whoever was in the last world says `finished`."""
     findings = []
     if history.drill is not None and history.drill.is_interrupted:
-        findings.append("the drill was interrupted, so that its job was ended and the faults to come did not strike")
+        findings.append("the drill was interrupted, so that its job was ended and the faults to come were not injected")
     if not history.is_finished:
         return f"step {history.last_step}", [*findings, _why_not_finished(history)]
     if history.result is None:

@@ -1,4 +1,4 @@
-"""Checks of what was done to a run, and of how it got over that."""
+"""Checks of what was done to a run, and of how it recovered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESTART_LIMIT_SECONDS = 600.0
 
 
 def check_incidents(history: History) -> Found:
-    """Every incident was got over within its limit, and cost no committed step that did not have to be lost."""
+    """The job recovered from every incident within its limit, and lost no committed step without need."""
     result = history.result or {}
     incidents = [entry for entry in result.get("incidents") or [] if isinstance(entry, dict)]
     faults = [fault for fault in history.drill.faults if fault.struck_at is not None] if history.drill else []
@@ -47,7 +47,7 @@ def check_incidents(history: History) -> Found:
             continue
         if fault.recovered_seconds is None:
             findings.append(
-                f"fault {fault.number} ({fault.name} of {fault.target}): {fault.reason or 'never got over'}"
+                f"fault {fault.number} ({fault.name} of {fault.target}): {fault.reason or 'no recovery from it'}"
             )
         elif fault.recovered_seconds > fault.limit_seconds:
             findings.append(
@@ -86,14 +86,14 @@ def _limits(history: History) -> dict[str, float]:
 
 
 def check_faults(history: History) -> Found:
-    """Every fault of the drill really struck."""
+    """Every fault of the drill was really injected."""
     if history.drill is None:
         raise Skip("not a drill")
     faults = history.drill.faults
     planned = int(history.drill.settings.get("num_faults", len(faults)))
     findings = [f"{name} is missing or torn" for name in history.drill.missing]
     findings += [
-        f"fault {fault.number} ({fault.name}) did not strike: {fault.reason}"
+        f"fault {fault.number} ({fault.name}) was not injected: {fault.reason}"
         for fault in faults
         if fault.struck_at is None and fault.name != UNKNOWN
     ]
@@ -104,5 +104,5 @@ def check_faults(history: History) -> Found:
     ]
     if len(faults) < planned:
         findings.append(f"only {len(faults)} of {planned} faults were tried")
-    struck = Counter(fault.name for fault in faults if fault.struck_at is not None)
-    return ", ".join(f"{name} {n}" if n > 1 else name for name, n in sorted(struck.items())) or "none", findings
+    injected = Counter(fault.name for fault in faults if fault.struck_at is not None)
+    return ", ".join(f"{name} {n}" if n > 1 else name for name, n in sorted(injected.items())) or "none", findings

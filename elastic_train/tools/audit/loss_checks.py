@@ -16,7 +16,7 @@ STANDSTILL_SECONDS = 1.0
 
 
 def check_losses(history: History) -> Found:
-    """Whoever was lost, left or failed belongs to a node that a fault had struck; others were not even held up."""
+    """Whoever was lost, left or failed belongs to a node with a fault injected; others were not even held up."""
     if history.drill is None:
         raise Skip("not a drill")
     drill = history.drill
@@ -24,8 +24,8 @@ def check_losses(history: History) -> Found:
     gone = sorted(set(_gone(history)), key=lambda found: found[1])
     for member, time, what in gone:
         node = drill.node_of.get(member)
-        if node is None or not _is_struck(drill, node, time):
-            findings.append(f"{member} of {node or 'no node that was seen'} {what}, and no fault had struck it")
+        if node is None or not _had_fault(drill, node, time):
+            findings.append(f"{member} of {node or 'no node that was seen'} {what}, and no fault was injected there")
     findings += _ended_unasked(history, drill, [(drill.node_of.get(member), time) for member, time, _ in gone])
     times = sorted(step.time for step in history.steps)
     step_seconds = max(lost_time(history).step_seconds.values(), default=0.0)
@@ -61,12 +61,12 @@ def _ended_unasked(history: History, drill: DrillRecord, gone: list[tuple[str | 
             continue
         node, time = line["node"], float(line["time"])
         is_known = any(found == node and _started(drill, node, time) <= at <= time for found, at in gone)
-        if not is_known and (line.get("code") != 0 or time < last_step_at) and not _is_struck(drill, node, time):
-            yield f"{node} ended with code {line.get('code')}, and no fault had struck it"
+        if not is_known and (line.get("code") != 0 or time < last_step_at) and not _had_fault(drill, node, time):
+            yield f"{node} ended with code {line.get('code')}, and no fault was injected there"
 
 
-def _is_struck(drill: DrillRecord, node: str, time: float) -> bool:
-    """Whether a fault had struck a node since its start, and not so long ago that it explains nothing."""
+def _had_fault(drill: DrillRecord, node: str, time: float) -> bool:
+    """Whether a fault was injected into a node since its start, and not so long ago that it explains nothing."""
     started = _started(drill, node, time)
     return any(node in fault.may_take and _is_due_to(fault, started, time) for fault in drill.faults)
 
@@ -85,7 +85,7 @@ def _is_due_to(fault: FaultRecord, started: float, time: float) -> bool:
 
 def _standstill(times: Sequence[float], limit: float, fault: FaultRecord, faults: Sequence[FaultRecord]) -> str | None:
     """How long the steps, whose `times` these are, stood still around a fault that is to pass unnoticed; None where
-    they did not. What comes after the strike of the next fault is of that one."""
+    they did not. What comes after the next fault is of that one."""
     if fault.struck_at is None or fault.undone_at is None or fault.may_take:
         return None
     later = [other.struck_at for other in faults if other.struck_at is not None and other.struck_at > fault.struck_at]

@@ -3,7 +3,7 @@
     drill.json       the settings: seed, backend, nodes, schedule, flags; the paces of the bundled job, when it was let
                      run free
     nodes.jsonl      one line per start, stop and sight of a worker of a node
-    faults.jsonl     one line when a fault strikes, when it is undone, and when the job has got over it
+    faults.jsonl     one line when a fault is injected, when it is undone, and when the job has recovered
     reference.json   what the same job came to undisturbed
     leftovers.json   what was still there when every node had ended
     node1-1.log ...  what each start of each node said
@@ -90,21 +90,21 @@ class FaultRecord:
     name: str
     target: str
     struck_at: float | None
-    """Unix seconds; None if it never struck"""
+    """Unix seconds; None if it never was"""
     step: int
-    """committed steps when it struck"""
+    """committed steps by then"""
     evidence: str
     """how it was seen that it really fired"""
     limit_seconds: float
     recovered_seconds: float | None
-    """from the strike to the next committed step that the fault stood in the way of; None if there was none"""
+    """from the injection to the next committed step that the fault stood in the way of; None if there was none"""
     undone_at: float | None
     reason: str | None
-    """why it did not strike, or why it was not got over"""
+    """why it was not injected, or why the job did not recover"""
     may_take: tuple[str, ...] = ()
     """the nodes that the job may lose by it"""
     is_withdrawn: bool = False
-    """whether what was to come was taken away before its limit: there was nothing to get over"""
+    """whether what was to come was taken away before its limit: there was nothing to recover from"""
 
     @property
     def loses_steps(self) -> bool:

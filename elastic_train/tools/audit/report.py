@@ -171,7 +171,7 @@ def _marks(history: History, zero: float) -> list[Mark]:
 
 
 def _standstills(history: History, outages: Sequence[Outage]) -> dict[int, float]:
-    """Number of a fault -> seconds of the longest outage until the job had got over it."""
+    """Number of a fault -> seconds of the longest outage until the job had recovered."""
     found = {}
     for fault in history.drill.faults if history.drill else ():
         if fault.struck_at is None or fault.recovered_seconds is None:

@@ -77,7 +77,7 @@ class RecoveryCase:
         return f"{'the host of the endpoint' if self.of_endpoint else 'one node'} killed"
 
     def victims(self, cluster: Cluster) -> list[Place]:
-        """The nodes of which one is struck."""
+        """The nodes into one of which the fault is injected."""
         if self.of_endpoint:
             return wait_until(lambda: cluster.hosting, "host", SETTLE_SECONDS)  # type: ignore[no-any-return]
         if self.silent_for is not None:

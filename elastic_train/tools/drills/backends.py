@@ -46,7 +46,7 @@ class C10d:
 
     name = "c10d"
     members = None
-    """of an etcd cluster that faults may strike"""
+    """of an etcd cluster that faults are for"""
 
     def __init__(self, network: Network | None) -> None:
         self._network = network

@@ -6,7 +6,7 @@ import subprocess
 import time
 
 from elastic_train.tools.drills.faketime import REREAD_SECONDS, NodeClocks
-from elastic_train.tools.drills.injection import Disturbance, Injection, NotStruck
+from elastic_train.tools.drills.injection import Disturbance, Injection, NotInjected
 
 OFFSET_SECONDS = 3600
 """a time zone, or daylight saving, that somebody took for the time"""
@@ -22,21 +22,21 @@ class SetClock(Disturbance):
     def why_not(cls) -> str | None:
         return NodeClocks.why_not()
 
-    def strike(self, injection: Injection) -> str:
+    def inject(self, injection: Injection) -> str:
         place, clocks = injection.place, injection.cluster.clocks
         assert clocks is not None
         assert place.node is not None
         processes = [*filter(None, [place.node.agent()]), *place.node.workers()]
         if honest := [process.pid for process in processes if not clocks.is_mapped(process.pid)]:
-            raise NotStruck(f"libfaketime is not in process {honest[0]}")
+            raise NotInjected(f"libfaketime is not in process {honest[0]}")
         offset = injection.rng.choice((OFFSET_SECONDS, -OFFSET_SECONDS))
         clocks.set(place.index, offset)
         try:
             seen = clocks.offset(place.index)
         except subprocess.SubprocessError as error:
-            raise NotStruck(f"its clock cannot be read: {error}") from error
+            raise NotInjected(f"its clock cannot be read: {error}") from error
         if abs(seen - offset) > 1:
-            raise NotStruck(f"its clock was set {offset:+d} s off, and is {seen:+.0f} s off")
+            raise NotInjected(f"its clock was set {offset:+d} s off, and is {seen:+.0f} s off")
         return f"the clock is {seen:+.0f} s off in all {len(processes)} processes"
 
     def undo(self, injection: Injection) -> None:

@@ -13,7 +13,7 @@ from elastic_train.tools.audit.record import Record
 from elastic_train.tools.drills.catalogue import FAULTS
 from elastic_train.tools.drills.cluster import Cluster
 from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed
-from elastic_train.tools.drills.injection import Fault, Injection, NotStruck
+from elastic_train.tools.drills.injection import Fault, Injection, NotInjected
 from elastic_train.tools.drills.live import Timeline
 from elastic_train.tools.drills.network import NetworkError
 from elastic_train.tools.drills.nodes import TooSlow
@@ -28,7 +28,7 @@ SLOW_STEPS_PER_SECOND = 2.0
 """of the bundled job at most, when it has nearly reached its end and faults are late"""
 SLOW_FROM = 0.9
 """share of the steps from which on it waits for the faults"""
-TROUBLE = (NotStruck, NetworkError, EtcdCallFailed, TooSlow, psutil.Error)
+TROUBLE = (NotInjected, NetworkError, EtcdCallFailed, TooSlow, psutil.Error)
 """what a fault may meet with on a machine, and no reason to end the drill"""
 
 
@@ -38,7 +38,7 @@ class DrillFailed(ElasticTrainError):
 
 @dataclass
 class Pending:
-    """A fault that has struck and is watched."""
+    """A fault that was injected and is watched."""
 
     number: int
     planned: Planned
@@ -129,7 +129,7 @@ class Conductor:
         self._due_since = self._due_since or now
         missing = "an earlier fault is not over" if self._open else fault.not_yet(self._cluster)
         if missing is None:
-            self._strike(number, planned, fault)
+            self._inject(number, planned, fault)
         elif now - self._due_since > PRECONDITION_LIMIT_SECONDS + fault.limit_seconds(self._injection(number)):
             self._skip(number, planned, f"in {now - self._due_since:.0f} s it found no moment: {missing}")
         else:
@@ -152,11 +152,11 @@ class Conductor:
         settings = self._settings
         return Injection(self._cluster, rng, settings.peer_timeout, standstill=settings.job.standstill)
 
-    def _strike(self, number: int, planned: Planned, fault: Fault) -> None:
+    def _inject(self, number: int, planned: Planned, fault: Fault) -> None:
         cluster, injection = self._cluster, self._injection(number)
         try:
             injection.targets = fault.choose(injection)
-        except NotStruck as error:
+        except NotInjected as error:
             self._skip(number, planned, str(error))
             return
         injection.generation = cluster.watch.generation
@@ -166,7 +166,7 @@ class Conductor:
         self._timeline.say(f"{fault.name}: {injection.target}{at_rank}, step {cluster.watch.step}")
         struck_at, step = time.time(), cluster.watch.step
         try:
-            evidence = fault.strike(injection)
+            evidence = fault.inject(injection)
         except TROUBLE as error:
             self._skip(number, planned, str(error), injection.target)
             self._try_undo(fault, injection)  # it may have been done in part
@@ -176,7 +176,7 @@ class Conductor:
         self._await(Pending(number, planned, fault, injection, struck_at), step, evidence)
 
     def _await(self, pending: Pending, step: int, evidence: str) -> None:
-        """Write down that a fault has struck, at a step and with what shows it; whether it is over is seen later."""
+        """Write down that a fault was injected, at a step and with what shows it; whether it is over is seen later."""
         fault, injection = pending.fault, pending.injection
         self._record.fault(
             "struck",
@@ -192,7 +192,7 @@ class Conductor:
         self._pending.append(pending)
 
     def _skip(self, number: int, planned: Planned, reason: str, target: str = "") -> None:
-        self._timeline.say(f"{planned.fault} did not strike: {reason}")
+        self._timeline.say(f"{planned.fault} was not injected: {reason}")
         self._record.fault("skipped", number, name=planned.fault, target=target, reason=reason)
 
     def _follow(self, pending: Pending) -> None:
@@ -235,7 +235,7 @@ class Conductor:
         return True
 
     def _fail(self, pending: Pending, reason: str) -> None:
-        """The job did not get over it; nor is it to get into the way of what comes next."""
+        """The job did not recover from it; nor is it to get into the way of what comes next."""
         self._timeline.say(f"{pending.fault.name}: {reason}")
         self._record.fault("recovered", pending.number, seconds=None, reason=reason)
         if pending.fault.undo_after is not None and not pending.is_undone:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from elastic_train.tools.drills.cluster import Cluster, Place
 from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed, EtcdCluster
-from elastic_train.tools.drills.injection import Disturbance, Injection, NotStruck
+from elastic_train.tools.drills.injection import Disturbance, Injection, NotInjected
 
 
 class EtcdSignalFault(Disturbance):
@@ -26,17 +26,17 @@ class EtcdSignalFault(Disturbance):
         try:
             self._member = members.leader() if self.to == "etcd leader" else injection.rng.choice(members.members)
         except EtcdCallFailed as error:
-            raise NotStruck(str(error)) from error
+            raise NotInjected(str(error)) from error
         injection.detail = f"etcd member {self._member.name}"
         return []
 
-    def strike(self, injection: Injection) -> str:
+    def inject(self, injection: Injection) -> str:
         if self.signum == signal.SIGKILL:
             self._member.kill()
         else:
             self._member.signal(self.signum)
         if _members(injection).is_healthy(self._member):
-            raise NotStruck("it still answers")
+            raise NotInjected("it still answers")
         return "it does not answer"
 
     def undo(self, injection: Injection) -> None:

@@ -18,7 +18,7 @@ from elastic_train.tools.drills.injection import (
     Disturbance,
     Fault,
     Injection,
-    NotStruck,
+    NotInjected,
     agent_of,
     choose_worker,
     has_stepped_anew,
@@ -52,7 +52,7 @@ class SignalFault(Fault):
     def choose(self, injection: Injection) -> list[Place]:
         return super().choose(injection) if self.holder is None else HOLDERS[self.holder](injection.cluster)
 
-    def strike(self, injection: Injection) -> str:
+    def inject(self, injection: Injection) -> str:
         if self.to == "node":
             injection.cluster.kill(injection.targets)
             return "all of its processes are gone"
@@ -75,7 +75,7 @@ class SignalRow:
     signum: signal.Signals = signal.SIGKILL
     size: int = -1
     holder: str | None = None
-    """a key of HOLDERS: strikes that node and no other"""
+    """a key of HOLDERS: it is for that node and no other"""
     backend: str | None = None
     acts: type[Fault] = SignalFault
     """what does it; reads the other fields as class attributes"""
@@ -89,7 +89,7 @@ class KillAgain(Fault):
     says = "a node, and another within a fifth of a second, while the others re-form"
     size = -2
 
-    def strike(self, injection: Injection) -> str:
+    def inject(self, injection: Injection) -> str:
         first, second = injection.targets
         pause = injection.rng.uniform(0.0, 0.2)
         started = time.monotonic()
@@ -97,8 +97,8 @@ class KillAgain(Fault):
         time.sleep(max(0.0, started + pause - time.monotonic()))
         seconds, is_late = time.monotonic() - started, self._has_stepped(injection)
         injection.cluster.kill([second])
-        hit = "after their next step" if is_late or self._has_stepped(injection) else "while the others re-formed"
-        return f"the second died {seconds * 1000:.0f} ms after the first, {hit}"
+        when = "after their next step" if is_late or self._has_stepped(injection) else "while the others re-formed"
+        return f"the second died {seconds * 1000:.0f} ms after the first, {when}"
 
     def _has_stepped(self, injection: Injection) -> bool:
         """Whether a step was committed without the first, and with the second."""
@@ -112,14 +112,14 @@ class KillAgain(Fault):
 class Freeze(Fault):
     """SIGSTOP to a node's workers, and SIGCONT."""
 
-    def strike(self, injection: Injection) -> str:
+    def inject(self, injection: Injection) -> str:
         workers = some_workers(injection.place)
         for worker in workers:
             worker.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 5.0
         while any(worker.status() != psutil.STATUS_STOPPED for worker in workers):
             if time.monotonic() > deadline:
-                raise NotStruck("it did not stop")
+                raise NotInjected("it did not stop")
             time.sleep(0.005)
         injection.place.affliction = NodeState.FROZEN
         return f"{len(workers)} stopped"
@@ -146,14 +146,14 @@ class Slow(Disturbance):
     name = "slow"
     says = "a node's workers run at nice 19, all on one processor, for three seconds"
 
-    def strike(self, injection: Injection) -> str:
+    def inject(self, injection: Injection) -> str:
         workers = workers_of(injection.place)
         for worker in workers:
             worker.nice(19)
             worker.cpu_affinity(psutil.Process().cpu_affinity()[:1])
         found = sorted({(worker.nice(), *worker.cpu_affinity()) for worker in workers})
         if len(found) != 1 or found[0][0] != 19 or len(found[0]) != 2:
-            raise NotStruck(f"nice value and processors are {found}")
+            raise NotInjected(f"nice value and processors are {found}")
         return f"{len(workers)} at nice {found[0][0]}, on processor {found[0][1]}"
 
     def undo(self, injection: Injection) -> None:
@@ -180,7 +180,7 @@ class Join(Fault):
     def choose(self, injection: Injection) -> list[Place]:
         return [injection.rng.choice(injection.cluster.vacant)]
 
-    def strike(self, injection: Injection) -> str:
+    def inject(self, injection: Injection) -> str:
         injection.cluster.start(injection.place)
         return "started"
 
@@ -203,7 +203,7 @@ class KillAll(Fault):
     def choose(self, injection: Injection) -> list[Place]:
         return list(injection.cluster.inside)
 
-    def strike(self, injection: Injection) -> str:
+    def inject(self, injection: Injection) -> str:
         cluster = injection.cluster
         injection.detail = "all nodes"
         cluster.kill(cluster.running)
@@ -231,7 +231,7 @@ class Damage(KillAll):
             return "there are not two snapshots yet"
         return super().not_yet(cluster)
 
-    def strike(self, injection: Injection) -> str:
+    def inject(self, injection: Injection) -> str:
         cluster = injection.cluster
         cluster.kill(cluster.running)
         newest = cluster.run_dir / "snapshots" / snapshots_of(cluster)[0].name

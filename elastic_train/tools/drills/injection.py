@@ -1,7 +1,7 @@
-"""What every fault of a drill is: it says when it may strike, strikes, knows when it is over, and is undone.
+"""What every fault of a drill is: it says when it may be injected, does it, knows when it is over, and is undone.
 
-A fault strikes once (`strike`, which returns what shows that it really did). It says what it waits for (`not_yet`) and
-when the job has got over it (`is_over`). What has to be put right again, it puts right in `undo`.
+A fault is injected once (`inject`, which returns what shows that it really was). It says what it waits for (`not_yet`)
+and when the job has recovered from it (`is_over`). What has to be put right again, it puts right in `undo`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RECOVERY_LIMIT_SECONDS = 30.0
 """from a death to the next committed step; measured in tenths, but machines are loaded"""
 
 
-class NotStruck(Exception):
+class NotInjected(Exception):
     """A fault found that it could not do what it is for; the message says why."""
 
 
@@ -40,13 +40,13 @@ class Injection:
     """seconds that the job may be without a step by itself"""
     targets: list[Place] = field(default_factory=list)
     generation: int = -1
-    """of the world that it struck"""
+    """of the world that it met"""
     members: tuple[str, ...] = ()
-    """of the targets when it struck"""
+    """of the targets before it"""
     undone_at_step: int | None = None
     """committed steps when it was undone; None before"""
     detail: str = ""
-    """of what was struck, where it is not the targets"""
+    """what it was done to, where that is not the targets"""
 
     @property
     def place(self) -> Place:
@@ -79,7 +79,7 @@ class Fault:
     backend: ClassVar[str | None] = None
     """the only one that it goes with; None: any"""
     undo_after: ClassVar[float | None] = None
-    """seconds from the recovery, or for a fault without one from the strike, to `undo`; None: nothing to undo"""
+    """seconds from the recovery, or for a fault without one from its injection, to `undo`; None: nothing to undo"""
     snapshots: ClassVar[int] = 0
     """that are written while it lasts"""
 
@@ -97,11 +97,11 @@ class Fault:
         return max(1 - cls.size, 2 if cls.needs_company else 1)
 
     def limit_seconds(self, injection: Injection) -> float:
-        """From the strike to the next step, at most."""
+        """From the injection to the next step, at most."""
         return RECOVERY_LIMIT_SECONDS + injection.standstill
 
     def not_yet(self, cluster: Cluster) -> str | None:
-        """What it waits for; None when it may strike."""
+        """What it waits for; None when it may be injected."""
         if not cluster.is_settled:
             return "the world is not settled"
         if len(cluster.inside) < self.least_nodes():
@@ -109,11 +109,11 @@ class Fault:
         return None
 
     def choose(self, injection: Injection) -> list[Place]:
-        """Whom it strikes. Raises NotStruck."""
+        """The nodes that it is for. Raises NotInjected."""
         return injection.rng.sample(injection.cluster.inside, max(1, -self.size))
 
-    def strike(self, injection: Injection) -> str:
-        """Do it; returns what shows that it happened. Raises NotStruck."""
+    def inject(self, injection: Injection) -> str:
+        """Do it; returns what shows that it happened. Raises NotInjected."""
         raise NotImplementedError
 
     def may_take(self, injection: Injection) -> list[Place]:
@@ -162,7 +162,7 @@ class Absence(Silence):
 
 
 class Disturbance(Fault):
-    """Something that passes: the job goes on with everybody, or has got over it, when it is undone."""
+    """Something that passes: the job goes on with everybody, or has recovered, when it is undone."""
 
     size = 0
     undo_after = 3.0
@@ -191,22 +191,22 @@ def workers_of(place: Place) -> list[psutil.Process]:
 
 
 def some_workers(place: Place) -> list[psutil.Process]:
-    """Raises: NotStruck where none is left."""
+    """Raises: NotInjected where none is left."""
     if not (workers := workers_of(place)):
-        raise NotStruck("it had no worker any more")
+        raise NotInjected("it had no worker any more")
     return workers
 
 
 def choose_worker(injection: Injection) -> psutil.Process:
-    """One of the target's. Raises: NotStruck where none is left."""
+    """One of the target's. Raises: NotInjected where none is left."""
     return injection.rng.choice(some_workers(injection.place))
 
 
 def agent_of(injection: Injection) -> psutil.Process:
-    """The target's. Raises: NotStruck where it has ended."""
+    """The target's. Raises: NotInjected where it has ended."""
     agent = injection.place.node.agent() if injection.place.node is not None else None
     if agent is None:
-        raise NotStruck("its agent had ended")
+        raise NotInjected("its agent had ended")
     return agent
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from elastic_train.tools.drills.cluster import NodeState, Place
-from elastic_train.tools.drills.injection import Absence, Disturbance, Injection, NotStruck, Silence
+from elastic_train.tools.drills.injection import Absence, Disturbance, Injection, NotInjected, Silence
 from elastic_train.tools.drills.network import Network
 
 LOST_SHARE = 0.2
@@ -23,11 +23,11 @@ class Partition(Absence):
     def cut(self, injection: Injection) -> None:
         injection.network.pull_cable(injection.place.index)
 
-    def strike(self, injection: Injection) -> str:
+    def inject(self, injection: Injection) -> str:
         self.cut(injection)
         injection.place.affliction = NodeState.CUT_OFF
         if injection.network.can_reach(injection.place.index, seconds=0.3):
-            raise NotStruck("it still reaches the others")
+            raise NotInjected("it still reaches the others")
         return "it does not reach the bridge"
 
     def undo(self, injection: Injection) -> None:
@@ -48,7 +48,7 @@ class PowerLoss(Silence):
     says = "a node's port goes down, then all of its processes: silence, no FIN and no RST"
     needs_network = True
 
-    def strike(self, injection: Injection) -> str:
+    def inject(self, injection: Injection) -> str:
         injection.network.pull_cable(injection.place.index)
         injection.cluster.kill(injection.targets)  # it comes back with its cable when it joins
         return "port down, processes gone"
@@ -63,7 +63,7 @@ class PacketLoss(Disturbance):
     def why_not(cls) -> str | None:
         return Network.why_no(lambda network: network.drop_some(0, LOST_SHARE))
 
-    def strike(self, injection: Injection) -> str:
+    def inject(self, injection: Injection) -> str:
         network, index = injection.network, injection.place.index
         network.drop_some(index, LOST_SHARE)
         seconds = _seconds_until(lambda: network.num_dropped(index) > 0, "no packet was dropped")
@@ -86,7 +86,7 @@ class SlowLink(PacketLoss):
     def why_not(cls) -> str | None:
         return Network.why_no(lambda network: network.slow_down(0, SLOW_RATE))
 
-    def strike(self, injection: Injection) -> str:
+    def inject(self, injection: Injection) -> str:
         network, index = injection.network, injection.place.index
         network.slow_down(index, SLOW_RATE)
         seconds = _seconds_until(lambda: network.num_held_back(index) > 0, "no packet was held back")
@@ -94,10 +94,10 @@ class SlowLink(PacketLoss):
 
 
 def _seconds_until(has_effect: Callable[[], bool], otherwise: str) -> float:
-    """How long it took. Raises: NotStruck where what was done meets with no packet."""
+    """How long it took. Raises: NotInjected where what was done meets with no packet."""
     started = time.monotonic()
     while not has_effect():
         if time.monotonic() - started > EFFECT_SECONDS:
-            raise NotStruck(f"{otherwise} in {EFFECT_SECONDS:.0f} s")
+            raise NotInjected(f"{otherwise} in {EFFECT_SECONDS:.0f} s")
         time.sleep(0.02)
     return time.monotonic() - started

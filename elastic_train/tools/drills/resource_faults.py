@@ -15,7 +15,7 @@ from elastic_train.tools.drills.injection import (
     Disturbance,
     Fault,
     Injection,
-    NotStruck,
+    NotInjected,
     choose_worker,
     snapshots_of,
     some_workers,
@@ -38,10 +38,10 @@ class OutOfMemory(Fault):
     def why_not(cls) -> str | None:
         return None if memory_cgroups() else "no memory cgroup can be made here"
 
-    def strike(self, injection: Injection) -> str:
+    def inject(self, injection: Injection) -> str:
         worker, root = choose_worker(injection), memory_cgroups()
         if root is None:
-            raise NotStruck("no memory cgroup can be made here")
+            raise NotInjected("no memory cgroup can be made here")
         is_unified = root == CGROUPS
         home = _cgroup_of(worker.pid, root, is_unified)
         group = root / f"elastic-train-drill-{os.getpid()}-{next(self._numbers)}"
@@ -53,14 +53,14 @@ class OutOfMemory(Fault):
             wait_gone(worker)
             counts = (group / ("memory.events" if is_unified else "memory.oom_control")).read_text()
         except OSError as error:
-            raise NotStruck(f"worker {worker.pid} cannot be put into {group}: {error.strerror}") from error
+            raise NotInjected(f"worker {worker.pid} cannot be put into {group}: {error.strerror}") from error
         finally:
             if is_running(worker):
                 with suppress(OSError):  # it may end at last; what stays is told by the removal
                     (home / "cgroup.procs").write_text(str(worker.pid))
             _remove(group)
         if int(dict(line.split() for line in counts.splitlines())["oom_kill"]) == 0:
-            raise NotStruck(f"worker {worker.pid} ended, but not by the OOM killer: {counts.split()}")
+            raise NotInjected(f"worker {worker.pid} ended, but not by the OOM killer: {counts.split()}")
         return f"worker {worker.pid} was killed by the kernel for want of memory"
 
 
@@ -83,7 +83,7 @@ def _cgroup_of(pid: int, root: Path, is_unified: bool) -> Path:
 
 
 def _remove(group: Path) -> None:
-    """Blocks until the last thread in it has gone. Raises: NotStruck after 5 s."""
+    """Blocks until the last thread in it has gone. Raises: NotInjected after 5 s."""
     deadline = time.monotonic() + 5.0
     while True:
         try:
@@ -91,7 +91,7 @@ def _remove(group: Path) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise NotStruck(f"{group} is left behind: {error.strerror}") from error
+                raise NotInjected(f"{group} is left behind: {error.strerror}") from error
         time.sleep(0.02)
 
 
@@ -119,7 +119,7 @@ class DiskFull(Disturbance):
     def choose(self, injection: Injection) -> list[Place]:
         return with_rank_zero(injection.cluster)
 
-    def strike(self, injection: Injection) -> str:
+    def inject(self, injection: Injection) -> str:
         snapshots = injection.cluster.run_dir / "snapshots"
         snapshots.mkdir(exist_ok=True)
         since = time.time()
@@ -127,9 +127,9 @@ class DiskFull(Disturbance):
         deadline = time.monotonic() + SNAPSHOT_SECONDS
         while (warning := self._warning(injection, since)) is None:
             if time.monotonic() > deadline:
-                raise NotStruck(f"no snapshot was due in {SNAPSHOT_SECONDS:.0f} s")
+                raise NotInjected(f"no snapshot was due in {SNAPSHOT_SECONDS:.0f} s")
             if not injection.place.is_running:
-                raise NotStruck("its node ended first")
+                raise NotInjected("its node ended first")
             time.sleep(0.05)
             injection.cluster.poll()
         return warning
@@ -146,7 +146,7 @@ class DiskFull(Disturbance):
         )
 
     def undo(self, injection: Injection) -> None:
-        with suppress(NotStruck):  # its node may be gone; `is_cleared` sees whether there is room
+        with suppress(NotInjected):  # its node may be gone; `is_cleared` sees whether there is room
             _in_mounts_of(injection.place, "umount", "--lazy", str(injection.cluster.run_dir / "snapshots"))
 
     def is_cleared(self, injection: Injection) -> bool:
@@ -156,10 +156,10 @@ class DiskFull(Disturbance):
 
 
 def _in_mounts_of(place: Place, *command: str) -> None:
-    """Raises: NotStruck with what the command said."""
+    """Raises: NotInjected with what the command said."""
     worker = some_workers(place)[0]
     # The pids go with its /proc, which `umount` reads.
     prefix = ["nsenter", "--mount", "--pid", f"--target={worker.pid}"]
     done = subprocess.run([*prefix, *command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise NotStruck(f"{' '.join(command)}: {done.stderr.strip()}")
+        raise NotInjected(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -87,7 +87,7 @@ def random_plan(
         least: how many nodes there must be for each.
 
     Raises:
-        UsageError: no fault of these can ever strike a job of so many nodes.
+        UsageError: none of these faults can be injected into a job of so many nodes.
     """
     rng = random.Random(seed)
     present, plan = num_nodes, []

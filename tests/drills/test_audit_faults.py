@@ -1,4 +1,4 @@
-"""Audits of what was done to a run, of how it got over that, and in what time."""
+"""Audits of what was done to a run, of how it recovered, and in what time."""
 
 from __future__ import annotations
 
@@ -117,22 +117,22 @@ def test_only_who_kills_everything_may_lose_committed_steps(run_dir: Path) -> No
     assert "restart: 2 committed steps lost" in only_failure(run_dir, "incidents"), "once was because of it"
 
 
-def test_a_fault_that_did_not_strike(run_dir: Path) -> None:
+def test_a_fault_that_was_not_injected(run_dir: Path) -> None:
     skipped = {"what": "skipped", "number": 0, "time": START, "name": "hang", "reason": "training had ended"}
     mark_as_drill(run_dir, [skipped])
     found = audit(run_dir)
-    assert "faults: fault 0 (hang) did not strike: training had ended" in found.reasons
+    assert "faults: fault 0 (hang) was not injected: training had ended" in found.reasons
     assert verdicts(found)["losses"] is CheckOutcome.FAIL, "then somebody was lost without it"
 
 
-def test_a_worker_that_failed_although_no_fault_had_struck_it(run_dir: Path) -> None:
+def test_a_worker_that_failed_although_no_fault_was_injected_there(run_dir: Path) -> None:
     mark_as_drill(run_dir)
     fail(run_dir, MEMBERS[2], 1.4)
     assert audit(run_dir).passed, "it was the fault's target"
     edit_lines(run_dir / "drill" / "faults.jsonl", lambda lines: [{**lines[0], "may_take": ["node2"]}, lines[1]])
     reasons = only_failure(run_dir, "losses")
-    assert "c/0/13 of node3 failed: AttributeError: x, and no fault had struck it" in reasons
-    assert "c/0/13 of node3 was lost before generation 1, and no fault had struck it" in reasons
+    assert "c/0/13 of node3 failed: AttributeError: x, and no fault was injected there" in reasons
+    assert "c/0/13 of node3 was lost before generation 1, and no fault was injected there" in reasons
 
 
 def test_a_fault_accounts_for_no_later_loss_of_its_node(run_dir: Path) -> None:
@@ -152,8 +152,8 @@ def test_a_node_that_was_expelled_by_a_fault_that_is_to_pass(run_dir: Path) -> N
     assert "c/0/13 of node3 was lost before generation 1" in only_failure(run_dir, "losses")
 
 
-def test_a_standstill_is_that_of_the_next_fault_from_its_strike_on(run_dir: Path) -> None:
-    """`slow` is undone between two steps, and the second of them is held up by what strikes then."""
+def test_a_standstill_is_that_of_the_next_fault_from_its_injection_on(run_dir: Path) -> None:
+    """`slow` is undone between two steps, and the second of them is held up by what is injected then."""
     kill = {"what": "struck", "number": 1, "name": "kill", "step": 3, "limit_seconds": 15.0, "may_take": ["node3"]}
     slow = {**kill, "number": 0, "name": "slow", "may_take": []}
 
@@ -219,7 +219,7 @@ def test_what_a_job_takes_by_itself_belongs_to_the_limit_of_an_outage(
     assert (verdicts(audit(run_dir))["incidents"] is CheckOutcome.PASS) is passes
 
 
-def test_a_node_that_ends_unstruck_between_worlds_of_new_processes(run_dir: Path) -> None:
+def test_a_node_that_ends_without_a_fault_between_worlds_of_new_processes(run_dir: Path) -> None:
     mark_as_drill(run_dir, [])
 
     def start_anew(lines: list[Line]) -> list[Line]:
@@ -236,7 +236,7 @@ def test_a_node_that_ends_unstruck_between_worlds_of_new_processes(run_dir: Path
                 {**line, **end} if (line["what"], line["node"]) == ("ended", "node3") else line for line in lines
             ],
         )
-        reason = f"losses: node3 ended with code {code}, and no fault had struck it"
+        reason = f"losses: node3 ended with code {code}, and no fault was injected there"
         assert reason in audit(run_dir).reasons
 
 
