@@ -40,7 +40,7 @@ class HalfDone(Fault):
         return injection.cluster.places[:1]
 
     def inject(self, injection: Injection) -> str:
-        injection.targets[0].affliction = NodeState.FROZEN
+        injection.targets[0].effect = NodeState.FROZEN
         if self.error is not None:
             raise self.error
         return "frozen"
@@ -49,7 +49,7 @@ class HalfDone(Fault):
         self.num_undone += 1
         if self.undo_error is not None:
             raise self.undo_error
-        injection.targets[0].affliction = NodeState.OUT
+        injection.targets[0].effect = NodeState.OUT
 
 
 def settings_in(run_dir: Path) -> Settings:
@@ -93,7 +93,7 @@ def test_what_was_done_in_part_is_undone(tmp_path: Path, conductor: Conductor, e
     fault = HalfDone(error, undo_error=NetworkError("no such link"))
     conductor._inject(0, PLANNED, fault)
     assert fault.num_undone == 1
-    assert conductor._cluster.places[0].affliction is None
+    assert conductor._cluster.places[0].effect is None
     found = recorded(tmp_path)
     assert (found.struck_at, found.target, found.reason) == (None, "node1", str(error))
 
@@ -112,7 +112,7 @@ def test_what_the_job_does_not_get_over_is_undone(tmp_path: Path, conductor: Con
     conductor._follow(pending)
     assert pending.is_closed
     assert fault.num_undone == 1
-    assert conductor._cluster.places[0].affliction is NodeState.OUT
+    assert conductor._cluster.places[0].effect is NodeState.OUT
     conductor._give_up_the_rest()
     assert fault.num_undone == 1
     found = recorded(tmp_path)

@@ -61,7 +61,7 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
 def cut_off(*places: Place) -> None:
     """Whom `Cluster.settle` does not wait for."""
     for place in places:
-        place.affliction = NodeState.CUT_OFF
+        place.effect = NodeState.CUT_OFF
 
 
 def log_of(cluster: Cluster, place: Place) -> str:
@@ -77,7 +77,7 @@ def back(cluster: Cluster, *places: Place) -> None:
     """They hear again, and train with the others in the processes that they had."""
     members = {place.name: place.members for place in places}
     for place in places:
-        place.affliction = None
+        place.effect = None
     cluster.settle(len(cluster.places), NUM_STEPS, 60)
     assert {place.name: place.members for place in places} == members
 

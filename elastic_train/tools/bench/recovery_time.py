@@ -168,7 +168,7 @@ def freeze(cluster: Cluster, victim: Place, peer_timeout: float) -> dict[str, fl
     """Seconds from the SIGSTOP to the others' next step, without the peer timeout. The node is killed then."""
     assert victim.node is not None
     generation = cluster.watch.generation
-    victim.affliction = NodeState.FROZEN
+    victim.effect = NodeState.FROZEN
     frozen = time.time()
     for process in victim.node.all_processes():
         process.send_signal(signal.SIGSTOP)

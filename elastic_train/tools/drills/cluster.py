@@ -52,7 +52,7 @@ class Place:
         self.name = f"node{index + 1}"
         self.node: Node | None = None
         self.num_started = 0
-        self.affliction: NodeState | None = None
+        self.effect: NodeState | None = None
         """what a fault does to it at the moment"""
         self.state = NodeState.ENDED
         self.members: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class Cluster:
             is_wrapped=network is not None,
         )
         self._seen.append(place.node)
-        place.members, place.affliction, place.state = (), None, NodeState.STARTING
+        place.members, place.effect, place.state = (), None, NodeState.STARTING
         self._record.node("started", place.name, pid=place.node.process.pid, log=place.node.log.name)
 
     def set_pace(self, seconds_per_sample: float) -> None:
@@ -161,8 +161,8 @@ class Cluster:
         place.members = tuple(sorted(found))
 
     def _state_of(self, place: Place) -> NodeState:
-        if place.affliction is not None:
-            return place.affliction
+        if place.effect is not None:
+            return place.effect
         if self.is_in(place):
             return NodeState.IN
         return NodeState.OUT if place.members else NodeState.STARTING
@@ -170,7 +170,7 @@ class Cluster:
     def _note_end(self, place: Place) -> None:
         assert place.node is not None
         self._record.node("ended", place.name, code=place.node.process.returncode)
-        place.node, place.members, place.affliction, place.state = None, (), None, NodeState.ENDED
+        place.node, place.members, place.effect, place.state = None, (), None, NodeState.ENDED
 
     def is_in(self, place: Place) -> bool:
         """Whether all workers of a node are in the newest world."""
@@ -186,7 +186,7 @@ class Cluster:
     @property
     def inside(self) -> list[Place]:
         """Nodes in the newest world that nothing is wrong with."""
-        return [place for place in self.running if place.affliction is None and self.is_in(place)]
+        return [place for place in self.running if place.effect is None and self.is_in(place)]
 
     @property
     def hosting(self) -> list[Place]:
@@ -203,11 +203,11 @@ class Cluster:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every node that runs and is not afflicted is in the newest world, and it has committed a step."""
+        """Whether every running node without an effect is in the newest world, and it has committed a step."""
         world = self.watch.world
         if world is None or world.first_step_at is None:
             return False
-        healthy = [place for place in self.running if place.affliction is None]
+        healthy = [place for place in self.running if place.effect is None]
         members = {member for place in self.running for member in place.members}
         return all(map(self.is_in, healthy)) and set(world.members) <= members
 

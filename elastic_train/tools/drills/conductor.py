@@ -171,7 +171,7 @@ class Conductor:
             self._skip(number, planned, str(error), injection.target)
             self._try_undo(fault, injection)  # it may have been done in part
             for place in injection.targets:
-                place.affliction = None
+                place.effect = None
             return
         self._await(Pending(number, planned, fault, injection, struck_at), step, evidence)
 

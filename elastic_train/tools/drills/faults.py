@@ -121,14 +121,14 @@ class Freeze(Fault):
             if time.monotonic() > deadline:
                 raise NotInjected("it did not stop")
             time.sleep(0.005)
-        injection.place.affliction = NodeState.FROZEN
+        injection.place.effect = NodeState.FROZEN
         return f"{len(workers)} stopped"
 
     def undo(self, injection: Injection) -> None:
         for worker in workers_of(injection.place):
             with contextlib.suppress(psutil.NoSuchProcess):
                 worker.send_signal(signal.SIGCONT)
-        injection.place.affliction = NodeState.OUT if self.changes_world else None
+        injection.place.effect = NodeState.OUT if self.changes_world else None
 
 
 class Hang(Freeze, Absence):

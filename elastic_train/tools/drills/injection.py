@@ -157,7 +157,7 @@ class Absence(Silence):
         place = injection.place
         if place.is_running and not injection.cluster.is_in(place):
             return False
-        place.affliction = None
+        place.effect = None
         return True
 
 

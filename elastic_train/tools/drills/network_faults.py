@@ -25,14 +25,14 @@ class Partition(Absence):
 
     def inject(self, injection: Injection) -> str:
         self.cut(injection)
-        injection.place.affliction = NodeState.CUT_OFF
+        injection.place.effect = NodeState.CUT_OFF
         if injection.network.can_reach(injection.place.index, seconds=0.3):
             raise NotInjected("it still reaches the others")
         return "it does not reach the bridge"
 
     def undo(self, injection: Injection) -> None:
         injection.network.heal(injection.place.index)
-        injection.place.affliction = NodeState.OUT
+        injection.place.effect = NodeState.OUT
 
 
 class OneWayDrop(Partition):
