@@ -83,7 +83,8 @@ class OwnSide:
     @property
     def branch(self) -> Branch | None:
         """On which this member's world is; None on the main line."""
-        return Branch.from_json(self._facts.get(BRANCH))
+        text = self._facts.get(BRANCH)
+        return None if text is None else Branch.from_json(text)
 
     def enter(self, world: World) -> None:
         """This worker is a member of `world` from now on."""

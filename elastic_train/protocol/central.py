@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from elastic_train.protocol.agreement import Decision, Standing
 from elastic_train.protocol.central_queue import CentralQueue
-from elastic_train.protocol.job import Admitted, Denied, Over, Place, scoped
+from elastic_train.protocol.job import Admitted, Denied, Over, Place
 from elastic_train.protocol.join_queue import Size, Waiting
-from elastic_train.protocol.store import Below, KeyValueStore, ListingStore, Notes
+from elastic_train.protocol.store import Below, KeyValueStore, ListingStore, Notes, scoped
 from elastic_train.rules import require_agreement
 from elastic_train.world import Member, World
 

@@ -218,8 +218,3 @@ class Job(Protocol):
 
     def close(self, me: Member | None) -> None:
         """Leave nothing behind."""
-
-
-def scoped(world: World, name: str) -> str:
-    """The key of what is announced: of this world alone, or of the job."""
-    return f"{world.key}/{name}" if name.startswith(("left/", "finished")) else f"job/{name}"

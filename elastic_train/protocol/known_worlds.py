@@ -13,10 +13,10 @@ from dataclasses import replace
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbitration
-from elastic_train.protocol.job import Admitted, scoped
+from elastic_train.protocol.job import Admitted
 from elastic_train.protocol.join_queue import admitted_key
 from elastic_train.protocol.laws import Voters
-from elastic_train.protocol.store import Clients, KeyValueStore, OwnStore, append, entries
+from elastic_train.protocol.store import Clients, KeyValueStore, OwnStore, append, entries, scoped
 from elastic_train.rules import disagreement, next_generation
 from elastic_train.world import Member, World
 

@@ -19,10 +19,10 @@ from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Arbitration
 from elastic_train.protocol.ballots import Ballots, BranchOff, Elsewhere, Round
-from elastic_train.protocol.job import SETTLED_REDUCTIONS, Denied, InQueue, Over, Place, scoped
+from elastic_train.protocol.job import SETTLED_REDUCTIONS, Denied, InQueue, Over, Place
 from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting
 from elastic_train.protocol.known_worlds import Announcements, KnownWorlds, Newcomers
-from elastic_train.protocol.store import Address, Afresh, Clients, KeyValueStore, Notes, OwnStore, entries
+from elastic_train.protocol.store import Address, Afresh, Clients, KeyValueStore, Notes, OwnStore, entries, scoped
 from elastic_train.world import Member, World
 
 

@@ -228,6 +228,11 @@ def entries(store: KeyValueStore, key: str) -> list[str]:
     return [text for text in store.get_many([f"{key}/{number}" for number in range(1, count + 1)]) if text is not None]
 
 
+def scoped(world: World, name: str) -> str:
+    """The key of what is announced: of this world alone, or of the job."""
+    return f"{world.key}/{name}" if name.startswith(("left/", "finished")) else f"job/{name}"
+
+
 class MemoryStore:
     """The same in a dictionary, for simulations and tests."""
 
