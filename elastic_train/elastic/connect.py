@@ -23,7 +23,6 @@ from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.next_world import Surroundings
 from elastic_train.errors import StoreUnreachable, first_line
 from elastic_train.protocol.addresses import address_towards, address_towards_any, split_endpoint
-from elastic_train.protocol.encounters import Encounters
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.job import Job
@@ -31,6 +30,7 @@ from elastic_train.protocol.join_queue import Finder, Size
 from elastic_train.protocol.launcher import Launcher
 from elastic_train.protocol.links import Links
 from elastic_train.protocol.liveness import Watcher, ping_interval
+from elastic_train.protocol.other_sides import OtherSides
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.probes import Probe, probe_all, refusing
 from elastic_train.protocol.signposts import Signposts, reach
@@ -126,11 +126,11 @@ def connect_worker(applicant: Applicant) -> Membership:
     """
     launch, waits = applicant.launch, applicant.waits
     own = open_endpoints(applicant)
-    encounters: Encounters | None = None
+    other_sides: OtherSides | None = None
     if launch.etcd is not None:
         job: Job = etcd_job(applicant, launch.etcd, own)
     else:
-        job, encounters = peer_job(applicant, own)
+        job, other_sides = peer_job(applicant, own)
     watcher = Watcher(
         own.links,
         waits.peer_timeout,
@@ -161,7 +161,7 @@ def connect_worker(applicant: Applicant) -> Membership:
         sockets=own.sockets,
         group_store=own.server.group_store,
         form=(lambda world: form_ahead(world, own.server, own.host)) if can_form() else None,
-        encounters=encounters,
+        other_sides=other_sides,
         surroundings=own.around,
     )
     try:
@@ -203,22 +203,22 @@ def etcd_job(applicant: Applicant, settings: EtcdSettings, own: Endpoints) -> Jo
     )
 
 
-def peer_job(applicant: Applicant, own: Endpoints) -> tuple[PeerJob, Encounters | None]:
+def peer_job(applicant: Applicant, own: Endpoints) -> tuple[PeerJob, OtherSides | None]:
     """The job in its members' own stores, and what looks for other sides of the run, where nodes may join. Blocks as
     `finder_of`."""
     launch, run_dir, around = applicant.launch, applicant.run_dir, own.around
     store = TorchStore(own.server.store, timedelta(seconds=OWN_SECONDS))
     finder = finder_of(launch, applicant.waits, run_dir, applicant.stop, applicant.back)
-    encounters: Encounters | None = None
+    other_sides: OtherSides | None = None
     if launch.c10d is not None:
-        encounters = Encounters(
+        other_sides = OtherSides(
             store,
             reach,
             finder,
             uid=own.uid,
             run_id=launch.run_id,
             may_branch=applicant.goes_on,
-            in_background=lambda task: around.start("encounters", task),
+            in_background=lambda task: around.start("other-sides", task),
         )
     job = PeerJob(
         store,
@@ -235,9 +235,9 @@ def peer_job(applicant: Applicant, own: Endpoints) -> tuple[PeerJob, Encounters 
         clock=time.monotonic,
         arbiter=None if launch.c10d is None or run_dir is None else run_directory_arbiter(run_dir),
         in_background=lambda task: around.start("ahead", task),
-        goes_on=encounters is not None and encounters.may_branch,
+        goes_on=other_sides is not None and other_sides.may_branch,
     )
-    return job, encounters
+    return job, other_sides
 
 
 def begin_limit(applicant: Applicant) -> tuple[float, str]:

@@ -25,10 +25,10 @@ from elastic_train.elastic.joins import Arrival, Joins
 from elastic_train.elastic.next_world import Barriers, Forming, Limits, Surroundings, Survivors
 from elastic_train.errors import LeftOut, SecondJob, StoreUnreachable, Superseded
 from elastic_train.protocol.agreement import Decision
-from elastic_train.protocol.encounters import SUPERSEDED, Encounters
 from elastic_train.protocol.job import SETTLED_REDUCTIONS, Job
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.liveness import Watcher
+from elastic_train.protocol.other_sides import SUPERSEDED, OtherSides
 from elastic_train.rules import require_agreement
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.version import VERSION
@@ -62,12 +62,12 @@ class OwnSide:
     reference.
 
     Args:
-        encounters: looks for other sides; None where nobody joins, or one store decides.
+        other_sides: looks for other sides; None where nobody joins, or one store decides.
         facts: what the job has agreed on, as far as this member knows; it grows.
     """
 
-    def __init__(self, encounters: Encounters | None, facts: Mapping[str, str]) -> None:
-        self._encounters, self._facts = encounters, facts
+    def __init__(self, other_sides: OtherSides | None, facts: Mapping[str, str]) -> None:
+        self._other_sides, self._facts = other_sides, facts
         self._world: World | None = None
         self._stands = False
         self._has_others = self.may_branch
@@ -78,7 +78,7 @@ class OwnSide:
     @property
     def may_branch(self) -> bool:
         """Whether a side may go on as a branch in this job."""
-        return self._encounters is not None and self._encounters.may_branch
+        return self._other_sides is not None and self._other_sides.may_branch
 
     @property
     def branch(self) -> Branch | None:
@@ -96,25 +96,25 @@ class OwnSide:
         Args:
             stands: whether this member's world does.
         """
-        world, encounters, self._stands = self._world, self._encounters, stands
-        if encounters is None or world is None:
+        world, other_sides, self._stands = self._world, self._other_sides, stands
+        if other_sides is None or world is None:
             return
-        other_jobs = encounters.finder.other_jobs()
+        other_jobs = other_sides.finder.other_jobs()
         self._has_others |= bool(other_jobs)
         if self._has_others:
-            encounters.tend(world, self._position, self.branch, other_jobs)
+            other_sides.tend(world, self._position, self.branch, other_jobs)
 
     def is_superseded(self) -> bool:
         """Whether this is rank 0 of a side that stops, and the others of its world are told."""
         world = self._world
-        if self._encounters is None or not self._has_others or world is None or world.rank > 0:
+        if self._other_sides is None or not self._has_others or world is None or world.rank > 0:
             return False
-        return self._encounters.has_told(world)
+        return self._other_sides.has_told(world)
 
     def require_no_better(self) -> None:
         """Raises: Superseded where another branch goes before this one; SecondJob where another job of this run id
         does."""
-        text = None if self._encounters is None else self._encounters.own.get(SUPERSEDED)
+        text = None if self._other_sides is None else self._other_sides.own.get(SUPERSEDED)
         if text is None:
             return
         winner = Position.from_json(text)
@@ -160,7 +160,7 @@ class Membership:
         group_store: where the process group of a world meets, with the timeout of that; raises FormationFailed where
             its rank 0 is dead.
         form: makes the process group of a world beside the present one, on any thread; None where that cannot be.
-        encounters: as `OwnSide`'s.
+        other_sides: as `OwnSide`'s.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Membership:
         sockets: GroupSockets,
         group_store: Callable[[World, timedelta], Store],
         form: Callable[[World], FormedGroup] | None = None,
-        encounters: Encounters | None = None,
+        other_sides: OtherSides | None = None,
         surroundings: Surroundings,
     ) -> None:
         self.job, self.watcher, self.sockets = job, watcher, sockets
@@ -205,7 +205,7 @@ class Membership:
         self.arrival = Arrival(
             job, watcher, surroundings, check=check, say=say, begin_timeout=begin_timeout, too_late=too_late
         )
-        self.side = OwnSide(encounters, self._facts)
+        self.side = OwnSide(other_sides, self._facts)
         self.joins = Joins(
             job, surroundings, uid=uid, facts=self._facts, max_nodes=max_nodes, max_world_size=max_world_size,
             answering=answering, form=form, is_superseded=self.side.is_superseded,

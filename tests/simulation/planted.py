@@ -13,9 +13,9 @@ from elastic_train.protocol import ballots, contacts, laws, peers
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import ArbiterSilent, Claims
 from elastic_train.protocol.central import StateHolders
-from elastic_train.protocol.encounters import Encounters
 from elastic_train.protocol.job import Denied
 from elastic_train.protocol.join_queue import Entrance
+from elastic_train.protocol.other_sides import OtherSides
 from elastic_train.protocol.store import Clients, KeyValueStore
 from elastic_train.world import Member, World
 from tests.simulation.links import SimLinks
@@ -165,11 +165,11 @@ def a_branch_has_no_id(patch: Patch) -> None:
 
 
 def branches_never_meet(patch: Patch) -> None:
-    patch.setattr(Encounters, "_meet", lambda _self, *_arguments: None)
+    patch.setattr(OtherSides, "_judge_branches", lambda _self, *_arguments: None)
 
 
 def jobs_never_meet(patch: Patch) -> None:
-    patch.setattr(Encounters, "_meet_jobs", lambda _self, *_arguments: None)
+    patch.setattr(OtherSides, "_judge_jobs", lambda _self, *_arguments: None)
 
 
 ALL = (

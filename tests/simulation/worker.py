@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.next_world import Surroundings
 from elastic_train.errors import JobFinished, LeftOut, SecondJob, Superseded
-from elastic_train.protocol.encounters import Encounters
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.liveness import Watcher, ping_interval
+from elastic_train.protocol.other_sides import OtherSides
 from elastic_train.world import Member, World
 from tests.simulation.finder import SimFinder
 from tests.simulation.group import Group
@@ -114,7 +114,7 @@ class Worker:
             sockets=None,  # type: ignore[arg-type]
             group_store=None,  # type: ignore[arg-type]
             form=self._form_ahead,  # type: ignore[arg-type]
-            encounters=self._encounters() if plan.grace is None else None,
+            other_sides=self._other_sides() if plan.grace is None else None,
             surroundings=Surroundings(process.clock, process.sleep, machines.draw_uid, process.start),
         )
         self.membership.survivors.may_not_go_on = self._note_votes
@@ -150,16 +150,16 @@ class Worker:
     def __repr__(self) -> str:
         return f"{self.uid}@{self.process.host}"
 
-    def _encounters(self) -> Encounters:
+    def _other_sides(self) -> OtherSides:
         process = self.process
-        return Encounters(
+        return OtherSides(
             SimStore(process, process),
             lambda address: SimStore.connect(process, address),
             self.finder,
             uid=self.uid,
             run_id="run",
             may_branch=self.simulation.plan.goes_on,
-            in_background=lambda task: process.start("encounters", task),
+            in_background=lambda task: process.start("other-sides", task),
         )
 
     # --- what it is given ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from elastic_train.branches import Branch, Branches, Position, is_on, parting_step
 from elastic_train.elastic.restore import describe_offer, require_line, require_one_line
 from elastic_train.errors import BranchesMixed, Refused, StoreUnreachable
-from elastic_train.protocol.encounters import SUPERSEDED, Encounters
+from elastic_train.protocol.other_sides import SUPERSEDED, OtherSides
 from elastic_train.protocol.store import MemoryStore
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, set_aside
 from elastic_train.storage.snapshot_writer import SnapshotWriter
@@ -81,7 +81,7 @@ class Sides:
         self.world = World(0, 3, members)
         self.steps = steps
         self.stores["10.0.0.1", 9].put("position", position(LINE, theirs, port=9).to_json())
-        self.encounters = Encounters(
+        self.other_sides = OtherSides(
             self.stores["10.0.0.1", 1], self.reach, Finder(), uid="uid1", run_id="job",  # type: ignore[arg-type]
             may_branch=True, in_background=lambda task: task(),
         )  # fmt: skip
@@ -96,7 +96,7 @@ class Sides:
         """Who is told to stop, and for whom."""
         branch = Branch("b", 1, (("10.0.0.1", 9),))
         for _ in range(2):  # it judges, and tells
-            self.encounters.tend(self.world, lambda: position(FIRST, self.steps, 1), branch, ())
+            self.other_sides.tend(self.world, lambda: position(FIRST, self.steps, 1), branch, ())
         told = {port: store.get(SUPERSEDED) for (_, port), store in self.stores.items()}
         return {port: None if text is None else Position.from_json(text).host for port, text in told.items()}
 
@@ -104,10 +104,10 @@ class Sides:
 def test_the_side_with_fewer_steps_is_told_to_stop() -> None:
     sides = Sides(steps=120, theirs=130)
     assert sides.tend() == {1: "host9", 2: "host9", 9: None}, "each member of it"
-    assert sides.encounters.has_told(sides.world)
+    assert sides.other_sides.has_told(sides.world)
     sides = Sides(steps=140, theirs=130)
     assert sides.tend() == {1: None, 2: None, 9: "host1"}
-    assert not sides.encounters.has_told(sides.world)
+    assert not sides.other_sides.has_told(sides.world)
 
 
 def test_who_joins_a_side_that_stops_is_told_too() -> None:
@@ -117,9 +117,9 @@ def test_who_joins_a_side_that_stops_is_told_too() -> None:
     sides.stores["10.0.0.1", 3].put("uid", "uid3")
     newcomer = replace(member(3, 3), uid="uid3", store=("10.0.0.1", 3))
     sides.world = World(0, 4, (*sides.world.members, newcomer), uid="next")
-    assert not sides.encounters.has_told(sides.world)
+    assert not sides.other_sides.has_told(sides.world)
     assert sides.tend() == {1: "host9", 2: "host9", 9: None, 3: "host9"}
-    assert sides.encounters.has_told(sides.world)
+    assert sides.other_sides.has_told(sides.world)
 
 
 def test_nobody_stops_for_a_side_that_is_silent() -> None:
@@ -140,14 +140,14 @@ class Jobs:
         self.stores = {("10.0.0.1", port): MemoryStore() for port in (1, 2, 3, 4)}
         self.steps = steps
         self.waiting: set[str] = set()
-        self.sides: dict[str, Encounters] = {}
+        self.sides: dict[str, OtherSides] = {}
         for port, job in enumerate("ab", 1):
             for member_port in (port, port + 2):
                 store = self.stores["10.0.0.1", member_port]
                 store.put("run_id", "job")
                 store.put("uid", f"uid{member_port}")
                 store.put("host", f'["10.0.0.1", {port}]')
-            self.sides[job] = Encounters(
+            self.sides[job] = OtherSides(
                 self.stores["10.0.0.1", port], self.stores.__getitem__, Finder(), uid=f"uid{port}",  # type: ignore[arg-type]
                 run_id="job", may_branch=False, in_background=lambda task: task(),
             )  # fmt: skip

@@ -25,8 +25,8 @@ SUPERSEDED = "superseded"
 """key in a member's own store: the position of the side for which it stops"""
 
 
-class Encounters:
-    """Of one member.
+class OtherSides:
+    """What one member learns of other sides, and tells its own.
 
     Args:
         own: its own store; it answers several threads.
@@ -81,9 +81,9 @@ class Encounters:
         if winner is not None:
             self._begin(lambda: self._notify(world, winner))
         elif other_jobs and world.rank == 0:
-            self._begin(lambda: self._meet_jobs(position, other_jobs))
+            self._begin(lambda: self._judge_jobs(position, other_jobs))
         elif self.may_branch and branch is not None and world.rank == 0:
-            self._begin(lambda: self._meet(world, position, branch))
+            self._begin(lambda: self._judge_branches(world, position, branch))
 
     def _begin(self, task: Callable[[], None]) -> None:
         def run() -> None:
@@ -103,7 +103,7 @@ class Encounters:
         except StoreUnreachable:  # it is tried again, or that member is lost and another world told
             self._clients.keep_only(())
 
-    def _meet(self, world: World, position: Callable[[], Position | None], branch: Branch) -> None:
+    def _judge_branches(self, world: World, position: Callable[[], Position | None], branch: Branch) -> None:
         """Judge between this side and each other one that answers."""
         inside = {member.store for member in world.members}
         places = list(branch.others)
@@ -125,7 +125,7 @@ class Encounters:
             except StoreUnreachable:
                 self._clients.keep_only(())  # a client that got no answer gives none again
 
-    def _meet_jobs(self, position: Callable[[], Position | None], places: Sequence[Address]) -> None:
+    def _judge_jobs(self, position: Callable[[], Position | None], places: Sequence[Address]) -> None:
         """The same between this job and another one, at the rank 0 of that, to which the store of any member leads."""
         for place in places:
             try:
