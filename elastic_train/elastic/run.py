@@ -9,12 +9,12 @@ from datetime import timedelta
 from functools import partial
 
 from elastic_train.config import Config, max_world_size
-from elastic_train.elastic.bundled import bundled
 from elastic_train.elastic.connect import Applicant, Return, Waits, connect_worker
 from elastic_train.elastic.earlier_run import EarlierRun
 from elastic_train.elastic.exits import Exits
 from elastic_train.elastic.formed_group import FormedGroup
 from elastic_train.elastic.late_stop import LateStop
+from elastic_train.elastic.loop import bundled
 from elastic_train.elastic.membership import Membership, new_token
 from elastic_train.elastic.noticed import Noticed
 from elastic_train.elastic.process_group import process_group

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elastic_train.config import Config
-from elastic_train.elastic.bundled import bundled
+from elastic_train.elastic.loop import bundled
 from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.world_end import votes_of
 from elastic_train.errors import UsageError

@@ -1,4 +1,4 @@
-"""The training function of `-m elastic_train`."""
+"""The loop: the training function of `-m elastic_train`, and an example of one."""
 
 from __future__ import annotations
 
