@@ -8,7 +8,7 @@ from elastic_train.rules import Activity
 from elastic_train.runlog.goodput import Phase
 from elastic_train.training.collectives import gather_json
 from elastic_train.training.evaluation import BLOCK_SAMPLES, evaluate, share_buffers
-from elastic_train.training.train import autocast_of
+from elastic_train.training.step import autocast_of
 from elastic_train.world import World
 
 

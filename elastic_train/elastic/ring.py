@@ -28,7 +28,7 @@ from elastic_train.errors import StatesDiffer, Stopped, first_line
 from elastic_train.rules import Activity, Failure
 from elastic_train.runlog.goodput import Phase
 from elastic_train.training.reduction import Share
-from elastic_train.training.train import Outcome
+from elastic_train.training.step import Outcome
 from elastic_train.world import World
 
 

@@ -22,7 +22,7 @@ from elastic_train.elastic.world_end import WorldEnd
 from elastic_train.errors import UsageError
 from elastic_train.training.reduction import Share
 from elastic_train.training.state import TrainState
-from elastic_train.training.train import StepResult, Votes
+from elastic_train.training.step import StepResult, Votes
 from elastic_train.world import World
 
 

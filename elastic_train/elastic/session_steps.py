@@ -15,7 +15,7 @@ from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
 from elastic_train.training.reduction import Share
 from elastic_train.training.sampler import MicroBatch
-from elastic_train.training.train import StepResult, seed_model_draws
+from elastic_train.training.step import StepResult, seed_model_draws
 
 
 @dataclass

@@ -21,7 +21,7 @@ from elastic_train.rules import Activity
 from elastic_train.snapshot_interval import interval_of
 from elastic_train.training.collectives import wait
 from elastic_train.training.sampler import MicroBatch
-from elastic_train.training.train import NO_VOTES, Votes
+from elastic_train.training.step import NO_VOTES, Votes
 from elastic_train.world import World
 
 EVERY = 100

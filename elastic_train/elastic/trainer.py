@@ -29,7 +29,7 @@ from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity
 from elastic_train.training.reduction import Share
 from elastic_train.training.state import TrainState
-from elastic_train.training.train import NO_VOTES, Outcome, Votes
+from elastic_train.training.step import NO_VOTES, Outcome, Votes
 from elastic_train.world import World
 
 TrainingFunction = Callable[[Training], None]

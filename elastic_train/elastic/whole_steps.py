@@ -23,7 +23,7 @@ from elastic_train.training.ordered import OrderedReduction
 from elastic_train.training.reduction import FastReduction, Loss, Reduction, Share, StepTotals, clip_gradients
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state_hash import StateComparison
-from elastic_train.training.train import NO_VOTES, StepResult, Votes, drop_gradients, task_loss, train_step
+from elastic_train.training.step import NO_VOTES, StepResult, Votes, drop_gradients, task_loss, train_step
 from elastic_train.world import World
 
 BatchLoss = Callable[[nn.Module, Any], torch.Tensor]

@@ -23,7 +23,7 @@ from elastic_train.rules import NOW, Activity, Failure
 from elastic_train.training.reduction import Share
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
-from elastic_train.training.train import JOINING, Outcome, Votes
+from elastic_train.training.step import JOINING, Outcome, Votes
 from elastic_train.world import World
 
 MAX_FRUITLESS_WORLDS = 10

@@ -35,8 +35,8 @@ from elastic_train.training.models import build_model
 from elastic_train.training.ordered import OrderedReduction
 from elastic_train.training.reduction import Loss
 from elastic_train.training.state import TrainState, build_optimizer, state_sha256
+from elastic_train.training.step import task_loss, train_step
 from elastic_train.training.tasks import Task
-from elastic_train.training.train import task_loss, train_step
 from elastic_train.world import World
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from elastic_train.elastic.whole_steps import ALONE
 from elastic_train.elastic.world_end import votes_of
 from elastic_train.errors import JobFinished, StoreUnreachable
 from elastic_train.rules import NOW, Activity, Failure
-from elastic_train.training.train import NO_VOTES, Outcome, Votes
+from elastic_train.training.step import NO_VOTES, Outcome, Votes
 from elastic_train.world import World
 from tests.simulation.group import Group, GroupBroken
 

@@ -21,7 +21,7 @@ from elastic_train.elastic.whole_steps import ALONE
 from elastic_train.elastic.world_end import MAX_FRUITLESS_WORLDS
 from elastic_train.errors import FormationFailed, StatesDiffer, Stopped, StoreUnreachable
 from elastic_train.rules import Failure
-from elastic_train.training.train import Outcome
+from elastic_train.training.step import Outcome
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
 

@@ -22,7 +22,7 @@ from elastic_train.training.state import (
     state_sha256,
     total_steps,
 )
-from elastic_train.training.train import train_step
+from elastic_train.training.step import train_step
 
 LENGTH, BATCH = 1437, 64
 STEPS_PER_EPOCH = 23

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from elastic_train.training.reduction import StepTotals
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_lock import StateLock
-from elastic_train.training.train import train_step
+from elastic_train.training.step import train_step
 from tests.unit.test_state import make_state
 
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))

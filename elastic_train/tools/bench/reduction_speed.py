@@ -39,7 +39,7 @@ from elastic_train.training.models import build_model
 from elastic_train.training.ordered import OrderedReduction
 from elastic_train.training.reduction import Share
 from elastic_train.training.sampler import MicroBatch, split
-from elastic_train.training.train import seed_model_draws
+from elastic_train.training.step import seed_model_draws
 from elastic_train.world import Member, World
 
 VIRTUAL_RANKS = 8
