@@ -20,6 +20,7 @@ from elastic_train.elastic.process_group import choose_backend, gpu_of
 from elastic_train.elastic.restore import Restored, require_line, restore
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.worker import Worker
+from elastic_train.elastic.world_report import new_incident
 from elastic_train.errors import FormationFailed, ObjectStoreError, SnapshotsInUse
 from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.rendezvous.launch import max_nodes_of
@@ -268,16 +269,9 @@ def note_restart(state: TrainState, restored: Restored, reached: int | None) -> 
     """
     if restored.source == "scratch" or state.is_finished:
         return
-    state.incidents.append(
-        {
-            "cause": "restart",
-            "time": time.time(),
-            "lost_members": [],
-            "committed_steps_lost": max(0, (reached or 0) - restored.step),
-            "seconds": {"down": state.clock.newest_down},
-            **({"planned": True} if restored.step == state.stopped_at else {}),
-        }
-    )
+    lost = max(0, (reached or 0) - restored.step)
+    incident = new_incident("restart", {"down": state.clock.newest_down}, steps_lost=lost)
+    state.incidents.append(incident | ({"planned": True} if restored.step == state.stopped_at else {}))
 
 
 def newest_step(seen: Sequence[Sequence[int] | None]) -> int | None:

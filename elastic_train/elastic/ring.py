@@ -75,7 +75,7 @@ class RingParts:
 
 
 class Ring:
-    """One worker's way. A stage is a method that returns the next one, or the worker's exit code.
+    """One worker's way. A stage is a method that returns the next one, or the worker's exit code; STAGES has them all.
 
     Args:
         clock, sleep: monotonic, in seconds.
@@ -234,14 +234,10 @@ class Ring:
         self._worker.reach("sync", world)
         self._resumed = resumed = parts.resume.into(world, self._change, is_formed_ahead=formed is not None)
         state.generation, state.generations = world.generation, state.generations + 1
-        seconds = {
-            "detect": self._interruption.detect_seconds,
-            "abort": self._interruption.abort_seconds,
-            "meet": self._change.seconds_meet,
-            "init": self._began - parts.trainer.step_started,
-            "sync": self._clock() - self._began,
-        }
-        parts.report.stands(world, membership.side.branch, self._change, self._interruption, resumed.restored, seconds)
+        init, sync = self._began - parts.trainer.step_started, self._clock() - self._began
+        parts.report.stands(
+            world, membership.side.branch, self._change, self._interruption, resumed.restored, init, sync
+        )
         return Stage.FINISH if state.is_finished else Stage.TRAIN
 
     def train(self) -> Stage:

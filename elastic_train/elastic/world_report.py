@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ from elastic_train.rules import common_backend
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count
 from elastic_train.world import World
+
+PHASES = ("detect", "abort", "meet", "init", "sync")
+"""of a recovery, as events and incidents name them"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class WorldReport:
         change: Change,
         interruption: Interruption,
         restored: Restored | None,
-        seconds: dict[str, float],
+        init_seconds: float,
+        sync_seconds: float,
     ) -> None:
         """The members hold one state: from now on events and lines are of this world. The first ones say how it came
         about.
@@ -57,9 +62,12 @@ class WorldReport:
         Args:
             change: from the world before.
             restored: where this worker's state came from; None where it had it.
-            seconds: of the phases from the world before to this one.
+            init_seconds: from the agreement until the process group stood.
+            sync_seconds: from there until all had one state.
         """
         reporter, state = self._worker.reporter, self._worker.state
+        took = interruption.detect_seconds, interruption.abort_seconds, change.seconds_meet, init_seconds, sync_seconds
+        seconds = dict(zip(PHASES, took, strict=True))
         state.clock.count_nodes(world.num_nodes)
         reporter.events.step = state.step
         reporter.enter(world, state)
@@ -84,13 +92,7 @@ class WorldReport:
         has_joined = interruption.cause == "start" and restored is not None and restored.source == "peer"
         self._incident = None
         if interruption.cause != "start" or has_joined:
-            self._incident = {
-                "cause": "join" if has_joined else cause,
-                "time": time.time(),
-                "lost_members": lost or left,
-                "committed_steps_lost": 0,
-                "seconds": seconds,
-            }
+            self._incident = new_incident("join" if has_joined else cause, seconds, lost_members=lost or left)
             state.incidents.append(self._incident)
         if restored is not None:
             reporter.events.write("restore", source=restored.source, restored_step=restored.step)
@@ -118,6 +120,19 @@ class WorldReport:
         state.generations += 1
         if self._incident is not None:
             state.incidents.append(self._incident)
+
+
+def new_incident(
+    cause: str, seconds: dict[str, float], *, lost_members: Sequence[str] = (), steps_lost: int = 0
+) -> dict[str, Any]:
+    """An entry of `incidents` in result.json."""
+    return {
+        "cause": cause,
+        "time": time.time(),
+        "lost_members": list(lost_members),
+        "committed_steps_lost": steps_lost,
+        "seconds": seconds,
+    }
 
 
 def describe_change(
