@@ -147,6 +147,8 @@ class JobFlags:
     1,800 s at least before its first commit; default: the larger of 300 s and 20 median steps"""
     on_split: Literal["wait", "go-on"] = "wait"
     """members are silent and not proven dead: wait for contact where the others may train on, or go on as a branch"""
+    quarantine: Literal["off", "on"] = "off"
+    """on: a host that has died unannounced 3 times within 10 min waits in the join queue before it is admitted again"""
 
     def check(self) -> None:
         """Raises: UsageError: names the flag, its value and what would work."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from elastic_train.elastic.formed_group import FormedGroup
 from elastic_train.elastic.next_world import REPORT_SECONDS, ReportTimes, Surroundings, no_answer, require_whole
@@ -20,6 +21,10 @@ from elastic_train.world import Member, World
 QUEUE_POLL_SECONDS = 0.03
 SETTLE_SECONDS = 0.5
 """nodes that become ready within so short a time are admitted together"""
+Node = tuple[Member, ...]
+"""its workers in the join queue"""
+WHY_IT_WAITS = "why-it-waits"
+"""key under which one in the queue is told, where that is more than that the others train"""
 MOST_FAILED_PLANS = 2
 """in one world; then newcomers are admitted in the plain way, for which everybody stops"""
 
@@ -73,7 +78,7 @@ class Arrival:
             Stopped: this worker was told to stop.
             What `look` raises.
         """
-        reports = self._report_times()
+        reports, why = self._report_times(), None
         while True:
             self._check()
             self._watcher.do(Activity.FORM)
@@ -84,6 +89,10 @@ class Arrival:
             if isinstance(place, Over):
                 raise JobFinished("the job reached its end while this node waited to be admitted")
             look()
+            told = self._job.told(WHY_IT_WAITS)
+            if told is not None and told != why:
+                why = told
+                self._say(why)
             self._pause(reports, place.text)
 
     def _report_times(self) -> ReportTimes:
@@ -172,6 +181,10 @@ class Joins:
         self._preparation: Preparation | None = None
         self._absent: tuple[Member, ...] = ()
         """newcomers that did not answer when they were invited"""
+        self.admissible: Callable[[World, list[tuple[Member, ...]]], list[tuple[Member, ...]]] = lambda _world, nodes: (
+            nodes
+        )
+        """those of some nodes that are ready which need not wait for anything else"""
 
     def enter(self, world: World) -> None:
         """This worker is a member of `world` from now on."""
@@ -244,6 +257,7 @@ class Joins:
             for node in ready_nodes(self._job.queue(), world.members)
             if reference is None or all(disagreement(one.agreement, reference) is None for one in node)
         ]
+        nodes = self.admissible(world, nodes)
         back = [node for node in nodes if node[0].node in inside]  # to others of their nodes, which take no more room
         new = [node for node in nodes if node[0].node not in inside]
         ready = tuple(member for node in (*back, *new[: max(0, self._max_nodes - len(inside))]) for member in node)
@@ -261,6 +275,17 @@ class Joins:
             self._prepare(world, admits)
         elif self._world is world:
             self._admits = admits
+
+    def tell_why(self, node: Sequence[Member], why: str) -> None:
+        """Tell the workers of a node in the queue why they are not admitted. Never blocks; one that does not answer is
+        told nothing."""
+
+        def tell() -> None:
+            for member in node:
+                with suppress(StoreUnreachable):
+                    self._job.beside(member).put(WHY_IT_WAITS, why)
+
+        self._around.start("why", tell)
 
     def _can_prepare(self, world: World, newcomers: tuple[Member, ...]) -> bool:
         """Whether the next world's group can be formed beside the present one: gloo's can, and spares take no part."""
@@ -293,7 +318,7 @@ class Joins:
 
     def consider_invitation(self) -> None:
         """As a newcomer: take part in what rank 0 plans, beside the waiting for it."""
-        text = self._job.planned()
+        text = self._job.told("plan")
         if not text or self._form is None:
             return
         plan = Plan.from_json(text)

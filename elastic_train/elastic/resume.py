@@ -179,7 +179,7 @@ class Resume:
         self._set_branch_aside()
         self._files.note_run(world)
         if self._trainer.has_room_for_handover:
-            self._report.state_came_late()
+            self._report.state_came_late(world)
 
     def _set_branch_aside(self) -> None:
         if self._was_left_out:

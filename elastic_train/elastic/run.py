@@ -18,6 +18,7 @@ from elastic_train.elastic.loop import bundled
 from elastic_train.elastic.membership import Membership, new_token
 from elastic_train.elastic.noticed import Noticed
 from elastic_train.elastic.process_group import process_group
+from elastic_train.elastic.quarantined import Quarantined
 from elastic_train.elastic.resume import Resume
 from elastic_train.elastic.ring import Ring, RingParts
 from elastic_train.elastic.run_files import RunFiles
@@ -187,6 +188,10 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
         if ring.world is not None and resume.has_state:
             worker.reporter.speak(exits.save_for_nobody(ring.world))
 
+    if worker.config.quarantine == "on":
+        membership.joins.admissible = Quarantined(
+            lambda: worker.state if resume.has_state else None, worker.reporter.warn, membership.joins.tell_why
+        ).admissible
     late = LateStop(worker, parts.trainer, exits, lambda: ring.world if resume.has_state else None)
     worker.stop.when_late = late.save
     membership.at_last = late.save_at_last

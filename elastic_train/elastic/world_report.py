@@ -10,8 +10,10 @@ from typing import Any
 from elastic_train.branches import Branch
 from elastic_train.config import Config
 from elastic_train.elastic.membership import Change
+from elastic_train.elastic.quarantined import lasting, run_seconds
 from elastic_train.elastic.restore import Restored
 from elastic_train.elastic.worker import Worker
+from elastic_train.protocol.quarantine import Deaths
 from elastic_train.rules import common_backend
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count
@@ -40,6 +42,8 @@ class WorldReport:
         self._worker = worker
         self._incident: dict[str, Any] | None = None
         """what interrupted the run before the present world"""
+        self._deaths = Deaths() if worker.config.quarantine == "on" else None
+        """where those of hosts count"""
 
     def lost(self, failure: str, change: Change) -> None:
         """The world before was broken by `failure`, and the others agree on whom it has lost."""
@@ -94,6 +98,7 @@ class WorldReport:
         if interruption.cause != "start" or has_joined:
             self._incident = new_incident("join" if has_joined else cause, seconds, lost_members=lost or left)
             state.incidents.append(self._incident)
+        self._note_deaths(world, change)
         if restored is not None:
             reporter.events.write("restore", source=restored.source, restored_step=restored.step)
             reporter.say(describe_start(self._worker, world, backend, restored))
@@ -104,6 +109,17 @@ class WorldReport:
             f"rank 0 on {world.members[0].host} reports"
         )
 
+    def _note_deaths(self, world: World, change: Change) -> None:
+        if self._deaths is None:
+            return
+        hosts = self._deaths.note(change.lost, [one for one in world.members if one not in change.joined])
+        if hosts and self._incident is not None:
+            self._incident |= {"dead_hosts": hosts, "run_seconds": run_seconds(self._worker.state)}
+        self._tell_quarantines(world)
+
+    def _tell_quarantines(self, world: World) -> None:
+        self._worker.reporter.tell_quarantines(lasting(self._worker.state, world, time.time()))
+
     def stands_by(self, world: World) -> None:
         """This worker is a spare of the world."""
         self._worker.reporter.enter(world, self._worker.state)
@@ -113,13 +129,15 @@ class WorldReport:
             "it steps in when one of them is lost"
         )
 
-    def state_came_late(self) -> None:
-        """The state has come within the first step, after what `stands` has noted already."""
+    def state_came_late(self, world: World) -> None:
+        """The state has come within the first step of `world`, after what `stands` has noted already."""
         state = self._worker.state
         state.remember()
         state.generations += 1
         if self._incident is not None:
             state.incidents.append(self._incident)
+        if self._deaths is not None:
+            self._tell_quarantines(world)
 
 
 def new_incident(

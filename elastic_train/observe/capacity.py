@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic_train.observe.status_files import IsAlive, WorkerLines
-from elastic_train.runlog.reader import Line, int_of
+from elastic_train.runlog.reader import Line, float_of, int_of, time_of
 
 HEARD_SECONDS = 600.0
 """a newcomer on another machine counts this long after its last line; --wait-timeout's default"""
@@ -24,12 +24,14 @@ class Capacity:
     """of --nnodes; None where the run does not tell"""
     may_be_taken: int = 0
     """with a standing notice"""
+    quarantined: int = 0
+    """in the join queue, and not admitted yet for what their host has done"""
     is_over: bool = False
     """it wants nobody any more"""
 
     @property
     def could_train(self) -> int:
-        """Those that are here, as far as --nnodes allows."""
+        """Those that are here and may, as far as --nnodes allows."""
         here = self.train + self.spare + self.waiting
         return here if self.max_nodes is None else min(here, self.max_nodes)
 
@@ -41,7 +43,7 @@ class Capacity:
         return self.max_nodes - self.could_train
 
     def as_json(self) -> dict[str, int | None]:
-        names = ("train", "could_train", "wanted", "may_be_taken", "max_nodes")
+        names = ("train", "could_train", "wanted", "may_be_taken", "quarantined", "max_nodes")
         return {name: getattr(self, name) for name in names}
 
 
@@ -57,6 +59,8 @@ def describe_capacity(capacity: Capacity) -> str | None:
         parts.append(f"{capacity.wanted} more wanted")
     if capacity.may_be_taken:
         parts.append(f"{capacity.may_be_taken} may be taken away")
+    if capacity.quarantined:
+        parts.append(f"{capacity.quarantined} quarantined")
     return ", ".join(parts) if capacity.could_train or capacity.wanted else None
 
 
@@ -73,7 +77,9 @@ def capacity_of(
     starts = [line for worker in workers for line in worker.lines if line["event"] == "start"]
     max_nodes = [number for line in starts if (number := int_of(line, "max_nodes")) is not None]
     present = [worker for worker in workers if worker.is_first_of_node and worker.outcome is None]
-    waiting = [worker for worker in present if worker.is_outside and _is_waiting(worker, now, is_alive)]
+    outside = [worker for worker in present if worker.is_outside and _is_waiting(worker, now, is_alive)]
+    kept = {one["host"] for one in quarantines_of(world, now)} if is_there else set()
+    waiting = [worker for worker in outside if worker.first.get("host") not in kept]
     inside = _nodes_of(world) if is_there else (0, 0)
     generation = max((int_of(line, "generation") or 0 for line in world), default=None)
     members = [worker for worker in present if is_there and not worker.is_outside and worker.generation == generation]
@@ -82,8 +88,16 @@ def capacity_of(
         waiting=len(waiting),
         max_nodes=max_nodes[-1] if max_nodes else None,
         may_be_taken=sum(worker.last.get("noticed") is True for worker in [*members, *waiting]),
+        quarantined=len(outside) - len(waiting),
         is_over=is_over,
     )
+
+
+def quarantines_of(world: list[Line], now: float) -> tuple[Line, ...]:
+    """Those of hosts that the nodes of the newest world keep waiting, by the newest of its lines that tell of any."""
+    told = max((line for line in world if isinstance(line.get("quarantined"), list)), key=time_of, default={})
+    entries = [one for one in told.get("quarantined", ()) if isinstance(one, dict) and isinstance(one.get("host"), str)]
+    return tuple(one for one in entries if (float_of(one, "until") or 0.0) > now)
 
 
 def _is_waiting(worker: WorkerLines, now: float, is_alive: IsAlive) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -97,6 +97,8 @@ class Metrics:
         self._world: World | None = None
         self._updated_at = 0.0
         self._started_at: float | None = None
+        self.quarantines: Sequence[Mapping[str, Any]] = ()
+        """as of `EventLog`"""
         self._has_warned = False
         self._server: Any = None
         self._serve()
@@ -204,6 +206,9 @@ class Metrics:
         yield self._gauge("wanted_nodes", "that would find a place", max(0, self._max_nodes - numbers.nodes))
         yield self._gauge("may_be_taken", "1 where this node has a standing notice", int(self._is_noticed()))
         yield self._gauge("goodput_ratio", "share of the wall time of the run in steps that were kept", ratio)
+        left = {str(one["host"]): one["until"] - time.time() for one in self.quarantines}
+        waits = {host: seconds for host, seconds in left.items() if seconds > 0}
+        yield self._by("quarantine_seconds", "until the host is admitted again", "host", waits)
         yield self._by("phase_seconds", "where the wall time of the run went", "phase", numbers.phase_seconds)
         yield self._by("incidents", "over the whole run", "cause", numbers.incidents)
         yield self._by("recovery_seconds", "over the whole run", "cause", numbers.recovery_seconds)

@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,12 @@ class Reporter:
             self._bar = ProgressBar(state.length, state.num_epochs)
         # TensorBoard's import takes a second of processor time: not while a world finds its feet.
         self._last_scalars = time.monotonic() + SCALARS_DELAY_SECONDS
+
+    def tell_quarantines(self, found: Sequence[Mapping[str, Any]]) -> None:
+        """Hosts that this run keeps waiting, each with `until`, in Unix seconds."""
+        self.events.quarantines = found
+        if self.metrics is not None:
+            self.metrics.quarantines = found
 
     def bill(self, state: TrainState) -> dict[str, Any]:
         return bill_of(state, self._node_price)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from elastic_train.errors import RunDirectoryError, SnapshotError
 from elastic_train.observe.bill import newest_bill
-from elastic_train.observe.capacity import NO_CAPACITY, Capacity, capacity_of
+from elastic_train.observe.capacity import NO_CAPACITY, Capacity, capacity_of, quarantines_of
 from elastic_train.observe.status_files import IsAlive, WorkerLines, drill_is_alive, process_is_alive, read_workers
 from elastic_train.runlog.reader import Line, dict_of, float_of, int_of, read_json, time_of
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots
@@ -88,6 +88,8 @@ class Status:
     """oldest first; of those that differ in numbers only, as in the step of a snapshot, the newest, with a count"""
     is_drill: bool = False
     capacity: Capacity = NO_CAPACITY
+    quarantined: tuple[Line, ...] = ()
+    """hosts that died again and again and are not admitted yet: `host`, `deaths`, and `until` in Unix seconds"""
     result_path: Path | None = None
     goodput_ratio: float | None = None
     bill: Line | None = None
@@ -166,6 +168,7 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         warnings=tuple(dict.fromkeys([*_warnings(workers), *problems])),
         is_drill=is_drill,
         capacity=capacity_of(workers, world, now, is_alive, is_there=state in THERE, is_over=state in OVER),
+        quarantined=quarantines_of(world, now) if state in THERE else (),
         result_path=run_dir / "result.json" if result is not None else None,
         goodput_ratio=float_of(dict_of(current_result or {}, "goodput"), "ratio"),
         bill=newest_bill(current_result, world),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 from elastic_train.observe.bill import describe_bill
 from elastic_train.observe.capacity import describe_capacity
 from elastic_train.observe.status import SILENT_AFTER_SECONDS, RunState, Status
+from elastic_train.protocol.quarantine import describe_deaths
 from elastic_train.runlog.reader import Line, int_of, time_of
 from elastic_train.storage.snapshot import SnapshotInfo
 from elastic_train.wording import duration, human_bytes
@@ -37,6 +38,8 @@ def describe(status: Status, now: float) -> list[tuple[str, str]]:
         row("world size", str(status.world_size))
     row("members", ", ".join(status.members) or None)
     row("nodes", describe_capacity(status.capacity))
+    for one in status.quarantined:
+        row("quarantine", f"{one['host']}, for {duration(one['until'] - now)} more: {describe_deaths(one['deaths'])}")
     row("step", _of(status.step, status.last_step))
     if status.epoch is not None:
         position = _of(status.samples_done, status.length)

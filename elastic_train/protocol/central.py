@@ -211,9 +211,9 @@ class CentralJob:
     def beside(self, member: Member) -> Notes:
         return Below(self._background, f"{self._prefix}/ahead/{member.uid}/")
 
-    def planned(self) -> str | None:
+    def told(self, key: str) -> str | None:
         assert self._mine is not None, "it is in the queue"
-        return self._store.get(f"{self._prefix}/ahead/{self._mine.member.uid}/plan")
+        return self._store.get(f"{self._prefix}/ahead/{self._mine.member.uid}/{key}")
 
     def decide_ahead(self, world: World, decision: Decision) -> bool:
         text = decision.to_json()

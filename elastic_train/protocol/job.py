@@ -105,14 +105,14 @@ class Job(Protocol):
     def is_over(self) -> bool:
         """Whether the job has reached its end, for one that is to be in a world whose others may never come."""
 
-    # --- a join that is prepared while the world trains: for a thread of its own, but `planned` -----------------------
+    # --- a join that is prepared while the world trains: for a thread of its own, but `told` --------------------------
 
     def beside(self, member: Member) -> Notes:
-        """Notes for what is told to `member` of a plan. Each call raises StoreUnreachable where there is no answer; the
-        next one may have one."""
+        """Notes for what is told to `member`, of a plan or of why it waits. Each call raises StoreUnreachable where
+        there is no answer; the next one may have one."""
 
-    def planned(self) -> str | None:
-        """What this worker, in the join queue, was told by `beside` under the key `plan`."""
+    def told(self, key: str) -> str | None:
+        """What this worker, in the join queue, was told by `beside` under that key."""
 
     def decide_ahead(self, world: World, decision: Decision) -> bool:
         """Make `decision` the successor of `world`, which trains on, and announce it to its members. Returns whether it

@@ -210,8 +210,8 @@ class PeerJob:
     def beside(self, member: Member) -> Notes:
         return Afresh(self._beside, member)
 
-    def planned(self) -> str | None:
-        return self._own.get("plan")
+    def told(self, key: str) -> str | None:
+        return self._own.get(key)
 
     def decide_ahead(self, world: World, decision: Decision) -> bool:
         text = decision.to_json()

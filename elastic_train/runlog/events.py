@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,8 @@ class EventLog:
         self.is_noticed = False
         """whether this node has a standing notice that it may be taken away: lines say so, as that of the notice itself
         is soon far from both ends of the file"""
+        self.quarantines: Sequence[Mapping[str, Any]] = ()
+        """of hosts that this run keeps waiting: lines have those that are not over (`until`, Unix seconds)"""
 
     def enter(self, world: World) -> None:
         """From now on lines carry this world's rank, sizes and generation."""
@@ -109,15 +112,18 @@ class EventLog:
         self._lines.close()
 
     def write(self, event: str, **fields: Any) -> None:
+        now = time.time()
+        quarantined = [one for one in self.quarantines if one["until"] > now]
         self._lines.write(
             {
-                "time": time.time(),
+                "time": now,
                 "monotonic": time.monotonic(),
                 "event": event,
                 "rank": self._rank,
                 "world_size": self._world_size,
                 **self._nodes,
                 **({"noticed": True} if self.is_noticed else {}),
+                **({"quarantined": quarantined} if quarantined else {}),
                 "generation": self._generation,
                 "step": self.step,
                 **self._identity,

@@ -384,8 +384,8 @@ def prepare(
     new = plan.decision.new[0]
 
     def as_newcomer() -> None:
-        assert eventually(form, lambda: newcomer.planned() is not None)
-        told = Plan.from_json(newcomer.planned() or "")
+        assert eventually(form, lambda: newcomer.told("plan") is not None)
+        told = Plan.from_json(newcomer.told("plan") or "")
         assert told == plan
         accept.run(lambda: accept.accept(told, planned(told, new)))
         if accept.failure is None:
@@ -463,7 +463,7 @@ def test_a_plan_that_was_given_up_invites_nobody(form: Form) -> None:
     lead = Preparation(jobs[0], Groups(4).form, time.monotonic, time.sleep, lambda _point, _world: lead.cancel())
     lead.run(lambda: lead.lead(worlds[0], plan, planned(plan, worlds[0].me)))
     assert (lead.failure, lead.crash) == (None, None)
-    assert newcomer.planned() is None
+    assert newcomer.told("plan") is None
 
 
 def test_a_plan_loses_against_what_was_decided_before(form: Form) -> None:

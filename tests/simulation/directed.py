@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from elastic_train.protocol.neighbours import Topology
 from tests.simulation.plan import Fault, Plan
@@ -269,3 +270,11 @@ def spare_that_comes_late() -> Plan:
         6000137, (2, 2), (freeze, kill), 12.041352308215327, TIMEOUT,
         is_formed=False, max_world_size=3, num_endpoints=3, topology=sparse,
     )  # fmt: skip
+
+
+def dies_again_and_again(times: int, *faults: Fault, hosts: int = 3, recovers_at: float, **fields: Any) -> Plan:
+    """The last host is killed, and comes back 0.5 s later, so often; the last time as `faults` say."""
+    deaths = [(1.0 + 4.0 * turn, "kill", hosts - 1 + turn) for turn in range(times)]
+    returns = [(at + 0.5, "back", hosts - 1, False) for at, *_ in deaths[: len(deaths) - bool(faults)]]
+    made = plan(hosts, *deaths, *returns, *faults, recovers_at=recovers_at, min_nodes=1)
+    return replace(made, quarantine=True, **fields)

@@ -66,6 +66,12 @@ class Faults:
             port = workers[local_rank].process.address[1] if same_address and local_rank < len(workers) else None
             simulation.start(name, local_rank, port)
 
+    def back_ahead(self, host: int) -> None:
+        """The same, and it sees a snapshot of a later generation than those who train are in."""
+        self.back(host, same_address=False)
+        worker = self._simulation.workers[-1]
+        worker.member = replace(worker.member, newest=(1000, 1))
+
     def cut(self, one: int, other: int) -> None:
         """One way."""
         if one != other:

@@ -33,6 +33,10 @@ class Plan:
     """how many hosts the first world has; the others come as newcomers. All by default"""
     min_nodes: int | None = None
     """all hosts by default"""
+    trains_with: int = 1
+    """`--min-nodes`"""
+    quarantine: bool = False
+    """`--quarantine on`"""
     max_world_size: int | None = None
     max_steps: int = 10**9
     has_equal_names: bool = False

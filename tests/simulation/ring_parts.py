@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from elastic_train.elastic.ring import Ring, RingParts
 from elastic_train.elastic.whole_steps import ALONE
 from elastic_train.elastic.world_end import votes_of
 from elastic_train.errors import JobFinished, StoreUnreachable
+from elastic_train.protocol.quarantine import Deaths
 from elastic_train.rules import NOW, Activity, Failure
 from elastic_train.training.step import NO_VOTES, Outcome, Votes
 from elastic_train.world import World
@@ -37,14 +38,17 @@ class Commit:
 class State:
     """As TrainState, as far as the ring asks."""
 
-    def __init__(self, max_steps: int) -> None:
+    def __init__(self, max_steps: int, now: Callable[[], float]) -> None:
         self.commit: Commit | None = None
         """the newest one of this worker"""
         self.taken: Commit | None = None
         """of others, for the first step of a world"""
         self.branches: Branches = ()
         self.generation, self.generations = -1, 0
-        self.clock = SimpleNamespace(enter=lambda _phase: None)
+        self.incidents: list[dict[str, Any]] = []
+        self.clock = SimpleNamespace(
+            enter=lambda _phase: None, count_nodes=lambda _number: None, totals=lambda: {"train": now()}
+        )
         self._max_steps = max_steps
 
     @property
@@ -91,6 +95,7 @@ class SimParts:
         self._membership, self._watcher = worker.membership, worker.membership.watcher
         self._state, self._simulation = worker.state, worker.simulation
         self._before: World | None = None
+        self._deaths = Deaths()
         self.step_started = 0.0
         self.last_votes: Votes = NO_VOTES
 
@@ -151,6 +156,9 @@ class SimParts:
     def claim(self, _world: World, *, has_state: bool) -> None:
         pass
 
+    def hold_bucket(self, _world: World, *, has_state: bool) -> None:
+        pass
+
     def finish_claim(self) -> None:
         pass
 
@@ -196,14 +204,14 @@ class SimParts:
         if not self.has_state:
             membership.arrival.is_ready_for(world)
         try:
-            found: list[tuple[Commit | None, Branches]] = group.exchange((state.commit, state.branches))
+            found = self._exchange_states(group)
         except GroupBroken:
             if membership.job.is_over():
                 raise JobFinished("the others have reached the end") from None
             raise
         if self._simulation.plan.directories:
             self._simulation.note(f"{self._worker} was told who sees the directory in generation {world.generation}")
-        held = {(commit, branches) for commit, branches in found if commit is not None}
+        held = {(commit, branches) for commit, branches, _ in found if commit is not None}
         assert len(held) == 1, f"those who trained differ: {found}"
         commit, state.branches = held.pop()
         assert commit is not None, "held by one who trained"
@@ -217,14 +225,22 @@ class SimParts:
             self._simulation.note(
                 f"{self._worker} knows who sees the directory in generation {world.generation}: {told}"
             )
-        found: list[Any] = group.exchange((state.commit, state.branches))
-        held = [(commit, branches) for commit, branches in found if commit is not None]
+        found = self._exchange_states(group)
+        held = [(commit, branches) for commit, branches, _ in found if commit is not None]
         if not held:
             newest = self._restore(group)
             self._simulation.note_start(self._worker, world, newest)
             return newest
         newest, state.branches = max(held, key=lambda one: (one[0].generation, one[0].step))
-        return newest  # type: ignore[no-any-return]
+        return newest
+
+    def _exchange_states(self, group: Group) -> list[tuple[Commit | None, Branches, list[dict[str, Any]]]]:
+        """(newest commit, branches, incidents) of each rank; who has no state takes over the incidents."""
+        state = self._state
+        found: list[Any] = group.exchange((state.commit, state.branches, list(state.incidents)))
+        if not self.has_state:
+            state.incidents = next((incidents for commit, _, incidents in found if commit is not None), [])
+        return found
 
     def _restore(self, group: Group) -> Commit | None:
         """Where one store decides, those who come back may have to go on without the state: from the newest snapshot,
@@ -235,8 +251,11 @@ class SimParts:
         kept = [commit for commit in found if commit is not None]
         return max(kept, key=lambda one: (one.generation, one.step), default=None)
 
-    def stands(self, *_what: Any) -> None:
-        pass
+    def stands(self, world: World, _branch: Any, change: Change, *_what: Any) -> None:
+        hosts = self._deaths.note(change.lost, [one for one in world.members if one not in change.joined])
+        if hosts:
+            now = self._simulation.kernel.now
+            self._state.incidents.append({"cause": "peer_lost", "dead_hosts": hosts, "run_seconds": now})
 
     def lost(self, failure: str, _change: Change) -> None:
         self._simulation.note(f"{self._worker} lost generation {self._before and self._before.generation}: {failure}")

@@ -247,3 +247,89 @@ def test_who_was_cut_off_in_the_queue_keeps_no_other_out_of_it() -> None:
 @pytest.mark.parametrize("topology", [STANDARD, RING], ids=["dense", "sparse"])
 def test_a_spare_does_not_wait_in_a_world_that_all_have_left(topology: Topology) -> None:
     run(directed.spare_of_a_world_that_is_over(topology))
+
+
+# --- a host that dies again and again ---------------------------------------------------------------------------------
+
+DIED_AT = 9.0
+"""the third time, some milliseconds before the others know"""
+FORMS = pytest.mark.parametrize("grace", [None, 3.0], ids=["peers", "central"])
+
+
+def seconds_in_queue(simulation: Simulation) -> float:
+    """Of the last worker, from its start to its first world; all train in one world at the end."""
+    last = simulation.workers[-1]
+    [entered] = [note for note in simulation.notes if note[9:].startswith(f"{last} enters generation")]
+    worlds = {worker.world.uid for worker in simulation.living if worker.world is not None}
+    assert len(worlds) == 1, simulation.describe()
+    assert last.world is not None
+    assert len(last.world.members) == len(simulation.living)
+    return float(entered[:8]) - last.began_at
+
+
+@FORMS
+def test_a_host_that_dies_for_the_third_time_waits_a_minute(grace: float | None) -> None:
+    simulation = run(directed.dies_again_and_again(3, recovers_at=DIED_AT + 62.0, grace=grace))
+    assert 60.0 <= 0.5 + seconds_in_queue(simulation) < 62.0
+    told = [note for note in simulation.notes if "died unannounced 3 times" in note]
+    assert len(told) == 2, simulation.describe()
+    assert " warns: " in told[0], "rank 0"
+    assert f"{simulation.workers[-1]} is told: h2 waits " in told[1]
+    assert simulation.workers[0].last_step > 250, "the others train"
+
+
+@FORMS
+def test_a_host_that_dies_for_the_second_time_does_not_wait(grace: float | None) -> None:
+    assert seconds_in_queue(run(directed.dies_again_and_again(2, recovers_at=DIED_AT, grace=grace))) < 2.0
+
+
+def test_a_host_waits_for_nothing_where_that_was_not_asked_for() -> None:
+    plan = replace(directed.dies_again_and_again(3, recovers_at=DIED_AT + 4.0), quarantine=False)
+    assert seconds_in_queue(run(plan)) < 2.0
+
+
+@FORMS
+def test_a_new_rank_0_knows_of_the_deaths(grace: float | None) -> None:
+    """Also one that has come later than the first of them."""
+    plan = directed.dies_again_and_again(3, recovers_at=DIED_AT + 62.0, hosts=4, grace=grace)
+    killed = [(DIED_AT + 10.0, "kill", 0), (DIED_AT + 10.5, "back", 0, False), (DIED_AT + 20.0, "kill", 1),
+              (DIED_AT + 30.0, "kill", 2)]  # fmt: skip
+    simulation = Simulation(replace(plan, faults=(*plan.faults, *killed), num_endpoints=2))
+    simulation.run()
+    assert not simulation.failures, simulation.describe()
+    last = next(worker for worker in simulation.living if worker.process.host == "h3")
+    [entered] = [note for note in simulation.notes if note[9:].startswith(f"{last} enters generation")]
+    assert 60.0 <= float(entered[:8]) - DIED_AT < 62.0
+    assert len([note for note in simulation.notes if " warns: h3 waits" in note]) == 4, "each rank 0 that there was"
+
+
+@FORMS
+def test_without_enough_nodes_nobody_waits(grace: float | None) -> None:
+    """One of the others dies ten seconds later, and the one that is left may not train alone."""
+    plan = directed.dies_again_and_again(3, recovers_at=DIED_AT + 14.0, trains_with=2, grace=grace)
+    simulation = run(replace(plan, faults=(*plan.faults, (DIED_AT + 10.0, "kill", 1))))
+    assert 9.5 <= seconds_in_queue(simulation) < 11.5
+    assert simulation.workers[-1].last_step > 60, simulation.describe()
+
+
+@FORMS
+def test_of_two_that_are_both_needed_neither_waits(grace: float | None) -> None:
+    plan = directed.dies_again_and_again(3, hosts=2, recovers_at=DIED_AT + 4.0, trains_with=2, grace=grace)
+    assert seconds_in_queue(run(plan)) < 2.0
+
+
+@FORMS
+def test_who_has_come_further_than_the_others_does_not_wait_there(grace: float | None) -> None:
+    ahead = (DIED_AT + 0.5, "back_ahead", 2)
+    plan = directed.dies_again_and_again(3, ahead, recovers_at=DIED_AT + 4.0, grace=grace)
+    assert seconds_in_queue(run(plan)) < 2.0
+
+
+def test_where_all_others_die_the_one_that_waited_begins_anew() -> None:
+    """Nobody knows of its deaths any more, and nobody else is there."""
+    killed = [(DIED_AT + 5.0, "kill", 0), (DIED_AT + 5.0, "kill", 1)]
+    plan = directed.dies_again_and_again(3, recovers_at=DIED_AT + 20.0, grace=3.0)
+    simulation = Simulation(replace(plan, faults=(*plan.faults, *killed), recovers_at=None, seconds=DIED_AT + 20.0))
+    simulation.run()
+    [last] = simulation.living
+    assert last.last_step > 10, simulation.describe()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.next_world import Surroundings
+from elastic_train.elastic.quarantined import Quarantined
 from elastic_train.errors import JobFinished, LeftOut, SecondJob, Superseded
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.liveness import Watcher, ping_interval
@@ -59,10 +60,11 @@ class Worker:
             backend="gloo",
             max_generation=None,
             store=process.address,
+            min_nodes=plan.trains_with,
             uid=self.uid,
             node_id=host,
         )
-        self.state = State(plan.max_steps)
+        self.state = State(plan.max_steps, lambda: machines.kernel.now)
         self.num_commits = 0
         self.num_fruitless = 0 if was is None else was.num_fruitless_after
         self.kept = None if was is None else was.commit or was.kept
@@ -109,7 +111,7 @@ class Worker:
             max_nodes=MAX_NODES,
             max_world_size=plan.max_world_size,
             check=lambda: None,
-            say=lambda _text: None,
+            say=lambda text: simulation.note(f"{self} is told: {text}"),
             answering=self._answering,
             sockets=None,  # type: ignore[arg-type]
             group_store=None,  # type: ignore[arg-type]
@@ -121,6 +123,13 @@ class Worker:
         self.membership.side.progress = lambda: (
             (self.state.branches, self.state.step) if self.commit is not None else None
         )
+        if plan.quarantine:
+            joins, state = self.membership.joins, self.state
+            joins.admissible = Quarantined(
+                lambda: state if self.commit is not None else None,  # type: ignore[arg-type,return-value]
+                lambda why: simulation.note(f"{self} warns: {why}"),
+                joins.tell_why,
+            ).admissible
         self.stop = SimpleNamespace(votes=lambda: 2 * (int(self.wants_to_leave),), check=lambda: None)
         """as StopSignal"""
         self.ring = make_ring(self)

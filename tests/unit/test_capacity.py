@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -99,6 +100,35 @@ def test_a_notice_of_long_ago_stands_and_ends(files: Files) -> None:
     assert read(files).capacity.may_be_taken == 1
 
 
+def test_a_host_in_quarantine_is_told_of_and_cannot_train(files: Files) -> None:
+    """Though the line that began it is long ago; the other newcomer can."""
+    workers = inside(files, num_nodes=2)
+    kept = {"host": "bad", "deaths": 3, "until": NOW + 41}
+    for worker in workers:
+        worker.line["quarantined"] = [{"host": "over", "deaths": 3, "until": NOW - 1}, kept]
+    workers[0].train(21, 1900, NOW - 1)
+    assert read(files).quarantined == (kept,), "also before it has come back"
+    for rank, host in enumerate(("bad", "new", "over")):
+        files.worker(rank + 3, host, started=NOW - 5)
+    found = read(files)
+    assert found.quarantined == (kept,)
+    assert (found.capacity.waiting, found.capacity.quarantined) == (2, 1)
+    assert (found.capacity.could_train, found.capacity.wanted) == (4, 1), "there is room for one that can"
+    told = dict(describe(found, NOW))
+    assert told["nodes"] == "2 train, 4 could, 1 more wanted, 1 quarantined"
+    assert told["quarantine"] == "bad, for 41 s more: it died unannounced 3 times, less than 10 min apart"
+    for worker in workers:
+        worker.write("done", NOW, outcome="finished")
+    assert read(files, False).quarantined == ()
+
+
+@pytest.mark.parametrize("line", [{"quarantined": 7}, {"quarantined": [7, {"host": 1, "until": 9e9}, {"host": "a"}]}])
+def test_a_line_that_says_anything_of_quarantine(files: Files, line: dict[str, Any]) -> None:
+    [worker] = inside(files, num_nodes=1)
+    worker.write("warning", NOW - 1, message="", **line)
+    assert read(files).quarantined == ()
+
+
 @pytest.mark.parametrize(("outcome", "wanted"), [("finished", 0), ("failed", 0), ("stopped", 5)])
 def test_what_a_run_that_has_ended_wants(files: Files, outcome: str, wanted: int) -> None:
     for worker in inside(files, num_nodes=2):
@@ -134,7 +164,9 @@ def test_status_as_json(files: Files, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["status", str(files.run_dir), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["state"], told["step"]) == ("silent", 20), "long ago, on other machines"
-    assert told["capacity"] == {"train": 3, "could_train": 3, "wanted": 2, "may_be_taken": 0, "max_nodes": 5}
+    counts = {"train": 3, "could_train": 3, "wanted": 2, "may_be_taken": 0, "quarantined": 0, "max_nodes": 5}
+    assert told["capacity"] == counts
+    assert told["quarantined"] == []
     assert told["snapshot"] is None
 
 

@@ -74,6 +74,18 @@ def test_every_line_says_who_wrote_it_and_where_the_run_stood(tmp_path: Path) ->
     }  # fmt: skip
 
 
+def test_lines_tell_of_a_quarantine_until_it_is_over(tmp_path: Path) -> None:
+    log = event_log(tmp_path)
+    lasting = {"host": "a", "deaths": 3, "until": time.time() + 100}
+    log.quarantines = [{**lasting, "host": "b", "until": time.time() - 1}, lasting]
+    log.write("step")
+    log.quarantines = [{**lasting, "until": time.time() - 1}]
+    log.write("step")
+    first, second = read_all(only_file(tmp_path))
+    assert first["quarantined"] == [lasting]
+    assert "quarantined" not in second
+
+
 def test_a_line_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
     log = event_log(tmp_path)
     for number in range(3):

@@ -132,6 +132,17 @@ def test_everything_that_is_promised_is_told(stack: ExitStack, warnings: list[st
     assert warnings == []
 
 
+def test_hosts_that_wait_until_their_quarantine_is_over(stack: ExitStack, warnings: list[str]) -> None:
+    port = free_port()
+    metrics = make(stack, port, warnings)
+    metrics.enter(world(3), state())
+    metrics.quarantines = [{"host": host, "until": time.time() + left} for host, left in (("a", 100.0), ("b", -1.0))]
+    found = [(host, left) for (name, *host), left in scrape(port).items() if name == "elastic_train_quarantine_seconds"]
+    [(host, left)] = found
+    assert host == ["a"]
+    assert 80 < left <= 100
+
+
 def test_a_step_costs_a_look_at_the_clock(
     stack: ExitStack, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
