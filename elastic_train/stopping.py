@@ -192,6 +192,18 @@ class StopSignal:
         notice = self.notice
         return self.cause.name if notice is None else f"a notice ({notice.described})"
 
+    def seconds_left(self) -> float | None:
+        """Until this node is taken away, or SIGKILL follows a signal, as far as that is known; None where this worker
+        was not told to stop."""
+        notice = self.notice
+        if notice is not None and notice.deadline is not None:
+            return notice.deadline - time.time()
+        if not self.is_requested:
+            return None
+        now = time.monotonic()
+        since = self._requested_at if self._is_signalled else self._noticed_at
+        return SHORTEST_SECONDS - (now - (since or now))  # a signal may be heard before its handler has run
+
     @property
     def is_requested(self) -> bool:
         return self._is_signalled or self._notice is not None

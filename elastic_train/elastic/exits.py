@@ -97,8 +97,7 @@ class Exits:
         state.stopped_at = state.step
         set_group_timeout(GROUP_TIMEOUT)
         started = time.monotonic()
-        if self._saver.is_last_writer(world):
-            self._saver.save_and_wait(state)
+        self._saver.save_with_all(world, state)
         self._saver.wait()
         save_seconds = time.monotonic() - started
         self._files.leave_bucket(world)

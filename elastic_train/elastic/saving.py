@@ -14,6 +14,7 @@ from elastic_train.observe.reporting import Reporter
 from elastic_train.runlog.goodput import Phase
 from elastic_train.snapshot_interval import interval_of
 from elastic_train.storage.retention import Retention
+from elastic_train.storage.shares import Fleet
 from elastic_train.storage.snapshot import SnapshotResult
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.training.state import TrainState
@@ -39,6 +40,8 @@ class Saver:
         self._entered_at = 0.0
         self._best_step = -1
         """of the newest best state that was dealt with"""
+        self._saved_by_all: tuple[int, int] | None = None
+        """(generation, step) of the newest snapshot that this node has sent a share of, and has seen whole"""
         self._snapshots: SnapshotWriter | None = None
 
     def enter(self, world: World) -> None:
@@ -126,17 +129,51 @@ class Saver:
                 f"written after {BEST_SECONDS:g} s; training goes on"
             )
 
-    def save_and_wait(self, state: TrainState) -> bool:
-        """Durable when it returns True. A full disk costs a warning, not the job."""
+    def save_with_all(self, world: World, state: TrainState) -> None:
+        """All of a world stop at this very step, and have one state: save it, or this node's share of it. Blocks until
+        it is durable, as far as this worker takes part."""
+        fleet = self._fleet_of(world, state)
+        if self.is_last_writer(world):
+            self.save_and_wait(state, fleet)
+        elif fleet is not None and world.is_first_of_node:
+            self._save_share(state, fleet)
+
+    def _fleet_of(self, world: World, state: TrainState) -> Fleet | None:
+        """The nodes of those who train, where each can write to the bucket for all."""
+        nodes = list(dict.fromkeys(member.node for member in world.workers))
+        if self._worker.bucket is None or len(nodes) < 2:
+            return None
+        hosts = {member.node: member.host for member in world.workers}
+        return Fleet(
+            tuple(hosts[node] for node in nodes),
+            nodes.index(world.me.node),
+            frozenset(name for name, _ in state.model.named_parameters(remove_duplicate=False)),
+            self._worker.stop.seconds_left,
+        )
+
+    def _save_share(self, state: TrainState, fleet: Fleet) -> None:
+        assert self._world is not None
+        generation = self._world.generation
         with state.clock.during(Phase.SNAPSHOT):
-            is_saved = self.save_beside(state)
+            try:
+                if self._writer().save_share(state.state_dict(), fleet, step=state.step, generation=generation):
+                    self._saved_by_all = (generation, state.step)
+            except SnapshotError as error:
+                self._reporter.warn(f"{error}; the other nodes write it")
+
+    def save_and_wait(self, state: TrainState, fleet: Fleet | None = None) -> bool:
+        """Durable when it returns True. A full disk costs a warning, not the job."""
+        if self._world is not None and self._saved_by_all == (self._world.generation, state.step):
+            return True
+        with state.clock.during(Phase.SNAPSHOT):
+            is_saved = self.save_beside(state, fleet)
         self.report()
         return is_saved
 
-    def save_beside(self, state: TrainState) -> bool:
+    def save_beside(self, state: TrainState, fleet: Fleet | None = None) -> bool:
         """The same on another thread than the one that trains, which does not wait for it. Nothing else is told of."""
         try:
-            self._report(self._writer().save(state.state_dict(), **self._position(state)))
+            self._report(self._writer().save(state.state_dict(), **self._position(state), fleet=fleet))
         except SnapshotError as error:
             self._reporter.warn(str(error))
             return False

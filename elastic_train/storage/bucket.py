@@ -2,6 +2,7 @@
 
     <url>/step-000000000120-gen-0003-<host>/
         state.pt.00000.<nonce>, ...   of 64 MiB; joined in order, they are the state.pt of a folder
+        state.pt.share-00000.<sha>    of 8 MiB, where several nodes write it together: see shares.py
         manifest.json                 format version 3: also names the parts
     <url>/owner.json                  see bucket_owner.py
 
@@ -33,6 +34,7 @@ from elastic_train.errors import (
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.parts import MOST_PART_BYTES, PART_BYTES, Part, PartStream, fetch
 from elastic_train.storage.retention import Retention
+from elastic_train.storage.shares import SHARE_BYTES, SharedState, SharedStream
 from elastic_train.storage.signature import sign
 from elastic_train.storage.snapshot import (
     MANIFEST_FILE,
@@ -243,14 +245,46 @@ class Bucket:
         *,
         key: bytes | None = None,
         before_visible: Callable[[], None] | None = None,
+        shared: SharedState | None = None,
     ) -> SnapshotFile:
         """As `snapshot.RemoteFolder.write`."""
         place = self.snapshot(name)
         try:
             existing = self._existing(place, str(manifest["run_uid"]), key)
-            return existing or self._write_new(place, fill, manifest, key, before_visible)
+            stream = self._open_stream(place, str(manifest["host"]), shared)
+            return existing or self._write_new(place, fill, stream, manifest, key, before_visible)
         except ObjectStoreError as error:
             raise SnapshotError(f"snapshot {name} cannot be written: {error}; older ones are untouched") from error
+
+    def write_share(self, name: str, shared: SharedState) -> bool:
+        """As `snapshot.RemoteFolder.write_share`."""
+        stream = self._open_share(self.snapshot(name), shared)
+        try:
+            shared(stream)
+            return stream.finish_share()
+        except ObjectStoreError as error:
+            raise SnapshotError(f"this node's share of snapshot {name} cannot be written: {error}") from error
+
+    def _open_stream(self, place: BucketSnapshot, host: str, shared: SharedState | None) -> PartStream | SharedStream:
+        if shared is not None:
+            return self._open_share(place, shared)
+        nonce = secrets.token_hex(4)
+        return PartStream(
+            lambda number: f"{PART_PREFIX}{number:05d}.{nonce}",
+            lambda part, data: self.store.put(place.key_of(part), data),
+            host,
+            self._part_bytes,
+        )
+
+    def _open_share(self, place: BucketSnapshot, shared: SharedState) -> SharedStream:
+        return SharedStream(
+            shared,
+            lambda part: f"{PART_PREFIX}{part}",
+            secrets.token_hex(4),
+            lambda part, data: self.store.put(place.key_of(part), data),
+            place.files,
+            min(self._part_bytes, SHARE_BYTES),
+        )
 
     def note_visible(self, manifest: Mapping[str, Any]) -> None:
         """A snapshot of that manifest can be seen from now on. For who keeps a record of them."""
@@ -276,17 +310,11 @@ class Bucket:
         self,
         place: BucketSnapshot,
         fill: Callable[[IO[bytes]], None],
+        stream: PartStream | SharedStream,
         manifest: dict[str, Any],
         key: bytes | None,
         before_visible: Callable[[], None] | None,
     ) -> SnapshotFile:
-        nonce = secrets.token_hex(4)
-        stream = PartStream(
-            lambda number: f"{PART_PREFIX}{number:05d}.{nonce}",
-            lambda part, data: self.store.put(place.key_of(part), data),
-            str(manifest["host"]),
-            self._part_bytes,
-        )
         appearance: Appearance | None = None
         try:
             hashing = HashingFile(cast("IO[bytes]", stream))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,6 +46,70 @@ class Part:
         return part
 
 
+class PartSender:
+    """Sends objects, AT_ONCE of them at a time, each by a thread of its own.
+
+    Args:
+        put: sends one. Blocks; raises ObjectStoreError.
+    """
+
+    def __init__(self, put: Callable[[str, bytearray], None]) -> None:
+        self._put = put
+        self._slots = threading.BoundedSemaphore(AT_ONCE)
+        self._threads: list[threading.Thread] = []
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        """of what the rate is made of"""
+        self._began_at = 0.0
+        self._seconds, self._bytes = 0.0, 0
+        self.names: list[str] = []
+        """of all that may have been sent"""
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second, from the beginning of the first to the end of the newest; None before one is there."""
+        return self._bytes / self._seconds if self._seconds else None
+
+    def send(self, name: str, data: bytearray) -> None:
+        """Blocks while AT_ONCE are on their way. Never raises: `finish` does. After an error nothing more is sent."""
+        if self._error is not None:
+            return
+        self._slots.acquire()
+        if not self.names:
+            self._began_at = time.monotonic()
+        self.names.append(name)
+        # No pool: its threads would keep a process that has given up on the store from ending.
+        thread = threading.Thread(target=self._run, args=(name, data), name="snapshot-part", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run(self, name: str, data: bytearray) -> None:
+        try:
+            if self._error is None:
+                self._put(name, data)
+                with self._lock:
+                    self._bytes, self._seconds = self._bytes + len(data), time.monotonic() - self._began_at
+        except BaseException as error:  # not handled here: finish() gives it to the thread that writes
+            self._error = self._error or error
+        finally:
+            self._slots.release()
+
+    def finish(self) -> None:
+        """Wait for all. Raises: what a `put` has."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """Until nothing is on its way."""
+        for thread in self._threads:
+            thread.join()
+
+
 class PartStream:
     """What is written here is cut into parts, each sent by a thread of its own while the next ones are made. `write`
     blocks while AT_ONCE of them are on their way, so that memory is bounded.
@@ -63,18 +128,19 @@ class PartStream:
     ) -> None:
         self._name_of, self._put, self._host, self._part_bytes = name_of, put, host, part_bytes
         self._buffer = bytearray()
-        self._slots = threading.BoundedSemaphore(AT_ONCE)
-        self._threads: list[threading.Thread] = []
-        self._sent: dict[int, Part] = {}
-        self._error: BaseException | None = None
-        self.names: list[str] = []
-        """of all parts that may have been sent"""
+        self._sender = PartSender(self._put_part)
+        self._sent: dict[str, Part] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Of all parts that may have been sent."""
+        return self._sender.names
 
     def write(self, data: bytes | memoryview) -> int:
         """Never raises, for torch.save calls it from C++: `finish` does. After an error nothing more is kept."""
         view = memoryview(data).cast("B")
         written = len(view)
-        while len(view) and self._error is None:
+        while len(view) and not self._sender.has_failed:
             room = self._part_bytes - len(self._buffer)
             self._buffer += view[:room]
             view = view[room:]
@@ -83,39 +149,24 @@ class PartStream:
         return written
 
     def _send(self) -> None:
-        self._slots.acquire()
-        number, data, self._buffer = len(self.names), self._buffer, bytearray()
-        name = self._name_of(number)
-        self.names.append(name)
-        # No pool: its threads would keep a process that has given up on the store from ending.
-        thread = threading.Thread(target=self._run, args=(number, name, data), name="snapshot-part", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        data, self._buffer = self._buffer, bytearray()
+        self._sender.send(self._name_of(len(self.names)), data)
 
-    def _run(self, number: int, name: str, data: bytearray) -> None:
-        try:
-            if self._error is None:
-                part = Part(name, len(data), hashlib.sha256(data).hexdigest(), self._host)
-                self._put(name, data)
-                self._sent[number] = part
-        except BaseException as error:  # not handled here: finish() gives it to the thread that writes
-            self._error = self._error or error
-        finally:
-            self._slots.release()
+    def _put_part(self, name: str, data: bytearray) -> None:
+        part = Part(name, len(data), hashlib.sha256(data).hexdigest(), self._host)
+        self._put(name, data)
+        self._sent[name] = part
 
     def finish(self) -> list[Part]:
         """Send the rest, and wait for all. Raises: what a `put` has."""
-        if self._buffer and self._error is None:
+        if self._buffer:
             self._send()
-        self.wait()
-        if self._error is not None:
-            raise self._error
-        return [self._sent[number] for number in range(len(self.names))]
+        self._sender.finish()
+        return [self._sent[name] for name in self.names]
 
     def wait(self) -> None:
         """Until no part is on its way."""
-        for thread in self._threads:
-            thread.join()
+        self._sender.wait()
 
 
 def fetch(parts: Iterable[Part], get: Callable[[str], bytes | None]) -> Iterator[bytes]:

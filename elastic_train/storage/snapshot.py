@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and listing snapshots does n
     import torch
 
     from elastic_train.storage.retention import Retention
+    from elastic_train.storage.shares import SharedState
 
 FORMAT_VERSION = 2
 STATE_FILE = "state.pt"
@@ -80,6 +81,7 @@ class RemoteFolder(Protocol):
         *,
         key: bytes | None,
         before_visible: Callable[[], None] | None = None,
+        shared: SharedState | None = None,
     ) -> SnapshotFile:
         """Write a snapshot, whole or not at all; where a whole one of that name and run is there, it stays.
 
@@ -89,9 +91,18 @@ class RemoteFolder(Protocol):
             fill: writes the bytes of the state into a file.
             manifest: of the format of a folder, without `files`.
             key, before_visible: as of `SnapshotWriter`.
+            shared: what `fill` writes, where other nodes send a share of it.
 
         Raises:
             SnapshotError: it cannot be written; older ones are untouched. Whatever `before_visible` raises.
+        """
+
+    def write_share(self, name: str, shared: SharedState) -> bool:
+        """Send this node's share of a snapshot that the first node of a fleet writes now, and help those that do not
+        come to an end. Blocks until the snapshot is there. Returns False where it will not come.
+
+        Raises:
+            SnapshotError: this node cannot send.
         """
 
     def snapshot(self, name: str) -> RemoteSnapshot: ...

@@ -19,6 +19,7 @@ from elastic_train.branches import Branches
 from elastic_train.errors import OwnershipLost, SnapshotDamaged, SnapshotError, cause_of, first_line
 from elastic_train.storage.atomic_files import fsync_directory
 from elastic_train.storage.retention import Retention
+from elastic_train.storage.shares import Fleet, shared_by
 from elastic_train.storage.signature import sign
 from elastic_train.storage.snapshot import (
     FORMAT_VERSION,
@@ -81,7 +82,6 @@ class SnapshotWriter:
         self._keep = Retention(keep) if isinstance(keep, int) else keep
         self.directory = directory
         self._host = host
-        self._host_in_name = re.sub(r"[^A-Za-z0-9._-]", "_", host)
         self._run_uid, self._key = run_uid, key
         self._task = json.loads(json.dumps(task))
         self._before_rename, self._now = before_rename, now
@@ -90,7 +90,7 @@ class SnapshotWriter:
         self._outcomes: list[SnapshotResult | BaseException] = []  # append and pop are atomic
         if isinstance(directory, Path):
             self._pruner = SnapshotPruner(
-                directory, keep=self._keep, host_in_name=self._host_in_name, run_uid=run_uid, key=key
+                directory, keep=self._keep, host_in_name=_host_in_name(host), run_uid=run_uid, key=key
             )
             self._pruner.remove_leftovers()
 
@@ -114,9 +114,10 @@ class SnapshotWriter:
         branches: Branches = (),
         metric: float | None = None,
         in_flight_timeout: float = 300.0,
+        fleet: Fleet | None = None,
     ) -> SnapshotResult:
-        """Write a snapshot and return when it is durable. Waits first for the one in flight, whose outcome is left
-        for `collect`.
+        """Write a snapshot and return when it is durable; in a fleet, with the others that call `save_share`. Waits
+        first for the one in flight, whose outcome is left for `collect`.
 
         Raises:
             SnapshotError: it cannot be written; the older ones are untouched. Or the one in flight has not ended
@@ -130,7 +131,23 @@ class SnapshotWriter:
                 f"{self.directory} after {in_flight_timeout:g} s"
             )
         position = _Position(step, epoch, samples_done, generation, world_size, branches, metric)
-        return self._write(self._buffers.copy(state), position, start, stall_seconds=None)
+        return self._write(self._buffers.copy(state), position, start, stall_seconds=None, fleet=fleet)
+
+    def save_share(self, state: dict[str, Any], fleet: Fleet, *, step: int, generation: int) -> bool:
+        """Send this node's share of the snapshot that the first of the fleet saves of this step. Blocks until that is
+        there; False where it will not come, or is written by that one alone.
+
+        Raises:
+            SnapshotError: this node cannot send. The others send what is missing of it.
+        """
+        if not self.wait(300.0):
+            return False
+        shared = shared_by(fleet, self._buffers.copy(state))
+        if isinstance(self.directory, Path) or shared is None:
+            return False
+        name = _name_of(step, generation, fleet.hosts[0])
+        with _errors_told(str(self.directory.snapshot(name))):
+            return self.directory.write_share(name, shared)
 
     def save_in_background(
         self,
@@ -199,15 +216,20 @@ class SnapshotWriter:
         return collected
 
     def _write(
-        self, state: dict[str, Any], position: _Position, start: float, stall_seconds: float | None
+        self,
+        state: dict[str, Any],
+        position: _Position,
+        start: float,
+        stall_seconds: float | None,
+        fleet: Fleet | None = None,
     ) -> SnapshotResult:
         """`state` is already the writer's own copy."""
-        name = f"step-{position.step:012d}-gen-{position.generation:04d}-{self._host_in_name}"
+        name = _name_of(position.step, position.generation, self._host)
         warnings: list[str] = []
         place: SnapshotPlace
         if isinstance(self.directory, Path):
             place = path = self.directory / name
-            num_bytes = self._existing_bytes(path, warnings)
+            num_bytes = _existing_bytes(path, self._run_uid, self._key, warnings)
             if num_bytes is None:
                 num_bytes = self._write_new(state, position, path)
             total_seconds = time.perf_counter() - start
@@ -215,13 +237,15 @@ class SnapshotWriter:
         else:
             place = self.directory.snapshot(name)
             require_numbers(state.get("model"), position.step)
+            shared = shared_by(fleet, state)
             with _errors_told(str(place)):
                 num_bytes = self.directory.write(
                     name,
-                    lambda file: write_state(state, file),
+                    shared or (lambda file: write_state(state, file)),
                     self._manifest(position),
                     key=self._key,
                     before_visible=self._before_rename,
+                    shared=shared,
                 ).bytes
             total_seconds = time.perf_counter() - start
             warnings += self.directory.prune(name, keep=self._keep, run_uid=self._run_uid, key=self._key)
@@ -234,23 +258,6 @@ class SnapshotWriter:
             total_seconds=total_seconds,
             warnings=tuple(warnings),
         )
-
-    def _existing_bytes(self, path: Path, warnings: list[str]) -> int | None:
-        """The size of the state where this very snapshot is there already and whole."""
-        if not path.exists():
-            return None
-        try:
-            info = read_info(path, self._key)
-            verify(info)
-        except SnapshotDamaged as error:
-            warnings.append(f"replaced: {error}")
-            return None
-        if info.run_uid != self._run_uid:
-            raise SnapshotError(
-                f"snapshot {path} cannot be written: another run has one of that name there; "
-                "choose another --snapshot-dir"
-            )
-        return info.files[STATE_FILE].bytes
 
     def _write_new(self, state: dict[str, Any], position: _Position, path: Path) -> int:
         require_numbers(state.get("model"), position.step)
@@ -268,14 +275,14 @@ class SnapshotWriter:
             if self._before_rename is not None:
                 self._before_rename()
             # Another worker of this host may have written the same moment of the same run meanwhile: one is enough.
-            if self._existing_bytes(path, []) is None:
+            if _existing_bytes(path, self._run_uid, self._key, []) is None:
                 if path.exists():
                     shutil.rmtree(displaced, ignore_errors=True)
                     os.rename(path, displaced)
                 try:
                     os.rename(temporary, path)
                 except OSError:
-                    if self._existing_bytes(path, []) is None:
+                    if _existing_bytes(path, self._run_uid, self._key, []) is None:
                         raise
             fsync_directory(path.parent)
         except OSError as error:
@@ -291,18 +298,39 @@ class SnapshotWriter:
 
     def _manifest(self, position: _Position) -> dict[str, Any]:
         """All of it but the files."""
-        import torch
+        whose = {"run_uid": self._run_uid, "host": self._host, "time": self._now(), "task": self._task}
+        return {"format_version": FORMAT_VERSION, **vars(position), **whose, **_versions()}
 
-        return {
-            "format_version": FORMAT_VERSION,
-            **vars(position),
-            "run_uid": self._run_uid,
-            "host": self._host,
-            "time": self._now(),
-            "torch_version": str(torch.__version__),
-            "elastic_train_version": VERSION,
-            "task": self._task,
-        }
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    return {"torch_version": str(torch.__version__), "elastic_train_version": VERSION}
+
+
+def _host_in_name(host: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", host)
+
+
+def _name_of(step: int, generation: int, host: str) -> str:
+    return f"step-{step:012d}-gen-{generation:04d}-{_host_in_name(host)}"
+
+
+def _existing_bytes(path: Path, run_uid: str, key: bytes | None, warnings: list[str]) -> int | None:
+    """The size of the state where this very snapshot is there already and whole."""
+    if not path.exists():
+        return None
+    try:
+        info = read_info(path, key)
+        verify(info)
+    except SnapshotDamaged as error:
+        warnings.append(f"replaced: {error}")
+        return None
+    if info.run_uid != run_uid:
+        raise SnapshotError(
+            f"snapshot {path} cannot be written: another run has one of that name there; choose another --snapshot-dir"
+        )
+    return info.files[STATE_FILE].bytes
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,7 +29,10 @@ from elastic_train.runlog.goodput import Phase
 from elastic_train.runlog.reader import read_all
 from elastic_train.snapshot_interval import FIRST_SECONDS
 from elastic_train.stopping import StopSignal
+from elastic_train.storage import shares
+from elastic_train.storage.shares import Fleet
 from elastic_train.storage.snapshot import find_snapshots
+from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.world import Member, World
 
 
@@ -213,6 +218,39 @@ def test_a_loop_of_ones_own_says_how_good_its_model_is(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     infos = find_snapshots(tmp_path / "run" / "snapshots", warn=pytest.fail)
     assert [(info.step, info.metric) for info in infos] == [(16, 0.6), (8, 0.9)]
+
+
+def test_where_all_stop_each_node_sends_its_share_to_the_bucket(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "LEAST_BYTES", 0)
+    training = start(snapshot_dir="memory://all-stop")
+    training.steps(3)
+    saver, state, bucket = training.saver, training.state, training.worker.bucket
+    assert bucket is not None
+    monkeypatch.setattr(bucket, "_part_bytes", 2**13)
+    [me] = training.world.members
+    other = replace(me, host="other", agent_pid=1)
+    world = World(rank=1, generation=0, members=(other, me, replace(other, local_rank=1), replace(me, local_rank=1)))
+    saver.enter(world)
+    first = SnapshotWriter(bucket, keep=3, host="other", run_uid="run", task={})
+    names = frozenset(name for name, _ in state.model.named_parameters())
+    fleet = Fleet(("other", me.host), 0, names, lambda: None)
+    position = {"step": 3, "epoch": 0, "samples_done": 24, "generation": 0, "world_size": 4}
+    writing = threading.Thread(target=lambda: first.save(state.state_dict(), **position, fleet=fleet))
+    writing.start()
+    saver.save_with_all(world, state)
+    writing.join(30.0)
+    [info] = find_snapshots(bucket, warn=pytest.fail)
+    parts = info.path.read_manifest()["parts"]  # type: ignore[union-attr]
+    by_host = Counter(part["host"] for part in parts if ".share-" in part["name"])
+    assert by_host[me.host] >= 2
+    assert abs(by_host["other"] - by_host[me.host]) <= 1
+    before = bucket.store.list()
+    assert saver.save_and_wait(state), "should the others be lost now, it is there"
+    assert bucket.store.list() == before
+    saver.enter(replace(world, rank=3))
+    saver.save_with_all(replace(world, rank=3), state)
+    assert bucket.store.list() == before, "its node's first one sends for both"
+    assert training.events("warning") == []
 
 
 def test_rank_0_says_for_all(start: Start) -> None:

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from dataclasses import replace
 
 import pytest
 
 from elastic_train import stopping
 from elastic_train.errors import Stopped
-from elastic_train.preemption import PreemptionNotice
+from elastic_train.preemption import SHORTEST_SECONDS, PreemptionNotice
 from elastic_train.stopping import StopSignal
 
 WHILE_BUSY = """
@@ -266,3 +268,24 @@ def test_a_notice_that_was_withdrawn_is_never_late(monkeypatch: pytest.MonkeyPat
     stop.give_notice(NOTICE, 0.6)
     stop.withdraw_notice()
     assert not called.wait(0.6)
+
+
+def test_how_long_it_still_has() -> None:
+    stop = StopSignal()
+    assert stop.seconds_left() is None
+    notice = PreemptionNotice("file", "spot")
+    stop.give_notice(notice, notice.seconds_left(time.time()))
+    left = stop.seconds_left()
+    assert left is not None
+    assert SHORTEST_SECONDS - 5 < left <= SHORTEST_SECONDS, "it names no time"
+    notice = replace(notice, deadline=time.time() + 100)
+    stop.give_notice(notice, 100.0)
+    stop.settle()
+    left = stop.seconds_left()
+    assert left is not None
+    assert 95 < left <= 100
+    told = StopSignal()
+    told._remember(signal.SIGTERM, None)
+    left = told.seconds_left()
+    assert left is not None
+    assert SHORTEST_SECONDS - 5 < left <= SHORTEST_SECONDS, "SIGKILL follows"
