@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 
 from elastic_train.elastic.exits import Exits
+from elastic_train.elastic.noticed import end_agent
 from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import TrainingDiverged, show_traceback
@@ -68,6 +69,7 @@ class LateStop:
             show_traceback(error, is_debug=self._worker.config.debug)
         finally:
             if code is not None:
+                end_agent(self._worker)
                 self._end(code)
 
     def save_at_last(self) -> str:

@@ -73,14 +73,20 @@ class Noticed:
             self.warn(f"the other workers of this node are not told of the notice: {error}")
 
     def close(self) -> None:
-        """The worker ends. Where it was a notice, its agent is told to end as well, or --max-restarts would have it
-        start new workers on a node that goes away."""
-        if self._watcher is None:
-            return
-        self._watcher.close()
-        agent, stop = self._worker.launch.agent_pid, self._worker.stop
-        if self._is_first and stop.notice is not None and stop.is_settled and os.getppid() == agent:
-            os.kill(os.getppid(), signal.SIGTERM)
+        """The worker ends."""
+        if self._watcher is not None:
+            self._watcher.close()
+            end_agent(self._worker)
+
+
+def end_agent(worker: Worker) -> None:
+    """A worker ends. Where it does by a notice, its agent is told to end as well, or --max-restarts would have it start
+    new workers on a node that goes away."""
+    launch, stop = worker.launch, worker.stop
+    if stop.notice is None or not stop.is_settled or launch.local_rank > 0:
+        return
+    if os.getppid() == launch.agent_pid:
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def relay_path(worker: Worker) -> Path:

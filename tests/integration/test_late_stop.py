@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -221,6 +222,20 @@ def test_agent_is_told_to_stop(cluster: Cluster, long: str, step: int) -> None:
     check_saved(cluster.run_dir, step)
     check_stopped(cluster.run_dir, step, 1)
     check_continued(cluster, cluster.start(*FLAGS))
+
+
+@pytest.mark.slow
+def test_by_a_notice_no_worker_is_started_again(cluster: Cluster) -> None:
+    """Though --max-restarts would let its agent."""
+    gone = cluster.path / "gone"
+    [node] = cluster.start(*FLAGS, "--notices", f"file:{gone}", max_restarts=3, env={"LONG": "step 9"})
+    wait_until_long(cluster, 1)
+    gone.write_text(json.dumps({"deadline": time.time() + 12}))
+    assert node.wait(60) == 1
+    check_saved(cluster.run_dir, 8)
+    assert len(events(cluster.run_dir, "start")) == 1
+    [left] = [event for event in events(cluster.run_dir, "notice") if event["state"] == "left"]
+    assert left["seconds_left"] > 0
 
 
 @pytest.mark.slow

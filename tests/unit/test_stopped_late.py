@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import socket
 import threading
@@ -45,10 +47,12 @@ class Life:
         )  # fmt: skip
         self.stop = SimpleNamespace(
             cause=signal.SIGTERM, why="SIGTERM", notice=None, settle=lambda: None, is_requested=True,
-            settle_if_requested=lambda: self.stop.is_requested,
+            is_settled=False, settle_if_requested=lambda: self.stop.is_requested,
         )  # fmt: skip
+        self.launch = SimpleNamespace(agent_pid=None, local_rank=0)
         worker: Any = SimpleNamespace(
             state=state, reporter=reporter, config=SimpleNamespace(epochs=3, debug=False), stop=self.stop,
+            launch=self.launch,
             directory=SimpleNamespace(ownership=SimpleNamespace(release=self.part("release"))),
         )  # fmt: skip
         trainer: Any = SimpleNamespace(
@@ -156,6 +160,30 @@ def test_it_stays_no_longer_than_its_node_does() -> None:
         began = time.monotonic()
         assert life.run()[-1] == ("end", 143)
         assert 0.3 < time.monotonic() - began < 10.0
+
+
+@pytest.mark.parametrize(("local_rank", "code"), [(0, -signal.SIGTERM), (1, 0)])
+def test_by_a_notice_its_agent_ends_as_well(local_rank: int, code: int) -> None:
+    """Or it would start new workers, by --max-restarts, on a node that goes away. One worker of a node tells it."""
+    context = multiprocessing.get_context("fork")
+
+    def train(agent_pid: int) -> None:
+        life = Life(make_stepping())
+        life.stop.notice, life.stop.is_settled = PreemptionNotice("file", "spot"), True
+        life.launch.agent_pid, life.launch.local_rank = agent_pid, local_rank
+        assert life.run()[-1] == ("end", 143)
+
+    def start_worker() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        worker = context.Process(target=train, args=(os.getpid(),))
+        worker.start()
+        worker.join(20)
+        os._exit(worker.exitcode if worker.exitcode is not None else 9)
+
+    agent = context.Process(target=start_worker)
+    agent.start()
+    agent.join(30)
+    assert agent.exitcode == code
 
 
 def test_it_is_known_where_it_stopped() -> None:
