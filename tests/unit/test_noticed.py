@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,24 @@ def test_what_comes_too_late_is_passed_on_to_nobody(tmp_path: Path, monkeypatch:
     found = relay.look()
     assert found is not None
     assert found.reason == "spot"
+    worker.stop.uninstall()
+
+
+@pytest.mark.parametrize(("is_settled", "what"), [(True, "too late: this node leaves"), (False, "training goes on")])
+def test_what_is_said_of_a_withdrawal_holds(tmp_path: Path, is_settled: bool, what: str) -> None:
+    """All nodes may have said in the step in hand that they are told to stop."""
+    worker, said = make_worker(tmp_path), SimpleQueue()
+    noticed, worker.reporter.speak = Noticed(worker), said.put
+    noticed.leave(NOTICE)
+    worker.stop.votes()
+    noticed.withdraw(NOTICE)
+    worker.stop.votes()
+    assert said.empty(), "nobody knows"
+    if is_settled:
+        worker.stop.settle()
+    else:
+        worker.stop.votes()
+    assert said.get(timeout=20) == f"notice withdrawn: n1 (file: spot); {what}"
     worker.stop.uninstall()
 
 
