@@ -1,1 +1,1 @@
-"""The ring around the training: membership, forming groups anew, restoring, leaving, own loops."""
+"""The loop (loop.py) and the ring around it (ring.py): membership, forming groups anew, restoring, leaving."""
