@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 from elastic_train.errors import UsageError
 from elastic_train.preemption import notices_flag
 from elastic_train.snapshot_interval import interval_of, steps_or_text
-from elastic_train.wording import nearest_multiples, unrecognized
+from elastic_train.wording import flag_without_value, nearest_multiples, unrecognized
 
 DOWNLOADABLE = ("mnist", "fashion-mnist", "cifar10")
 IS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -279,8 +279,9 @@ def check_number(entry: dataclasses.Field[Any], value: Any) -> None:
     least = entry.metadata.get("least")
     if value is None:
         return
-    if least is not None and not value >= least:
-        raise UsageError(f"{flag(entry.name)} {value}: must be at least {least}")
+    if least is not None and not least <= value < math.inf:
+        wanted = "a finite number" if value == math.inf else f"at least {least}"
+        raise UsageError(f"{flag(entry.name)} {value}: must be {wanted}")
     if "is_positive" in entry.metadata and not (value > 0 and math.isfinite(value)):
         raise UsageError(f"{flag(entry.name)} {value}: must be a positive number")
 
@@ -318,6 +319,7 @@ def parse(
         known = [name for action in parser._actions for name in action.option_strings]
         raise UsageError(unrecognized(unknown, known, "--help lists all flags"))
     given = {name: value for scope in scopes for name, value in vars(getattr(parsed, _dest(scope))).items()}
+    _require_values(arguments, {flag(name) for name, value in given.items() if value is None})
     config = Config(**given, own_flags=getattr(parsed, "own_flags", None))
     config.check()
     if TaskFlags in scopes:
@@ -330,16 +332,11 @@ def _dest(scope: type) -> str:
     return scope.__name__.removesuffix("Flags").lower()
 
 
-def _require_values(arguments: Sequence[str]) -> None:
-    """Raises: UsageError for `--task ""`, `--task=`: a variable of the shell was not set, no default is meant."""
-    before = ""
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if (equals and not value and name.startswith("--")) or (not argument and before.startswith("--")):
-            raise UsageError(
-                f"{name or before} has no value: is a variable not set? Leave the flag out for the default"
-            )
-        before = argument
+def _require_values(arguments: Sequence[str], unset: Collection[str] = ()) -> None:
+    """Raises: UsageError for `--task ""`, `--task=`, and for flags that are `unset` though they are given, such as
+    `--task` alone: a variable of the shell was not set, no default is meant."""
+    if (name := flag_without_value(arguments, unset)) is not None:
+        raise UsageError(f"{name} has no value: is a variable not set? Leave the flag out for the default")
 
 
 def task_of(arguments: Sequence[str]) -> str | None:

@@ -16,6 +16,19 @@ def flags_in(words: Iterable[str]) -> list[str]:
     return [word.partition("=")[0] for word in words if word.startswith("--")]
 
 
+def flag_without_value(words: Sequence[str], unset: Collection[str]) -> str | None:
+    """The first flag of a command line whose value is empty, or that is `unset` all the same."""
+    before = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in unset or (equals and not value and name.startswith("--")):
+            return name
+        if not word and before.startswith("--"):
+            return before
+        before = word
+    return None
+
+
 def unrecognized(words: Sequence[str], known: Collection[str], where: str) -> str:
     """`unrecognized arguments: --epoch (did you mean --epochs? ...)`; `where` says where all can be read."""
     found: list[str] = []

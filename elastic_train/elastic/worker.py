@@ -20,6 +20,7 @@ from elastic_train.elastic.process_group import choose_device
 from elastic_train.errors import SnapshotError, UsageError
 from elastic_train.observe.metrics import Metrics
 from elastic_train.observe.reporting import Reporter
+from elastic_train.protocol.addresses import parse_endpoints
 from elastic_train.rendezvous.launch import Launch, max_nodes_of
 from elastic_train.rendezvous.slurm import unused_tasks_warning
 from elastic_train.runlog.events import EventLog, Ledger
@@ -40,6 +41,7 @@ from elastic_train.training.epoch_dataset import length_of
 from elastic_train.training.ordered import check_model
 from elastic_train.training.state import TrainState, build_optimizer
 from elastic_train.training.tasks import Task, build_task, load_task, make_own_task
+from elastic_train.wording import count
 from elastic_train.world import World, host_name
 
 LOCAL_FLAGS = names_of(PlaceFlags, NodeFlags)
@@ -197,9 +199,18 @@ def check_start(config: Config, launch: Launch) -> None:
     """What can be told before a directory is made for the run.
 
     Raises:
-        UsageError: the flags do not go with this launch, or --snapshot-dir is no URL that works.
+        UsageError: the flags do not go with this launch, or an address among them is none that works.
         SnapshotError: --init-from names no file.
     """
+    if config.store_endpoint is not None:  # in a launch that has no use for it, too
+        parse_endpoints(config.store_endpoint, "--store-endpoint")
+    most = max_nodes_of(launch, os.environ)
+    is_known = launch.is_open or launch.agent_pid is None  # else --nnodes may be somewhere else
+    if config.min_nodes is not None and config.min_nodes > most and is_known:
+        raise UsageError(
+            f"--min-nodes {config.min_nodes}: this job has {count(most, 'node')} at most and would wait for ever; "
+            "torchrun's --nnodes MIN:MAX says how many"
+        )
     if config.parallel == "dp" and launch.world_size > 1:
         raise UsageError(
             f"--parallel dp is one process for all GPUs, and this is one of {launch.world_size}: leave one out"

@@ -53,7 +53,12 @@ BAD = [
     ("--run-dir gs://bucket", "--run-dir gs:/bucket: no URL works here, only a folder"),
     ("--task=", "--task has no value: is a variable not set?"),
     ("--run-dir=", "--run-dir has no value: is a variable not set?"),
+    ("--task", "--task has no value: is a variable not set?"),
+    ("--max-steps --ledger", "--max-steps has no value: is a variable not set?"),
+    ("--max-steps 5 --max-steps", "--max-steps has no value"),
     ("--momentum nan", "--momentum nan: must be at least 0"),
+    ("--momentum inf", "--momentum inf: must be a finite number"),
+    ("--weight-decay inf", "--weight-decay inf: must be a finite number"),
     ("--weight-decay -1", "--weight-decay -1.0: must be at least 0"),
     ("--lr 0", "--lr 0.0: must be a positive number"),
     ("--lr nan", "--lr nan: must be a positive number"),
@@ -110,6 +115,7 @@ def test_a_bad_flag_is_refused_with_one_line(flags: str, message: str) -> None:
         "--download --task module:Name",
         "--fresh --ledger --no-progress --debug",
         "--run-dir some/where --snapshot-dir=/else",
+        "--max-steps --max-steps 5",  # the last one counts
     ],
 )
 def test_good_flags(flags: str) -> None:

@@ -16,9 +16,10 @@ from torch.utils.data import TensorDataset
 
 from elastic_train.__main__ import quick_imports
 from elastic_train.config import Config
-from elastic_train.elastic.worker import Worker, bucket_of, make_state
+from elastic_train.elastic.worker import Worker, bucket_of, check_start, make_state
 from elastic_train.elastic.world_report import describe_share
 from elastic_train.errors import Refused, UsageError
+from elastic_train.rendezvous.launch import C10dSettings, Launch
 from elastic_train.rules import require_agreement
 from elastic_train.training.tasks import Task, build_task
 
@@ -145,3 +146,22 @@ def test_garbage_collection_rests_while_modules_are_imported(error: Exception | 
             raise error
     gc.unfreeze()  # of this process, which goes on with other tests
     assert gc.isenabled()
+
+
+UP_TO_FOUR = Launch(agent_pid=1, c10d=C10dSettings(("h:1",), min_nodes=1, max_nodes=4, last_call=2.0))
+
+
+def test_no_job_waits_for_more_nodes_than_it_can_have() -> None:
+    check_start(Config(min_nodes=4), UP_TO_FOUR)
+    check_start(Config(min_nodes=1), Launch())
+    check_start(Config(min_nodes=2), Launch(num_nodes=2))
+    check_start(Config(min_nodes=2), Launch(agent_pid=1))  # a launcher of which nothing more is known
+    with pytest.raises(UsageError, match="--min-nodes 5: this job has 4 nodes at most"):
+        check_start(Config(min_nodes=5), UP_TO_FOUR)
+    with pytest.raises(UsageError, match="--min-nodes 2: this job has 1 node at most"):
+        check_start(Config(min_nodes=2), Launch())
+
+
+def test_a_store_endpoint_is_read_where_it_is_not_used_too() -> None:
+    with pytest.raises(UsageError, match="--store-endpoint h:99999: a port is 1 to 65535"):
+        check_start(Config(store_endpoint="h:99999"), Launch())
