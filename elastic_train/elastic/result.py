@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.worker import Worker
 from elastic_train.runlog.goodput import goodput
 from elastic_train.runlog.reader import parse
+from elastic_train.runlog.strict_json import file_of
 from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.training.collectives import barrier, broadcast_bytes, gather_json
 from elastic_train.training.state import state_sha256
@@ -29,7 +29,7 @@ def write_result(worker: Worker, world: World, files: RunFiles, *, has_trained: 
     has_result: list[bool] = gather_json(found is not None)
     owner = has_result.index(True) if True in has_result else 0
     if world.rank == owner and found is None:
-        found = (json.dumps(result(worker), indent=2) + "\n").encode()
+        found = (file_of(result(worker)) + "\n").encode()
     data = broadcast_bytes(found if world.rank == owner else None, owner)
     if is_leader and (has_trained or existing_result(path, worker.state.step) is None):
         files.check_owner(world.generation)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from pathlib import Path
 from typing import Any
 
 from elastic_train.observe.status import Status
 from elastic_train.runlog.reader import Line
+from elastic_train.runlog.strict_json import file_of
 from elastic_train.storage.snapshot import SnapshotInfo
 
 
@@ -19,16 +18,7 @@ def to_json(status: Status) -> str:
     remote = told.pop("remote_snapshot")
     told["capacity"] = status.capacity.as_json()
     told["snapshot"] = _snapshot(status.snapshot, remote)
-    return json.dumps(_finite(told), indent=2, default=_plain, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """With null for NaN and infinities, which JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(entry) for name, entry in value.items()}
-    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
+    return file_of(told, default=_plain)
 
 
 def _plain(value: Any) -> str:

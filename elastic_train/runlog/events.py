@@ -12,7 +12,6 @@ clocks.py.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -21,13 +20,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elastic_train.runlog.strict_json import line_of
+
 if TYPE_CHECKING:
     import numpy as np
 
     from elastic_train.world import World
-
-
-_encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps() would make one for every line
 
 
 class JsonLines:
@@ -45,7 +43,7 @@ class JsonLines:
         """a thread may write while another closes; a signal handler may write within a write"""
 
     def write(self, line: dict[str, Any]) -> None:
-        data = _encode(line).encode() + b"\n"
+        data = line_of(line)
         with self._lock:
             if not self._is_given_up:
                 self._append(data)

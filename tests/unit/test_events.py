@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -38,6 +39,15 @@ MEMBERS = tuple(
 WORLD = World(rank=2, generation=7, members=MEMBERS)
 
 
+def strictly(text: str) -> Any:
+    """As a reader in another language reads it."""
+
+    def refuse(constant: str) -> Any:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
 def event_log(directory: Path) -> EventLog:
     return EventLog(directory, host="node", local_rank=1, rank=0, world_size=1)
 
@@ -45,6 +55,15 @@ def event_log(directory: Path) -> EventLog:
 def only_file(directory: Path) -> Path:
     (path,) = directory.iterdir()
     return path
+
+
+def test_what_is_no_finite_number_is_null(tmp_path: Path) -> None:
+    log = event_log(tmp_path / "events")
+    log.write("evaluation", metrics={"loss": math.nan, "all": [math.inf, 1.5]}, accuracy=-math.inf)
+    log.close()
+    [line] = only_file(tmp_path / "events").read_text().splitlines()
+    found = strictly(line)
+    assert (found["metrics"], found["accuracy"]) == ({"loss": None, "all": [None, 1.5]}, None)
 
 
 def test_every_line_says_who_wrote_it_and_where_the_run_stood(tmp_path: Path) -> None:

@@ -1,0 +1,32 @@
+"""JSON as its standard has it: without NaN and infinities, which Python writes and other languages do not read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+_encode_line = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # dumps() would make one for every line
+
+
+def line_of(value: dict[str, Any]) -> bytes:
+    """One line, with null for what is no finite number."""
+    try:
+        text = _encode_line(value)
+    except ValueError:
+        text = _encode_line(_finite(value))
+    return text.encode() + b"\n"
+
+
+def file_of(value: dict[str, Any], *, default: Callable[[Any], Any] | None = None) -> str:
+    """The same over several lines, for people too; `default` as that of `json.dumps`."""
+    return json.dumps(_finite(value), indent=2, default=default, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
