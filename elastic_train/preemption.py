@@ -1,9 +1,11 @@
-"""Notices that a node may be taken away: what one says, when it is acted on, and what --notices says."""
+"""Notices that a node may be taken away: what one says, when it is acted on, what fits it, and what --notices says."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +15,10 @@ LEAD_SECONDS = 120.0
 """before its deadline a noticed node leaves: as long as AWS gives. Where the notice comes later, at once"""
 SHORTEST_SECONDS = 30.0
 """that a node has where the notice names no time, or one that is over: GCP's, and as long as torchrun waits"""
+GIVEN_SECONDS = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
+"""from a notice to the end of a spot machine, at least; the pages that say so are named in notices/notice.py"""
+SIGNAL_SECONDS = 60.0
+"""SLURM's, where --signal names none"""
 NAMED = ("aws", "gcp", "azure", "kubernetes", "slurm")
 GRAMMAR = "off, auto, aws, gcp, azure, kubernetes, slurm, file:PATH or http://HOST[:PORT]/PATH"
 SHOWN_CHARACTERS = 200
@@ -57,6 +63,39 @@ class PreemptionNotice:
             "deadline": self.deadline,
             "certain": self.is_certain,
         }
+
+
+SAVE_SOONER = "lower --snapshot-every, choose a faster --snapshot-dir, or make the state smaller"
+"""what to do where the state is not saved in time"""
+
+
+class Fit(Enum):
+    """Whether a state is saved in the time that a notice, or a signal to stop, leaves."""
+
+    FITS = "fits"
+    TIGHT = "tight"
+    """where the step in hand is short, for it goes first, and the disk not busier than when it was measured"""
+    TOO_LONG = "too long"
+
+
+def fit_of(save_seconds: float, given_seconds: float) -> Fit:
+    """Of a state that takes so long to save: its size over the measured rate."""
+    if save_seconds > given_seconds:
+        return Fit.TOO_LONG
+    return Fit.TIGHT if 2 * save_seconds + 5 > given_seconds else Fit.FITS
+
+
+def given_seconds(source: str, environ: Mapping[str, str]) -> float | None:
+    """That a source, by its name, leaves at least between its notice and the end; None where nobody knows before.
+
+    What srun and sbatch were told by --signal they do not pass on; SLURM_SIGNAL and SBATCH_SIGNAL, which say the same,
+    are seen by the job.
+    """
+    if source != "slurm":
+        return GIVEN_SECONDS.get(source)
+    said = environ.get("SLURM_SIGNAL") or environ.get("SBATCH_SIGNAL") or ""
+    found = re.fullmatch(r"(?:[A-Z]+:)?\w+(?:@(\d+))?", said)
+    return None if found is None else float(found[1] or SIGNAL_SECONDS)
 
 
 @dataclass(frozen=True)

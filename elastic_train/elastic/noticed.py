@@ -10,10 +10,12 @@ from pathlib import Path
 
 from elastic_train.elastic.worker import Worker
 from elastic_train.notices.choice import source_of
+from elastic_train.notices.notice import NoticeSource
 from elastic_train.notices.own_sources import Relay
 from elastic_train.notices.watcher import NoticeWatcher
-from elastic_train.preemption import PreemptionNotice, notices_flag
-from elastic_train.wording import duration
+from elastic_train.preemption import SAVE_SOONER, Fit, PreemptionNotice, fit_of, given_seconds, notices_flag
+from elastic_train.storage.snapshot import SnapshotResult
+from elastic_train.wording import duration, human_bytes
 
 KNOWN_SECONDS = 10.0
 """that a person waits for a step to tell whether a notice was withdrawn in time"""
@@ -35,14 +37,37 @@ class Noticed:
         self._relay = Relay(relay_path(worker)) if worker.launch.local_world_size > 1 else None
         self._watcher: NoticeWatcher | None = None
         flag = notices_flag(worker.config.notices)
+        self._source_name = flag.kind
+        """of `auto`: once it is found"""
+        self._has_told_misfit = False
         if flag.kind == "off":
             return
         # By all workers of the node: SLURM's source takes a signal.
-        find = source_of(flag, worker.reporter.speak, worker.stop.tell_also)
+        self._find_source = source_of(flag, worker.reporter.speak, worker.stop.tell_also)
         if self._is_first and self._relay is not None:
             self._relay.clear()
-        self._watcher = NoticeWatcher(find if self._is_first else lambda: self._relay, self, host=worker.host)
+        self._watcher = NoticeWatcher(self._find if self._is_first else lambda: self._relay, self, host=worker.host)
         self._watcher.start()
+
+    def _find(self) -> NoticeSource | None:
+        source = self._find_source()
+        if source is not None:
+            self._source_name = source.name
+        return source
+
+    def judge(self, written: SnapshotResult) -> None:
+        """Tell once where a snapshot that was just written took longer than a notice leaves for it."""
+        given = given_seconds(self._source_name, os.environ)
+        if given is None or self._has_told_misfit or (fit := fit_of(written.total_seconds, given)) is Fit.FITS:
+            return
+        self._has_told_misfit = True
+        rate = human_bytes(round(written.bytes / written.total_seconds))
+        what = "less than that" if fit is Fit.TOO_LONG else "a long step included, perhaps too little"
+        self._worker.reporter.warn(
+            f"the snapshot of step {written.step} took {duration(written.total_seconds)} for "
+            f"{human_bytes(written.bytes)} ({rate}/s), and a notice of {self._source_name} leaves {duration(given)}, "
+            f"{what}: where all nodes are taken at once, steps since the newest snapshot are lost; {SAVE_SOONER}"
+        )
 
     def hear(self, notice: PreemptionNotice) -> None:
         """One worker tells for its node."""

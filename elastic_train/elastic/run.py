@@ -63,7 +63,7 @@ def run_worker(worker: Worker, program: Program) -> int:
     try:
         noticed = Noticed(worker)
         while True:
-            outcome = _as_member(worker, program, back, ends)
+            outcome = _as_member(worker, program, back, ends, noticed)
             if isinstance(outcome, int):
                 return outcome
             back = outcome
@@ -102,7 +102,9 @@ def _wait_before_return(worker: Worker, back: Return) -> None:
         time.sleep(min(seconds, 0.1))
 
 
-def _as_member(worker: Worker, program: Program, back: Return | None, ends: ExitStack) -> int | Return:
+def _as_member(
+    worker: Worker, program: Program, back: Return | None, ends: ExitStack, noticed: Noticed
+) -> int | Return:
     """The worker's way as one member of its job: its exit code, or with what it comes back as another one, where the
     others have gone on without it and nodes may join."""
     config, launch, reporter = worker.config, worker.launch, worker.reporter
@@ -121,7 +123,7 @@ def _as_member(worker: Worker, program: Program, back: Return | None, ends: Exit
         )
     )
     ends.callback(membership.close)
-    parts = _make_parts(worker, membership, program, back)
+    parts = _make_parts(worker, membership, program, back, noticed)
     ends.callback(parts.files.wait_for_claim)  # the directory is let go after it
     ends.callback(parts.trainer.close)
     ring = Ring(worker, membership, parts)
@@ -134,9 +136,11 @@ def _as_member(worker: Worker, program: Program, back: Return | None, ends: Exit
         return parts.exits.give_way(error, ring.world, back, has_state=parts.resume.has_state)
 
 
-def _make_parts(worker: Worker, membership: Membership, program: Program, back: Return | None) -> RingParts:
+def _make_parts(
+    worker: Worker, membership: Membership, program: Program, back: Return | None, noticed: Noticed
+) -> RingParts:
     files = RunFiles(worker, membership.agreed_once("job_token", new_token()))
-    saver = Saver(worker, files)
+    saver = Saver(worker, files, written=noticed.judge)
     earlier = EarlierRun(worker, membership, files, back)
     trainer = Trainer(program, worker, membership, saver)
     report = WorldReport(worker)

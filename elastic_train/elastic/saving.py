@@ -26,12 +26,24 @@ BEST_SECONDS = 30.0
 
 
 class Saver:
-    """Saves the state of one worker, whatever worlds it goes through; rank 0 writes the regular snapshots."""
+    """Saves the state of one worker, whatever worlds it goes through; rank 0 writes the regular snapshots.
 
-    def __init__(self, worker: Worker, files: RunFiles, *, now: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        written: told of each snapshot that is durable.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        files: RunFiles,
+        *,
+        written: Callable[[SnapshotResult], None] = lambda _: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._worker = worker
         self._reporter: Reporter = worker.reporter
         self._files = files
+        self._written = written
         self._now = now
         self._interval = interval_of(worker.config.snapshot_every)
         self._schedule = SnapshotSchedule(self._interval, now=now)
@@ -240,6 +252,7 @@ class Saver:
             stall_seconds=result.stall_seconds,
             total_seconds=result.total_seconds,
         )
+        self._written(result)
 
     def _position(self, state: TrainState) -> dict[str, Any]:
         assert self._world is not None

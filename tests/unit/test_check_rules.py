@@ -324,6 +324,28 @@ def test_the_grace_period(seconds: float, grace: float, level: Level) -> None:
     assert "node1" in the_one(node_rules.grace_is_long_enough(slow), level).what
 
 
+@pytest.mark.parametrize(
+    ("seconds", "notice", "level"),
+    [
+        (12.0, 30.0, Level.FINE),
+        (14.0, 30.0, Level.MATTERS),
+        (31.0, 30.0, Level.BREAKS),
+        (31.0, 120.0, Level.FINE),
+        (31.0, None, None),
+    ],
+)
+def test_the_time_that_a_notice_leaves(seconds: float, notice: float | None, level: Level | None) -> None:
+    gathered = with_worker(with_all(job(grace_seconds=300.0), snapshot_seconds=1.0), 1, snapshot_seconds=seconds)
+    noticed = with_worker(gathered, 2, notice_seconds=notice, notices_of="gcp")
+    grace, *found = node_rules.grace_is_long_enough(noticed)
+    assert grace.level is Level.FINE
+    if level is None:
+        assert found == []
+    else:
+        told = the_one(found, level)
+        assert f"takes {seconds:.1f} s on node1; a notice of gcp leaves {notice:.0f} s" in told.what
+
+
 def test_what_could_not_be_measured_is_skipped_by_name() -> None:
     unknown = with_all(job(), state_bytes=None, snapshot_seconds=None)
     rules: list[Callable[[Gathered], list[Finding]]] = [node_rules.there_is_room, node_rules.grace_is_long_enough]

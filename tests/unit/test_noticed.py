@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -14,10 +15,15 @@ import pytest
 from elastic_train import stopping
 from elastic_train.elastic.noticed import Noticed, relay_path
 from elastic_train.elastic.run import run_worker
+from elastic_train.notices import choice
+from elastic_train.notices.clouds import find_cloud
 from elastic_train.notices.own_sources import Relay
 from elastic_train.preemption import PreemptionNotice
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.stopping import StopSignal
+from elastic_train.storage.snapshot import SnapshotResult
+from elastic_train.tools.drills.nodes import wait_until
+from tests.metadata_server import learn, serving
 
 NOTICE = PreemptionNotice("file", "spot", host="n1")
 
@@ -77,6 +83,54 @@ def test_what_is_said_of_a_withdrawal_holds(tmp_path: Path, is_settled: bool, wh
         worker.stop.votes()
     assert said.get(timeout=20) == f"notice withdrawn: n1 (file: spot); {what}"
     worker.stop.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("notices", "seconds", "says"),
+    [
+        ("slurm", 41.0, ["took 41 s for 1.2 GB (29.3 MB/s), and a notice of slurm leaves 40 s, less than that"]),
+        ("slurm", 20.0, ["a notice of slurm leaves 40 s, a long step included, perhaps too little"]),
+        ("slurm", 17.0, []),
+        ("file:gone", 4100.0, []),
+        ("off", 4100.0, []),
+    ],
+)
+def test_a_snapshot_that_does_not_fit_a_notice_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notices: str, seconds: float, says: list[str]
+) -> None:
+    monkeypatch.setenv("SLURM_SIGNAL", "USR1@40")
+    worker, told = make_worker(tmp_path), []
+    worker.config.notices, worker.reporter.warn = notices, told.append
+    before = signal.getsignal(signal.SIGUSR1)
+    noticed = Noticed(worker)
+    try:
+        for step in (100, 200):
+            noticed.judge(SnapshotResult(tmp_path, step, 0, 1_200_000_000, 0.1, seconds))
+    finally:
+        noticed.close()
+        signal.signal(signal.SIGUSR1, before)
+    assert len(told) == len(says)
+    for text, expected in zip(told, says, strict=True):
+        assert expected in text
+        assert "the snapshot of step 100" in text
+        assert "lower --snapshot-every" in text
+
+
+def test_what_auto_has_found_is_what_a_snapshot_is_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = tmp_path / "known.json"
+    learn(known, instance="", preempted="FALSE", maintenance="NONE")
+    worker, told = make_worker(tmp_path), []
+    worker.config.notices, worker.reporter.warn = "auto", told.append
+    with serving("gcp", known) as server:
+        # Nothing is ever asked at the address of a real one.
+        monkeypatch.setattr(choice, "find_cloud", partial(find_cloud, ("127.0.0.1", server.server_port), 5.0))
+        noticed = Noticed(worker)
+        try:
+            wait_until(lambda: bool(server.asked[1:]), "the first question", 20.0)
+            noticed.judge(SnapshotResult(tmp_path, 100, 0, 1_200_000_000, 0.1, 50.0))
+        finally:
+            noticed.close()
+    assert [text for text in told if "a notice of gcp leaves 30 s, less than that" in text] == told != []
 
 
 def test_the_workers_of_one_node_agree_on_the_file(tmp_path: Path) -> None:

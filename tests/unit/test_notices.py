@@ -19,7 +19,7 @@ from elastic_train.notices.metadata import ask
 from elastic_train.notices.notice import NoticeSource, NoticeUnreadable
 from elastic_train.notices.own_sources import EndpointSource, FileSource, Relay, SlurmSource
 from elastic_train.notices.watcher import NoticeWatcher
-from elastic_train.preemption import NoticesFlag, PreemptionNotice, notices_flag
+from elastic_train.preemption import Fit, NoticesFlag, PreemptionNotice, fit_of, given_seconds, notices_flag
 from tests.metadata_server import learn, serving
 
 NOON = 1_790_000_000.0
@@ -163,6 +163,43 @@ def test_when_it_is_acted_on() -> None:
     assert is_due(-5), "it may be late, or the clocks differ"
     assert not is_due(121)
     assert not is_due(10, is_certain=False)
+
+
+@pytest.mark.parametrize(
+    ("save_seconds", "given", "fit"),
+    [
+        (12.5, 30.0, Fit.FITS),
+        (13.0, 30.0, Fit.TIGHT),
+        (30.0, 30.0, Fit.TIGHT),
+        (30.1, 30.0, Fit.TOO_LONG),
+        (48.0, 120.0, Fit.FITS),
+        (0.1, 0.0, Fit.TOO_LONG),
+    ],
+)
+def test_what_fits_a_notice(save_seconds: float, given: float, fit: Fit) -> None:
+    assert fit_of(save_seconds, given) is fit
+
+
+@pytest.mark.parametrize(
+    ("source", "environ", "seconds"),
+    [
+        ("aws", {}, 120.0),
+        ("gcp", {}, 30.0),
+        ("azure", {}, 30.0),
+        ("file", {}, None),
+        ("http", {}, None),
+        ("kubernetes", {}, None),
+        ("auto", {}, None),
+        ("gcp", {"SLURM_SIGNAL": "USR1@90"}, 30.0),
+        ("slurm", {}, None),
+        ("slurm", {"SLURM_SIGNAL": "USR1@90"}, 90.0),
+        ("slurm", {"SBATCH_SIGNAL": "B:10@120"}, 120.0),
+        ("slurm", {"SLURM_SIGNAL": "R:USR1"}, 60.0),
+        ("slurm", {"SLURM_SIGNAL": "at noon"}, None),
+    ],
+)
+def test_how_long_before_a_notice_comes(source: str, environ: dict[str, str], seconds: float | None) -> None:
+    assert given_seconds(source, environ) == seconds
 
 
 def test_what_is_shown_of_it_is_one_short_line() -> None:

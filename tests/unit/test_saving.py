@@ -50,7 +50,8 @@ class Training:
         self.world = World(rank=0, generation=0, members=(member,))
         files.claim(self.world, has_state=False)
         self.state.run_uid = "run"
-        self.saver = Saver(worker, files, now=lambda: self.now)
+        self.written: list[int] = []
+        self.saver = Saver(worker, files, written=lambda it: self.written.append(it.step), now=lambda: self.now)
         self.saver.enter(self.world)
         worker.reporter.enter(self.world, self.state)
         self.state.clock.enter(Phase.TRAIN)
@@ -108,6 +109,7 @@ def test_by_steps_and_by_time(start: Start, every: int | str, begun: list[float]
     training = start(snapshot_every=every)
     assert training.steps(35) == begun
     assert [line["snapshot_step"] for line in training.events("snapshot")] == begun
+    assert training.written == begun
     assert training.events("snapshot_interval") == []
 
 

@@ -89,6 +89,10 @@ class WorkerFacts:
     """DataLoader processes, --num-workers"""
     keep_snapshots: int
     rendezvous: RendezvousFacts = RendezvousFacts()
+    notices_of: str = ""
+    """whom --notices has asked, `off` for nobody"""
+    notice_seconds: float | None = None
+    """that a notice of that one leaves, where it is known before one comes"""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))

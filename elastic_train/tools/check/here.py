@@ -23,6 +23,8 @@ from elastic_train.elastic.membership import versions
 from elastic_train.elastic.process_group import choose_backend, choose_device
 from elastic_train.elastic.worker import make_state, make_task
 from elastic_train.errors import ElasticTrainError, SnapshotError, UsageError, first_line
+from elastic_train.notices.clouds import find_cloud
+from elastic_train.preemption import given_seconds, notices_flag
 from elastic_train.protocol.addresses import interface_address
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.storage.snapshot_writer import SnapshotWriter
@@ -60,6 +62,7 @@ def look_here(
     except Exception as error:  # of the user's own task
         traceback.print_exc()
         state_error = f"{type(error).__name__}: {first_line(error)}"
+    notices_of, notice_seconds = notices_here(config.notices, os.environ) if launch.local_rank == 0 else ("", None)
     backend = choose_backend(device)
     interfaces = {name: interface_address(name) for _, name in socket.if_nameindex()}
     return WorkerFacts(
@@ -91,7 +94,18 @@ def look_here(
         num_loaders=config.num_workers,
         keep_snapshots=config.keep_snapshots + config.keep_best,
         rendezvous=rendezvous,
+        notices_of=notices_of,
+        notice_seconds=notice_seconds,
     )
+
+
+def notices_here(flag: str, environ: Mapping[str, str]) -> tuple[str, float | None]:
+    """Who gives notices by --notices, and how many seconds before; `auto` is found out as a worker does."""
+    kind = notices_flag(flag).kind
+    if kind == "auto":
+        cloud = find_cloud()
+        kind = kind if cloud is None else cloud.name
+    return kind, given_seconds(kind, environ)
 
 
 def all_versions(backend: str) -> dict[str, str]:

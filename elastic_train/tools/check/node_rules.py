@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
+from elastic_train.preemption import SAVE_SOONER, Fit, fit_of
 from elastic_train.tools.check.advice import (
     Finding,
     Level,
@@ -183,6 +184,7 @@ def there_is_room(gathered: Gathered) -> list[Finding]:
 
 
 def grace_is_long_enough(gathered: Gathered) -> list[Finding]:
+    """The time between a signal to stop and the kill, and that between a notice and the end, where it is known."""
     measured = [
         (worker.snapshot_seconds, rank)
         for rank, worker in enumerate(gathered.workers)
@@ -191,16 +193,34 @@ def grace_is_long_enough(gathered: Gathered) -> list[Finding]:
     if not measured:
         return skipped("grace period: no snapshot could be measured")
     seconds, rank = max(measured)
-    grace = gathered.wanted.grace_seconds
-    what = (
-        f"a snapshot takes {seconds:.1f} s on {gathered.name(rank)}; between the signal and the kill are {grace:.0f} s"
-    )
-    do = (
+    grace, what = gathered.wanted.grace_seconds, f"a snapshot takes {seconds:.1f} s on {gathered.name(rank)}"
+    findings = _time_to_save(
+        seconds,
+        grace,
+        "grace: ",
+        f"{what}; between the signal and the kill are {grace:.0f} s",
+        "a worker that is told to stop is killed before its state is safe",
         "raise terminationGracePeriodSeconds, SLURM's KillWait or --signal, and torchrun's --shutdown-timeout, and "
-        "tell this check by --grace"
+        "tell this check by --grace",
     )
-    if seconds > grace:
-        return breaks(what, "a worker that is told to stop is killed before its state is safe", do)
-    if 2 * seconds + 5 > grace:
-        return matters(what, "the step in hand is finished first, and a busy disk takes longer", do)
-    return fine(f"grace: {what}")
+    given = [(one.notice_seconds, one.notices_of) for one in gathered.workers if one.notice_seconds is not None]
+    if given:
+        notice, source = min(given)
+        findings += _time_to_save(
+            seconds,
+            notice,
+            "notices: ",
+            f"{what}; a notice of {source} leaves {notice:.0f} s",
+            "where all nodes are taken at once the steps since the newest snapshot are lost",
+            SAVE_SOONER,
+        )
+    return findings
+
+
+def _time_to_save(seconds: float, given: float, topic: str, what: str, why: str, do: str) -> list[Finding]:
+    match fit_of(seconds, given):
+        case Fit.TOO_LONG:
+            return breaks(what, why, do)
+        case Fit.TIGHT:
+            return matters(what, "the step in hand is finished first, and a busy disk takes longer", do)
+    return fine(f"{topic}{what}")
