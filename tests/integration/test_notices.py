@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.drills.network import Network
 from elastic_train.tools.drills.nodes import clean_environment
 from tests.integration.cluster import (
+    PYTHON,
     TORCHRUN,
     Cluster,
     Node,
@@ -38,7 +40,7 @@ from tests.integration.cluster import (
 )
 from tests.integration.test_in_place import BATCH, ENDLESS, LENGTH, check_run
 from tests.integration.test_joins import stop_all
-from tests.metadata_server import iso_time, learn
+from tests.metadata_server import iso_time, learn, serving
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -104,6 +106,65 @@ def test_a_notice_that_is_withdrawn(cluster: Cluster) -> None:
     assert "training goes on" in noticed.text()
     stop_all(cluster, [noticed, other])
     assert notices(cluster.run_dir, "left") == [], "they were stopped by SIGTERM"
+
+
+@pytest.mark.slow
+def test_a_notice_that_never_comes_true(cluster: Cluster) -> None:
+    """One that is not sure, and one of a far day, keep nobody from training. One that is sure and near is followed;
+    where the machine is still there afterwards, its node is started again and lacks nothing."""
+    gone = cluster.path / "gone"
+    noticed, other = start_two(cluster, gone)
+    wait_for_step(cluster.run_dir, 20)
+    for number, said in enumerate(({"certain": False, "reason": "perhaps"}, {"deadline": time.time() + 3600}), 1):
+        gone.write_text(json.dumps(said))
+        wait_until(lambda number=number: len(notices(cluster.run_dir, "given")) == number, "the notice")
+        given_at = time.time()
+        wait_until(lambda given_at=given_at: time.time() > given_at + 6, "the moment at which it would have left")
+        wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+        assert worlds(cluster.run_dir) == [(0, 2)]
+    gone.write_text("")
+    assert noticed.wait(40) == 1
+    gone.unlink()
+    flags = (*ENDLESS, "--max-steps", "1000000", "--notices", f"file:{gone}")
+    [again] = cluster.start(*flags, nnodes="1:2", conf=cluster.last_call(60))
+    wait_until(lambda: worlds(cluster.run_dir)[-1] == (2, 2), "the world of two", 60)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+    stop_all(cluster, [again, other])
+    assert causes(cluster) == ["start", "leave", "join"]
+    assert len(notices(cluster.run_dir, "left")) == 1
+    assert events(cluster.run_dir, "peer_lost") == []
+
+
+ASKER = """
+import runpy, sys, threading
+port = int(sys.argv.pop(1))
+def tell(event, arguments):
+    if event == "socket.connect" and arguments[1] == ("127.0.0.1", port):
+        print("asked by", threading.current_thread().name, flush=True)
+sys.addaudithook(tell)
+runpy.run_module("elastic_train", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_no_step_waits_for_an_answer(cluster: Cluster) -> None:
+    """One thread asks, which does nothing else, whatever the server does; steps are committed beside it."""
+    known = cluster.path / "known.json"
+    learn(known, fault="hangs")
+    with serving("nobody's", known) as server:
+        source = f"http://127.0.0.1:{server.server_port}/gone"
+        command = [PYTHON, "-c", ASKER, str(server.server_port), "--run-dir", str(cluster.run_dir), *ENDLESS]
+        node = cluster.launch([*command, "--max-steps", "1000000", "--notices", source], {})
+        wait_for_step(cluster.run_dir, 1)
+        for fault in ("hangs", "lies"):
+            learn(known, fault=fault)
+            num_asked = len(server.asked)
+            wait_until(lambda num_asked=num_asked: len(server.asked) > num_asked, f"a question, {fault}", 20)
+            wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 5)
+        node.signal(signal.SIGTERM)
+        assert node.wait(40) == 128 + signal.SIGTERM
+        asked = re.findall(r"^asked by (.*)$", node.text(), re.MULTILINE)
+        assert len(asked) >= len(server.asked) > 1
+    assert set(asked) == {"notices"}
 
 
 @pytest.mark.slow
