@@ -6,6 +6,7 @@ import io
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -20,6 +21,7 @@ from elastic_train.tools.drills.conductor import Conductor, Pending
 from elastic_train.tools.drills.drill import _Ends, _judge
 from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed
 from elastic_train.tools.drills.injection import Fault, Injection, NotInjected
+from elastic_train.tools.drills.jobs import JOBS
 from elastic_train.tools.drills.live import Timeline
 from elastic_train.tools.drills.network import NetworkError
 from elastic_train.tools.drills.nodes import TooSlow
@@ -143,6 +145,22 @@ def test_what_a_node_ended_with_is_said(tmp_path: Path) -> None:
     assert cluster.last_words() == f"no such: user (all logs: {record.path})"
     cluster.close()
     record.close()
+
+
+@pytest.mark.parametrize(("job", "paces"), [("paced", 3), ("long", 1)])
+def test_a_job_with_a_length_of_its_own_keeps_its_pace(
+    tmp_path: Path, conductor: Conductor, job: str, paces: int
+) -> None:
+    """Another one waits for late faults, and is let run free after the last."""
+    conductor._settings = replace(settings_in(tmp_path), job=JOBS[job], last_step=100)
+    conductor._set_pace_by_rate(JOBS[job].steps_per_second)
+    conductor._cluster.watch = Mock(step=99)
+    conductor._adapt_pace()
+    conductor._release()
+    assert len(conductor._paces) == paces
+    found = read_drill(tmp_path)
+    assert found is not None
+    assert ("released" in found.settings) == (job == "paced")
 
 
 @pytest.mark.parametrize("columns", [100, 60])

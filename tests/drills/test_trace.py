@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from elastic_train.cli import main, make_parser
 from elastic_train.errors import UsageError
+from elastic_train.tools import drills
 from elastic_train.tools.audit.history import read_history
+from elastic_train.tools.audit.lost_time import lost_time
 from elastic_train.tools.audit.record import fault_records, read_drill
 from elastic_train.tools.audit.trace_bill import bill_of_run, node_lives
 from elastic_train.tools.drills.conductor import Pending
@@ -27,6 +29,7 @@ from elastic_train.tools.drills.schedule import Planned
 from elastic_train.tools.drills.trace import Act, AvailabilityTrace, Move, Stay, read_trace
 from tests.drills.small_run import mark_as_drill, write_lines
 from tests.drills.test_drill import drill
+from tests.integration.cluster import check_steps
 
 GOOD = """\
 node,from,to,notice,price
@@ -35,6 +38,10 @@ b,100,160,30,0.12
 c,130,190,0,0.12
 b,190,,0,0.12
 """
+
+
+RECLAIMS = Path(drills.__file__).parent / "data" / "reclaims.csv"
+"""of three nodes one is taken away four times, each time 10 s after it was told"""
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -57,6 +64,17 @@ def test_what_a_trace_does(tmp_path: Path) -> None:
     assert trace.plan == [Planned(3.0, "join"), Planned(3.0, "stop"), Planned(9.0, "kill"), Planned(9.0, "join")]
     assert trace.new_beginnings == []
     assert [row["place"] for row in trace.as_json()["trace"]] == ["node1", "node2", "node3", "node2"]  # type: ignore[attr-defined]
+
+
+def test_a_job_with_a_length_of_its_own(tmp_path: Path) -> None:
+    words = ["drill", "--trace", str(RECLAIMS), "--job", "long", "--run-dir", str(tmp_path / "run")]
+    settings = settings_of(make_parser().parse_args([*words, "--nodes-as", "processes"]))
+    assert settings.trace is not None
+    assert (settings.last_step, settings.num_nodes) == (1600, 3)
+    assert settings.flags[settings.flags.index("--max-steps") + 1] == "1600"
+    gone = [(move.at, move.place) for move in settings.trace.moves if move.act is Act.NOTICE]
+    assert gone == [(30.0, 1), (75.0, 2), (120.0, 0), (165.0, 1)]
+    assert settings.trace.first == (0, 1, 2)
 
 
 def test_notice_and_price_may_be_left_out(tmp_path: Path) -> None:
@@ -228,6 +246,31 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
     assert f"{told['node_seconds']['paid']:,.0f} node-seconds paid" in done.stdout
     assert not [incident for incident in json.loads((tmp_path / "run" / "result.json").read_text())["incidents"]
                 if incident["committed_steps_lost"]]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backend", ["c10d", "etcd3"])
+def test_nodes_that_are_taken_after_a_notice_cost_no_step(tmp_path: Path, backend: str) -> None:
+    """And next to no time: the wall is that of the steps undisturbed at the world sizes that were there, within 2 %,
+    newcomers' imports included."""
+    words = ("--trace", str(RECLAIMS), "--job", "long", "--backend", backend, "--nodes-as", "processes")
+    done = drill(tmp_path, *words, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = tmp_path / "run"
+    record, history = read_drill(run_dir), read_history(run_dir)
+    assert record is not None
+    assert sorted(fault.name for fault in record.faults) == ["join"] * 4 + ["stop"] * 4
+    check_steps(run_dir, 1600)
+    begun = {(int(line["step"]), int(line["generation"])) for line in history.ledger}
+    assert len(begun) == 1600, "no step was begun twice"
+    incidents = json.loads((run_dir / "result.json").read_text())["incidents"]
+    assert sorted(incident["cause"] for incident in incidents) == ["join"] * 4 + ["leave"] * 4
+    assert not any(incident["committed_steps_lost"] for incident in incidents)
+    found = lost_time(history)
+    print(f"{backend}: {found.wall:.1f} s, of which undisturbed steps take {found.useful:.1f} s; {found}")
+    assert min(found.step_seconds.values()) >= 0.1
+    assert found.wall <= 1.02 * found.useful
 
 
 @pytest.mark.slow

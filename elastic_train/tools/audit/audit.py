@@ -106,7 +106,8 @@ def describe(found: Audit, history: History) -> list[str]:
     if lost.wall:
         causes = ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in lost.by_cause.items())
         lines.append(
-            f"{'goodput':<{width}}  {lost.ratio:<7.3f}  of {lost.wall:.1f} s {span_of(history)}; lost: {causes}"
+            f"{'goodput':<{width}}  {lost.ratio:<7.3f}  {lost.useful:.1f} of {lost.wall:.1f} s {span_of(history)}; "
+            f"lost: {causes}"
         )
     told = describe_bill(bill_of_run(history))
     return lines if told is None else [*lines, f"{'bill':<{width}}  {told}"]

@@ -24,10 +24,6 @@ TICK_SECONDS = 0.03
 START_LIMIT_SECONDS = 600.0
 PRECONDITION_LIMIT_SECONDS = 300.0
 END_LIMIT_SECONDS = 600.0
-SLOW_STEPS_PER_SECOND = 2.0
-"""of the bundled job at most, when it has nearly reached its end and faults are late"""
-SLOW_FROM = 0.9
-"""share of the steps from which on it waits for the faults"""
 TROUBLE = (NotInjected, NetworkError, EtcdCallFailed, TooSlow, psutil.Error)
 """what a fault may meet with on a machine, and no reason to end the drill"""
 
@@ -281,13 +277,13 @@ class Conductor:
     def _adapt_pace(self) -> None:
         last = self._settings.last_step
         if last is not None:
-            is_early, rate = self._cluster.watch.step < SLOW_FROM * last, self._settings.job.steps_per_second
-            self._set_pace_by_rate(rate if is_early else min(rate, SLOW_STEPS_PER_SECOND))
+            self._set_pace_by_rate(self._settings.job.rate_at(self._cluster.watch.step, last))
 
     def _release(self) -> None:
-        """To the end without pauses: the faults are through."""
-        self._set_pace(0.0)
-        self._record.add_setting(released=time.time())
+        """To the end without pauses: the faults are through. A job with a length of its own keeps its pace."""
+        if self._settings.job.num_steps is None:
+            self._set_pace(0.0)
+            self._record.add_setting(released=time.time())
 
     def _set_pace_by_rate(self, steps_per_second: float) -> None:
         """That rate with all nodes; fewer are slower, as with real work."""

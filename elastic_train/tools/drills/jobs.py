@@ -9,6 +9,12 @@ SHORT = ("--peer-timeout", "2")
 """a fifth of the default, and so is what keeps a job busy"""
 
 
+SLOW_STEPS_PER_SECOND = 2.0
+"""of a job at most, when it has nearly reached its end and faults are late"""
+SLOW_FROM = 0.9
+"""share of the steps from which on it waits for the faults"""
+
+
 @dataclass(frozen=True)
 class DrillJob:
     """A row of the table below."""
@@ -25,11 +31,19 @@ class DrillJob:
     snapshot_every: int = 100
     """steps"""
     num_nodes: int = 4
+    num_steps: int | None = None
+    """that it has at its pace, whenever the last fault is; None: as many as the schedule takes, the rest unpaced"""
+
+    def rate_at(self, step: int, last_step: int) -> float:
+        """Steps a second while faults are still to come."""
+        waits = self.num_steps is None and step >= SLOW_FROM * last_step
+        return min(self.steps_per_second, SLOW_STEPS_PER_SECOND) if waits else self.steps_per_second
 
 
 PACED = "paced"
 JOBS = {
     PACED: DrillJob("digits, 20 steps a second"),
+    "long": DrillJob("1,600 steps of 0.15 s to the end", steps_per_second=10.0, num_nodes=3, num_steps=1600),
     "first-step": DrillJob(
         "the first step of each process takes 14 s", SHORT, ("--first-step-seconds", "14"), standstill=14.0
     ),
