@@ -18,6 +18,7 @@ from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.snapshot import find_snapshots
 from elastic_train.storage.store_urls import parse_url
 from tests.integration.cluster import (
+    PYTHON,
     Cluster,
     check_ledger,
     error_line,
@@ -100,6 +101,39 @@ def test_training_goes_on_where_nothing_can_be_saved(
         said = b"".join(path.read_bytes() for path in files)
         for secret in (ACCESS_KEY, SECRET_KEY):
             assert secret.encode() not in said
+
+
+@pytest.mark.slow
+def test_a_store_that_is_too_slow_for_a_notice_is_told_of(cluster: Cluster, endpoint: str, url: str) -> None:
+    """By the check, and by a run once it has written a snapshot. Training goes on."""
+
+    def slow(request: Request) -> bool:
+        if request.is_part:
+            request.server.is_over.wait(4.0)
+        return False
+
+    says = "a notice of slurm leaves 3"
+    with proxy_to(endpoint) as proxy:
+        proxy.fault = slow
+        env = environment(proxy.endpoint) | {"SLURM_SIGNAL": "USR1@3"}
+        flags = ("--snapshot-dir", url, "--model", "mlp", "--notices", "slurm")
+        other = ("--run-dir", str(cluster.path / "other"))
+        check = cluster.launch([PYTHON, "-m", "elastic_train.check", "--", *flags, *other], env)
+        cluster.finish([check], code=1)
+        [found] = [line for line in check.text().splitlines() if says in line]
+        assert found.startswith("BREAKS   a snapshot takes ")
+        node = cluster.start_alone(*flags, "--snapshot-every", "20", "--epochs", "100000", env=env)
+
+        def told() -> list[str]:
+            return [line["message"] for line in events(cluster.run_dir, "warning") if says in line["message"]]
+
+        wait_until(lambda: bool(told()), "the warning", 60.0)
+        num_written = len(events(cluster.run_dir, "snapshot"))
+        wait_until(lambda: len(events(cluster.run_dir, "snapshot")) > num_written, "another snapshot", 60.0)
+        node.signal(signal.SIGTERM)
+        cluster.finish([node], code=128 + signal.SIGTERM)
+        assert len(told()) == 1
+        assert "less than that" in told()[0]
 
 
 @pytest.mark.slow
