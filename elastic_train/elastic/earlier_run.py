@@ -271,7 +271,8 @@ def note_restart(state: TrainState, restored: Restored, reached: int | None) -> 
         return
     lost = max(0, (reached or 0) - restored.step)
     incident = new_incident("restart", {"down": state.clock.newest_down}, steps_lost=lost)
-    state.incidents.append(incident | ({"planned": True} if restored.step == state.stopped_at else {}))
+    is_planned = lost == 0 and restored.step == state.stopped_at
+    state.incidents.append(incident | ({"planned": True} if is_planned else {}))
 
 
 def newest_step(seen: Sequence[Sequence[int] | None]) -> int | None:

@@ -174,3 +174,13 @@ def test_a_stop_of_all_makes_the_next_start_a_planned_one() -> None:
     after.commit(1.0)
     note_restart(after, Restored("snapshot", 4, 0), 4)
     assert [incident.get("planned") for incident in after.incidents] == [True, None]
+
+
+def test_a_start_after_a_stop_that_was_killed_before_its_first_snapshot_was_not_planned_to_end() -> None:
+    state = make_state()
+    for _ in range(3):
+        state.commit(1.0)
+    state.stopped_at = 3
+    note_restart(state, Restored("snapshot", 3, 0), 5)
+    [incident] = state.incidents
+    assert (incident["committed_steps_lost"], incident.get("planned")) == (2, None)
