@@ -77,7 +77,6 @@ class Cluster:
         network: Network | None = None,
         clocks: NodeClocks | None = None,
         backend: C10d | Etcd3 | None = None,
-        cwd: Path | None = None,
         program: DrilledProgram = BUNDLED_PROGRAM,
     ) -> None:
         """`flags` are the worker's; `num_workers` counts the workers of a node; by default they meet under c10d."""
@@ -87,7 +86,6 @@ class Cluster:
         self.places = [Place(index) for index in range(num_nodes)]
         self._flags, self._num_workers, self._program = list(flags), num_workers, program
         self._record = record
-        self._cwd = cwd or Path.cwd()
         self._pace_file = record.path / PACE_FILE
         self.backend = backend or C10d(network)
         self._looked_at = 0.0
@@ -111,7 +109,7 @@ class Cluster:
         place.node = Node(
             command,
             self._record.path / f"{place.name}-{place.num_started}.log",
-            self._cwd,
+            Path.cwd(),
             clean_environment()
             | self._program.environment
             | {PACE_VARIABLE: str(self._pace_file), "TMPDIR": self._temporary.name},

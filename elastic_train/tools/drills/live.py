@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
@@ -30,14 +29,11 @@ MARKS = {
 class Timeline:
     """A context manager: shows what goes on in a cluster. Without a terminal it prints the lines alone."""
 
-    def __init__(
-        self, cluster: Cluster, *, last_step: int | None, seconds: float, now: Callable[[], float] = time.monotonic,
-        file: TextIO | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, cluster: Cluster, *, last_step: int | None, seconds: float, file: TextIO | None = None) -> None:
         """`seconds`: what the whole drill is expected to take; the timeline's columns are a share of it."""
-        self._cluster, self._last_step, self._now = cluster, last_step, now
+        self._cluster, self._last_step = cluster, last_step
         self._file = file or sys.stdout
-        self._started = now()
+        self._started = time.monotonic()
         self._column_seconds = max(1.0, seconds / COLUMNS)
         self._columns: dict[str, list[NodeState]] = {place.name: [] for place in cluster.places}
         self._live: Live | None = None
@@ -61,7 +57,7 @@ class Timeline:
 
     @property
     def elapsed(self) -> float:
-        return self._now() - self._started
+        return time.monotonic() - self._started
 
     def say(self, line: str) -> None:
         text = f"{int(self.elapsed // 60):02d}:{self.elapsed % 60:04.1f}  {line}"
