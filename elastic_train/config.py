@@ -357,7 +357,7 @@ def value_of(arguments: Sequence[str], name: str) -> str | None:
 
 def check_task_stands_alone(arguments: Sequence[str]) -> None:
     """Raises: UsageError where `--task` is given and another flag, too, says what is trained; though it be the default,
-    for whoever types it expects it to count."""
+    for a person who types it expects it to count."""
     task = task_of(arguments)
     if task is None:
         return

@@ -17,7 +17,7 @@ SOON, NOW = 1, 2
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who the next world has, or for whom it still waits."""
+    """The members of the next world, or those that it still waits for."""
 
     members: tuple[int, ...]
     """their ranks in the world before, in order; final only if `waiting_for` is empty"""

@@ -124,7 +124,7 @@ class Survivors:
         first = self._job.heard(world, key)
         if first is None:
             mine = json.dumps([node, step, error_text])
-            with suppress(StoreUnreachable):  # rank 0 is gone: whoever has heard of it has a copy
+            with suppress(StoreUnreachable):  # rank 0 is gone: members that have heard of it have copies
                 first = self._job.world_store(world).create(f"{self._job.world_key(world)}/{key}", mine)
             first = first or mine
             self._job.announce(world, key, first)
@@ -135,7 +135,7 @@ class Survivors:
         return verdict
 
     def announce_fatal(self, world: World, why: str) -> None:
-        """The job cannot go on: whoever agrees on another world reads this and ends."""
+        """The job cannot go on: a member that agrees on another world reads this and ends."""
         self._job.announce(world, "fatal", why)
 
     def decide(self, world: World, *, has_formed: bool, started: float) -> Decision | None:
@@ -149,7 +149,7 @@ class Survivors:
         found = self._agree(world, has_formed, started)
         if isinstance(found, Fatal):
             raise FormationFailed(found.why)
-        fatal = self._job.heard(world, "fatal")  # whoever ended the job may be among the dead of this decision
+        fatal = self._job.heard(world, "fatal")  # the member that ended the job may be among its dead
         if fatal is not None:
             raise FormationFailed(fatal)
         return None if found is None else found.decision

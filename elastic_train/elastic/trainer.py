@@ -1,4 +1,4 @@
-"""Enters a training function in one world after the other, whoever has written it."""
+"""Enters a training function, bundled or a user's own, in one world after the other."""
 
 from __future__ import annotations
 

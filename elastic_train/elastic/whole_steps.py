@@ -49,7 +49,7 @@ ALONE = Beginning()
 
 
 class ComparesStates(Protocol):
-    """Who knows whether this worker's state hashes to what the others' does."""
+    """What knows whether this worker's state hashes to what the others' does."""
 
     compares_states: bool
 

@@ -33,7 +33,7 @@ LOOK_SECONDS = 0.05
 
 
 class StepClock(Protocol):
-    """Who keeps the time of the step in hand, beyond its world."""
+    """What keeps the time of the step in hand, beyond its world."""
 
     step_started: float
 

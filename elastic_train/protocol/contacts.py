@@ -116,7 +116,7 @@ class Contacts:
         return [rank for rank in neighbours if rank < world.world_size] if uid == world.uid else []
 
     def witnesses(self, world: World, rank: int) -> tuple[int, ...]:
-        """Who may prove the death of a member that this one finds gone, and has not pinged in time itself."""
+        """Ranks that may prove the death of `rank`, which this member finds gone and has not pinged in time itself."""
         if rank in self._neighbours[1] or not self.is_refused(world.members[rank]):
             return ()
         return self.neighbours(world, rank)

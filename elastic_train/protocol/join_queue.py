@@ -275,7 +275,7 @@ class Entrance:
         self._host = self._beginner_since = None
 
     def queue(self) -> list[Waiting]:
-        """Who stands in the queue that this member hosts."""
+        """Those in the queue that this member hosts."""
         count, now = int(self._own.get("queue/count") or "0"), self._clock()
         for number in range(self._num_seen + 1, count + 1):
             self._missing[number] = now + QUEUE_AGAIN_SECONDS

@@ -137,7 +137,7 @@ class KnownWorlds:
         return set(self.voters[0].members) - self.voters[0].dead - set(dead)
 
     def left_out(self, world: World) -> set[str]:
-        """Who was in a world before this one, and may train on without knowing of it."""
+        """Members of a world before this one that may train on without knowing of it."""
         inside = {member.uid for member in world.members} | self._released()
         # Not voters alone: what any member finds out in time counts for its side.
         before = {uid for voters in self.voters[:-1] for uid in voters.members if uid not in voters.dead}
@@ -216,7 +216,9 @@ class Newcomers:
         for member in newcomers:
             try:
                 clients.of(member).create("admitted", message)
-            except StoreUnreachable:  # it may look here; and whoever misses it in the next agreement tells it again
+            except (
+                StoreUnreachable
+            ):  # it may look here; and a member that misses it in the next agreement tells it again
                 clients.lose(member)
                 self._own.put(admitted_key(member.uid), message)
 

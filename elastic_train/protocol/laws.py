@@ -55,7 +55,7 @@ class Voters:
 
     @property
     def electors(self) -> tuple[str, ...]:
-        """Who votes: living voters, or all living members where there is none."""
+        """Those that vote: living voters, or all living members where there is none."""
         return self.living or tuple(member for member in self.members if member not in self.dead)
 
     def to_json(self) -> list[Any]:

@@ -156,8 +156,8 @@ class Hearing:
         with self._lock:
             is_new = epoch != self._epoch
             if is_new:
-                # Joining or accepting a list starts no age. One that began in the world before goes on: whoever goes on
-                # without this member there has first not answered it for a whole timeout (law 2).
+                # Joining or accepting a list starts no age. One that began in the world before goes on: a member that
+                # goes on without this member there has first not answered it for a whole timeout (law 2).
                 for uid, heard in self.watched.items():
                     heard.pinged_at = heard.pinged_at if uid in self._answers else None
                     heard.elsewhere_since = None

@@ -44,7 +44,7 @@ class KeyValueStore(Notes, Protocol):
         """Set a value if there is none; the value that stands afterwards, ours or the earlier one."""
 
     def swap(self, key: str, expected: str, value: str) -> bool:
-        """Set a value if `expected` stands there; whether `value` stands there afterwards (whoever set it)."""
+        """Set a value if `expected` stands there; whether `value` stands there then, set by another one perhaps."""
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter that starts at 0; the sum."""

@@ -109,7 +109,7 @@ def arrive_for(num_dead: int, num_members: int, group: Store, keys: tuple[str, s
         keys: as of `exit_barrier_keys`.
     """
     counter, flag = keys
-    with suppress(RuntimeError):  # its server is gone, and whoever waits there has been told by that
+    with suppress(RuntimeError):  # its server is gone, and the agents that wait there have been told by that
         store = group.clone() if isinstance(group, TCPStore) else group
         if store.add(counter, num_dead) >= num_members:
             store.set(flag, "everybody who lives has arrived")
@@ -305,7 +305,7 @@ class AgentsHandler(RendezvousHandler):
         """Wait until all members of a round have seen that they are in it. False, for all of them, where one died, or
         was stopped, before it could: torchrun's agents would wait for it, and all of them end.
 
-        Its keys below `waiting/` and `nodes/` go at one moment, so whoever is in neither has not entered.
+        Its keys below `waiting/` and `nodes/` go at one moment, so an agent in neither has not entered.
         """
         while True:
             waiting, alive = self._names("waiting"), self._names("nodes")
@@ -358,7 +358,7 @@ class AgentsHandler(RendezvousHandler):
         if group is None or not dead or next((node for node in members if node in alive), None) != self._node:
             return
         self._arrived_for |= dead
-        if members[0] in dead:  # the barrier was there, and whoever waited has been told by its end
+        if members[0] in dead:  # the barrier was there, and those that waited have been told by its end
             return
         arrive_for(len(dead), len(members), group, exit_barrier_keys(self.get_run_id(), number))
 

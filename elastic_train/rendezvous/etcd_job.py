@@ -146,7 +146,7 @@ def is_over(etcd: Etcd, job: JobEntry, *, timeout: float, check: Callable[[], No
 
 
 def delete_job(etcd: Etcd, job: JobEntry, unless_below: Sequence[str] = ()) -> None:
-    """Remove a job and all its keys, if it still is the one; whoever wakes up in it can write nothing any more.
+    """Remove a job and all its keys, if it still is the one; a worker that wakes up in it can write nothing any more.
 
     Args:
         unless_below: not where a key begins with one of these, as the members that live have.

@@ -280,7 +280,7 @@ class Mirror:
             except (Transient, Compacted, StoreUnreachable):
                 with self._changed:
                     self._changed.wait(0.05)
-            except BaseException as error:  # told to whoever reads
+            except BaseException as error:  # told to the reader
                 with self._changed:
                     self._crash = error
                     self._changed.notify_all()

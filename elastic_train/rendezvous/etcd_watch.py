@@ -33,7 +33,7 @@ class Watch:
     """The changes of all keys with a prefix from a revision on, as one stream from one endpoint.
 
     It ends with Transient when the stream breaks or its member loses the leader, and with Compacted when the revision
-    is gone; whoever reads it starts again. `cancel` ends it from another thread.
+    is gone; its reader starts again. `cancel` ends it from another thread.
     """
 
     def __init__(self, connections: Connections, prefix: str, revision: int) -> None:

@@ -2,7 +2,7 @@
 
 gloo's own waits may not. When a connection breaks, `Pair::signalException` (gloo, transport/tcp/pair.cc) tells nobody
 of the sends that are queued, because they met a full buffer or the broken connection itself, nor of a message that is
-half received: whoever waits for these waits until the group's timeout. A member that wakes up when the others have
+half received: a rank that waits for these waits until the group's timeout. A member that wakes up when the others have
 hung up meets this often. So the training thread does not wait inside gloo: it looks up now and then, and leaves a group
 that hangs behind (`GroupSockets.require_hope`).
 

@@ -62,8 +62,8 @@ class GroupSockets:
     the connection stays until `release`, or for KEEP_SECONDS, in which the others break off their own. Where all
     members are alive, votes end a world.
 
-    NCCL has an abort, after which what was under way ends with garbage and no error: whoever uses the result of a
-    collective asks `require_unbroken` first.
+    NCCL has an abort, after which what was under way ends with garbage and no error: a caller that uses the result of
+    a collective asks `require_unbroken` first.
 
     A group that is over is kept until `release`: gloo takes 20 to 40 ms to end one, for its threads look up every
     10 ms, and the next world need not wait for that.

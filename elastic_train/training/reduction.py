@@ -87,9 +87,9 @@ class FastReduction:
     way before any other gradient. In float32, so the loss travels as this rank's part of the mean, not of the sum. With
     options of DDP that make it look into the graph, where that parameter is not, they have a message of their own.
 
-    BatchNorm's running statistics are each rank's own: in train mode nothing reads them, and whoever needs them takes
-    rank 0's (`evaluation.share_buffers`, a snapshot). A model with other buffers gets those of rank 0 before each step,
-    as with DDP, in a message for each type of numbers.
+    BatchNorm's running statistics are each rank's own: in train mode nothing reads them, and a caller that needs them
+    takes rank 0's (`evaluation.share_buffers`, a snapshot). A model with other buffers gets those of rank 0 before each
+    step, as with DDP, in a message for each type of numbers.
 
     Built alike on every rank of a world, whose models must be equal; nothing is broadcast here.
 

@@ -35,8 +35,8 @@ import numpy.typing as npt
 _Int64s = npt.NDArray[np.int64]
 _UInt64s = npt.NDArray[np.uint64]
 
-# A snapshot holds a position, and what it means is the order computed here. Whoever changes a constant, the
-# number of rounds or the key schedule raises the snapshot's format version with it.
+# A snapshot holds a position, and what it means is the order computed here. A change of a constant, of
+# the number of rounds or of the key schedule raises the snapshot's format version with it.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)

@@ -78,8 +78,8 @@ class TrainState:
         """most samples per forward pass on a rank"""
         self.last_loss: float | None = None
         self.last_commits: list[dict[str, Any]] = []
-        """the `step` events of the two newest committed steps, which whoever takes this state over writes where rank 0
-        died before it could; the newest is the last"""
+        """the `step` events of the two newest committed steps, which a rank that takes this state over writes where
+        rank 0 died before it could; the newest is the last"""
         self.last_accuracy: Rated | None = None
         """test accuracy of the newest evaluation"""
         self.evaluated_step = -1

@@ -1,7 +1,7 @@
 """The checks of an audit: pure functions over a run's history, one per promise of the contract.
 
-Each returns what it looked at and what is wrong, in words with numbers, so that a person can go and look. Whoever has
-nothing to look at raises Skip: nothing is passed off as true.
+Each returns what it looked at and what is wrong, in words with numbers, so that a person can go and look. A check
+that has nothing to look at raises Skip: nothing is passed off as true.
 """
 
 from __future__ import annotations

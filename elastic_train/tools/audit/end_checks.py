@@ -25,7 +25,7 @@ ENDING_SECONDS = 60.0
 
 
 def check_end(history: History) -> Found:
-    """The job reached its end: result.json is there, and whoever was in the last world says `finished`."""
+    """The job reached its end: result.json is there, and the members of the last world say `finished`."""
     findings = []
     if history.drill is not None and history.drill.is_interrupted:
         findings.append("the drill was interrupted, so that its job was ended and the faults to come were not injected")
@@ -174,7 +174,7 @@ def check_phases(history: History) -> Found:
 
 
 def _begun(history: History) -> float:
-    """The first event of whoever began from scratch: an attempt before that, which saved nothing, is no part of it."""
+    """The first event of the worker that began from scratch: an attempt before it, which saved nothing, is no part."""
     scratch = [line for line in history.of("restore") if line["source"] == "scratch"]
     newest = max((int(line["generation"]) for line in scratch), default=None)
     writers = {writer(line) for line in scratch if line["generation"] == newest}

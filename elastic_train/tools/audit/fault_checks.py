@@ -69,7 +69,7 @@ def _may_lose(history: History, time: float) -> bool:
 
 
 def _limit_of(outage: Outage, world: PastWorld | None, limits: dict[str, float]) -> float:
-    """Who is taken in starts before the others stop, unless they cannot go on without it (--min-nodes)."""
+    """A newcomer starts before the others stop, unless they cannot go on without it (--min-nodes)."""
     limit = limits["leave"] if outage.cause == "join" else limits.get(outage.cause, math.inf)
     is_awaited = world is not None and world.joined and world.lost | world.left
     return max(limit, JOIN_LIMIT_SECONDS) if is_awaited else limit

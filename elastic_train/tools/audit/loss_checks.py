@@ -16,7 +16,7 @@ STANDSTILL_SECONDS = 1.0
 
 
 def check_losses(history: History) -> Found:
-    """Whoever was lost, left or failed belongs to a node with a fault injected; others were not even held up."""
+    """Workers that were lost, left or failed are of nodes with a fault injected; others were not even held up."""
     if history.drill is None:
         raise Skip("not a drill")
     drill = history.drill

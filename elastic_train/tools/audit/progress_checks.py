@@ -134,7 +134,7 @@ def _was_in_hand(history: History, world: PastWorld, before: PastWorld | None, r
     """Whether only members that are not in the next world had applied the newest step: by the contract not committed.
 
     There is one such step at most: the others cannot begin the next one without having applied it. Of a world that
-    all had to leave, whoever ended by itself had saved what it had applied.
+    all had to leave, one that ended by itself had saved what it had applied.
     """
     if before is None or reached - world.step > 1:
         return False

@@ -356,7 +356,7 @@ class _Orders:
             yield self._next
 
     def blocks(self) -> Iterator[int]:
-        """Numbers of steps. Whoever asks for the next one has done the last, and its seconds are told."""
+        """Numbers of steps. A loop that asks for the next one has done the last, and its seconds are told."""
         while isinstance(task := self._tasks.recv(), int):
             dist.barrier()
             started = time.perf_counter()

@@ -176,7 +176,7 @@ class Disturbance(Fault):
 
 
 def has_stepped_anew(injection: Injection) -> bool:
-    """Whether a later generation has committed a step, whoever is in it."""
+    """Whether a later generation, of any members, has committed a step."""
     world = injection.cluster.watch.world
     return world is not None and world.generation > injection.generation and world.first_step_at is not None
 

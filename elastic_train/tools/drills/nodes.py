@@ -170,7 +170,7 @@ def end_processes(processes: Sequence[psutil.Process]) -> None:
 
 
 def processes_with(variable: str, value: str) -> list[psutil.Process]:
-    """Those that were started with it in their environment, whoever is their parent by now."""
+    """Those that were started with it in their environment; by now they may have another parent."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
