@@ -24,7 +24,7 @@ ElasticTrainError            ends a worker with one line; `exit_code` says with 
 │   ├── Superseded           another branch has more committed steps
 │   └── Refused              its flags, data or versions are not those of the run
 │       └── SecondJob        two jobs of one run id have met, and the other one goes on
-├── JobFinished              the job reached its end while this worker waited to be taken in (exit code 0)
+├── JobFinished              the job reached its end while this worker waited to be admitted (exit code 0)
 └── Stopped                  a signal ended this worker while it waited for others (exit code 143 or 130)
 
 Anything else that reaches the end of the process is a bug, ours or the task's, and shows its traceback.
@@ -197,7 +197,7 @@ class SecondJob(Refused):
 
 
 class JobFinished(ElasticTrainError):
-    """The job reached its end while this worker waited to be taken in: there is nothing left to do."""
+    """The job reached its end while this worker waited to be admitted: there is nothing left to do."""
 
     exit_code = 0
 

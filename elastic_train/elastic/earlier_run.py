@@ -178,7 +178,7 @@ class EarlierRun:
 
         Raises:
             SnapshotsInUse: another job has the bucket of --snapshot-dir.
-            SnapshotError: it was lost, or this worker waited to be taken in, and no snapshot of the run can be seen. As
+            SnapshotError: it was lost, or this worker waited to be admitted, and no snapshot of the run can be seen. As
                 restore.restore(), as TaskMismatch is.
         """
         worker, state = self._worker, self._worker.state

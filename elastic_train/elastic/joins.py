@@ -1,4 +1,4 @@
-"""How a worker comes into its job, and how those inside take it in: the join queue, the choice, the preparation."""
+"""How a worker comes into its job, and how those inside admit it: the join queue, the choice, the preparation."""
 
 from __future__ import annotations
 

@@ -327,7 +327,7 @@ class Membership:
         self.joins.enter(world)
 
     @property
-    def can_take_in(self) -> bool:
+    def can_admit(self) -> bool:
         """Whether `next_world` would find members that are ready to join, or that are lost; for a world that waits,
         and that the watcher expects."""
         return self.joins.is_end_due or self.watcher.reason is not None

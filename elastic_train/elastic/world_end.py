@@ -228,7 +228,7 @@ def wait_for_nodes(
     deadline = clock() + seconds
     while clock() < deadline:
         check()
-        if membership.can_take_in:
+        if membership.can_admit:
             return
         sleep(LOOK_SECONDS)
     raise FormationFailed(

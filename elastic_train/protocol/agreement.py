@@ -190,7 +190,7 @@ class Agreement:
         presence: what this member says of itself.
         status: what is known of an old member.
         is_heard: whether one has just given a sign of life; a call to another would only wait.
-        newcomers: asked once, when this member proposes, for those to be taken in.
+        newcomers: asked once, when this member proposes, for those to be admitted.
         draw_uid: names a world that nobody else has.
         watched: ranks of which this member sees whether they live; the others by default.
         watch_too: of these, too, from now on.

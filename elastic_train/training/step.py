@@ -46,7 +46,7 @@ class Outcome(StrEnum):
     SOME_LEAVE = "some_leave"
     """some ranks were told to stop and leave; the others go on without them"""
     SOME_JOIN = "some_join"
-    """members are ready to be taken in; all ranks go on with them"""
+    """members are ready to be admitted; all ranks go on with them"""
 
 
 def train_step(

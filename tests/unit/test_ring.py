@@ -115,7 +115,7 @@ class Fake:
             watcher=watcher,
             side=SimpleNamespace(branch=None),
             job=SimpleNamespace(show_place=lambda _world: None),
-            can_take_in=True,
+            can_admit=True,
             joins=SimpleNamespace(take_formed=noting("formed")),
             barriers=SimpleNamespace(
                 wait_for_workers=noting("wait for workers"),

@@ -51,7 +51,7 @@ class PastWorld:
     lost: frozenset[str]
     left: frozenset[str]
     joined: frozenset[str]
-    """taken in by those that were there"""
+    """admitted by those that were there"""
     seconds: Mapping[str, float]
     """by phase, from the lowest rank that wrote"""
     restores: Mapping[str, tuple[str, int]]
