@@ -109,7 +109,7 @@ class OwnSide:
         world = self._world
         if self._other_sides is None or not self._has_others or world is None or world.rank > 0:
             return False
-        return self._other_sides.has_told(world)
+        return self._other_sides.has_notified(world)
 
     def require_no_better(self) -> None:
         """Raises: Superseded where another branch goes before this one; SecondJob where another job of this run id

@@ -131,7 +131,7 @@ class SessionSteps:
         state.commit(loss)
         self._sums.late = late
         if late is None:
-            self._observer.tell_commit(state, loss, step.first)
+            self._observer.report_commit(state, loss, step.first)
         self._observer.note_commit()
         self.turn_to_function()
         if self._is_own_code and state.extras.keys() <= {"ema"}:  # else the function may be about to step a scheduler

@@ -236,7 +236,7 @@ class StepSums:
             return
         loss = totals.mean_loss if is_known else totals.known_loss
         self._state.note_loss(loss)
-        self._observer.tell_commit(self._state, loss, totals.first)
+        self._observer.report_commit(self._state, loss, totals.first)
 
     def _divergence(self, totals: LateTotals, step: int) -> TrainingDiverged:
         return TrainingDiverged(

@@ -51,13 +51,13 @@ class OtherSides:
         self.finder, self._run_id, self._in_background = finder, run_id, in_background
         self.may_branch = may_branch
         self._is_busy = False
-        self._told_in: str | None = None
+        self._notified_in: str | None = None
         """uid of the world whose members know from this one that this side stops"""
 
-    def has_told(self, world: World) -> bool:
+    def has_notified(self, world: World) -> bool:
         """Whether this side stops, and this member has told the members of `world`. To have told those of an earlier
         world is not enough: others may have joined since."""
-        return self._told_in == world.uid
+        return self._notified_in == world.uid
 
     def tend(
         self,
@@ -75,7 +75,7 @@ class OtherSides:
         mine = position()
         if mine is not None:
             self.own.put(POSITION, mine.to_json())
-        if self._is_busy or self.has_told(world):
+        if self._is_busy or self.has_notified(world):
             return
         winner = self.own.get(SUPERSEDED)
         if winner is not None:
@@ -99,7 +99,7 @@ class OtherSides:
         try:
             for member in world.members:
                 self._clients.of(member).create(SUPERSEDED, winner)
-            self._told_in = world.uid
+            self._notified_in = world.uid
         except StoreUnreachable:  # it is tried again, or that member is lost and another world told
             self._clients.keep_only(())
 

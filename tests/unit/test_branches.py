@@ -104,10 +104,10 @@ class Sides:
 def test_the_side_with_fewer_steps_is_told_to_stop() -> None:
     sides = Sides(steps=120, theirs=130)
     assert sides.tend() == {1: "host9", 2: "host9", 9: None}, "each member of it"
-    assert sides.other_sides.has_told(sides.world)
+    assert sides.other_sides.has_notified(sides.world)
     sides = Sides(steps=140, theirs=130)
     assert sides.tend() == {1: None, 2: None, 9: "host1"}
-    assert not sides.other_sides.has_told(sides.world)
+    assert not sides.other_sides.has_notified(sides.world)
 
 
 def test_who_joins_a_side_that_stops_is_told_too() -> None:
@@ -117,9 +117,9 @@ def test_who_joins_a_side_that_stops_is_told_too() -> None:
     sides.stores["10.0.0.1", 3].put("uid", "uid3")
     newcomer = replace(member(3, 3), uid="uid3", store=("10.0.0.1", 3))
     sides.world = World(0, 4, (*sides.world.members, newcomer), uid="next")
-    assert not sides.other_sides.has_told(sides.world)
+    assert not sides.other_sides.has_notified(sides.world)
     assert sides.tend() == {1: "host9", 2: "host9", 9: None, 3: "host9"}
-    assert sides.other_sides.has_told(sides.world)
+    assert sides.other_sides.has_notified(sides.world)
 
 
 def test_nobody_stops_for_a_side_that_is_silent() -> None:

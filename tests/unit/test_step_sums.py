@@ -42,7 +42,7 @@ def test_a_step_is_told_once_however_settling_and_giving_up_interleave(number: i
     state, told = make_state(), []
     state.commit(1.0)
     nothing: Any = SimpleNamespace(lost=None, follow=lambda _votes: None, do=lambda _activity: None)
-    observer: Any = SimpleNamespace(tell_commit=lambda *_commit: told.append(state.step))
+    observer: Any = SimpleNamespace(report_commit=lambda *_commit: told.append(state.step))
     worker: Any = SimpleNamespace(state=state, config=Config())
     sums = StepSums(worker, nothing, PAIR, observer, nothing, nothing, lambda: (0, 0, 0))
     work = SimpleNamespace(is_completed=lambda: True, wait=lambda *_limit: None)
