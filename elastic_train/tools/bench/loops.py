@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 LOSS_READ_EVERY = 50
 PEER_TIMEOUT_SECONDS = 600.0
-"""ours are silent while the others run; how often a heart activities does not depend on it"""
+"""ours are silent while the others run; how often they ping does not depend on it"""
 
 
 class OurLoop:
