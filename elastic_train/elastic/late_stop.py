@@ -45,7 +45,7 @@ class LateStop:
             seconds: in which it has to come to a place where the state is that of a commit.
         """
         state, reporter = self._worker.state, self._worker.reporter
-        if not state.lock.take_away(seconds):
+        if not state.lock.acquire(seconds):
             if not state.is_whole and self._worker.stop.is_requested:
                 reporter.warn(
                     f"told to stop by {self._worker.stop.why}, and the state is between the optimizer's step "
@@ -80,7 +80,7 @@ class LateStop:
             return "there is nothing to save"
         # Where it has not let go it hangs between an optimizer's step and the commit, and waits when it comes back
         # (Watcher.do).
-        state.lock.take_away(0.0)
+        state.lock.acquire(0.0)
         try:
             self._trainer.abandon()
         except TrainingDiverged as diverged:

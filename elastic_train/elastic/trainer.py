@@ -155,7 +155,7 @@ class Trainer:
         self._worker.state.rollback()
 
     def settle(self) -> None:
-        """On another thread, which has taken the state's lock away: what has not come of the newest step never will.
+        """On another thread, which has acquired the state's lock: what has not come of the newest step never will.
 
         Raises:
             TrainingDiverged: the newest commit is not worth to be saved.

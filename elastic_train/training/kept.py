@@ -19,7 +19,7 @@ _SCALES = ("_scale", "_growth_tracker")
 class KeptBuffers:
     """What forward passes change in a model, BatchNorm's statistics, as it was when a step began.
 
-    For the thread that trains; `put_into` also for one that has taken the state's lock away from it.
+    For the thread that trains; `put_into` also for one that has acquired the state's lock.
     """
 
     def __init__(self, model: nn.Module) -> None:

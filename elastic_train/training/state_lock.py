@@ -10,8 +10,8 @@ from contextlib import contextmanager
 class StateLock:
     """Held by the thread that trains, but for the long times in which the state is that of the last commit.
 
-    These are a step before its optimizer's step, and an evaluation. Another thread can take the lock away there; what
-    it then copies stays as it is, because the thread that trains waits when it comes to change the state. That thread
+    These are a step before its optimizer's step, and an evaluation. Another thread can acquire the lock there; what it
+    then copies stays as it is, because the thread that trains waits when it comes to change the state. That thread
     alone calls `hold`, `let_go` and `released`.
     """
 
@@ -22,8 +22,8 @@ class StateLock:
         """by the thread that trains, by its own account"""
 
     def hold(self) -> None:
-        """The state may change from now on, or be saved by this thread. Blocks where the lock was taken away, for ever
-        unless it is given back; signals are handled meanwhile. Calling it again is a no-op."""
+        """The state may change from now on, or be saved by this thread. Blocks where another thread has the lock, for
+        ever unless that gives it back; signals are handled meanwhile. Calling it again is a no-op."""
         if not self._is_held:
             self._lock.acquire()
             self._is_held = True
@@ -43,10 +43,10 @@ class StateLock:
         finally:
             self.hold()
 
-    def take_away(self, timeout: float) -> bool:
+    def acquire(self, timeout: float) -> bool:
         """For another thread: whether it has the lock now. Blocks up to `timeout` seconds until it is let go of."""
         return self._lock.acquire(timeout=max(0.0, timeout))
 
     def give_back(self) -> None:
-        """For the thread that has taken it away: there was nothing to save."""
+        """For the thread that has acquired it: there was nothing to save."""
         self._lock.release()

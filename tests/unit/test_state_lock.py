@@ -43,18 +43,18 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def test_it_is_taken_away_only_where_it_is_let_go_of() -> None:
     lock = StateLock()
-    assert not lock.take_away(0.0)
+    assert not lock.acquire(0.0)
     lock.let_go()
     lock.let_go()
-    assert lock.take_away(0.0)
-    assert not lock.take_away(0.0), "one of them saves"
+    assert lock.acquire(0.0)
+    assert not lock.acquire(0.0), "one of them saves"
     lock.give_back()
     lock.hold()
     lock.hold()
     with lock.released():
-        assert lock.take_away(0.0)
+        assert lock.acquire(0.0)
         lock.give_back()
-    assert not lock.take_away(0.0)
+    assert not lock.acquire(0.0)
 
 
 def test_who_has_lost_it_waits_until_it_is_given_back() -> None:
@@ -68,7 +68,7 @@ def test_who_has_lost_it_waits_until_it_is_given_back() -> None:
 
     with trainer(train):
         assert is_inside.wait(WAIT_SECONDS)
-        assert lock.take_away(0.0)
+        assert lock.acquire(0.0)
         may_go_on.set()
         assert not has_gone_on.wait(0.2)
         lock.give_back()
@@ -78,10 +78,10 @@ def test_who_has_lost_it_waits_until_it_is_given_back() -> None:
 def test_it_is_waited_for_at_most_so_long() -> None:
     lock = StateLock()
     with trainer(lambda: None):
-        assert not lock.take_away(0.05)
+        assert not lock.acquire(0.05)
     waiting = threading.Timer(0.05, lock.let_go)
     waiting.start()
-    assert lock.take_away(WAIT_SECONDS)
+    assert lock.acquire(WAIT_SECONDS)
 
 
 def test_a_step_in_hand_does_not_show_in_the_state() -> None:
@@ -143,7 +143,7 @@ def test_a_step_is_not_applied_once_its_state_is_taken() -> None:
 
     with trainer(train):
         assert reduction.is_inside.wait(WAIT_SECONDS)
-        assert state.lock.take_away(0.0)
+        assert state.lock.acquire(0.0)
         reduction.may_go_on.set()
         assert not is_applied.wait(0.2)
         assert state.is_whole
@@ -152,7 +152,7 @@ def test_a_step_is_not_applied_once_its_state_is_taken() -> None:
         state.lock.give_back()
     assert is_applied.is_set()
     assert not state.is_whole
-    assert not state.lock.take_away(0.0), "between the optimizer's step and the commit"
+    assert not state.lock.acquire(0.0), "between the optimizer's step and the commit"
 
 
 @pytest.mark.parametrize("does_step", [True, False])
@@ -164,6 +164,6 @@ def test_a_loop_of_ones_own_holds_it_from_its_optimizers_step_on(does_step: bool
     state.model(INPUTS).square().mean().backward()
     if does_step:
         state.optimizer.step()
-        assert not state.lock.take_away(0.0)
+        assert not state.lock.acquire(0.0)
     state.commit(1.0)
-    assert not state.lock.take_away(0.0)
+    assert not state.lock.acquire(0.0)

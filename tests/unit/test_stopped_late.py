@@ -78,7 +78,7 @@ class Life:
 
     @property
     def is_given_back(self) -> bool:
-        return self.state.lock.take_away(0.0)
+        return self.state.lock.acquire(0.0)
 
 
 def make_stepping(steps: int = 1) -> TrainState:
