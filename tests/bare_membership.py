@@ -28,6 +28,6 @@ def bare_membership(job: Any, me: Member, watcher: Any = None, limits: Any = Non
         local_world_size=1,
         max_nodes=8,
         max_world_size=None,
-        say=lambda _text: None,
+        log=lambda _text: None,
         **given,
     )

@@ -92,7 +92,7 @@ class Applicant:
     """as `Membership`'s"""
     run_dir: Path | None
     """that says where members of the job are, and who may go on; None where nothing is written"""
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     """tells the person in front of this node what is being waited for"""
     warn: Callable[[str], None]
     """tells, and notes in the run's events, what is not as it should be"""
@@ -153,7 +153,7 @@ def connect_worker(applicant: Applicant) -> Membership:
         max_nodes=max_nodes_of(launch, os.environ),
         max_world_size=applicant.max_world_size,
         check=applicant.stop.check,
-        say=applicant.say,
+        log=applicant.log,
         answering=answering,
         order=0 if launch.is_open else launch.rank,
         begin_timeout=begin_timeout,
@@ -197,7 +197,7 @@ def etcd_job(applicant: Applicant, settings: EtcdSettings, own: Endpoints) -> Jo
         peer_timeout=applicant.waits.peer_timeout,
         max_world_size=applicant.max_world_size,
         check=applicant.stop.check,
-        say=applicant.say,
+        log=applicant.log,
         refused=refusing,
         draw_uid=own.around.draw_uid,
     )

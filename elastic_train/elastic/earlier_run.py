@@ -146,7 +146,7 @@ class EarlierRun:
         record = RunRecord("", tuple(sorted(uids)), is_fresh=True)
         moved = directory.move_aside()
         if moved is not None:
-            worker.reporter.speak(f"--fresh: the run in {directory.path} was moved to {moved}")
+            worker.reporter.log(f"--fresh: the run in {directory.path} was moved to {moved}")
         with suppress(OSError):  # it is of use where this start ends before there is a state
             directory.replace_file(RUN_FILE, replace(record, is_fresh=False).to_json())
         self._move_snapshots_aside(offers)
@@ -159,14 +159,14 @@ class EarlierRun:
             return
         if not isinstance(place, Path):
             if offers:
-                worker.reporter.speak(
+                worker.reporter.log(
                     f"--fresh: {count(len(offers), 'snapshot')} of earlier runs stay in {place}; they are not continued"
                 )
             return
         folder = time.strftime("before-%Y%m%dT%H%M%SZ", time.gmtime())
         names = set_aside(place, folder, lambda _offer: True)
         if names:
-            worker.reporter.speak(f"--fresh: {count(len(names), 'snapshot')} in {place} moved to {folder}/ there")
+            worker.reporter.log(f"--fresh: {count(len(names), 'snapshot')} in {place} moved to {folder}/ there")
 
     def restore(self, world: World, *, lost: str | None, check: Check) -> Restored:
         """Bring all members of a world in which nobody has a state to one: the newest that any of them can see. Every

@@ -64,17 +64,17 @@ class Exits:
         self._membership.barriers.end_together(world)
         worker.reach("exit", world)
         reporter.events.write("done", outcome=outcome)
-        reporter.say_for_node(f"{outcome.replace('_', ' ')} at step {state.step}")
+        reporter.report_for_node(f"{outcome.replace('_', ' ')} at step {state.step}")
         accuracy = f", test accuracy {state.last_accuracy[1]:.2%}" if state.last_accuracy else ""
         if outcome == "already_finished":
-            reporter.say(
+            reporter.report(
                 f"the run in {worker.directory.path} is finished: {state.step} steps{accuracy}. Nothing left to do; "
                 f"a larger {'--epochs' if worker.config.max_steps is None else '--max-steps'} trains on, "
                 "--fresh starts anew"
             )
         else:
             summary = json.loads(data)
-            reporter.say(
+            reporter.report(
                 f"finished: {state.step} steps{accuracy}, {summary['wall_seconds']:.1f} s, "
                 f"{summary['goodput']['ratio']:.0%} of the wall time in training; {worker.directory.result_path}"
             )
@@ -87,7 +87,7 @@ class Exits:
         if world.is_directory_leader:
             save_result(worker, result.encode())
         reporter.events.write("done", outcome="finished")
-        reporter.speak(f"the run is finished; this spare was not needed; {worker.directory.result_path}")
+        reporter.log(f"the run is finished; this spare was not needed; {worker.directory.result_path}")
         return 0
 
     def stop(self, world: World) -> int:
@@ -129,7 +129,7 @@ class Exits:
         self._write_why()
         worker.reporter.events.write("done", outcome="stopped")
         what = "a spare" if world.is_spare else f"rank {world.rank}"
-        worker.reporter.speak(f"{what} leaves at step {worker.state.step}; the others go on")
+        worker.reporter.log(f"{what} leaves at step {worker.state.step}; the others go on")
         return 128 + worker.stop.cause
 
     def stop_late(self, world: World) -> int:
@@ -157,8 +157,8 @@ class Exits:
         self._write_why(save_seconds=save_seconds)
         reporter.events.write("done", outcome="stopped")
         what = f"stopped by {worker.stop.why}"
-        reporter.say_for_node(f"{what} at step {state.step}")
-        reporter.say(
+        reporter.report_for_node(f"{what} at step {state.step}")
+        reporter.report(
             f"{what} at step {state.step} (epoch {state.epoch + 1} of {worker.config.epochs}, {state.samples_done} of "
             f"{state.length} samples); the same command continues from here"
         )

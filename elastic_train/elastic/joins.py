@@ -35,7 +35,7 @@ class Arrival:
 
     Args:
         check: raises Stopped where this worker was told to stop.
-        say: tells the person in front of this node what is being waited for.
+        log: prints a line for the person at this node, of what is being waited for.
         begin_timeout: seconds until this worker has to be in a world, where nobody else looks after that.
         too_late: says what was not done in that time.
     """
@@ -47,12 +47,12 @@ class Arrival:
         around: Surroundings,
         *,
         check: Callable[[], None],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         begin_timeout: float = math.inf,
         too_late: str = "",
     ) -> None:
         self._job, self._watcher, self._around = job, watcher, around
-        self._check, self._say = check, say
+        self._check, self._log = check, log
         self._too_late, self._begin_by = too_late, around.monotonic() + begin_timeout
 
     def find(self) -> None:
@@ -92,7 +92,7 @@ class Arrival:
             told = self._job.told(WHY_IT_WAITS)
             if told is not None and told != why:
                 why = told
-                self._say(why)
+                self._log(why)
             self._pause(reports, place.text)
 
     def _report_times(self) -> ReportTimes:
@@ -104,7 +104,7 @@ class Arrival:
         if now > self._begin_by:
             raise FormationFailed(self._too_late)
         if reports.are_due(now):
-            self._say(waiting_for)
+            self._log(waiting_for)
         self._around.sleep(QUEUE_POLL_SECONDS)
 
     def is_ready_for(self, world: World) -> None:

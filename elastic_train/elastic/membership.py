@@ -151,7 +151,7 @@ class Membership:
         max_nodes: how many nodes the job may have.
         max_world_size: how many members a step has work for; further ones are spares. The same on all members.
         check: raises Stopped where this worker was told to stop.
-        say: tells the person in front of this node what is being waited for.
+        log: prints a line for the person at this node, of what is being waited for.
         answering: which of some members answer a probe.
         order: this worker's place among the others, where a launcher has given one.
         begin_timeout: seconds until this worker has to be in a world, where nobody else looks after that.
@@ -176,7 +176,7 @@ class Membership:
         max_nodes: int,
         max_world_size: int | None,
         check: Callable[[], None],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         answering: Callable[[tuple[Member, ...]], tuple[Member, ...]],
         order: int = 0,
         begin_timeout: float = math.inf,
@@ -203,7 +203,7 @@ class Membership:
         self.at_last: Callable[[], str] = lambda: "there is nothing to save"
         """called before the process ends without its training thread; returns what a person should know then"""
         self.arrival = Arrival(
-            job, watcher, surroundings, check=check, say=say, begin_timeout=begin_timeout, too_late=too_late
+            job, watcher, surroundings, check=check, log=log, begin_timeout=begin_timeout, too_late=too_late
         )
         self.side = OwnSide(other_sides, self._facts)
         self.joins = Joins(
@@ -211,7 +211,7 @@ class Membership:
             answering=answering, form=form, is_superseded=self.side.is_superseded,
         )  # fmt: skip
         self.survivors = Survivors(
-            job, watcher, limits, surroundings, facts=self._facts, newcomers=self.joins.newcomers, check=check, say=say,
+            job, watcher, limits, surroundings, facts=self._facts, newcomers=self.joins.newcomers, check=check, log=log,
             require_no_better=self.side.require_no_better,
         )  # fmt: skip
         self.barriers = Barriers(job, watcher, limits, surroundings, check)

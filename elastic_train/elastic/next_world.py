@@ -92,7 +92,7 @@ class Survivors:
         newcomers: those whom the next world of this one admits, where nothing was prepared for them.
         check: raises Stopped where this worker was told to stop.
         require_no_better: raises Superseded where another side goes before this one.
-        say: tells the person in front of this node what is being waited for.
+        log: prints a line for the person at this node, of what is being waited for.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class Survivors:
         newcomers: Callable[[World], tuple[Member, ...]],
         check: Callable[[], None],
         require_no_better: Callable[[], None],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         self._job, self._watcher, self._limits, self._around = job, watcher, limits, around
         self._facts, self._newcomers = facts, newcomers
-        self._check, self._require_no_better, self._say = check, require_no_better, say
+        self._check, self._require_no_better, self._log = check, require_no_better, log
         self.may_not_go_on: Callable[[str], None] = lambda _why: None
         """called once when this side waits for votes; the state should be saved then"""
 
@@ -200,7 +200,7 @@ class Survivors:
                     "this side may not go on"
                 )
             if reports.are_due(now):
-                self._say(f"waiting for {self._describe(world, found)}, {now - started:.0f} s so far")
+                self._log(f"waiting for {self._describe(world, found)}, {now - started:.0f} s so far")
             is_refused = not found.votes and not found.ranks  # its ballot was too old, and the next one is not
             self._around.sleep(POLL_SECONDS if lacking is None or is_refused else 1.0)
 

@@ -43,7 +43,7 @@ class Noticed:
         if flag.kind == "off":
             return
         # By all workers of the node: SLURM's source takes a signal.
-        self._find_source = source_of(flag, worker.reporter.speak, worker.stop.tell_also)
+        self._find_source = source_of(flag, worker.reporter.log, worker.stop.tell_also)
         if self._is_first and self._relay is not None:
             self._relay.clear()
         self._watcher = NoticeWatcher(self._find if self._is_first else lambda: self._relay, self, host=worker.host)
@@ -77,7 +77,7 @@ class Noticed:
         self._worker.reporter.events.write("notice", state="given", **notice.to_fields())
         when = "" if notice.deadline is None else f" in {duration(max(0.0, notice.deadline - time.time()))}"
         what = f"is taken away{when}, and leaves before" if notice.is_certain else f"may be taken away{when}"
-        self._worker.reporter.speak(f"notice: {notice.host} {what} ({notice.described})")
+        self._worker.reporter.log(f"notice: {notice.host} {what} ({notice.described})")
 
     def leave(self, notice: PreemptionNotice) -> None:
         if self._worker.stop.is_settled:  # the node leaves, and its others know
@@ -98,7 +98,7 @@ class Noticed:
     def _say_withdrawn(self, notice: PreemptionNotice, is_in_time: bool) -> None:
         goes_on = is_in_time and self._worker.stop.goes_on(KNOWN_SECONDS)
         what = WHAT_FOLLOWS[goes_on]
-        self._worker.reporter.speak(f"notice withdrawn: {notice.host} ({notice.described}); {what}")
+        self._worker.reporter.log(f"notice withdrawn: {notice.host} ({notice.described}); {what}")
 
     def warn(self, message: str) -> None:
         self._worker.reporter.warn(message)

@@ -190,7 +190,7 @@ class Ring:
     def wait(self) -> Stage:
         """Until there are --min-nodes again."""
         world, limit, worker = self._present, self._worker.config.wait_timeout, self._worker
-        worker.reporter.speak(
+        worker.reporter.log(
             f"{world.num_nodes} of at least {world.min_nodes} nodes are left: waiting {limit:.0f} s for others to join"
         )
         worker.state.clock.count_nodes(world.num_nodes)

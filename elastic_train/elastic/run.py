@@ -73,11 +73,11 @@ def run_worker(worker: Worker, program: Program) -> int:
     except Stopped as stopped:
         reporter.events.write("done", outcome="stopped")
         nothing = "the workers had formed a world: nothing was trained or lost"
-        reporter.say(f"{stopped} before {nothing if back is None else 'this worker was taken in again'}")
+        reporter.report(f"{stopped} before {nothing if back is None else 'this worker was taken in again'}")
         return stopped.exit_code
     except JobFinished as finished:
         reporter.events.write("done", outcome="already_finished")
-        reporter.speak(f"{finished}; nothing left to do")
+        reporter.log(f"{finished}; nothing left to do")
         return finished.exit_code
     except BaseException as error:
         reporter.events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
@@ -115,7 +115,7 @@ def _as_member(
             Waits(config.formation_timeout, config.peer_timeout, config.wait_timeout, config.stall_timeout),
             max_world_size=max_world_size(config),
             run_dir=worker.directory.path,
-            say=reporter.speak if launch.local_rank == 0 else reporter.debug,
+            log=reporter.log if launch.local_rank == 0 else reporter.debug,
             warn=reporter.warn,
             back=back,
             goes_on=config.on_split == "go-on",
@@ -190,7 +190,7 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
         """This side may not go on: what is committed is kept, whatever becomes of it."""
         worker.reporter.warn(why)
         if ring.world is not None and resume.has_state:
-            worker.reporter.speak(exits.save_for_nobody(ring.world))
+            worker.reporter.log(exits.save_for_nobody(ring.world))
 
     if worker.config.quarantine == "on":
         membership.joins.admissible = Quarantined(

@@ -59,7 +59,7 @@ class RunFiles:
             check()
 
         try:
-            self._bucket.owner.take(self.job_token, world.generation, check_both, self._worker.reporter.speak)
+            self._bucket.owner.take(self.job_token, world.generation, check_both, self._worker.reporter.log)
             self._bucket.owner.renew_in_background()
         except (SnapshotsInUse, ObjectStoreError) as error:
             return str(error)

@@ -101,7 +101,7 @@ class Saver:
         if changed is None:
             return
         self._reporter.events.write("snapshot_interval", **changed)
-        self._reporter.say(
+        self._reporter.report(
             f"a snapshot every {duration(changed['seconds'])} from now on: one costs {changed['cost_seconds']:.3f} s "
             f"of training, and a failure is expected every {duration(changed['failure_seconds'])}"
         )

@@ -229,7 +229,7 @@ class Training:
 
     def say(self, message: str) -> None:
         """A line for the person who watches; only rank 0 prints it."""
-        self._worker.reporter.say(message)
+        self._worker.reporter.report(message)
 
     def _between_steps(self) -> None:
         self.state.lock.hold()

@@ -101,10 +101,10 @@ class WorldReport:
         self._note_deaths(world, change)
         if restored is not None:
             reporter.events.write("restore", source=restored.source, restored_step=restored.step)
-            reporter.say(describe_start(self._worker, world, backend, restored))
+            reporter.report(describe_start(self._worker, world, backend, restored))
         else:
-            reporter.say(describe_change(state, world, (lost, left, joined), seconds))
-        reporter.say_for_node(
+            reporter.report(describe_change(state, world, (lost, left, joined), seconds))
+        reporter.report_for_node(
             f"in world generation={world.generation} as rank {world.rank} of {world.world_size}; "
             f"rank 0 on {world.members[0].host} reports"
         )

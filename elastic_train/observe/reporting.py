@@ -31,7 +31,7 @@ SCALARS_DELAY_SECONDS = 3.0
 
 
 class Reporter:
-    """Rank 0 speaks for the job; another rank speaks only of itself. Every rank writes its own event file."""
+    """Rank 0 reports for the job; another rank logs only what is its own. Every rank writes its own event file."""
 
     def __init__(
         self,
@@ -103,16 +103,16 @@ class Reporter:
     def bill(self, state: TrainState) -> dict[str, Any]:
         return bill_of(state, self._node_price)
 
-    def say(self, message: str) -> None:
+    def report(self, message: str) -> None:
         """For the job: only rank 0 prints it."""
         if self.is_spokesman:
             self._print(message)
 
-    def speak(self, message: str) -> None:
+    def log(self, message: str) -> None:
         """Of this worker itself, whatever its rank."""
         self._print(message)
 
-    def say_for_node(self, message: str) -> None:
+    def report_for_node(self, message: str) -> None:
         """For a person in front of a node without rank 0: its first worker prints it."""
         if self._world is not None and self._world.rank != 0 and self._world.local_rank == 0:
             self._print(message)
@@ -212,7 +212,7 @@ class Reporter:
         if self.is_spokesman:
             self.events.write("evaluation", epoch=state.epoch, accuracy=named.get("accuracy"), metrics=named)
         epoch = state.epoch + (state.samples_done > 0)  # as in the lines of steps: the one that the last step was of
-        self.say(f"step={state.step} epoch={epoch}/{state.num_epochs} {text}")
+        self.report(f"step={state.step} epoch={epoch}/{state.num_epochs} {text}")
         if self._world is not None and self._world.rank == 0:
             self._add_scalars(state.step, {f"test/{name}": value for name, value in named.items()})
 

@@ -125,7 +125,7 @@ class AgentsHandler(RendezvousHandler):
         etcd = Etcd(self._connections, deadline=settings.grace)
         try:
             self._job = open_job(
-                etcd, settings, parameters.run_id, peer_timeout=self._lease_seconds, check=_nothing, say=print
+                etcd, settings, parameters.run_id, peer_timeout=self._lease_seconds, check=_nothing, log=print
             )
         except (StoreUnreachable, StoreRefused) as error:
             raise RendezvousConnectionError(str(error)) from error

@@ -63,7 +63,7 @@ def open_job(
     *,
     peer_timeout: float,
     check: Callable[[], None],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> JobEntry:
     """The living job of a run id, or a new one. Blocks for the grace where dead members cannot be told at once.
 
@@ -92,7 +92,7 @@ def open_job(
                 continue
         job = read_job(entry, settings, run_id)
         if is_over(etcd, job, timeout=timeout, check=check):
-            say(f"every worker of an earlier start of run id {run_id!r} is gone: a new start begins")
+            log(f"every worker of an earlier start of run id {run_id!r} is gone: a new start begins")
             delete_job(etcd, job)
             continue
         try:

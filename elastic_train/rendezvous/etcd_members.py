@@ -48,18 +48,18 @@ class EtcdJob(CentralJob):
         peer_timeout: float,
         max_world_size: int | None,
         check: Callable[[], None],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         refused: Callable[[Sequence[Member]], list[Member]],
         draw_uid: Callable[[], str],
     ) -> None:
-        self._settings, self._check, self._say = settings, check, say
+        self._settings, self._check, self._log = settings, check, log
         self._next_report = 0.0
         self._queue_lock = threading.Lock()
         self._queue_lease = 0
         self._next_keep = 0.0
         self.connections = Connections(settings)
         etcd = Etcd(self.connections, deadline=settings.grace, before_retry=self._before_retry)
-        self._job = open_job(etcd, settings, run_id, peer_timeout=peer_timeout, check=check, say=say)
+        self._job = open_job(etcd, settings, run_id, peer_timeout=peer_timeout, check=check, log=log)
         prefix = self._job.prefix
         self._mirror = Mirror(replace(etcd, before_retry=lambda _why: None), f"{prefix}/")
         self._own = EtcdStore(etcd, lease=self._job.lease, guard=self._job.guard, mirror=self._mirror)
@@ -91,7 +91,7 @@ class EtcdJob(CentralJob):
         now = time.monotonic()
         if now > self._next_report + REPORT_SECONDS:
             if self._next_report:
-                self._say(f"waiting for etcd, {self._settings.grace:.0f} s at most: {why}")
+                self._log(f"waiting for etcd, {self._settings.grace:.0f} s at most: {why}")
             self._next_report = now
 
     def expect_answer(self, silence: float) -> None:

@@ -62,7 +62,7 @@ def create_c10d_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     idle = keys_without_meaning(parameters.config)
     if idle:
         has = "has" if len(idle) == 1 else "have"
-        _say(f"{', '.join(idle)} in --rdzv-conf {has} no meaning here: the agents wait for nobody")
+        _log(f"{', '.join(idle)} in --rdzv-conf {has} no meaning here: the agents wait for nobody")
     _announce(f"at {','.join(settings.endpoints)}", settings)
     _set_markers(C10D_VARIABLE, settings)
     return WorkersHandler(parameters)
@@ -163,7 +163,7 @@ def announcement(where: str, *, min_nodes: int, max_nodes: int, last_call: float
 def _announce(where: str, settings: C10dSettings | EtcdSettings) -> None:
     line = announcement(where, min_nodes=settings.min_nodes, max_nodes=settings.max_nodes, last_call=settings.last_call)
     if line is not None:
-        _say(line)
+        _log(line)
 
 
 def _set_markers(variable: str, settings: C10dSettings | EtcdSettings) -> None:
@@ -177,12 +177,12 @@ def _new_node_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def _say(message: str) -> None:
+def _log(message: str) -> None:
     print(f"elastic_train: {message}", file=sys.stderr, flush=True)
 
 
 def _exit(error: UsageError) -> NoReturn:
-    _say(f"error: {error}")
+    _log(f"error: {error}")
     raise SystemExit(error.exit_code) from error
 
 

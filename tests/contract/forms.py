@@ -300,7 +300,7 @@ class CentralOnEtcd:
             peer_timeout=PEER_TIMEOUT,
             max_world_size=None,
             check=lambda: None,
-            say=lambda _text: None,
+            log=lambda _text: None,
             refused=lambda _members: [],
             draw_uid=self.draw_uid,
         )

@@ -313,7 +313,7 @@ def test_nothing_is_written_behind_a_guard_that_is_gone(etcd: Etcd) -> None:
 
 def open_it(etcd: Etcd, trio: EtcdCluster, run_id: str, say: list[str] | None = None, peer_timeout: float = 1.0):  # type: ignore[no-untyped-def]
     told: list[str] = [] if say is None else say
-    return open_job(etcd, trio.settings(), run_id, peer_timeout=peer_timeout, check=lambda: None, say=told.append)
+    return open_job(etcd, trio.settings(), run_id, peer_timeout=peer_timeout, check=lambda: None, log=told.append)
 
 
 def test_all_workers_open_the_same_job(trio: EtcdCluster, etcd: Etcd) -> None:
@@ -344,7 +344,7 @@ def test_a_dead_job_that_another_start_takes_away_is_not_taken_for_a_living_one(
                 )
             )
 
-    job = open_job(etcd, trio.settings(), "two", peer_timeout=1.0, check=other_start, say=print)
+    job = open_job(etcd, trio.settings(), "two", peer_timeout=1.0, check=other_start, log=print)
     assert next(looks) > 3, "it was looked at for so long"
     assert job.prefix != dead.prefix
     EtcdStore(etcd, lease=job.lease, guard=job.guard).put(f"{job.prefix}/key", "value")
@@ -404,7 +404,7 @@ def test_mutual_tls_with_a_user_and_a_prefix(secure: tuple[EtcdCluster, Path]) -
     cluster, password = secure
     settings = secure_settings(cluster, password)
     etcd = connect(settings)
-    job = open_job(etcd, settings, "run", peer_timeout=1, check=lambda: None, say=print)
+    job = open_job(etcd, settings, "run", peer_timeout=1, check=lambda: None, log=print)
     mirror = Mirror(etcd, f"{job.prefix}/")
     store = EtcdStore(etcd, lease=job.lease, guard=job.guard, mirror=mirror)
     store.put(f"{job.prefix}/key", "value")

@@ -45,7 +45,7 @@ def live(cluster: EtcdCluster, number: int, count: int, everybody: threading.Bar
         peer_timeout=PATIENCE,  # of which its place in the queue has a lease, that no watcher renews here
         max_world_size=None,
         check=lambda: None,
-        say=print,
+        log=print,
         refused=lambda _members: [],
         draw_uid=lambda: secrets.token_hex(6),
     )

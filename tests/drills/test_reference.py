@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(folder: Path, *flags: str) -> list[str]:
     """What is said."""
     said: list[str] = []
-    found = undisturbed(flags, cwd=folder, program=PROGRAM, say=said.append, last_step=9)
+    found = undisturbed(flags, cwd=folder, program=PROGRAM, log=said.append, last_step=9)
     assert (found["step"], found["early_loss"], found["late_loss"]) == (7, 0.5, None)
     return said
 
@@ -96,7 +96,7 @@ def test_how_far_it_is_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_it_died_of_is_told(folder: Path) -> None:
     (folder / "script.py").write_text("raise SystemExit('no such planet')")
     with pytest.raises(ReferenceFailed, match="code 1: no such planet"):
-        undisturbed([], cwd=folder, program=PROGRAM, say=lambda _line: None)
+        undisturbed([], cwd=folder, program=PROGRAM, log=lambda _line: None)
     kept = kept_at(PROGRAM, [], folder)
     assert kept is not None
     assert not kept.exists()
@@ -120,4 +120,4 @@ def test_our_own_task_is_known_by_the_code_of_the_package(folder: Path) -> None:
     assert given is not None
     given.parent.mkdir(parents=True)
     given.write_text(json.dumps({"facts": facts_of(DrilledProgram(), flags, folder), "result": {"step": 3}}))
-    assert undisturbed(flags, cwd=folder / "elsewhere", say=lambda _line: None) == {"step": 3}
+    assert undisturbed(flags, cwd=folder / "elsewhere", log=lambda _line: None) == {"step": 3}

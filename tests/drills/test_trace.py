@@ -288,7 +288,7 @@ def test_a_trace_in_which_everybody_goes(tmp_path: Path) -> None:
 class Untold:
     """A timeline that nobody reads."""
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         pass
 
 

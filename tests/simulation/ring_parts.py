@@ -79,7 +79,7 @@ def make_ring(worker: Worker) -> Ring:
         state=worker.state,
         config=SimpleNamespace(wait_timeout=1e9),
         stop=worker.stop,
-        reporter=SimpleNamespace(debug=lambda _text: None, speak=lambda _text: None),
+        reporter=SimpleNamespace(debug=lambda _text: None, log=lambda _text: None),
         reach=part.reach,
         set_environment=lambda _world: None,
         share_cores=lambda _world: None,

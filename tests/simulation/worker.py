@@ -111,7 +111,7 @@ class Worker:
             max_nodes=MAX_NODES,
             max_world_size=plan.max_world_size,
             check=lambda: None,
-            say=lambda text: simulation.note(f"{self} is told: {text}"),
+            log=lambda text: simulation.note(f"{self} is told: {text}"),
             answering=self._answering,
             sockets=None,  # type: ignore[arg-type]
             group_store=None,  # type: ignore[arg-type]

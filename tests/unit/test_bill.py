@@ -140,8 +140,8 @@ def test_only_who_has_the_clock_of_the_run_tells_its_bill(rank: int) -> None:
     state, told_bill = make_state(), bill(paid=10.0, kept=5.0, samples=640, price=None)
     events = SimpleNamespace(write=lambda event, **fields: told.update({event: fields}), step=0)
     reporter = SimpleNamespace(
-        events=events, enter=lambda _world, _state: None, bill=lambda _state: told_bill, say=lambda _text: None,
-        say_for_node=lambda _text: None,
+        events=events, enter=lambda _world, _state: None, bill=lambda _state: told_bill, report=lambda _text: None,
+        report_for_node=lambda _text: None,
     )  # fmt: skip
     worker: Any = SimpleNamespace(
         reporter=reporter, state=state, config=parse([]), device=SimpleNamespace(type="cpu"),

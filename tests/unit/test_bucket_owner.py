@@ -274,7 +274,7 @@ def test_who_waits_says_so_once_and_may_be_stopped(store: ObjectStore) -> None:
     said: list[str] = []
     stop = StopSignal()
     bucket: Any = SimpleNamespace(owner=two.owner)
-    reporter = SimpleNamespace(warn=pytest.fail, speak=said.append)
+    reporter = SimpleNamespace(warn=pytest.fail, log=said.append)
     worker: Any = SimpleNamespace(bucket=bucket, reporter=reporter, stop=stop)
     world: Any = SimpleNamespace(rank=0, generation=4)
 

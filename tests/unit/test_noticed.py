@@ -31,7 +31,7 @@ NOTICE = PreemptionNotice("file", "spot", host="n1")
 def make_worker(run_dir: Path, **launch: Any) -> Any:
     """The first of two of a node."""
     events = SimpleNamespace(is_noticed=False, write=lambda *_, **__: None)
-    said = SimpleNamespace(speak=print, warn=print, events=events)
+    said = SimpleNamespace(log=print, warn=print, events=events)
     return SimpleNamespace(
         launch=Launch(local_world_size=2, **launch), host="n1", stop=StopSignal(), reporter=said,
         directory=SimpleNamespace(path=run_dir), config=SimpleNamespace(notices="off"),
@@ -71,7 +71,7 @@ def test_what_comes_too_late_is_passed_on_to_nobody(tmp_path: Path, monkeypatch:
 def test_what_is_said_of_a_withdrawal_holds(tmp_path: Path, is_settled: bool, what: str) -> None:
     """All nodes may have said in the step in hand that they are told to stop."""
     worker, said = make_worker(tmp_path), SimpleQueue()
-    noticed, worker.reporter.speak = Noticed(worker), said.put
+    noticed, worker.reporter.log = Noticed(worker), said.put
     noticed.leave(NOTICE)
     worker.stop.votes()
     noticed.withdraw(NOTICE)

@@ -130,7 +130,7 @@ class Fake:
             state=self.state,
             config=SimpleNamespace(wait_timeout=10.0),
             stop=SimpleNamespace(check=noting("check")),
-            reporter=SimpleNamespace(debug=lambda text: self.calls.append(text.split(" (")[0]), speak=noting("speak")),
+            reporter=SimpleNamespace(debug=lambda text: self.calls.append(text.split(" (")[0]), log=noting("log")),
             reach=lambda _point, _world: None,
             set_environment=lambda world: self.environments.append(world.uid),
             share_cores=lambda _world: None,

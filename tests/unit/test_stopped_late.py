@@ -42,8 +42,8 @@ class Life:
         self.state = state
         events = SimpleNamespace(write=lambda event, **fields: self.calls.append((event, *fields.values())))
         reporter = SimpleNamespace(
-            events=events, warn=lambda message: self.calls.append(("warning", message)), say=lambda _message: None,
-            say_for_node=lambda _message: None, close=self.part("close"),
+            events=events, warn=lambda message: self.calls.append(("warning", message)), report=lambda _message: None,
+            report_for_node=lambda _message: None, close=self.part("close"),
         )  # fmt: skip
         self.stop = SimpleNamespace(
             cause=signal.SIGTERM, why="SIGTERM", notice=None, settle=lambda: None, is_requested=True,
@@ -107,7 +107,7 @@ def test_the_next_start_need_not_wait_for_the_bucket(request: pytest.FixtureRequ
     state = SimpleNamespace(run_uid="run", superseded=())
     nodes = []
     for rank, bucket in enumerate(buckets):
-        reporter = SimpleNamespace(warn=pytest.fail, speak=print)
+        reporter = SimpleNamespace(warn=pytest.fail, log=print)
         worker: Any = SimpleNamespace(bucket=bucket, state=state, reporter=reporter)
         nodes.append((RunFiles(worker, "job"), World(rank, 3, (ME, replace(ME, host="b", uid="other")), uid="two")))
     buckets[0].owner.take("job", 3, lambda: None)

@@ -75,7 +75,7 @@ class OurLoop:
                 Waits(120.0, PEER_TIMEOUT_SECONDS, 120.0),
                 max_world_size=None,
                 run_dir=None,
-                say=print,
+                log=print,
                 warn=print,
             )
         )

@@ -153,7 +153,7 @@ class BenchMember:
         self._membership = Membership(
             job, self._watcher, Waits(PEER_TIMEOUT, PEER_TIMEOUT, 600.0), uid=uid, address=self._links.address,
             store_address=server.address, local_world_size=1, max_nodes=most, max_world_size=None, check=lambda: None,
-            say=lambda _text: None, answering=answering, sockets=GroupSockets(), group_store=server.group_store,
+            log=lambda _text: None, answering=answering, sockets=GroupSockets(), group_store=server.group_store,
             surroundings=around,
         )  # fmt: skip
 

@@ -103,7 +103,7 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
                 Waits(config.formation_timeout, max(config.peer_timeout, LEAST_PEER_TIMEOUT), config.wait_timeout),
                 max_world_size=None,
                 run_dir=None,
-                say=lambda message: print(message, flush=True),
+                log=lambda message: print(message, flush=True),
                 warn=lambda message: print(f"warning: {message}", flush=True),
             )
         )

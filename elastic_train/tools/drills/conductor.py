@@ -78,7 +78,7 @@ class Conductor:
         return [pending for pending in self._pending if not pending.is_closed]
 
     def _start(self) -> None:
-        cluster, say = self._cluster, self._timeline.say
+        cluster, log = self._cluster, self._timeline.log
         self._set_pace_by_rate(self._settings.job.steps_per_second)
         cluster.backend.start()
         for place in self._beginners:
@@ -93,7 +93,7 @@ class Conductor:
                     f"no world of {len(self._beginners)} nodes after {START_LIMIT_SECONDS:.0f} s; "
                     f"the nodes' logs are in {self._record.path}{self._hint()}"
                 )
-        say(f"{len(self._beginners)} of {len(cluster.places)} nodes train, step {cluster.watch.step}")
+        log(f"{len(self._beginners)} of {len(cluster.places)} nodes train, step {cluster.watch.step}")
 
     def _hint(self) -> str:
         """What a script may lack that trains elsewhere than in the drill's run directory, or not at all."""
@@ -113,7 +113,7 @@ class Conductor:
     def _look(self) -> None:
         time.sleep(TICK_SECONDS)
         for place in self._cluster.poll():
-            self._timeline.say(f"{place.name} has ended")
+            self._timeline.log(f"{place.name} has ended")
         self._timeline.refresh()
 
     # --- faults -------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Conductor:
         cluster = self._cluster
         if cluster.is_settled and cluster.vacant and not self._open and len(cluster.inside) < fault.least_nodes():
             place = cluster.vacant[0]
-            self._timeline.say(f"{place.name} starts: {fault.name} needs {fault.least_nodes()} nodes")
+            self._timeline.log(f"{place.name} starts: {fault.name} needs {fault.least_nodes()} nodes")
             cluster.start(place)
 
     def _injection(self, number: int) -> Injection:
@@ -159,7 +159,7 @@ class Conductor:
         injection.members = tuple(member for place in injection.targets for member in place.members)
         ranks = [rank for place in injection.targets if (rank := cluster.rank_of(place)) is not None]
         at_rank = f" (rank {', '.join(map(str, ranks))})" if ranks else ""
-        self._timeline.say(f"{fault.name}: {injection.target}{at_rank}, step {cluster.watch.step}")
+        self._timeline.log(f"{fault.name}: {injection.target}{at_rank}, step {cluster.watch.step}")
         struck_at, step = time.time(), cluster.watch.step
         try:
             evidence = fault.inject(injection)
@@ -188,7 +188,7 @@ class Conductor:
         self._pending.append(pending)
 
     def _skip(self, number: int, planned: Planned, reason: str, target: str = "") -> None:
-        self._timeline.say(f"{planned.fault} was not injected: {reason}")
+        self._timeline.log(f"{planned.fault} was not injected: {reason}")
         self._record.fault("skipped", number, name=planned.fault, target=target, reason=reason)
 
     def _follow(self, pending: Pending) -> None:
@@ -204,7 +204,7 @@ class Conductor:
                 pending.recovered_at = stepped_at or now
                 seconds = max(0.0, pending.recovered_at - pending.struck_at)
                 self._record.fault("recovered", pending.number, seconds=seconds)
-                self._timeline.say(f"{fault.name}: next step after {seconds:.2f} s, {self._world_in_words()}")
+                self._timeline.log(f"{fault.name}: next step after {seconds:.2f} s, {self._world_in_words()}")
             elif now - pending.struck_at > 2 * fault.limit_seconds(injection) + 30:
                 self._fail(pending, f"no step within {now - pending.struck_at:.0f} s")
         elif (fault.undo_after is None or pending.is_undone) and fault.is_cleared(injection):
@@ -220,19 +220,19 @@ class Conductor:
         if self._try_undo(pending.fault, pending.injection):
             pending.injection.undone_at_step = self._cluster.watch.step
             self._record.fault("undone", pending.number)
-            self._timeline.say(f"{pending.fault.name} of {pending.injection.target} is undone")
+            self._timeline.log(f"{pending.fault.name} of {pending.injection.target} is undone")
 
     def _try_undo(self, fault: Fault, injection: Injection) -> bool:
         try:
             fault.undo(injection)
         except TROUBLE as error:
-            self._timeline.say(f"{fault.name} of {injection.target} could not be undone: {error}")
+            self._timeline.log(f"{fault.name} of {injection.target} could not be undone: {error}")
             return False
         return True
 
     def _fail(self, pending: Pending, reason: str) -> None:
         """The job did not recover from it; nor is it to get into the way of what comes next."""
-        self._timeline.say(f"{pending.fault.name}: {reason}")
+        self._timeline.log(f"{pending.fault.name}: {reason}")
         self._record.fault("recovered", pending.number, seconds=None, reason=reason)
         if pending.fault.undo_after is not None and not pending.is_undone:
             self._undo(pending)
@@ -259,7 +259,7 @@ class Conductor:
 
     def _finish(self) -> None:
         """Let the job reach its end."""
-        self._timeline.say(f"no more faults; the job goes on to its end, step {self._cluster.watch.step}")
+        self._timeline.log(f"no more faults; the job goes on to its end, step {self._cluster.watch.step}")
         deadline = time.monotonic() + END_LIMIT_SECONDS
         step = self._cluster.watch.step
         while self._cluster.running:
@@ -268,9 +268,9 @@ class Conductor:
                 step, deadline = self._cluster.watch.step, time.monotonic() + END_LIMIT_SECONDS
             if time.monotonic() > deadline:
                 names = ", ".join(place.name for place in self._cluster.running)
-                self._timeline.say(f"{names} did not end within {END_LIMIT_SECONDS:.0f} s after the last step")
+                self._timeline.log(f"{names} did not end within {END_LIMIT_SECONDS:.0f} s after the last step")
                 return
-        self._timeline.say(f"every node has ended, step {self._cluster.watch.step}")
+        self._timeline.log(f"every node has ended, step {self._cluster.watch.step}")
 
     # --- the pace of the bundled job ----------------------------------------------------------------------------------
 

@@ -115,13 +115,13 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
     ends.callback(cluster.close)
     seconds = settings.plan[-1].at + 30
     with Timeline(cluster, last_step=settings.last_step, seconds=seconds) as timeline:
-        timeline.say(
+        timeline.log(
             f"drill with seed {settings.seed}: {settings.num_nodes} nodes as {kind}, backend {settings.backend}; "
             f"{', '.join(planned.fault for planned in settings.plan)}"
         )
-        timeline.say(f"run directory {settings.run_dir}")
+        timeline.log(f"run directory {settings.run_dir}")
         if settings.why_no_network is not None:
-            timeline.say(f"no network namespaces, so that no node can lose its network: {settings.why_no_network}")
+            timeline.log(f"no network namespaces, so that no node can lose its network: {settings.why_no_network}")
         if settings.trace is None:
             Conductor(settings, cluster, record, timeline).conduct()
         else:
@@ -132,7 +132,7 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
 def _compare(settings: Settings) -> None:
     try:
         found = undisturbed(
-            settings.flags, cwd=Path.cwd(), program=settings.program, say=partial(print, flush=True),
+            settings.flags, cwd=Path.cwd(), program=settings.program, log=partial(print, flush=True),
             last_step=(read_json(settings.run_dir / "result.json") or {}).get("step"),
         )  # fmt: skip
     except ReferenceFailed as error:

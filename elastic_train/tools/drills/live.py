@@ -59,7 +59,7 @@ class Timeline:
     def elapsed(self) -> float:
         return time.monotonic() - self._started
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         text = f"{int(self.elapsed // 60):02d}:{self.elapsed % 60:04.1f}  {line}"
         if self._live is not None:
             self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -39,7 +39,7 @@ def undisturbed(
     *,
     cwd: Path,
     program: DrilledProgram = BUNDLED_PROGRAM,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     last_step: int | None = None,
 ) -> dict[str, Any]:
     """result.json of the program with these flags in one process, and `early_loss` and `late_loss` as of History.
@@ -51,7 +51,7 @@ def undisturbed(
     anew each time. Blocks for the training.
 
     Args:
-        say: is told in a line where it comes from, why one that is kept will not do, and how far it is.
+        log: prints a line of where it comes from, why one that is kept will not do, and how far it is.
         last_step: of the job, for these lines.
 
     Raises:
@@ -63,12 +63,12 @@ def undisturbed(
     changed = changes(found.get("facts"), facts)
     what = "the same job undisturbed, to compare with"
     if kept is not None and found and not changed:
-        say(f"{what}: kept from an earlier drill in {kept}")
+        log(f"{what}: kept from an earlier drill in {kept}")
         return dict(found["result"])
     why = f", anew, for {', '.join(changed)} changed" if found else ""
-    say(f"{what}{why} ({f'kept in {kept} for the next drill' if kept else 'not kept: its flags name data'}) ...")
+    log(f"{what}{why} ({f'kept in {kept} for the next drill' if kept else 'not kept: its flags name data'}) ...")
     with tempfile.TemporaryDirectory(prefix="elastic-train-reference-") as folder:
-        result = _run(flags, program, Path(folder), cwd, say, last_step)
+        result = _run(flags, program, Path(folder), cwd, log, last_step)
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(kept, json.dumps({"facts": facts, "result": result}).encode())
@@ -80,12 +80,12 @@ def _run(
     program: DrilledProgram,
     folder: Path,
     cwd: Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     last_step: int | None,
 ) -> dict[str, Any]:
-    run_dir, log, started = folder / "run", folder / "log", time.monotonic()
+    run_dir, errors_path, started = folder / "run", folder / "log", time.monotonic()
     watch = RunWatch(run_dir)
-    with log.open("wb") as errors:
+    with errors_path.open("wb") as errors:
         process = subprocess.Popen(
             [*dying_with_parent(), sys.executable, *program.words, *flags, "--run-dir", str(run_dir)],
             stdin=subprocess.DEVNULL,
@@ -100,13 +100,13 @@ def _run(
             if seconds > REFERENCE_SECONDS:
                 raise ReferenceFailed(f"the undisturbed run took more than {REFERENCE_SECONDS:.0f} s")
             watch.poll()
-            say(f"undisturbed, {seconds:.0f} s: step {watch.step}{f' of {last_step}' if last_step else ''}")
+            log(f"undisturbed, {seconds:.0f} s: step {watch.step}{f' of {last_step}' if last_step else ''}")
     finally:
         process.kill()
         process.wait()
     result = read_json(run_dir / "result.json")
     if code != 0 or result is None:
-        last = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        last = (errors_path.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
         raise ReferenceFailed(f"the undisturbed run ended with code {code}: {last}")
     history = read_history(run_dir)
     return result | {"early_loss": history.early_loss, "late_loss": history.late_loss}

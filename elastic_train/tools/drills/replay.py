@@ -69,7 +69,7 @@ class Replay(Conductor):
     def conduct(self) -> None:
         """From the first nodes to the end of the last. Blocks."""
         names = ", ".join(f"{name} is node{index}" for index, name in enumerate(self._trace.nodes, 1))
-        self._timeline.say(f"trace at speed {self._trace.speed:g}: {names}")
+        self._timeline.log(f"trace at speed {self._trace.speed:g}: {names}")
         self._start()
         self._zero = time.monotonic()
         self._record.add_setting(trace_began=time.time())
@@ -95,7 +95,7 @@ class Replay(Conductor):
         place = self._cluster.places[move.place]
         if not move.is_fault:
             if place.is_running:
-                self._timeline.say(f"{place.name} is still there at its time, and is killed")
+                self._timeline.log(f"{place.name} is still there at its time, and is killed")
                 self._cluster.kill([place])
             return
         number, self._num_faults = self._num_faults, self._num_faults + 1
@@ -117,7 +117,7 @@ class Replay(Conductor):
             return
         injection.targets, injection.generation = [place], cluster.watch.generation
         injection.members = place.members if cluster.is_in(place) else ()
-        self._timeline.say(f"{fault.name}: {place.name}, step {cluster.watch.step}")
+        self._timeline.log(f"{fault.name}: {place.name}, step {cluster.watch.step}")
         struck_at, step = time.time(), cluster.watch.step
         self._await(Pending(number, planned, fault, injection, struck_at), step, self._act(move.act, place))
 
@@ -145,4 +145,4 @@ class Replay(Conductor):
                     self._fail(pending, f"{place.name} had not come after {seconds:.0f} s, when it was taken")
                     continue
                 self._record.fault("withdrawn", pending.number)
-                self._timeline.say(f"{place.name} goes before it has come")
+                self._timeline.log(f"{place.name} goes before it has come")
