@@ -97,7 +97,7 @@ def test_what_was_done_in_part_is_undone(tmp_path: Path, conductor: Conductor, e
     assert fault.num_undone == 1
     assert conductor._cluster.places[0].effect is None
     found = recorded(tmp_path)
-    assert (found.struck_at, found.target, found.reason) == (None, "node1", str(error))
+    assert (found.injected_at, found.target, found.reason) == (None, "node1", str(error))
 
 
 def injected(conductor: Conductor, fault: Fault) -> Pending:
@@ -110,7 +110,7 @@ def test_what_the_job_does_not_get_over_is_undone(tmp_path: Path, conductor: Con
     """Else a node stays frozen, or without its network, under all that follows, and never ends."""
     fault = HalfDone()
     pending = injected(conductor, fault)
-    pending.struck_at -= 1000.0
+    pending.injected_at -= 1000.0
     conductor._follow(pending)
     assert pending.is_closed
     assert fault.num_undone == 1
@@ -124,7 +124,7 @@ def test_what_the_job_does_not_get_over_is_undone(tmp_path: Path, conductor: Con
 def test_what_cannot_be_undone_is_told_and_not_tried_again(tmp_path: Path, conductor: Conductor) -> None:
     fault = HalfDone(undo_error=EtcdCallFailed("no member leads"))
     pending = injected(conductor, fault)
-    pending.recovered_at = pending.struck_at - 10.0
+    pending.recovered_at = pending.injected_at - 10.0
     conductor._follow(pending)
     conductor._follow(pending)
     assert fault.num_undone == 1

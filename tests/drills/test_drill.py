@@ -187,7 +187,7 @@ def test_a_drill_with_all_that_processes_suffer_and_its_watch(tmp_path: Path, ba
     assert done.returncode == 0, done.stdout + done.stderr
     record = read_drill(tmp_path / "run")
     assert record is not None
-    assert [fault.name for fault in record.faults if fault.struck_at is not None] == faults
+    assert [fault.name for fault in record.faults if fault.injected_at is not None] == faults
     lines = shown.read_text().splitlines()
     assert lines[-1].startswith("state: finished; "), lines[-1]
     assert "state: starting; generation: " not in shown.read_text(), "a join restarts nobody"

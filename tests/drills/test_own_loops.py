@@ -30,7 +30,7 @@ def test_a_loop_of_ones_own_is_drilled(tmp_path: Path) -> None:
     assert "compared with the final snapshot and an undisturbed run\n" in done.stdout, "by its bits"
     record = read_drill(tmp_path / "run")
     assert record is not None
-    assert [fault.name for fault in record.faults if fault.struck_at is not None] == ["kill", "join", "kill-rank-0"]
+    assert [fault.name for fault in record.faults if fault.injected_at is not None] == ["kill", "join", "kill-rank-0"]
     assert record.settings["program"] == ["mine.py"]
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     (tmp_path / "run" / "result.json").write_text(json.dumps(result | {"state_sha256": "0" * 64}))

@@ -194,5 +194,5 @@ def test_lines_of_a_fault_become_one_record() -> None:
         {"what": "undone", "number": 1, "time": 14.0},
     ]
     first, second = fault_records(lines)
-    assert (first.name, first.struck_at, first.reason) == ("kill", None, "too late")
+    assert (first.name, first.injected_at, first.reason) == ("kill", None, "too late")
     assert (second.recovered_seconds, second.undone_at, second.limit_seconds) == (2.5, 14.0, 21.0)

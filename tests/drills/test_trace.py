@@ -233,7 +233,7 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
     record = read_drill(tmp_path / "run")
     assert record is not None
     assert [fault.name for fault in record.faults] == ["join", "stop", "kill", "join"]
-    assert [round(fault.struck_at - record.faults[0].struck_at) for fault in record.faults] == [0, 0, 30, 30]  # type: ignore[operator]
+    assert [round(fault.injected_at - record.faults[0].injected_at) for fault in record.faults] == [0, 0, 30, 30]  # type: ignore[operator]
     history = read_history(tmp_path / "run")
     told = bill_of_run(history)
     assert told is not None

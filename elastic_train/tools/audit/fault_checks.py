@@ -20,7 +20,7 @@ def check_incidents(history: History) -> Found:
     """The job recovered from every incident within its limit, and lost no committed step without need."""
     result = history.result or {}
     incidents = [entry for entry in result.get("incidents") or [] if isinstance(entry, dict)]
-    faults = [fault for fault in history.drill.faults if fault.struck_at is not None] if history.drill else []
+    faults = [fault for fault in history.drill.faults if fault.injected_at is not None] if history.drill else []
     outages = outages_of(history)
     num_incidents = len(history.worlds[1:]) if history.final_result is None else len(incidents)
     if not incidents and not faults and not outages:
@@ -95,7 +95,7 @@ def check_faults(history: History) -> Found:
     findings += [
         f"fault {fault.number} ({fault.name}) was not injected: {fault.reason}"
         for fault in faults
-        if fault.struck_at is None and fault.name != UNKNOWN
+        if fault.injected_at is None and fault.name != UNKNOWN
     ]
     findings += [
         f"drill/faults.jsonl lacks the line that says what fault {fault.number} was"
@@ -104,5 +104,5 @@ def check_faults(history: History) -> Found:
     ]
     if len(faults) < planned:
         findings.append(f"only {len(faults)} of {planned} faults were tried")
-    injected = Counter(fault.name for fault in faults if fault.struck_at is not None)
+    injected = Counter(fault.name for fault in faults if fault.injected_at is not None)
     return ", ".join(f"{name} {n}" if n > 1 else name for name, n in sorted(injected.items())) or "none", findings

@@ -78,7 +78,7 @@ def _started(drill: DrillRecord, node: str, by: float) -> float:
 
 
 def _is_due_to(fault: FaultRecord, started: float, time: float) -> bool:
-    if fault.struck_at is None or not started <= fault.struck_at <= time:
+    if fault.injected_at is None or not started <= fault.injected_at <= time:
         return False
     return fault.undone_at is None or time <= fault.undone_at + fault.limit_seconds
 
@@ -86,32 +86,34 @@ def _is_due_to(fault: FaultRecord, started: float, time: float) -> bool:
 def _standstill(times: Sequence[float], limit: float, fault: FaultRecord, faults: Sequence[FaultRecord]) -> str | None:
     """How long the steps, whose `times` these are, stood still around a fault that is to pass unnoticed; None where
     they did not. What comes after the next fault is of that one."""
-    if fault.struck_at is None or fault.undone_at is None or fault.may_take:
+    if fault.injected_at is None or fault.undone_at is None or fault.may_take:
         return None
-    later = [other.struck_at for other in faults if other.struck_at is not None and other.struck_at > fault.struck_at]
+    later = [
+        other.injected_at for other in faults if other.injected_at is not None and other.injected_at > fault.injected_at
+    ]
     end = min(later, default=math.inf)
     gaps = [
         min(after, end) - before
         for before, after in itertools.pairwise(times)
-        if before < fault.undone_at and after > fault.struck_at
+        if before < fault.undone_at and after > fault.injected_at
     ]
     longest = max(gaps, default=0.0)
     if fault.holds_up:
-        limit += fault.undone_at - fault.struck_at
+        limit += fault.undone_at - fault.injected_at
     return f"{longest:.2f} s without a step while it lasted, limit {limit:.2f} s" if longest > limit else None
 
 
 def _crashed(history: History, fault: FaultRecord) -> Iterator[str]:
     """The workers that were asked to leave and were lost instead."""
-    struck_at = fault.struck_at
-    if fault.name != "stop" or struck_at is None or history.drill is None:
+    injected_at = fault.injected_at
+    if fault.name != "stop" or injected_at is None or history.drill is None:
         return
-    before = [world for world in history.worlds if world.time <= struck_at][-1:]
-    after = [world for world in history.worlds if world.time > struck_at][:1]
+    before = [world for world in history.worlds if world.time <= injected_at][-1:]
+    after = [world for world in history.worlds if world.time > injected_at][:1]
     said = {
         str(line["writer"])
         for line in history.of("done")
-        if line["time"] >= struck_at and line.get("outcome") in ("stopped", *FINISHED)
+        if line["time"] >= injected_at and line.get("outcome") in ("stopped", *FINISHED)
     }
     lost = {member for world in after for member in world.lost}
     for member in (member for world in before for member in world.members):

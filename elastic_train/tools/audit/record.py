@@ -51,7 +51,7 @@ class Record:
         self._nodes.write({"time": time.time(), "what": what, "node": node, **fields})
 
     def fault(self, what: str, number: int, **fields: Any) -> None:
-        """`what`: `struck`, `undone`, `recovered`, `withdrawn`, `skipped`; `number` counts a drill's faults from 0."""
+        """`what`: `struck` (injected), `undone`, `recovered`, `withdrawn`, `skipped`; `number` counts faults from 0."""
         self._faults.write({"time": time.time(), "what": what, "number": number, **fields})
 
     def leftovers(self, found: list[str]) -> None:
@@ -89,7 +89,7 @@ class FaultRecord:
     number: int
     name: str
     target: str
-    struck_at: float | None
+    injected_at: float | None
     """Unix seconds; None if it never was"""
     step: int
     """committed steps by then"""
@@ -148,13 +148,13 @@ class DrillRecord:
     def damaged(self) -> frozenset[str]:
         """The names of the snapshots that were damaged on purpose."""
         return frozenset(
-            fault.target for fault in self.faults if fault.name == "damage" and fault.struck_at is not None
+            fault.target for fault in self.faults if fault.name == "damage" and fault.injected_at is not None
         )
 
     def may_lose_steps(self, since: float, until: float) -> bool:
         """Whether everything was killed between two times (Unix seconds)."""
         return any(
-            fault.loses_steps and fault.struck_at is not None and since <= fault.struck_at <= until
+            fault.loses_steps and fault.injected_at is not None and since <= fault.injected_at <= until
             for fault in self.faults
         )
 
@@ -185,22 +185,22 @@ def fault_records(lines: list[dict[str, Any]]) -> list[FaultRecord]:
         by_number.setdefault(int(line["number"]), {})[str(line["what"])] = line
     records = []
     for number, found in sorted(by_number.items()):
-        struck, skipped = found.get("struck", {}), found.get("skipped", {})
+        injected, skipped = found.get("struck", {}), found.get("skipped", {})
         recovered, undone = found.get("recovered", {}), found.get("undone", {})
-        any_line = struck or skipped
+        any_line = injected or skipped
         records.append(
             FaultRecord(
                 number=number,
                 name=str(any_line.get("name", UNKNOWN)),
                 target=str(any_line.get("target", "")),
-                struck_at=struck.get("struck_at"),
-                step=int(struck.get("step", 0)),
-                evidence=str(struck.get("evidence", "")),
-                limit_seconds=float(struck.get("limit_seconds", 0.0)),
+                injected_at=injected.get("struck_at"),
+                step=int(injected.get("step", 0)),
+                evidence=str(injected.get("evidence", "")),
+                limit_seconds=float(injected.get("limit_seconds", 0.0)),
                 recovered_seconds=recovered.get("seconds"),
                 undone_at=undone.get("time"),
                 reason=skipped.get("reason") or recovered.get("reason"),
-                may_take=tuple(struck.get("may_take", ())),
+                may_take=tuple(injected.get("may_take", ())),
                 is_withdrawn="withdrawn" in found,
             )
         )

@@ -50,9 +50,9 @@ def _written_steps(history: History) -> set[int]:
 def _restored_although_damaged(history: History) -> Iterator[str]:
     """A step of which a whole snapshot was saved anew may be restored again."""
     for fault in history.drill.faults if history.drill is not None else ():
-        if fault.name != "damage" or fault.struck_at is None:
+        if fault.name != "damage" or fault.injected_at is None:
             continue
-        since = [line for line in history.events if float(line["time"]) > fault.struck_at]
+        since = [line for line in history.events if float(line["time"]) > fault.injected_at]
         for line in since:
             if line["event"] == "snapshot" and _is_of_step(fault.target, int(line["snapshot_step"])):
                 break

@@ -157,9 +157,9 @@ def _marks(history: History, zero: float) -> list[Mark]:
     found: list[tuple[float, int, str, str, str]] = []
     if history.drill is not None:
         for fault in history.drill.faults:
-            if fault.struck_at is not None:
+            if fault.injected_at is not None:
                 title = f"{fault.name} of {fault.target} at step {fault.step}"
-                found.append((fault.struck_at, fault.step, f"fault-{fault.number}", title, fault.name))
+                found.append((fault.injected_at, fault.step, f"fault-{fault.number}", title, fault.name))
     else:
         for world in history.worlds[1:]:
             title = f"{cause_of(world)}: generation {world.generation} at step {world.step}"
@@ -174,10 +174,10 @@ def _standstills(history: History, outages: Sequence[Outage]) -> dict[int, float
     """Number of a fault -> seconds of the longest outage until the job had recovered."""
     found = {}
     for fault in history.drill.faults if history.drill else ():
-        if fault.struck_at is None or fault.recovered_seconds is None:
+        if fault.injected_at is None or fault.recovered_seconds is None:
             continue
-        until = fault.struck_at + fault.recovered_seconds
-        own = [o.seconds for o in outages if o.time < until and o.time + o.seconds > fault.struck_at]
+        until = fault.injected_at + fault.recovered_seconds
+        own = [o.seconds for o in outages if o.time < until and o.time + o.seconds > fault.injected_at]
         if own:
             found[fault.number] = max(own)
     return found

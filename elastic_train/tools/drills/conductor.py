@@ -40,7 +40,7 @@ class Pending:
     planned: Planned
     fault: Fault
     injection: Injection
-    struck_at: float
+    injected_at: float
     """Unix seconds"""
     recovered_at: float | None = None
     is_undone: bool = False
@@ -160,7 +160,7 @@ class Conductor:
         ranks = [rank for place in injection.targets if (rank := cluster.rank_of(place)) is not None]
         at_rank = f" (rank {', '.join(map(str, ranks))})" if ranks else ""
         self._timeline.log(f"{fault.name}: {injection.target}{at_rank}, step {cluster.watch.step}")
-        struck_at, step = time.time(), cluster.watch.step
+        injected_at, step = time.time(), cluster.watch.step
         try:
             evidence = fault.inject(injection)
         except TROUBLE as error:
@@ -169,7 +169,7 @@ class Conductor:
             for place in injection.targets:
                 place.effect = None
             return
-        self._await(Pending(number, planned, fault, injection, struck_at), step, evidence)
+        self._await(Pending(number, planned, fault, injection, injected_at), step, evidence)
 
     def _await(self, pending: Pending, step: int, evidence: str) -> None:
         """Write down that a fault was injected, at a step and with what shows it; whether it is over is seen later."""
@@ -183,7 +183,7 @@ class Conductor:
             evidence=evidence,
             limit_seconds=fault.limit_seconds(injection),
             may_take=[place.name for place in fault.may_take(injection)],
-            struck_at=pending.struck_at,
+            struck_at=pending.injected_at,
         )
         self._pending.append(pending)
 
@@ -195,18 +195,18 @@ class Conductor:
         fault, injection, watch = pending.fault, pending.injection, self._cluster.watch
         now = time.time()
         if fault.undo_after is not None and not pending.is_undone:
-            since = pending.recovered_at if fault.changes_world else pending.struck_at
+            since = pending.recovered_at if fault.changes_world else pending.injected_at
             if since is not None and now - since >= fault.undo_after:
                 self._undo(pending)
         if pending.recovered_at is None:
             if fault.is_over(injection):
                 stepped_at = watch.world.first_step_at if fault.changes_world and watch.world is not None else now
                 pending.recovered_at = stepped_at or now
-                seconds = max(0.0, pending.recovered_at - pending.struck_at)
+                seconds = max(0.0, pending.recovered_at - pending.injected_at)
                 self._record.fault("recovered", pending.number, seconds=seconds)
                 self._timeline.log(f"{fault.name}: next step after {seconds:.2f} s, {self._world_in_words()}")
-            elif now - pending.struck_at > 2 * fault.limit_seconds(injection) + 30:
-                self._fail(pending, f"no step within {now - pending.struck_at:.0f} s")
+            elif now - pending.injected_at > 2 * fault.limit_seconds(injection) + 30:
+                self._fail(pending, f"no step within {now - pending.injected_at:.0f} s")
         elif (fault.undo_after is None or pending.is_undone) and fault.is_cleared(injection):
             pending.is_closed = True
         elif now - pending.recovered_at > END_LIMIT_SECONDS:

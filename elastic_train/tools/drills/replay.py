@@ -101,15 +101,15 @@ class Replay(Conductor):
         number, self._num_faults = self._num_faults, self._num_faults + 1
         if move.act is Act.START:
             self._noticed.discard(move.place)
-            self._strike_now(number, move, Join(), place)
+            self._inject_now(number, move, Join(), place)
             return
         self._close_arrival(place)
         self._noticed.add(move.place)
         is_last = not [other for other in self._cluster.inside if other.index not in self._noticed]
         kinds = {(Act.TAKE, False): Taken, (Act.TAKE, True): LastTaken, (Act.NOTICE, False): NoticeGiven}
-        self._strike_now(number, move, kinds.get((move.act, is_last), LastNoticed)(), place)
+        self._inject_now(number, move, kinds.get((move.act, is_last), LastNoticed)(), place)
 
-    def _strike_now(self, number: int, move: Move, fault: Fault, place: Place) -> None:
+    def _inject_now(self, number: int, move: Move, fault: Fault, place: Place) -> None:
         cluster, injection = self._cluster, self._injection(number)
         planned = Planned(move.at, move.act.value)
         if place.is_running is (move.act is Act.START):
@@ -118,8 +118,8 @@ class Replay(Conductor):
         injection.targets, injection.generation = [place], cluster.watch.generation
         injection.members = place.members if cluster.is_in(place) else ()
         self._timeline.log(f"{fault.name}: {place.name}, step {cluster.watch.step}")
-        struck_at, step = time.time(), cluster.watch.step
-        self._await(Pending(number, planned, fault, injection, struck_at), step, self._act(move.act, place))
+        injected_at, step = time.time(), cluster.watch.step
+        self._await(Pending(number, planned, fault, injection, injected_at), step, self._act(move.act, place))
 
     def _act(self, act: Act, place: Place) -> str:
         """What shows that it happened."""
@@ -138,7 +138,7 @@ class Replay(Conductor):
         for pending in self._open:
             if pending.planned.fault == Act.START.value and pending.injection.targets == [place]:
                 pending.is_closed = True
-                seconds = time.time() - pending.struck_at
+                seconds = time.time() - pending.injected_at
                 if pending.recovered_at is not None:
                     continue
                 if seconds > pending.fault.limit_seconds(pending.injection):
