@@ -56,7 +56,7 @@ class Surroundings:
     finish: Callable[[float], None] = lambda _seconds: None
     """waits so long at most for all that was started to end"""
     reach: Callable[[str, World], None] = lambda _point, _world: None
-    """told at the points of an agreement and a join at which a drill may strike, on any thread"""
+    """told at the points of an agreement and a join at which a drill may inject a fault, on any thread"""
 
 
 @dataclass(frozen=True)

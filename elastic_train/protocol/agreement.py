@@ -195,7 +195,7 @@ class Agreement:
         watched: ranks of which this member sees whether they live; the others by default.
         watch_too: of these, too, from now on.
         witnesses: ranks that may prove the death of one that is gone, and that this member has not watched in time.
-        reach: told, as `proposed`, before the store is asked to decide; a drill may strike there.
+        reach: told, as `proposed`, before the store is asked to decide, for the faults of drills.
     """
 
     def __init__(

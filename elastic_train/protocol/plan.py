@@ -78,7 +78,7 @@ class Preparation:
 
     Args:
         form: makes the process group of a world. Blocks until all have; raises FormationFailed.
-        reach: told at `planned`, `formed` and `proposed`; a drill may strike there.
+        reach: told at `planned`, `formed` and `proposed`, for the faults of drills.
     """
 
     def __init__(
