@@ -311,7 +311,7 @@ class Elsewhere:
         return Denied(tuple(missing))
 
     def _is_beside(self, store: KeyValueStore, position: str | None = None) -> bool:
-        """Whether this side has committed steps that another one has not: then the two meet (encounters.py)."""
+        """Whether this side has committed steps that another one has not: then the two meet (other_sides.py)."""
         own = store.get(POSITION)
         if own is None or position is None:
             return False
