@@ -27,7 +27,7 @@ from elastic_train.config import Config, parse
 from elastic_train.elastic.process_group import is_communication_error, process_group
 from elastic_train.elastic.session_steps import SessionSteps, StepInHand
 from elastic_train.elastic.trainer import Program, Trainer
-from elastic_train.elastic.whole_steps import ALONE, WholeSteps
+from elastic_train.elastic.whole_steps import ALONE, Beginning, WholeSteps
 from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged
 from elastic_train.protocol import names
 from elastic_train.protocol.addresses import address_towards
@@ -742,12 +742,12 @@ def trainer_steps(trainer: Trainer) -> SessionSteps:
 
 
 def whole_steps(
-    sockets: GroupSockets, inner: Any, do: Callable[[Activity], None] = lambda _activity: None
+    sockets: GroupSockets, inner: Any, do: Callable[..., None] = lambda *_activity: None, begin: Beginning = ALONE
 ) -> WholeSteps:
     nothing: Any = None
     membership: Any = SimpleNamespace(sockets=sockets, watcher=SimpleNamespace(do=do))
-    worker: Any = SimpleNamespace(config=parse([]), state=None)
-    steps = WholeSteps(worker, membership, nothing, ALONE, nothing, nothing)
+    worker: Any = SimpleNamespace(config=parse([]), state=SimpleNamespace(optimizer=None))
+    steps = WholeSteps(worker, membership, nothing, begin, nothing, nothing)
     steps._reduction = inner
     return steps
 
@@ -784,6 +784,32 @@ def test_a_step_whose_group_was_broken_off_does_not_count() -> None:
     sockets.shut()
     with pytest.raises(FormationFailed):
         reduction.run([], lambda *_: torch.zeros(()), lambda loss: loss, ())
+
+
+def test_what_a_world_begins_with_is_finished_in_its_first_steps() -> None:
+    calls: list[str] = []
+
+    def noting(name: str) -> Callable[..., Any]:
+        return lambda *_arguments, **_more: calls.append(name)
+
+    handover: Any = SimpleNamespace(begin=noting("send"), finish=noting("sent"))
+    comparison: Any = SimpleNamespace(
+        begin=noting("hash"), finish_hash=noting("hashed"), compare=noting("compare"), why_not=None,
+        is_lost_in_loading=False,
+    )  # fmt: skip
+    begin = Beginning(noting("claim"), handover, comparison, is_handed_over=True)
+    inner = SimpleNamespace(run=noting("reduce"))
+    steps = whole_steps(GroupSockets(), inner, begin=begin)
+    found = []
+    for _ in range(3):
+        steps.run([], lambda *_: torch.zeros(()), lambda loss: loss, ())
+        found.append(list(calls))
+        calls.clear()
+    assert found == [
+        ["reduce", "claim", "sent"],
+        ["hash", "reduce", "hashed", "compare"],  # of the first step that all begin with the state
+        ["reduce"],
+    ]
 
 
 LATE = """
