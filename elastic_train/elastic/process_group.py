@@ -119,6 +119,9 @@ def _set_nccl_variables() -> None:
     # A communicator that blocks waits for a dead peer for 30 min, and can be aborted by nobody (NVIDIA/nccl#1677).
     os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] = "1"
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", NCCL_SECONDS)
+    # NCCL connects now, all of them at once. Else it would in the first large reduction, which a rank may come to
+    # late, by a first batch or a compilation that takes minutes: the timeout above is for that, too.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
 
 def _make_group(

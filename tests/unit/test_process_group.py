@@ -659,6 +659,7 @@ def test_a_communicator_of_nccl_that_does_not_come_is_a_world_that_has_not_forme
     if seconds is not None:
         monkeypatch.setenv(variable, seconds)
     monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")
+    monkeypatch.delenv("NCCL_RUNTIME_CONNECT", raising=False)
 
     def reduce(device: torch.device | None) -> None:
         if device is not None:
@@ -677,6 +678,7 @@ def test_a_communicator_of_nccl_that_does_not_come_is_a_world_that_has_not_forme
         pytest.fail("a world without NCCL")
     assert group.aborted.is_set(), "what others of it wait for is broken off"
     assert (os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"], os.environ[variable]) == ("1", seconds or "60")
+    assert os.environ["NCCL_RUNTIME_CONNECT"] == "0", "else the 60 s are for the first large reduction as well"
 
 
 @pytest.fixture
