@@ -25,6 +25,8 @@ Node = tuple[Member, ...]
 """its workers in the join queue"""
 WHY_IT_WAITS = "why-it-waits"
 """key under which one in the queue is told, where that is more than that the others train"""
+WHY_SECONDS = 1.0
+"""after which it asks for that again: etcd is asked over the network"""
 MOST_FAILED_PLANS = 2
 """in one world; then newcomers are admitted in the plain way, for which everybody stops"""
 
@@ -78,7 +80,7 @@ class Arrival:
             Stopped: this worker was told to stop.
             What `look` raises.
         """
-        reports, why = self._report_times(), None
+        reports, why, ask_at = self._report_times(), None, 0.0
         while True:
             self._check()
             self._watcher.do(Activity.FORM)
@@ -89,10 +91,12 @@ class Arrival:
             if isinstance(place, Over):
                 raise JobFinished("the job reached its end while this node waited to be admitted")
             look()
-            told = self._job.told(WHY_IT_WAITS)
-            if told is not None and told != why:
-                why = told
-                self._log(why)
+            if self._around.monotonic() >= ask_at:
+                ask_at = self._around.monotonic() + WHY_SECONDS
+                told = self._job.told(WHY_IT_WAITS)
+                if told is not None and told != why:
+                    why = told
+                    self._log(why)
             self._pause(reports, place.text)
 
     def _report_times(self) -> ReportTimes:

@@ -1,7 +1,7 @@
 """Hosts that die unannounced again and again: when one has died, and how long it waits in the join queue after that.
 
 What is known of deaths is in the run's incidents, which travel with its state: so whoever is rank 0 knows, after any
-death and any restart. Times are seconds of the run (`PhaseClock`), and no two machines' clocks are compared.
+death and any restart. Times are seconds of the run (`PhaseClock`); only after a restart does the wall clock count.
 """
 
 from __future__ import annotations
