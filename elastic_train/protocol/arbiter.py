@@ -196,6 +196,11 @@ class Arbitration:
         self._has_seen = False
         self._few_since: tuple[str, float] | None = None
 
+    @property
+    def has_place(self) -> bool:
+        """Whether there is one at all."""
+        return self._arbiter is not None
+
     def show(self, world: str) -> None:
         """Rank 0 of a world that is about to form."""
         if self._arbiter is not None:

@@ -1,4 +1,4 @@
-"""How members decide what follows a world: by Paxos, by a claim in a place that they share, or as a branch.
+"""How members decide what follows a world: by Paxos, or by a claim in a place that they share.
 
 It is single-decree Paxos (Lamport, "The Part-Time Parliament", 1998) over one **register** for each node of the world,
 an acceptor that lies in the store of the node's first member. A proposer changes it by compare-and-swap, so that a
@@ -13,8 +13,9 @@ import json
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
-from elastic_train.branches import BRANCH, MOST_OTHERS, POSITION, Branch, Position, id_on, is_on
+from elastic_train.branches import BRANCH, POSITION, Branch, Position, id_on, is_on
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import ArbiterSilent, Arbitration, Claim, silent_members
@@ -33,6 +34,17 @@ LAST_ATTEMPT = 10**9
 """of the ballot by which a member that is left out accepts for good"""
 
 
+class Vote(IntEnum):
+    """What a voter has accepted its decision for."""
+
+    BALLOT = 0
+    """some ballot, perhaps before a claim"""
+    ALL = 1
+    """one of all votes, which may have decided it: then a claim of another one does not count"""
+    ACTS = 2
+    """this member is about to act on it"""
+
+
 @dataclass(frozen=True)
 class Register:
     """What one voter has promised and accepted about the successor of one world."""
@@ -42,16 +54,17 @@ class Register:
     ballot: Ballot | None = None
     """of what it has accepted"""
     decision: str | None = None
+    vote: Vote = Vote.BALLOT
 
     def to_json(self) -> str:
-        return json.dumps([self.promised, self.ballot, self.decision], separators=(",", ":"))
+        return json.dumps([self.promised, self.ballot, self.decision, self.vote], separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str | None) -> Register:
         if not text:
             return Register()
-        promised, ballot, decision = json.loads(text)
-        return Register(tuple(promised), None if ballot is None else tuple(ballot), decision)
+        promised, ballot, decision, vote = json.loads(text)
+        return Register(tuple(promised), None if ballot is None else tuple(ballot), decision, Vote(vote))
 
 
 def promise(register: Register, ballot: Ballot) -> Register:
@@ -59,9 +72,42 @@ def promise(register: Register, ballot: Ballot) -> Register:
     return replace(register, promised=ballot) if ballot > register.promised else register
 
 
-def accept(register: Register, ballot: Ballot, decision: str) -> Register:
+def accept(register: Register, ballot: Ballot, decision: str, vote: Vote = Vote.BALLOT) -> Register:
     """The second phase."""
-    return Register(ballot, ballot, decision) if ballot >= register.promised else register
+    if ballot < register.promised:
+        return register
+    return Register(ballot, ballot, decision, max(vote, register.vote if register.decision == decision else vote))
+
+
+def follow(register: Register, rank: int, decision: str) -> Register:
+    """The vote of the member of `rank`, its own, for a decision that it is about to act on; later than every ballot
+    that it has answered, so that nobody who asks all gets this vote for another one. Not where all votes may have
+    decided another one."""
+    if register.decision == decision:
+        return replace(register, vote=Vote.ACTS)
+    if register.vote is not Vote.BALLOT:
+        return register
+    ballot = (register.promised[0] + 1, rank)
+    return Register(ballot, ballot, decision, Vote.ACTS)
+
+
+def newest(registers: Collection[Register]) -> str | None:
+    """The decision that a ballot which has collected these goes on with; None where it is free."""
+    accepted = [one for one in registers if one.ballot is not None]
+    found = max(accepted, key=lambda one: (one.vote is Vote.ACTS, one.ballot), default=None)
+    return None if found is None else found.decision
+
+
+def is_open(registers: Collection[Register]) -> bool:
+    """Whether more than one decision may be claimed, and nobody is about to act on one: then the place alone knows
+    whose stands."""
+    is_acted_on = any(one.vote is Vote.ACTS for one in registers)
+    return not is_acted_on and len({one.decision for one in registers if one.ballot is not None}) > 1
+
+
+def release(rank: int, decision: str) -> Register:
+    """The last vote of one that is left out."""
+    return Register((LAST_ATTEMPT, rank), (LAST_ATTEMPT, rank), decision, Vote.ACTS)
 
 
 def change(store: KeyValueStore, world: World, rule: Callable[[Register], Register]) -> Register:
@@ -129,13 +175,14 @@ class Ballots:
         """As Job.decide. On either thread."""
         if not self._arbitration.is_needed(self._known.voters):
             return self.decide_by_votes(round_)
-        try:
-            return self._decide_by_claim(round_)
-        except ArbiterSilent:
-            silent = silent_members(round_.worlds, _uids(round_.world, round_.reachable))
-            if silent:  # they may have claimed
-                return self._elsewhere.denied(round_, silent)
-            return self.decide_by_votes(replace(round_, needs_all=True))
+        with contextlib.suppress(ArbiterSilent):
+            outcome = self._decide_by_claim(round_)
+            if outcome is not None:
+                return outcome
+        silent = silent_members(round_.worlds, uids(round_.world, round_.reachable))
+        if silent:  # they may act on a claim, or on all votes
+            return self._elsewhere.denied(round_, silent)
+        return self.decide_by_votes(replace(round_, needs_all=True))
 
     def decide_by_votes(self, round_: Round) -> str | Denied:
         """The same, where no claim counts."""
@@ -143,19 +190,22 @@ class Ballots:
         if isinstance(collected, Denied):
             return collected
         ballot, voters, chosen = collected
-        bound = self._accept(round_, ballot, voters, chosen)
-        if round_.needs_all and bound != set(round_.voters):
-            return Denied()
-        if not may_go_on(round_.worlds, _uids(round_.world, bound)):
-            missing = missing_votes(round_.worlds, _uids(round_.world, bound))
+        bound: set[int] = set()
+        # Of all its own vote last: until the others are bound it may follow a claim.
+        for ranks in (round_.voters[1:], round_.voters[:1]) if round_.needs_all else (voters,):
+            bound |= self._accept(round_, ballot, ranks, chosen)
+            if round_.needs_all and not bound.issuperset(ranks):
+                return Denied()
+        if not may_go_on(round_.worlds, uids(round_.world, bound)):
+            missing = missing_votes(round_.worlds, uids(round_.world, bound))
             return Denied(() if bound != set(voters) else missing)
         told = [rank for rank in round_.reachable if rank in bound or rank not in round_.voters]
         self._notify(round_, chosen, bound, told)
         return chosen
 
-    def _decide_by_claim(self, round_: Round) -> str | Denied:
-        """Raises: ArbiterSilent."""
-        world, worlds, side = round_.world, round_.worlds, _uids(round_.world, round_.reachable)
+    def _decide_by_claim(self, round_: Round) -> str | Denied | None:
+        """None where all votes may have decided another one than stands. Raises: ArbiterSilent."""
+        world, worlds, side = round_.world, round_.worlds, uids(round_.world, round_.reachable)
         standing = self._claim(world, None)
         if standing is not None:
             return self._follow(round_, standing)
@@ -167,14 +217,17 @@ class Ballots:
         if isinstance(collected, Denied):
             return collected
         ballot, voters, chosen = collected
-        # Its own vote first: who has a later ballot may decide by all votes, where the place does not answer it.
-        if world.rank not in self._accept(round_, ballot, [world.rank], chosen):
+        # Votes before the claim: where others may decide by these alone, they are bound to it. Else its own, so that
+        # who asks all, where the place is silent, mostly goes on with what this one claims.
+        bound = self._accept(round_, ballot, [world.rank] if is_enough else voters, chosen)
+        if world.rank not in bound or not (is_enough or may_go_on(worlds, uids(world, bound))):
             return Denied()
         standing = self._claim(world, chosen)
         assert standing is not None, "something was claimed"
-        if standing.parent == world.uid:  # who finds no claim any more collects it
+        outcome = self._follow(round_, standing)
+        if outcome == standing.decision:  # who finds no claim any more collects it
             self._accept(round_, ballot, voters, standing.decision)
-        return self._follow(round_, standing)
+        return outcome
 
     def _claim(self, world: World, decision: str | None) -> Claim | None:
         job = self._facts.get(JOB)
@@ -185,12 +238,19 @@ class Ballots:
             claim = Claim(world.uid, decision, self._known.voters[0].world)
         return self._arbitration.claim(job, world.generation, claim)
 
-    def _follow(self, round_: Round, standing: Claim) -> str | Denied:
+    def _follow(self, round_: Round, standing: Claim) -> str | Denied | None:
         if standing.parent != round_.world.uid:
             return Denied(gone_on=Decision.from_json(standing.decision).generation)
         self._known.note_settled(standing.settled)
+        if not self._has_voted(round_.clients, round_.world, standing.decision):
+            return None
         self._notify(round_, standing.decision, (), round_.reachable)
         return standing.decision
+
+    def _has_voted(self, clients: Clients, world: World, decision: str) -> bool:
+        """Whether this member has, for what it is about to act on: so that all votes decide nothing else."""
+        register = change(clients.own, world, lambda register: follow(register, world.rank, decision))
+        return register.decision == decision
 
     def _collect(self, round_: Round) -> tuple[Ballot, list[int], str] | Denied:
         """The ballot, who has promised it, and the decision to go on with: the newest that any of them has accepted."""
@@ -203,14 +263,14 @@ class Ballots:
             with self._lock:
                 self._attempt = max(self._attempt, *(register.promised[0] for register in promises.values()))
             return Denied()
-        if round_.needs_votes and not may_go_on(worlds, _uids(world, promises)):
-            return self._elsewhere.denied(round_, missing_votes(worlds, _uids(world, promises)))
-        accepted = [one for one in promises.values() if one.ballot is not None]
-        if round_.needs_all and len({one.decision for one in accepted}) > 1:
-            return Denied()  # they may be about to claim, and the place alone knows whose stands
-        newest = max(accepted, key=lambda one: one.ballot or (0, -1), default=None)
-        chosen = proposal if newest is None or newest.decision is None else newest.decision
-        members = _uids(world, Decision.from_json(chosen).ranks)
+        if round_.needs_votes and not may_go_on(worlds, uids(world, promises)):
+            return self._elsewhere.denied(round_, missing_votes(worlds, uids(world, promises)))
+        if round_.needs_all and len(promises) < len(round_.voters):
+            return Denied()  # who has not answered may act on a claim
+        if round_.needs_all and is_open(promises.values()):
+            return Denied()
+        chosen = newest(promises.values()) or proposal
+        members = uids(world, Decision.from_json(chosen).ranks)
         # A vote is no state: who has one is to be in it.
         if chosen is proposal and round_.needs_votes and not may_go_on(worlds, members):
             return self._elsewhere.denied(round_, missing_votes(worlds, members))
@@ -221,13 +281,14 @@ class Ballots:
 
     def _accept(self, round_: Round, ballot: Ballot, voters: Sequence[int], chosen: str) -> set[int]:
         """Who has."""
-        votes = round_.change_registers(voters, lambda register: accept(register, ballot, chosen))
+        vote = Vote.ALL if round_.needs_all else Vote.BALLOT
+        votes = round_.change_registers(voters, lambda register: accept(register, ballot, chosen, vote))
         return {rank for rank, register in votes.items() if register.ballot == ballot}
 
     def _notify(self, round_: Round, chosen: str, bound: Collection[int], reachable: Sequence[int]) -> None:
         """Who does not hear it asks the others."""
         world, known = round_.world, self._known
-        known.bound = _uids(world, bound)
+        known.bound = uids(world, bound)
         text = json.dumps({"decision": chosen, "bound": to_runs(sorted(bound)), "since": known.voters[0].world})
         round_.clients.ask_each(world, reachable, lambda store: store.put(f"{world.key}/next", text))
 
@@ -250,15 +311,16 @@ class Ballots:
         if text is None:
             return None
         told = json.loads(text)
-        self._known.bound = _uids(world, from_runs(told["bound"]))
+        if self._arbitration.has_place and not self._has_voted(clients, world, told["decision"]):
+            return None
+        self._known.bound = uids(world, from_runs(told["bound"]))
         self._known.note_settled(told["since"])
         return str(told["decision"])
 
     def release(self, clients: Clients, world: World, decision: Decision) -> None:
         """As Job.release."""
         # Its register first: whoever still collects this vote is led to the same decision.
-        last = (LAST_ATTEMPT, world.rank)
-        change(clients.own, world, lambda _: Register(last, last, decision.to_json()))
+        change(clients.own, world, lambda _: release(world.rank, decision.to_json()))
         for member in decision.members_after(world):
             with contextlib.suppress(StoreUnreachable):
                 append(clients.of(member), "released", world.me.uid)
@@ -326,71 +388,5 @@ class Elsewhere:
         return Position.from_json(position).id != id_on(Branch.from_json(self._facts.get(BRANCH)))
 
 
-class BranchOff:
-    """Going on beyond the laws, when nothing was heard for one more peer timeout of those whose votes are missing.
-
-    For the training thread.
-
-    Args:
-        clock: monotonic seconds.
-    """
-
-    def __init__(
-        self,
-        ballots: Ballots,
-        known: KnownWorlds,
-        arbitration: Arbitration,
-        *,
-        peer_timeout: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self._ballots, self._known, self._arbitration = ballots, known, arbitration
-        self._peer_timeout, self._clock = peer_timeout, clock
-        self._silent_since: tuple[str, tuple[str, ...], float] | None = None
-        """uid of the world, of whom nothing is heard, and since when it is these"""
-
-    def decide(self, round_: Round) -> str | Denied:
-        """As Job.decide, by the laws where they allow it."""
-        outcome = self._ballots.decide(round_)
-        if not isinstance(outcome, Denied) or not outcome.votes or outcome.gone_on is not None:
-            return outcome
-        return self._go_on_without(round_) or outcome
-
-    def _go_on_without(self, denied: Round) -> str | Denied | None:
-        """Those that are missing. None where that may not be, or would not help."""
-        world, worlds = denied.world, self._known.voters_without(denied.dead)
-        silent = silent_members(worlds, _uids(world, denied.reachable))
-        without = [one.without(silent) for one in worlds]
-        has_state = self._known.has_state and set(without[0].members) - without[0].dead
-        # A member that answers and takes no part may go on in a moment; with an arbiter, so may those that are silent.
-        is_awaited = not set(silent).isdisjoint(denied.answering) or self._arbitration.is_needed(worlds)
-        if not silent or not has_state or is_awaited:
-            self._silent_since = None
-            return None
-        now, before = self._clock(), self._silent_since
-        if before is None or before[:2] != (world.uid, silent):
-            before = self._silent_since = (world.uid, silent, now)
-        if now - before[2] <= self._peer_timeout:
-            return None
-        decision = self._branch_without(silent, Decision.from_json(denied.proposal))
-        members = decision.members_after(world)
-        if len({member.node for member in members}) < max(member.min_nodes for member in members):
-            return None  # it would not train
-        gone = denied.dead | frozenset(silent)
-        return self._ballots.decide_by_votes(
-            Round(denied.clients, world, without, decision.to_json(), denied.reachable, gone)
-        )
-
-    def _branch_without(self, silent: Sequence[str], decision: Decision) -> Decision:
-        """Newcomers wait for the world after it: each who is in the first one has been in the parent."""
-        known = {member.uid: member.store for one in self._known.past.values() for member in one.members}
-        others = [store for uid in silent if (store := known.get(uid)) is not None]
-        before = Branch.from_json(decision.facts.get(BRANCH))
-        others += () if before is None else before.others
-        branch = Branch(decision.uid, min(decision.ranks), tuple(others[:MOST_OTHERS]))
-        facts = {**decision.facts, BRANCH: branch.to_json()}
-        return replace(decision, new=(), dead=(*decision.dead, *silent), facts=facts)
-
-
-def _uids(world: World, ranks: Collection[int]) -> frozenset[str]:
+def uids(world: World, ranks: Collection[int]) -> frozenset[str]:
     return frozenset(world.members[rank].uid for rank in ranks)

@@ -18,7 +18,8 @@ from contextlib import suppress
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Arbitration
-from elastic_train.protocol.ballots import Ballots, BranchOff, Elsewhere, Round
+from elastic_train.protocol.ballots import Ballots, Elsewhere, Round
+from elastic_train.protocol.branch_off import BranchOff
 from elastic_train.protocol.job import SETTLED_REDUCTIONS, Denied, InQueue, Over, Place
 from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting
 from elastic_train.protocol.known_worlds import Announcements, KnownWorlds, Newcomers

@@ -12,6 +12,7 @@ from elastic_train.elastic.next_world import Barriers
 from elastic_train.protocol import ballots, contacts, laws, peers
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import ArbiterSilent, Claims
+from elastic_train.protocol.branch_off import BranchOff
 from elastic_train.protocol.central import StateHolders
 from elastic_train.protocol.job import Denied
 from elastic_train.protocol.join_queue import Entrance
@@ -156,12 +157,12 @@ def newer_claims_are_counted_too_early(patch: Patch) -> None:
 
 
 def a_branch_has_no_id(patch: Patch) -> None:
-    right = ballots.BranchOff._branch_without
+    right = BranchOff._branch_without
 
-    def branch_without(self: ballots.BranchOff, silent: Sequence[str], decision: Decision) -> Decision:
+    def branch_without(self: BranchOff, silent: Sequence[str], decision: Decision) -> Decision:
         return replace(right(self, silent, decision), facts=decision.facts)
 
-    patch.setattr(ballots.BranchOff, "_branch_without", branch_without)
+    patch.setattr(BranchOff, "_branch_without", branch_without)
 
 
 def branches_never_meet(patch: Patch) -> None:
