@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import http.client
 import logging
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 BUCKET = "bucket"
 ACCESS_KEY, SECRET_KEY = "AKIATESTINGTESTING12", "secret/of/the/tests/1234567890"
@@ -25,13 +28,13 @@ def environment(endpoint: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def s3_server() -> Iterator[str]:
+def s3_server(address: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
     """The endpoint of a server of this process with an empty bucket."""
     from botocore.session import get_session
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address=address, port=port, verbose=False)
     server.start()
     try:
         host, port = server.get_host_and_port()
@@ -51,6 +54,21 @@ def s3_server() -> Iterator[str]:
         yield endpoint
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def s3_server_in(prefix: Sequence[str], address: str, port: int = 5000) -> Iterator[str]:
+    """The same in a process that `prefix` runs somewhere else, e.g. in a network namespace."""
+    command = [*prefix, sys.executable, "-m", "tests.object_stores", address, str(port)]
+    root = Path(__file__).parents[1]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        try:
+            assert process.stdout is not None
+            endpoint = process.stdout.readline().strip()
+            assert endpoint, "it has ended"
+            yield endpoint
+        finally:
+            process.kill()
 
 
 Fault = Callable[["Request"], bool]
@@ -164,3 +182,9 @@ def first(count: int, fault: Fault) -> Fault:
         return is_answered
 
     return some
+
+
+if __name__ == "__main__":
+    with s3_server(sys.argv[1], int(sys.argv[2])) as its_endpoint:
+        print(its_endpoint, flush=True)
+        sys.stdin.read()  # until who started it ends

@@ -11,14 +11,16 @@ with all that nodes do not have alike.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any, Protocol, cast
 
+from elastic_train.errors import ObjectStoreError
 from elastic_train.storage.parts import AT_ONCE, Part, PartSender
 from elastic_train.storage.snapshot import MANIFEST_FILE
 from elastic_train.storage.state_bytes import is_odd, rebuilt, write_state
@@ -259,16 +261,13 @@ class SharedStream:
         """as this node would send them"""
         self._there: dict[int, Part] = {}
         """of these, by number, as they were sent"""
-        self._given_up: set[int] = set()
-        self._num_missing: dict[int, int] = {}
-        self._heard_at: dict[int, float] = {}
-        """when so many of a node were missing for the first time"""
+        self._heard = [(0, clock())] * len(self._fleet.hosts)
+        """by node: how many parts it has put, and when the last one of them was seen first"""
+        self._look_at = clock() + LOOK_SECONDS
+        """the next time while parts are cut; a tenth of the time at most goes into it"""
+        self._have_other_bytes: set[int] = set()
         self.names: list[str] = []
         """of parts that are of no use where this attempt fails"""
-
-    @property
-    def _is_first(self) -> bool:
-        return self._fleet.index == 0
 
     def write(self, data: bytes | memoryview) -> int:
         """Never raises, for torch.save calls it from C++: `finish` does."""
@@ -278,7 +277,7 @@ class SharedStream:
         """Called by torch.save."""
 
     def _is_mine(self, zone: str, number: int) -> bool:
-        return self._fleet.sender_of(number) == self._fleet.index if zone == BODY else self._is_first
+        return self._fleet.sender_of(number) == self._fleet.index if zone == BODY else self._fleet.index == 0
 
     def _take(self, zone: str, number: int, sha256: str, size: int, data: bytearray | None) -> None:
         suffix = f"{sha256}.{self._fleet.index}" if zone == BODY else self._nonce
@@ -293,14 +292,19 @@ class SharedStream:
         else:
             self._there[number] = part  # or `finish` of the sender raises
         self._sender.send(part.name, data)
+        if self._clock() >= self._look_at:  # so that it is known who is silent once this node is through
+            with contextlib.suppress(ObjectStoreError):
+                self._look()
 
     def finish(self) -> list[Part]:
         """All that was written, once every part of it is there; for the first node. Raises: what a `put` has, or
         `listed`."""
         self._cutter.close()
         self._sender.finish()
-        while missing := self._missing(self._listed()):
+        self._look()
+        while missing := self._missing():
             self._help(missing)
+            self._look()
         body = [self._there[number] for number in range(len(self._body))]
         return [*self._around[HEAD], *body, *self._around[TAIL]]
 
@@ -310,11 +314,12 @@ class SharedStream:
         self._cutter.close()
         self._sender.finish()
         num_missing, changed_at = -1, self._clock()
-        while MANIFEST_FILE not in (files := self._listed()):
-            missing = self._missing(files)
+        while MANIFEST_FILE not in self._look():
+            missing = self._missing()
             if num_missing != (num_missing := sum(map(len, missing.values()))):
                 changed_at = self._clock()
-            if 0 in self._given_up or self._clock() - changed_at > IDLE_SECONDS + patience(self._part_seconds):
+            is_idle = self._clock() - changed_at > IDLE_SECONDS + patience(self._part_seconds)
+            if is_idle or (0 in missing and self._is_given_up(0)):
                 return False
             if missing:
                 self._help(missing)
@@ -331,41 +336,47 @@ class SharedStream:
         rate = self._sender.rate
         return 0.0 if rate is None else self._part_bytes / rate
 
-    def _missing(self, files: Mapping[str, int]) -> dict[int, tuple[int, ...]]:
-        """The numbers of parts that are not there, by the node that should send them; who is silent is given up."""
-        have_other_bytes = self._note_listed(files)
+    def _is_given_up(self, node: int) -> bool:
+        silent_seconds = self._clock() - self._heard[node][1]
+        return is_given_up(silent_seconds, self._part_seconds, has_other_bytes=node in self._have_other_bytes)
+
+    def _look(self) -> Mapping[str, int]:
+        """What is there; who is how far is known afterwards. Raises: as `listed`."""
+        began_at = self._clock()
+        try:
+            files = self._listed()
+        finally:
+            now = self._clock()
+            self._look_at = now + max(LOOK_SECONDS, 9 * (now - began_at))
+        form = re.compile(re.escape(self._name_of(f"{BODY}-")) + r"(\d+)\.(\w+)\.(\d+)")
+        found = [(int(one[1]), one[2], int(one[3]), one[0]) for one in map(form.fullmatch, files) if one]
+        num_put = Counter(node for _, _, node, _ in found)
+        self._heard = [
+            (num_put[node], now) if num_put[node] != before else (before, since)
+            for node, (before, since) in enumerate(self._heard)
+        ]
+        for number, sha256, node, name in found:
+            if number >= len(self._body) or node >= len(self._fleet.hosts):
+                continue  # not cut here yet, or of nobody
+            mine = self._body[number]
+            if sha256 != mine.sha256:
+                self._have_other_bytes.add(node)
+            elif files[name] == mine.bytes:
+                self._there.setdefault(number, replace(mine, name=name, host=self._fleet.hosts[node]))
+        return files
+
+    def _missing(self) -> dict[int, tuple[int, ...]]:
+        """The numbers of parts that are not there, by the node that should send them."""
         missing: dict[int, list[int]] = {}
         for number in range(len(self._body)):
             if number not in self._there:
                 missing.setdefault(self._fleet.sender_of(number), []).append(number)
-        now = self._clock()
-        for node, numbers in missing.items():
-            if self._num_missing.get(node) != len(numbers):
-                self._num_missing[node], self._heard_at[node] = len(numbers), now
-            silent_seconds, is_other = now - self._heard_at[node], node in have_other_bytes
-            if is_given_up(silent_seconds, self._part_seconds, has_other_bytes=is_other):
-                self._given_up.add(node)
         return {node: tuple(numbers) for node, numbers in missing.items()}
-
-    def _note_listed(self, files: Mapping[str, int]) -> set[int]:
-        """Which parts are there. Returns the nodes that have put other bytes than they should have."""
-        others = set()
-        form = re.compile(re.escape(self._name_of(f"{BODY}-")) + r"(\d+)\.(\w+)\.(\d+)")
-        for found in filter(None, map(form.fullmatch, files)):
-            number, sha256, node = int(found[1]), found[2], int(found[3])
-            if number >= len(self._body) or node >= len(self._fleet.hosts):
-                continue
-            mine = self._body[number]
-            if (sha256, files[found[0]]) == (mine.sha256, mine.bytes):
-                self._there.setdefault(number, replace(mine, name=found[0], host=self._fleet.hosts[node]))
-            else:
-                others.add(node)
-        return others
 
     def _help(self, missing: Mapping[int, tuple[int, ...]]) -> None:
         """Send some parts of others, or wait a moment."""
         me, fleet = self._fleet.index, self._fleet
-        progress = [ShareProgress(missing.get(node, ()), node in self._given_up) for node in range(len(fleet.hosts))]
+        progress = [ShareProgress(missing.get(node, ()), self._is_given_up(node)) for node in range(len(fleet.hosts))]
         numbers = taken_over(progress, me, self._part_seconds, fleet.seconds_left())
         if not numbers:
             self._sleep(LOOK_SECONDS)

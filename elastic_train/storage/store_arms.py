@@ -122,7 +122,8 @@ class PlainArm:
         _close_connections(self._filesystem)
 
 
-_memory_lock = threading.Lock()
+_memory_lock = threading.RLock()
+"""a listing fails where an object is put meanwhile"""
 
 
 class MemoryArm(PlainArm):
@@ -130,11 +131,27 @@ class MemoryArm(PlainArm):
 
     is_atomic = True
 
+    def read(self, key: str, limit: int | None = None) -> Stored:
+        with _memory_lock:
+            return super().read(key, limit)
+
+    def put(self, key: str, data: bytes | bytearray) -> None:
+        with _memory_lock:
+            super().put(key, data)
+
+    def list(self, prefix: str) -> dict[str, int]:
+        with _memory_lock:
+            return super().list(prefix)
+
     def put_if(self, key: str, data: bytes, version: str | None) -> str:
         with _memory_lock:
             self._require_version(key, version)
             self.put(key, data)
         return version_of(data)
+
+    def remove(self, key: str) -> None:
+        with _memory_lock:
+            super().remove(key)
 
 
 class FileArm(PlainArm):

@@ -38,14 +38,16 @@ class CountingArm(MemoryArm):
     """Ends the process before or after the n-th call that changes something; then it does nothing any more."""
 
     calls = 0
+    lock = threading.Lock()
     stops_before: int | None = None
     stops_after: int | None = None
     has_stopped = False
 
     @contextlib.contextmanager
     def _one_call(self) -> Iterator[None]:
-        self.calls += 1
-        number = self.calls
+        with self.lock:
+            self.calls += 1
+            number = self.calls
         self.has_stopped |= number == self.stops_before
         if self.has_stopped:
             raise Stops

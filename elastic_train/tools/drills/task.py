@@ -37,6 +37,8 @@ class BusyFlags:
     """only the process that had this rank in its first step is busy; default: all are"""
     state_mb: int = 0
     """megabytes of weights and momentum to train beside the network; no matter for what it learns"""
+    frozen_mb: int = 0
+    """megabytes of weights beside it that nobody trains, as those that a small adapter is trained for"""
 
 
 NOT_BUSY = BusyFlags()
@@ -59,7 +61,12 @@ class PacedDigits(ImageClassification):
 
     def build_model(self) -> nn.Module:
         network = super().build_model()
-        return WithBallast(network, self._flags.state_mb) if self._flags.state_mb else network
+        if self._flags.state_mb:
+            network = WithBallast(network, self._flags.state_mb)
+        if self._flags.frozen_mb:
+            frozen = torch.randn(self._flags.frozen_mb * 2**20 // 4)
+            network.register_parameter("frozen", nn.Parameter(frozen, requires_grad=False))
+        return network
 
     def forward(self, model: nn.Module, inputs: Tensor) -> Tensor:
         if model.training:
