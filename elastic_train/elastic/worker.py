@@ -208,7 +208,7 @@ def check_start(config: Config, launch: Launch) -> None:
     is_known = launch.is_open or launch.agent_pid is None  # else --nnodes may be somewhere else
     if config.min_nodes is not None and config.min_nodes > most and is_known:
         raise UsageError(
-            f"--min-nodes {config.min_nodes}: this job has {count(most, 'node')} at most and would wait for ever; "
+            f"--min-nodes {config.min_nodes}: this job has {count(most, 'node')} at most and would never train; "
             "torchrun's --nnodes MIN:MAX says how many"
         )
     if config.parallel == "dp" and launch.world_size > 1:
