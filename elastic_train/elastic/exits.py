@@ -97,7 +97,7 @@ class Exits:
         state.stopped_at = state.step
         set_group_timeout(GROUP_TIMEOUT)
         started = time.monotonic()
-        self._saver.save_with_all(world, state)
+        self._saver.save_with_all(world, state, lambda: self._membership.watcher.headless is not None)
         self._saver.wait()
         save_seconds = time.monotonic() - started
         self._files.leave_bucket(world)

@@ -141,16 +141,16 @@ class Saver:
                 f"written after {BEST_SECONDS:g} s; training goes on"
             )
 
-    def save_with_all(self, world: World, state: TrainState) -> None:
+    def save_with_all(self, world: World, state: TrainState, is_first_lost: Callable[[], bool]) -> None:
         """All of a world stop at this very step, and have one state: save it, or this node's share of it. Blocks until
-        it is durable, as far as this worker takes part."""
-        fleet = self._fleet_of(world, state)
+        it is durable, as far as this worker takes part, or until rank 0 is lost."""
+        fleet = self._fleet_of(world, state, is_first_lost)
         if self.is_last_writer(world):
             self.save_and_wait(state, fleet)
         elif fleet is not None and world.is_first_of_node:
             self._save_share(state, fleet)
 
-    def _fleet_of(self, world: World, state: TrainState) -> Fleet | None:
+    def _fleet_of(self, world: World, state: TrainState, is_first_lost: Callable[[], bool]) -> Fleet | None:
         """The nodes of those who train, where each can write to the bucket for all."""
         nodes = list(dict.fromkeys(member.node for member in world.workers))
         if self._worker.bucket is None or len(nodes) < 2:
@@ -161,6 +161,7 @@ class Saver:
             nodes.index(world.me.node),
             frozenset(name for name, _ in state.model.named_parameters(remove_duplicate=False)),
             self._worker.stop.seconds_left,
+            is_first_lost,
         )
 
     def _save_share(self, state: TrainState, fleet: Fleet) -> None:
@@ -170,7 +171,7 @@ class Saver:
             try:
                 if self._writer().save_share(state.state_dict(), fleet, step=state.step, generation=generation):
                     self._saved_by_all = (generation, state.step)
-            except SnapshotError as error:
+            except Exception as error:  # whatever it is, this node's help alone is lost
                 self._reporter.warn(f"{error}; the other nodes write it")
 
     def save_and_wait(self, state: TrainState, fleet: Fleet | None = None) -> bool:

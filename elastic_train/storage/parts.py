@@ -60,7 +60,7 @@ class PartSender:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         """of what the rate is made of"""
-        self._began_at = 0.0
+        self._num_moving, self._began_at = 0, 0.0
         self._seconds, self._bytes = 0.0, 0
         self.names: list[str] = []
         """of all that may have been sent"""
@@ -71,7 +71,7 @@ class PartSender:
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second, from the beginning of the first to the end of the newest; None before one is there."""
+        """Bytes per second in which something was on its way; None before one is there."""
         return self._bytes / self._seconds if self._seconds else None
 
     def send(self, name: str, data: bytearray) -> None:
@@ -79,8 +79,10 @@ class PartSender:
         if self._error is not None:
             return
         self._slots.acquire()
-        if not self.names:
-            self._began_at = time.monotonic()
+        with self._lock:
+            if self._num_moving == 0:
+                self._began_at = time.monotonic()
+            self._num_moving += 1
         self.names.append(name)
         # No pool: its threads would keep a process that has given up on the store from ending.
         thread = threading.Thread(target=self._run, args=(name, data), name="snapshot-part", daemon=True)
@@ -92,10 +94,14 @@ class PartSender:
             if self._error is None:
                 self._put(name, data)
                 with self._lock:
-                    self._bytes, self._seconds = self._bytes + len(data), time.monotonic() - self._began_at
+                    now = time.monotonic()
+                    self._bytes, self._seconds = self._bytes + len(data), self._seconds + now - self._began_at
+                    self._began_at = now
         except BaseException as error:  # not handled here: finish() gives it to the thread that writes
             self._error = self._error or error
         finally:
+            with self._lock:
+                self._num_moving -= 1
             self._slots.release()
 
     def finish(self) -> None:

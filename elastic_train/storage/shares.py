@@ -54,6 +54,8 @@ class Fleet:
     """names in the model's state of what all have alike; the optimizer's tensors are, too"""
     seconds_left: Callable[[], float | None]
     """until this node is taken away; None where that is not known"""
+    is_first_lost: Callable[[], bool] = lambda: False
+    """whether the first node is gone: then nobody waits for a manifest"""
 
     def sender_of(self, number: int) -> int:
         """The node whose part that is."""
@@ -70,14 +72,15 @@ class SharedState:
     def __init__(self, state: dict[str, Any], fleet: Fleet) -> None:
         model = state["model"]
         ordered = type(model)()
-        for is_equal in (False, True):
+        for is_equal in (True, False):
             ordered.update({name: value for name, value in model.items() if (name in fleet.equal) is is_equal})
         if isinstance(model, OrderedDict):
             vars(ordered).update(vars(model))  # Module.state_dict() keeps module versions there, in _metadata
         others = {name: value for name, value in state.items() if name not in ("model", "optimizer")}
-        self._state = {**others, "model": ordered, "optimizer": state["optimizer"]}
+        # What is alike first: torch.save numbers all tensors, and the numbers are among the bytes.
+        self._state = {"optimizer": state["optimizer"], "model": ordered, **others}
         alike: list[Any] = []
-        rebuilt([[value for name, value in ordered.items() if name in fleet.equal], state["optimizer"]], alike.append)
+        rebuilt([state["optimizer"], [value for name, value in ordered.items() if name in fleet.equal]], alike.append)
         memories = [tensor.untyped_storage() for tensor in alike if not is_odd(tensor)]
         memories = [memory for memory in memories if memory.nbytes()]
         self.fleet = fleet
@@ -319,7 +322,7 @@ class SharedStream:
             if num_missing != (num_missing := sum(map(len, missing.values()))):
                 changed_at = self._clock()
             is_idle = self._clock() - changed_at > IDLE_SECONDS + patience(self._part_seconds)
-            if is_idle or (0 in missing and self._is_given_up(0)):
+            if is_idle or self._fleet.is_first_lost() or (0 in missing and self._is_given_up(0)):
                 return False
             if missing:
                 self._help(missing)

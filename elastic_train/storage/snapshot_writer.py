@@ -140,11 +140,10 @@ class SnapshotWriter:
         Raises:
             SnapshotError: this node cannot send. The others send what is missing of it.
         """
-        if not self.wait(300.0):
+        if isinstance(self.directory, Path) or shared_by(fleet, state) is None or not self.wait(300.0):
             return False
         shared = shared_by(fleet, self._buffers.copy(state))
-        if isinstance(self.directory, Path) or shared is None:
-            return False
+        assert shared is not None, "a copy has the same sizes"
         name = _name_of(step, generation, fleet.hosts[0])
         with _errors_told(str(self.directory.snapshot(name))):
             return self.directory.write_share(name, shared)

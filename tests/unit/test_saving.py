@@ -240,7 +240,7 @@ def test_where_all_stop_each_node_sends_its_share_to_the_bucket(start: Start, mo
     position = {"step": 3, "epoch": 0, "samples_done": 24, "generation": 0, "world_size": 4}
     writing = threading.Thread(target=lambda: first.save(state.state_dict(), **position, fleet=fleet))
     writing.start()
-    saver.save_with_all(world, state)
+    saver.save_with_all(world, state, lambda: False)
     writing.join(30.0)
     [info] = find_snapshots(bucket, warn=pytest.fail)
     parts = info.path.read_manifest()["parts"]  # type: ignore[union-attr]
@@ -251,9 +251,26 @@ def test_where_all_stop_each_node_sends_its_share_to_the_bucket(start: Start, mo
     assert saver.save_and_wait(state), "should the others be lost now, it is there"
     assert bucket.store.list() == before
     saver.enter(replace(world, rank=3))
-    saver.save_with_all(replace(world, rank=3), state)
+    saver.save_with_all(replace(world, rank=3), state, lambda: False)
     assert bucket.store.list() == before, "its node's first one sends for both"
     assert training.events("warning") == []
+
+
+def test_a_share_that_cannot_be_sent_ends_no_node(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = start(snapshot_dir="memory://no-share")
+    training.steps(1)
+    saver, [me] = training.saver, training.world.members
+    other = replace(me, host="other", agent_pid=1)
+    world = World(rank=1, generation=0, members=(other, me))
+    saver.enter(world)
+
+    def fails(*_arguments: object, **_options: object) -> bool:
+        raise RuntimeError("no pinned memory")
+
+    monkeypatch.setattr(SnapshotWriter, "save_share", fails)
+    saver.save_with_all(world, training.state, lambda: False)
+    [warning] = training.events("warning")
+    assert warning["message"] == "no pinned memory; the other nodes write it"
 
 
 def test_rank_0_says_for_all(start: Start) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import fsspec
@@ -74,7 +75,7 @@ def state_of(step: int, node: int) -> dict[str, Any]:
     return {
         "model": model,
         "optimizer": {"state": {0: {"momentum": momentum, "step": torch.tensor(float(step))}}, "param_groups": []},
-        "run": {"step": step, "who": "x" * 100 * node},
+        "run": {"step": step, "who": "x" * 100 * node, "extras": [torch.ones(1)] * node},
     }
 
 
@@ -196,7 +197,7 @@ def test_a_modules_metadata_stays_and_a_state_without_tensors_is_no_ones_share()
     model = torch.nn.BatchNorm1d(4)
     state = {"model": model.state_dict(), "optimizer": {"state": {}}}
     shared = SharedState(state, Fleet(HOSTS, 0, frozenset({"weight", "bias"}), lambda: None))
-    assert list(shared._state["model"]) == ["running_mean", "running_var", "num_batches_tracked", "weight", "bias"]
+    assert list(shared._state["model"]) == ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
     assert shared._state["model"]._metadata == state["model"]._metadata
     assert shared.num_bytes == 32
     assert {zone for zone, _, _ in cut({"model": {}, "optimizer": {}})[0]} == {HEAD}
@@ -280,6 +281,21 @@ def test_the_first_dies_at_any_call_and_it_is_whole_or_absent(url: str, moment: 
         assert left == {info.name for info in find_snapshots(bucket, warn=pytest.fail)}, "leftovers are deleted"
     assert False in seen
     assert True in seen or moment == "before"
+
+
+@pytest.mark.usefixtures("_patient")
+def test_nobody_waits_for_the_first_once_it_is_lost(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM leaves 30 s, in which those that are left can save it all."""
+    one = fleet(1)
+    monkeypatch.setattr(shares, "IDLE_SECONDS", 60.0)
+    node, is_lost = Node(url, 1), threading.Event()
+    monkeypatch.setattr("tests.unit.test_shares.fleet", lambda _: replace(one, is_first_lost=is_lost.is_set))
+    node.start(5)
+    assert node._thread is not None
+    node._thread.join(0.2)
+    assert node._thread.is_alive(), "the first may be about to put the manifest"
+    is_lost.set()
+    assert node.end() is False
 
 
 @pytest.mark.usefixtures("_patient")
