@@ -95,7 +95,7 @@ class SimParts:
         self._membership, self._watcher = worker.membership, worker.membership.watcher
         self._state, self._simulation = worker.state, worker.simulation
         self._before: World | None = None
-        self._deaths = Deaths()
+        self._deaths = Deaths() if worker.simulation.plan.quarantine else None
         self.step_started = 0.0
         self.last_votes: Votes = NO_VOTES
 
@@ -252,6 +252,8 @@ class SimParts:
         return max(kept, key=lambda one: (one.generation, one.step), default=None)
 
     def stands(self, world: World, _branch: Any, change: Change, *_what: Any) -> None:
+        if self._deaths is None:
+            return
         hosts = self._deaths.note(change.lost, [one for one in world.members if one not in change.joined])
         if hosts:
             now = self._simulation.kernel.now
