@@ -17,6 +17,7 @@ class Evaluations:
 
     def __init__(self, worker: Worker, membership: Membership) -> None:
         self._worker, self._membership = worker, membership
+        self._has_warned = False
 
     def if_missed(self, world: World) -> None:
         """The evaluation that the world before did not live to complete; every rank calls it."""
@@ -68,4 +69,10 @@ class Evaluations:
         if found.accuracy is not None:
             state.last_accuracy = (state.step, found.accuracy)
             state.ratings.note(state.step, found.accuracy)
+        elif config.keep_best and world.rank == 0 and not self._has_warned:
+            self._has_warned = True
+            worker.reporter.warn(
+                '--keep-best keeps nothing: the evaluate() of this task gives no "correct", by whose mean the best are '
+                "chosen; more is better"
+            )
         worker.reporter.evaluation(state, found.metrics)

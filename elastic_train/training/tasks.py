@@ -288,7 +288,7 @@ def load_task(spec: str) -> type[Task]:
         hint = f"; did you mean {close[0]}?" if close else ""
         raise UsageError(f"--task {spec}: {module.__file__} has no {class_name}{hint}")
     if not _is_task_class(found):
-        raise UsageError(f"--task {spec}: {class_name} is not a subclass of elastic_train.training.tasks.Task")
+        raise UsageError(f"--task {spec}: {class_name} is not a subclass of elastic_train.Task")
     task_class: type[Task] = found
     return task_class
 

@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic_train.config import Config
+from elastic_train.elastic import evaluations
 from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
@@ -271,6 +272,19 @@ def test_a_share_that_cannot_be_sent_ends_no_node(start: Start, monkeypatch: pyt
     saver.save_with_all(world, training.state, lambda: False)
     [warning] = training.events("warning")
     assert warning["message"] == "no pinned memory; the other nodes write it"
+
+
+def test_a_task_without_an_accuracy_has_no_best_and_is_told_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = start(keep_best=1, eval_every=1)
+    membership: Any = SimpleNamespace(watcher=SimpleNamespace(do=lambda _activity: None), sockets=None)
+    monkeypatch.setattr(evaluations, "share_buffers", lambda *_arguments: None)
+    found = SimpleNamespace(accuracy=None, metrics={"loss": 1.0})
+    monkeypatch.setattr(evaluations, "evaluate", lambda *_arguments, **_options: found)
+    each = Evaluations(training.worker, membership)
+    each.if_due(training.world)
+    each.if_due(training.world)
+    [warning] = training.events("warning")
+    assert warning["message"].startswith("--keep-best keeps nothing")
 
 
 def test_rank_0_says_for_all(start: Start) -> None:
