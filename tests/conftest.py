@@ -1,0 +1,19 @@
+"""What every test leaves behind: nothing in the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """A member sets variables of its own process, as GLOO_SOCKET_IFNAME: nodes that a later test starts must not
+    inherit them."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
