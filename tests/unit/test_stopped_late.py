@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from elastic_train.world import World
 from tests.unit.test_liveness import make_member
 from tests.unit.test_state import make_state
 
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 0.01
 ME = make_member(0)
 SINGLE = World(rank=0, generation=3, members=(ME,), uid="single")
@@ -162,28 +164,29 @@ def test_it_stays_no_longer_than_its_node_does() -> None:
         assert 0.3 < time.monotonic() - began < 10.0
 
 
+# A process of its own forks: with the threads of a test's process a child may wait for a lock that nobody releases.
+AGENT_AND_WORKER = """
+import os, sys
+from elastic_train.preemption import PreemptionNotice
+from tests.unit.test_stopped_late import Life, make_stepping
+
+agent_pid = os.getpid()
+worker = os.fork()
+if worker == 0:
+    life = Life(make_stepping())
+    life.stop.notice, life.stop.is_settled = PreemptionNotice("file", "spot"), True
+    life.launch.agent_pid, life.launch.local_rank = agent_pid, int(sys.argv[1])
+    os._exit(0 if life.run()[-1] == ("end", 143) else 3)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+"""
+
+
 @pytest.mark.parametrize(("local_rank", "code"), [(0, -signal.SIGTERM), (1, 0)])
 def test_by_a_notice_its_agent_ends_as_well(local_rank: int, code: int) -> None:
     """Or it would start new workers, by --max-restarts, on a node that goes away. One worker of a node tells it."""
-    context = multiprocessing.get_context("fork")
-
-    def train(agent_pid: int) -> None:
-        life = Life(make_stepping())
-        life.stop.notice, life.stop.is_settled = PreemptionNotice("file", "spot"), True
-        life.launch.agent_pid, life.launch.local_rank = agent_pid, local_rank
-        assert life.run()[-1] == ("end", 143)
-
-    def start_worker() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        worker = context.Process(target=train, args=(os.getpid(),))
-        worker.start()
-        worker.join(20)
-        os._exit(worker.exitcode if worker.exitcode is not None else 9)
-
-    agent = context.Process(target=start_worker)
-    agent.start()
-    agent.join(30)
-    assert agent.exitcode == code
+    program = [sys.executable, "-c", AGENT_AND_WORKER, str(local_rank)]
+    agent = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert agent.returncode == code, agent.stderr
 
 
 def test_it_is_known_where_it_stopped() -> None:
