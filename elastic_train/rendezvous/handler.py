@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, cast
 
 from torch.distributed import HashStore
@@ -89,6 +89,27 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     _announce(f"in etcd at {','.join(settings.endpoints)}", settings)
     _set_markers(SETTINGS_VARIABLE, settings)
     return WorkersHandler(parameters)
+
+
+def create_fixed_handler(
+    parameters: RendezvousParameters, of_torch: Callable[[RendezvousParameters], RendezvousHandler]
+) -> RendezvousHandler:
+    """Create the handler of another backend by `of_torch`. One that cannot be had ends the process with a line.
+
+    A world of torch's own rendezvous stays as it was when it began. Where torchrun is told a range of nodes, as it is
+    for elastic training, a line says so: without --rdzv-backend torchrun takes static rendezvous, and waits for all.
+    """
+    low, high = parameters.min_nodes, parameters.max_nodes
+    if parameters.backend == "static" and low < high:
+        _log(
+            f"--nnodes {low}:{high} under static rendezvous, torchrun's default: it waits for all {high} nodes, and "
+            "nobody joins later; to train with those that are there, add --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT"
+        )
+    try:
+        return of_torch(parameters)
+    except (ValueError, ImportError) as error:
+        why = str(error).strip().split("\n")[0]
+        _exit(UsageError(f"--rdzv-backend={parameters.backend}: give c10d or etcd3; torch says: {why}"))
 
 
 def choose_mode(conf: Mapping[str, Any], arguments: list[str] | None, environ: Mapping[str, str]) -> str:

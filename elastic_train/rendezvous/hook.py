@@ -47,11 +47,13 @@ def answer_c10d(registry: Any) -> None:
     def get_rendezvous_handler(params: Any) -> Any:
         for marker in MARKERS:  # an agent that a worker of another job has started inherits that job's
             os.environ.pop(marker, None)
-        if params.backend != "c10d" or has_free_port(params.endpoint):
+        if params.backend == "etcd3" or (params.backend == "c10d" and has_free_port(params.endpoint)):
             return of_torch(params)
-        from elastic_train.rendezvous.handler import create_c10d_handler  # heavy, and only for those who asked for it
+        from elastic_train.rendezvous import handler  # heavy, and only for those who asked for it
 
-        return create_c10d_handler(params)
+        if params.backend == "c10d":
+            return handler.create_c10d_handler(params)
+        return handler.create_fixed_handler(params, of_torch)
 
     registry.get_rendezvous_handler = get_rendezvous_handler
 

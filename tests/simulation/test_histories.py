@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ import pytest
 
 from tests.simulation.faults import draw, draw_central, draw_going_on, draw_sparse
 from tests.simulation.plan import Fault, Plan
+from tests.simulation.processes import two_processes
 from tests.simulation.simulator import Simulation, failures_of, shrink
 
 NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_HISTORIES", "10000"))
@@ -64,7 +63,7 @@ def report(plan: Plan) -> str:
 @pytest.mark.parametrize("kind", DRAWN)
 def test_no_history_breaks_a_law(kind: str, record_property: Callable[[str, object], None]) -> None:
     chunks = range(FIRST_SEED, FIRST_SEED + round(DRAWN[kind][1] * NUM_HISTORIES), CHUNK)
-    with multiprocessing.get_context("fork").Pool(2, initializer=gc.freeze) as pool:
+    with two_processes() as pool:
         for seeds in pool.imap_unordered(partial(failing_seeds, kind), chunks):
             for seed in seeds:
                 pytest.fail(f"seed {seed}: {report(DRAWN[kind][0](seed))}")
@@ -114,7 +113,7 @@ def name_of(small: Small) -> str:
 @pytest.mark.timeout(0)
 def test_every_pair_of_faults_in_a_small_world(small: Small, record_property: Callable[[str, object], None]) -> None:
     states = 0
-    with multiprocessing.get_context("fork").Pool(2, initializer=gc.freeze) as pool:
+    with two_processes() as pool:
         for plan, failed in pool.imap_unordered(judge, pairs(small), CHUNK):
             states += 1
             if failed:

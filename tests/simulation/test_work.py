@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 import os
 import random
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from elastic_train.rules import Activity
 from tests.simulation import checks
 from tests.simulation.faults import RING
 from tests.simulation.plan import Fault, Plan
+from tests.simulation.processes import two_processes
 from tests.simulation.simulator import Simulation
 from tests.simulation.work import KINDS, Work
 
@@ -87,7 +86,7 @@ def describe(plan: Plan) -> str:
 def test_nobody_who_works_is_expelled(kind: str, form: str, record_property: Callable[[str, object], None]) -> None:
     grace = FORMS[form]
     chunks = [(kind, grace, first) for first in range(FIRST_SEED, FIRST_SEED + NUM_HISTORIES, CHUNK)]
-    with multiprocessing.get_context("fork").Pool(2, initializer=gc.freeze) as pool:
+    with two_processes() as pool:
         for seeds in pool.starmap(failing_seeds, chunks, chunksize=1):
             for seed in seeds:
                 pytest.fail(f"seed {seed}: {describe(draw(kind, seed, grace))}")

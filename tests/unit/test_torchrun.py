@@ -362,6 +362,29 @@ def test_the_hook_leaves_everything_else_to_torch() -> None:
     assert asked == others
 
 
+@pytest.mark.parametrize("backend", ["etcd", "consul"])
+def test_a_backend_that_torch_does_not_have_is_one_line(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    registry = SimpleNamespace(get_rendezvous_handler=torch_registry.get_rendezvous_handler)
+    hook.answer_c10d(registry)
+    with pytest.raises(SystemExit) as ended:
+        registry.get_rendezvous_handler(parameters(backend))
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"elastic_train: error: --rdzv-backend={backend}: give c10d or etcd3; torch says: ")
+
+
+@pytest.mark.parametrize(("max_nodes", "lines"), [(4, 1), (1, 0)])
+def test_torchruns_default_is_told_to_wait_for_all(
+    max_nodes: int, lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registry = SimpleNamespace(get_rendezvous_handler=lambda _parameters: None)
+    hook.answer_c10d(registry)
+    registry.get_rendezvous_handler(parameters("static", max_nodes=max_nodes))
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == lines
+    assert all("add --rdzv-backend=c10d" in line for line in told)
+
+
 # --- the hook in torch's launcher -------------------------------------------------------------------------------------
 
 
