@@ -90,6 +90,18 @@ def test_whose_word_of_a_world_is_torn_is_set_right_by_the_next() -> None:
     assert errors(wrong, right) == pytest.approx([0.0] * 7, abs=1e-6)
 
 
+@pytest.mark.parametrize("late", [4.0, 12.0])
+def test_who_is_late_to_write_once_has_a_right_clock(late: float) -> None:
+    """A newcomer's first step, or the state that it waits for, takes its time; the next world shows who is right."""
+    first, second, third = Machine(10), Machine(20), Machine(30)
+    train(first, second, generation=0, at=1000.0)
+    first.write("world", 1010.0, 1)
+    second.write("world", 1010.0 + late, 1)
+    third.write("world", 1010.0 + late, 1)
+    train(first, second, third, generation=2, at=1030.0, jitter=0.05)
+    assert errors(first, second, third) == pytest.approx([0.0] * 13, abs=1e-6)
+
+
 def test_new_processes_do_not_begin_before_the_old_ones() -> None:
     """Where a whole job starts again on machines whose clocks were set back, nobody ties the two together."""
     before, after = Machine(10), Machine(20, -HOUR)

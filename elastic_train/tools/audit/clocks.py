@@ -1,8 +1,9 @@
 """One clock for what many processes wrote down: the wall clock of any machine may be wrong, or be set while it runs.
 
 Every line has `time`, by such a clock, and `monotonic`, by one that nobody sets but that begins anywhere. All members
-of a generation write that their world stands at nearly the same moment. So each generation tells what the monotonic
-clocks of its members show at one moment, and members that are in several tie all generations together.
+of a generation write that their world stands at nearly the same moment, but for one that is late now and then. So each
+generation tells what the monotonic clocks of its members show at one moment, and members that are in several tie all
+generations together.
 """
 
 from __future__ import annotations
@@ -47,19 +48,45 @@ def set_right(files: Iterable[Sequence[Line]]) -> None:
             if line["event"] == "world":
                 meetings[int(line["generation"])].append((life, line))
     now = -math.inf
-    for _, present in sorted(meetings.items()):
-        known = [line[life.reading] + life.offset for life, line in present if life.offset is not None]
+    for generation, present in sorted(meetings.items()):
         # Where nobody is known, the clocks vote; of two that differ the earlier, since a time that lies ahead is wrong
         # for certain. And generations never go back in time.
-        now = max(now, median_low(known or [line["time"] for _, line in present]))
-        for life, line in present:
+        now = max(now, _moment(present, median_low([line["time"] for _, line in present])))
+        later = [others for number, others in meetings.items() if number > generation]
+        unknown = [(life, line) for life, line in present if life.offset is None]
+        for life, line in unknown:
+            if abs(line["time"] - now) <= TOLERANCE_SECONDS:  # then it knows better than the moment does
+                life.offset = line["time"] - line["monotonic"]
+        for life, line in unknown:
             if life.offset is None:
-                is_right = abs(line["time"] - now) <= TOLERANCE_SECONDS  # then it knows better than the moment does
-                life.offset = (line["time"] if is_right else now) - line["monotonic"]
+                life.offset = _right_later(life, later)
+            if life.offset is None:
+                life.offset = now - line["monotonic"]
     for life in lives:
         if life.offset is not None:
             for line in life.lines:
                 line["time"] = line[life.reading] + life.offset
+
+
+def _moment(present: Sequence[tuple[_Life, Line]], otherwise: float) -> float:
+    """When a generation stood, by those of its members that are known."""
+    known = [line[life.reading] + life.offset for life, line in present if life.offset is not None]
+    return median_low(known) if known else otherwise
+
+
+def _right_later(life: _Life, meetings: Iterable[Sequence[tuple[_Life, Line]]]) -> float | None:
+    """The offset of a clock that is right in one of these generations; None where it is in none.
+
+    Then it was in the one before, too, and its member was late to write: the first step of a world, a state that is
+    still being sent, or a busy machine keep one for seconds.
+    """
+    for present in meetings:
+        own = [line for other, line in present if other is life]
+        moment = _moment(present, math.inf)
+        for line in own:
+            if abs(line["time"] - moment) <= TOLERANCE_SECONDS:
+                return float(line["time"] - line["monotonic"])
+    return None
 
 
 def _lives(lines: Sequence[Line]) -> list[_Life]:
