@@ -11,6 +11,14 @@ def count(number: int | None, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def kind_of(value: object) -> str:
+    """What a function gave that should have given something else: `nothing (no return?)`, `a float`, `an int`."""
+    if value is None:
+        return "nothing (is its return missing?)"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 def flags_in(words: Iterable[str]) -> list[str]:
     """Of a command line, without their values."""
     return [word.partition("=")[0] for word in words if word.startswith("--")]

@@ -7,7 +7,7 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.rules import Activity
 from elastic_train.runlog.goodput import Phase
 from elastic_train.training.collectives import gather_json
-from elastic_train.training.evaluation import BLOCK_SAMPLES, evaluate, share_buffers
+from elastic_train.training.evaluation import BLOCK_SAMPLES, evaluate, find_no_sum, share_buffers
 from elastic_train.training.step import autocast_of
 from elastic_train.world import World
 
@@ -18,6 +18,8 @@ class Evaluations:
     def __init__(self, worker: Worker, membership: Membership) -> None:
         self._worker, self._membership = worker, membership
         self._has_warned = False
+        self._is_tried = False
+        """whether what the task's own `evaluate` gives is a sum"""
 
     def if_missed(self, world: World) -> None:
         """The evaluation that the world before did not live to complete; every rank calls it."""
@@ -51,17 +53,24 @@ class Evaluations:
         with state.clock.during(Phase.EVALUATE):
             watcher.do(Activity.REDUCE)
             share_buffers(model, world, self._membership.sockets)
+            # Not that of the first world, which the state has: the sums must not depend on it.
+            block_samples = min(BLOCK_SAMPLES, config.micro_batch_size or config.global_batch_size)
+            autocast = autocast_of(config.precision, worker.device)
+            parts = (model, worker.task, test_set)
             with state.lock.released():
+                if world.rank == 0 and not self._is_tried:
+                    self._is_tried = True
+                    watcher.do(Activity.COMPUTE)
+                    wrong = find_no_sum(*parts, worker.device, config, block_samples=block_samples, autocast=autocast)
+                    if wrong is not None:
+                        worker.reporter.warn(wrong)
                 found = evaluate(
-                    model,
-                    worker.task,
-                    test_set,
+                    *parts,
                     world,
                     worker.device,
                     config,
-                    # Not that of the first world, which the state has: the sums must not depend on it.
-                    block_samples=min(BLOCK_SAMPLES, config.micro_batch_size or config.global_batch_size),
-                    autocast=autocast_of(config.precision, worker.device),
+                    block_samples=block_samples,
+                    autocast=autocast,
                     do=watcher.do,
                 )
         watcher.do(Activity.COMPUTE)

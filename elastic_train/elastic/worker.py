@@ -41,7 +41,7 @@ from elastic_train.training.epoch_dataset import length_of
 from elastic_train.training.ordered import check_model
 from elastic_train.training.state import TrainState, build_optimizer
 from elastic_train.training.tasks import Task, build_task, load_task, make_own_task
-from elastic_train.wording import count
+from elastic_train.wording import count, kind_of
 from elastic_train.world import World, host_name
 
 LOCAL_FLAGS = names_of(PlaceFlags, NodeFlags)
@@ -303,6 +303,8 @@ def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
     """A freshly initialised state, equal on all members by its seed."""
     torch.manual_seed(config.seed)
     model = task.build_model()
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"{type(task).__name__}.build_model gave {kind_of(model)}: it must return an nn.Module")
     if config.init_from is not None:
         initialise(model, config.init_from, warn=warnings.warn, key=key_of(config))
     if config.channels_last:

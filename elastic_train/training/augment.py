@@ -212,8 +212,17 @@ def _read(get: Callable[[int], T], seeds: Iterable[tuple[int, int]], costly: Ite
     items = []
     for index, bits in seeds:
         _seed(bits, costly)
-        items.append(get(index))
+        items.append(_named(get, index))
     return items
+
+
+def _named(get: Callable[[int], T], index: int) -> T:
+    """`get(index)`. Its error gets a note, which the traceback shows: its own words seldom say which item it was."""
+    try:
+        return get(index)
+    except Exception as error:
+        error.add_note(f"elastic_train: item {index} of the data set could not be read")
+        raise
 
 
 def _read_and_watch(get: Callable[[int], T], seeds: Iterable[tuple[int, int]]) -> tuple[list[T], frozenset[str]]:
@@ -223,6 +232,6 @@ def _read_and_watch(get: Callable[[int], T], seeds: Iterable[tuple[int, int]]) -
     for index, bits in seeds:
         _seed(bits, _COSTLY)
         fresh = _states()
-        items.append(get(index))
+        items.append(_named(get, index))
         drawn |= {name for name, generator in _COSTLY.items() if generator.state() != fresh[name]}
     return items, frozenset(drawn)

@@ -82,6 +82,8 @@ def length_of(dataset: Dataset[Any]) -> int:
             f"{type(dataset).__name__} is an IterableDataset, whose samples have no index to share out by; give a "
             "map-style data set with __len__ and __getitem__"
         )
+    if dataset is None:
+        raise UsageError("there is no data set: train_dataset() gave nothing (is its return missing?)")
     if not hasattr(dataset, "__len__"):
         raise UsageError(
             f"{type(dataset).__name__} has no length, and its samples no index to share out by; give a map-style data "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,10 +23,13 @@ from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import modes_kept
 from elastic_train.training.tasks import Task
+from elastic_train.wording import kind_of
 from elastic_train.world import World
 
 BLOCK_SAMPLES = 256
 """most samples per forward pass"""
+SUM_TOLERANCE = 0.02
+"""relative: half precision rounds, and a batch of texts may be padded otherwise; of a mean it is a third"""
 
 
 @dataclass(frozen=True)
@@ -134,11 +138,52 @@ def evaluate(
     )
 
 
+@torch.no_grad()
+def find_no_sum(
+    model: nn.Module,
+    task: Task,
+    dataset: Any,
+    device: torch.device,
+    config: Config,
+    *,
+    block_samples: int = BLOCK_SAMPLES,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> str | None:
+    """What a task's own `evaluate` gives that is no sum over samples, a mean perhaps, which the means over the test set
+    cannot be made of; None where nothing is seen. Of the first block and its two halves it must be additive.
+    """
+    if type(task).evaluate is Task.evaluate:
+        return None
+    num_samples = min(block_samples, len(dataset))
+    half = num_samples // 2
+    fetched = EpochDataset(dataset, seed=config.seed, collate=task.collate)
+    found = []
+    with modes_kept(model):
+        model.eval()
+        for start, stop in ((0, num_samples), (0, half), (half, num_samples)):
+            if start == stop:
+                return None
+            batch = task.to_device(fetched.read(np.arange(start, stop)), device)
+            with autocast():
+                values = require_sums(task, task.evaluate(model, batch))
+            found.append({name: value.double().item() for name, value in values.items()})
+    whole, *halves = found
+    for name, value in whole.items():
+        parts = [half.get(name, math.nan) for half in halves]
+        if abs(value - sum(parts)) > SUM_TOLERANCE * sum(map(abs, (value, *parts))):
+            return (
+                f"{type(task).__name__}.evaluate gives {name!r} = {value:.4g} for {num_samples} samples, and "
+                f"{parts[0]:.4g} and {parts[1]:.4g} for its halves: no sum. It must give sums over the samples of the "
+                f"batch (a mean times their number), or what is reported of {name!r} is wrong"
+            )
+    return None
+
+
 def require_sums(task: Task, values: Any) -> dict[str, torch.Tensor]:
     """Raises: UsageError where a task's evaluation gave something else than scalars by name."""
     if not isinstance(values, dict):
         raise UsageError(
-            f"{type(task).__name__}.evaluate gave a {type(values).__name__}: it must give a dict of scalars by name, "
+            f"{type(task).__name__}.evaluate gave {kind_of(values)}: it must give a dict of scalars by name, "
             "sums over the samples of the batch"
         )
     found = {name: value if isinstance(value, torch.Tensor) else torch.tensor(value) for name, value in values.items()}

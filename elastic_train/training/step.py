@@ -20,6 +20,7 @@ from elastic_train.training.reduction import Loss, Reduction, Share, freeze_stat
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import Task
+from elastic_train.wording import kind_of
 
 Votes = tuple[int, int, int]
 """what a rank says in each step: it was told to stop, 0 or 1; it leaves now, 0 or 1; what rank 0 knows of newcomers,
@@ -135,13 +136,20 @@ def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractCo
     return nullcontext if dtype is None else partial(torch.autocast, device.type, dtype=dtype)
 
 
-def scalar(name: str, loss: torch.Tensor) -> torch.Tensor:
-    """Raises: UsageError where what `name` gave is not the mean of the batch."""
+def scalar(name: str, loss: Any) -> torch.Tensor:
+    """Raises: UsageError where what `name` gave is not the mean of the batch, or cannot be differentiated."""
+    if not isinstance(loss, torch.Tensor):
+        raise UsageError(
+            f"{name} gave {kind_of(loss)}: it must give a tensor, the mean over the samples of the batch, to "
+            "differentiate (no .item())"
+        )
     if loss.dim() != 0:
         raise UsageError(
             f"{name} gave a tensor of shape {tuple(loss.shape)}: it must give a scalar, the mean "
             "over the samples of the batch"
         )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise UsageError(f"{name} gave a tensor without a gradient: it must be computed from the model's outputs")
     return loss
 
 

@@ -130,7 +130,8 @@ class Task:
         """Sums over the batch's samples, scalars, with the same names for every batch. Called without gradients.
 
         The trainer adds them up, divides by the number of samples, and reports "correct" as the accuracy. The default
-        gives "loss" and "correct", or "loss" alone where a task has a loss of its own.
+        gives "loss" and "correct", or "loss" alone where a task has a loss of its own. The first batch and its halves
+        are tried first: what is no sum over samples, a mean perhaps, is warned of.
         """
         if type(self).loss is not Task.loss:
             return {"loss": self.loss(model, batch) * self.num_samples(batch)}
@@ -268,7 +269,7 @@ def load_task(spec: str) -> type[Task]:
     """
     module_name, _, class_name = spec.partition(":")
     if not class_name or not all(part.isidentifier() for part in module_name.split(".")):
-        raise UsageError(f"--task {spec}: write it as MODULE:NAME, such as mytask:MyTask")
+        raise UsageError(f"--task {spec}: write it as MODULE:NAME, such as {_as_module(spec)}")
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
         importlib.invalidate_caches()
@@ -278,8 +279,9 @@ def load_task(spec: str) -> type[Task]:
         # Only where it is the named module, or a package above it: not one that the user's code imports.
         if exc.name is None or not f"{module_name}.".startswith(f"{exc.name}."):
             raise
+        hint = f"; a module is meant, not a file: {_as_module(spec)}" if module_name.endswith(".py") else ""
         raise UsageError(
-            f"--task {spec}: no module named {exc.name} in {os.getcwd()} or elsewhere on Python's path"
+            f"--task {spec}: no module named {exc.name} in {os.getcwd()} or elsewhere on Python's path{hint}"
         ) from exc
     found = getattr(module, class_name, None)
     if found is None:
@@ -291,6 +293,12 @@ def load_task(spec: str) -> type[Task]:
         raise UsageError(f"--task {spec}: {class_name} is not a subclass of elastic_train.Task")
     task_class: type[Task] = found
     return task_class
+
+
+def _as_module(spec: str) -> str:
+    """What was meant by `tasks/mine.py:Mine`, or by something else than a module and a name."""
+    file, is_file, name = spec.partition(".py")
+    return f"{file.strip('./').replace('/', '.') if is_file else 'mytask'}:{name.strip(':') or 'MyTask'}"
 
 
 def flags_class(task_class: type[Task]) -> type | None:

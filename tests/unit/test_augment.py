@@ -181,6 +181,20 @@ def test_an_item_that_fails_leaves_no_trace() -> None:
         assert draw_from_all() == undisturbed
 
 
+def test_an_error_says_of_which_item_it_is() -> None:
+    def get(index: int) -> int:
+        if index == 7:
+            raise ValueError("corrupt JPEG")
+        return index
+
+    items = SeededItems(0)
+    for first in (6, 0):  # in the first batch, and in a later one
+        with pytest.raises(ValueError, match=r"^corrupt JPEG") as raised:
+            read(items, get, first, 7)
+        assert raised.value.__notes__ == ["elastic_train: item 7 of the data set could not be read"]
+        read(items, get, 1)
+
+
 def test_an_item_that_fails_over_unseeded_numbers_is_read_again() -> None:
     def get(index: int) -> float:
         if index < 3:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,8 +66,9 @@ def make_loop(task: Watched, **flags: Any) -> tuple[Trainer, TrainState, list[st
         model, torch.optim.SGD(model.parameters(), lr=0.1), length=4, global_batch_size=2, epochs=1, max_steps=2
     )
     reporter = SimpleNamespace(
-        ledger=None, step=lambda *_, **__: told.append("step"), evaluation=lambda *_: told.append("evaluation")
-    )
+        ledger=None, step=lambda *_, **__: told.append("step"), evaluation=lambda *_: told.append("evaluation"),
+        warn=lambda message: told.append(f"warning: {message}"),
+    )  # fmt: skip
     worker: Any = SimpleNamespace(
         config=Config(**flags),
         task=task,
@@ -103,6 +105,26 @@ def test_a_loss_that_is_no_scalar_is_told_by_its_shape() -> None:
     task = Unreduced()
     loop, _, _ = make_loop(task)
     with pytest.raises(UsageError, match=r"Unreduced.loss gave a tensor of shape \(2, 2\): it must give a scalar"):
+        loop.run(WORLD, steps(task))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda loss: loss.item(), "gave a float: it must give a tensor"),
+        (lambda loss: None, r"gave nothing \(is its return missing\?\): it must give a tensor"),
+        (lambda loss: loss.detach(), "gave a tensor without a gradient"),
+    ],
+    ids=["a number", "nothing", "detached"],
+)
+def test_a_loss_that_cannot_be_differentiated(make: Callable[[torch.Tensor], Any], message: str) -> None:
+    class Wrong(Watched):
+        def loss(self, module: nn.Module, batch: Any) -> Any:
+            return make((module(batch[0]) - 1.0).square().mean())
+
+    task = Wrong()
+    loop, _, _ = make_loop(task)
+    with pytest.raises(UsageError, match=f"Wrong.loss {message}"):
         loop.run(WORLD, steps(task))
 
 
@@ -154,7 +176,8 @@ def test_an_evaluation_takes_no_more_memory_than_the_flags_allow_and_has_their_p
     loop, _, told = make_loop(task, precision="bf16", **flags)
     loop.run(WORLD, steps(task))
     assert told.count("evaluation") == 1
-    assert sizes == [most] * (7 // most) + ([7 % most] if 7 % most else [])
+    tried = [most, most // 2, most - most // 2]  # whether it gives sums
+    assert sizes == tried + [most] * (7 // most) + ([7 % most] if 7 % most else [])
     assert kinds == {torch.bfloat16}
 
 
@@ -180,3 +203,20 @@ def test_an_evaluation_that_gives_something_else_is_told_in_one_line(given: Any,
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
     assert "evaluation" not in told
+
+
+@pytest.mark.parametrize(("is_mean", "samples"), [(True, 7), (False, 7), (True, 1)])
+def test_an_evaluation_that_gives_means_is_warned_of_once(is_mean: bool, samples: int) -> None:
+    """It would be wrong without a word. Of one sample a mean is the sum."""
+
+    class Mean(Watched):
+        def evaluate(self, model: nn.Module, batch: Any) -> Any:
+            values = model(batch[0]).square() + 1.0
+            return {"loss": values.sum(), "size": values.mean() * 2 if is_mean else values.mean() * 2 * len(values)}
+
+    task = Mean(test_samples=samples)
+    loop, _, told = make_loop(task, eval_every=1)
+    loop.run(WORLD, steps(task))
+    warnings = [line for line in told if line.startswith("warn")]
+    assert len(warnings) == (is_mean and samples > 1)
+    assert "evaluation" in told

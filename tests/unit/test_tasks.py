@@ -244,6 +244,13 @@ class TestLoadTask:
         with pytest.raises(UsageError, match="write it as MODULE:NAME"):
             load_task(spec)
 
+    @pytest.mark.parametrize(
+        ("spec", "meant"), [("users_one.py:Mine", "users_one:Mine"), ("./a/users_one.py", "a.users_one:MyTask")]
+    )
+    def test_a_file_is_told_as_the_module_that_is_meant(self, spec: str, meant: str) -> None:
+        with pytest.raises(UsageError, match=rf"{meant}$"):
+            load_task(spec)
+
     def test_the_users_own_errors_are_left_alone(self) -> None:
         self.write("users_four.py", "1 / 0\n")
         with pytest.raises(ZeroDivisionError):

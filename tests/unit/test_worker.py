@@ -30,6 +30,15 @@ def convolutions(model: nn.Module) -> list[torch.Tensor]:
     return [layer.weight for layer in model.modules() if isinstance(layer, nn.Conv2d) and layer.in_channels > 1]
 
 
+def test_a_model_that_is_not_returned_is_one_line() -> None:
+    class Forgetful(Task):
+        def build_model(self) -> Any:
+            nn.Linear(1, 1)
+
+    with pytest.raises(UsageError, match=r"^Forgetful.build_model gave nothing \(is its return missing\?\): it must"):
+        make_state(Config(), Forgetful(), CPU)
+
+
 def test_channels_last_is_kept_where_a_snapshot_is_loaded() -> None:
     task = build_task("digits", "cnn")
     plain, state = (make_state(Config(channels_last=flag), task, CPU) for flag in (False, True))

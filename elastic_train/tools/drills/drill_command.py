@@ -158,7 +158,7 @@ def num_steps(plan: Sequence[Planned], job: DrillJob, *, is_long: bool) -> int:
     """Of one of the drill's own jobs, so that it lasts as long as the schedule, unless it has a length of its own."""
     if job.num_steps is not None:
         return job.num_steps
-    steps = int(max(10.0, plan[-1].at) * 1.2 * job.steps_per_second * (SHARE_TRAINED if is_long else 1.0))
+    steps = int(max(10.0, plan[-1].at) * job.spare * job.steps_per_second * (SHARE_TRAINED if is_long else 1.0))
     return steps + job.snapshot_every * sum(FAULTS[planned.fault].snapshots for planned in plan)
 
 

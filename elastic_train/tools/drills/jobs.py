@@ -34,6 +34,11 @@ class DrillJob:
     num_steps: int | None = None
     """that it has at its pace, whenever the last fault is; None: as many as the schedule takes, the rest unpaced"""
 
+    @property
+    def spare(self) -> float:
+        """Steps that it has for one of its schedule. Without faults to come it makes those that are left at once."""
+        return 1.2 if self.steps_per_second > SLOW_STEPS_PER_SECOND else 2.5  # it cannot wait: it is as slow already
+
     def rate_at(self, step: int, last_step: int) -> float:
         """Steps a second while faults are still to come."""
         waits = self.num_steps is None and step >= SLOW_FROM * last_step
