@@ -11,13 +11,31 @@ from elastic_train.cli import make_parser
 from elastic_train.errors import UsageError
 from elastic_train.tools.audit.record import fault_records
 from elastic_train.tools.drills.catalogue import FAULTS
-from elastic_train.tools.drills.drill_command import settings_of
+from elastic_train.tools.drills.drill_command import num_steps, settings_of
+from elastic_train.tools.drills.jobs import JOBS, SLOW_FROM
 from elastic_train.tools.drills.network import Network, NetworkError
 from elastic_train.tools.drills.resource_faults import DiskFull
-from elastic_train.tools.drills.schedule import DEFAULT_FAULTS, default_plan, fits, random_plan, read_scenario
+from elastic_train.tools.drills.schedule import (
+    DEFAULT_FAULTS,
+    Planned,
+    default_plan,
+    fits,
+    random_plan,
+    read_scenario,
+)
 
 SIZES = {name: kind.size for name, kind in FAULTS.items()}
 LEAST = {name: kind.least_nodes() for name, kind in FAULTS.items()}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_lasts_until_its_last_fault(name: str) -> None:
+    """Each fault waits until the one before is over. A fast job waits for them, a slow one has twice the steps."""
+    job, plan = JOBS[name], [Planned(50.0, "join")]
+    if job.num_steps is None:
+        steps = num_steps(plan, job, is_long=False)
+        waited = (1 - SLOW_FROM) * steps / job.rate_at(steps, steps)
+        assert SLOW_FROM * steps / job.steps_per_second + waited >= 100.0
 
 
 def test_the_default_plan_has_its_five_faults_in_a_possible_order() -> None:

@@ -9,8 +9,8 @@ SHORT = ("--peer-timeout", "2")
 """a fifth of the default, and so is what keeps a job busy"""
 
 
-SLOW_STEPS_PER_SECOND = 2.0
-"""of a job at most, when it has nearly reached its end and faults are late"""
+SLOW_SHARE = 0.1
+"""of its steps a second, when a job has nearly reached its end and faults are late"""
 SLOW_FROM = 0.9
 """share of the steps from which on it waits for the faults"""
 
@@ -35,14 +35,19 @@ class DrillJob:
     """that it has at its pace, whenever the last fault is; None: as many as the schedule takes, the rest unpaced"""
 
     @property
+    def _can_wait(self) -> bool:
+        """A tenth of its pace must not be taken for a standstill."""
+        return self.num_steps is None and self.steps_per_second > 1.0
+
+    @property
     def spare(self) -> float:
         """Steps that it has for one of its schedule. Without faults to come it makes those that are left at once."""
-        return 1.2 if self.steps_per_second > SLOW_STEPS_PER_SECOND else 2.5  # it cannot wait: it is as slow already
+        return 1.2 if self._can_wait else 2.5
 
     def rate_at(self, step: int, last_step: int) -> float:
         """Steps a second while faults are still to come."""
-        waits = self.num_steps is None and step >= SLOW_FROM * last_step
-        return min(self.steps_per_second, SLOW_STEPS_PER_SECOND) if waits else self.steps_per_second
+        waits = self._can_wait and step >= SLOW_FROM * last_step
+        return self.steps_per_second * (SLOW_SHARE if waits else 1.0)
 
 
 PACED = "paced"
