@@ -190,6 +190,8 @@ def export_snapshot(arguments: argparse.Namespace) -> int:
     output = arguments.output or Path(f"weights.{arguments.format}")
     export_weights(weights, output, arguments.format)
     print(f"{len(weights)} tensors of step {info.step}: {output.absolute()}")
+    if not arguments.averaged and "ema" in state.get("extras", {}):
+        print("these are the weights that are trained; --averaged gives those of --ema-decay, which are evaluated")
     return 0
 
 

@@ -56,6 +56,29 @@ def test_a_sample_that_was_used_twice(run_dir: Path) -> None:
     assert "epoch 0: sample 0 never used" in reasons
 
 
+@pytest.mark.parametrize("ledger", [True, False])
+def test_a_run_that_was_continued_without_a_ledger(run_dir: Path, ledger: bool) -> None:
+    """What there is of it is checked; where one was asked for, steps are missing."""
+
+    def start_again(lines: list[Line]) -> list[Line]:
+        position = next(number for number, line in enumerate(lines) if line["generation"] == 2)
+        start = next(line for line in lines if line["event"] == "start")
+        again = {**start, "time": START + 4.9, "config": {**start["config"], "ledger": ledger}}
+        return [*lines[:position], again, *lines[position:]]
+
+    restart(run_dir, 5, "snapshot", 5)
+    edit_lines(events_of(run_dir), start_again)
+    for member in MEMBERS[:2]:
+        edit_lines(ledger_of(run_dir, member), lambda lines: [line for line in lines if line["step"] <= 5])
+    found = audit(run_dir)
+    [check] = [check for check in found.checks if check.name == "ledger"]
+    assert check.verdict is (CheckOutcome.FAIL if ledger else CheckOutcome.PASS), found.reasons
+    if ledger:
+        assert any("step 6 was committed and has no line" in reason for reason in found.reasons)
+    else:
+        assert check.detail.endswith("5 steps, 2 epochs of 10 samples; 2 steps more without --ledger")
+
+
 def test_a_rank_without_its_line(run_dir: Path) -> None:
     edit_lines(ledger_of(run_dir, MEMBERS[1]), lambda lines: lines[:-1])
     assert f"step {LAST_STEP}, generation 1: 2 samples where 4 belong" in only_failure(run_dir, "ledger")

@@ -207,6 +207,20 @@ class History:
         return [_world(number, lines, restores.get(number, {})) for number, lines in sorted(found.items())]
 
     @cached_property
+    def without_ledger(self) -> frozenset[int]:
+        """Generations of which a member was started without --ledger."""
+        starts: dict[str, list[Line]] = {}
+        for line in self.of("start"):
+            starts.setdefault(writer(line), []).append(line)
+        return frozenset(
+            world.generation
+            for world in self.worlds
+            for member in world.members
+            for line in [line for line in starts.get(member, ()) if line["time"] <= world.time][-1:]
+            if (line.get("config") or {}).get("ledger") is False
+        )
+
+    @cached_property
     def outcomes(self) -> dict[str, str]:
         """How the members of the newest world ended; without those that said nothing."""
         if not self.worlds:

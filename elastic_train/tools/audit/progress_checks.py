@@ -22,7 +22,7 @@ DRILL_TOLERANCE = 0.1
 
 def check_ledger(history: History) -> Found:
     """The contract's law: of each committed step count the lines of its largest generation; every index occurs once per
-    epoch, and never twice."""
+    epoch, and never twice. Where the run was continued without --ledger, there is nothing to check."""
     if not history.ledger:
         if history.config.get("ledger") and history.steps:
             return "no ledger", ["steps were committed with --ledger, and nothing is in ledger/"]
@@ -37,7 +37,10 @@ def check_ledger(history: History) -> Found:
     per_epoch = -(-length // batch)
     findings = [line for line in history.torn if line.startswith("ledger/")]
     used: dict[int, Counter[int]] = defaultdict(Counter)
+    skipped = {step.step for step in history.kept if step.generation in history.without_ledger}
     for step in range(1, history.last_step + 1):
+        if step in skipped:
+            continue
         if step not in by_step:
             findings.append(f"step {step} was committed and has no line")
             continue
@@ -60,15 +63,15 @@ def check_ledger(history: History) -> Found:
         if twice:
             findings.append(f"epoch {epoch}: {_some(twice)} used more than once")
         missing = sorted(set(range(length)) - counter.keys())
-        if missing and (epoch + 1) * per_epoch <= history.last_step:
+        steps = range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)
+        if missing and steps[-1] <= history.last_step and skipped.isdisjoint(steps):
             findings.append(f"epoch {epoch}: {_some(missing)} never used")
         strange = sorted(index for index in counter if not 0 <= index < length)
         if strange:
             findings.append(f"epoch {epoch}: {_some(strange)} of a data set of {length}")
-    return (
-        f"{count(history.last_step, 'step')}, {count(len(used), 'epoch')} of {count(length, 'sample')}",
-        findings,
-    )
+    without = f"; {count(len(skipped), 'step')} more without --ledger" if skipped else ""
+    checked = count(history.last_step - len(skipped), "step")
+    return f"{checked}, {count(len(used), 'epoch')} of {count(length, 'sample')}{without}", findings
 
 
 def _some(indices: list[int]) -> str:
