@@ -108,6 +108,11 @@ class Trainer:
         try:
             try:
                 self._program.train(training)
+            except SystemExit as end:  # else the process would be gone without a word, its last commits with it
+                raise RuntimeError(
+                    f"the training code called sys.exit({end.code!r}) at step {state.step}: to end training there, "
+                    "return from the training function"
+                ) from end
             finally:
                 state.lock.hold()  # what is done with the state from here on looks after a stop itself
             training.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,19 @@ def test_a_loss_that_cannot_be_differentiated(make: Callable[[torch.Tensor], Any
     task = Wrong()
     loop, _, _ = make_loop(task)
     with pytest.raises(UsageError, match=f"Wrong.loss {message}"):
+        loop.run(WORLD, steps(task))
+
+
+def test_an_exit_in_the_code_that_is_trained_is_an_error() -> None:
+    """Its last commits are saved as after any other; the process would be gone without a word."""
+
+    class Exits(Watched):
+        def loss(self, module: nn.Module, batch: Any) -> Any:
+            sys.exit(0)
+
+    task = Exits()
+    loop, _, _ = make_loop(task)
+    with pytest.raises(RuntimeError, match=r"called sys.exit\(0\) at step 0: to end training there, return"):
         loop.run(WORLD, steps(task))
 
 
