@@ -76,7 +76,9 @@ def _meaning_of_silence(status: Status, now: float) -> str:
 def _of(value: int | None, total: int | None) -> str | None:
     if value is None:
         return None
-    return str(value) if total is None else f"{value} of {total}"
+    if total is None:
+        return str(value)
+    return f"{value} of {total}" if value <= total else f"{value}, more than the {total} asked for"
 
 
 def _describe_snapshot(snapshot: SnapshotInfo | None, remote: Line | None, now: float) -> str:
