@@ -222,6 +222,19 @@ class EarlierRun:
             self._compare_fingerprints(world)
         return restored
 
+    def warn_of_further(self) -> None:
+        """The others have begun again from an older state than this node's disk has, which came too late for them."""
+        worker, state = self._worker, self._worker.state
+        further = [offer for offer in self._offers if offer.run_uid == state.run_uid and offer.step > state.step]
+        if worker.launch.local_rank != 0 or not further:
+            return
+        newest = max(further, key=lambda offer: offer.step)
+        worker.reporter.warn(
+            f"host {worker.host} has a snapshot of step {newest.step} of this run, {newest.path}, and the job began "
+            f"again without it, from an older one: it is at step {state.step}, and the steps up to {newest.step} are "
+            "done again. To go on from that snapshot instead, stop all nodes and start them all at once"
+        )
+
     def _past(self, *, is_leader: bool) -> PastSnapshots | None:
         """What this worker's run directory says of snapshots of the run, and the bucket's owner."""
         tells = is_leader and not self._is_replaced

@@ -146,7 +146,7 @@ class Resume:
         voters = [rank for rank, step in enumerate(steps) if step == steps[source]]
         if had_state:
             return None, voters
-        self._set_branch_aside()
+        self._leave_own_past()
         return Restored("peer", state.step, source), voters
 
     def _hand_over(self, world: World, change: Change) -> tuple[Restored | None, Handover | None, int]:
@@ -176,14 +176,16 @@ class Resume:
         """The state is here: as it was when the world began, or within its first step."""
         self._worker.state.clock.take_over(clock)
         self.holding = Holding.STATE
-        self._set_branch_aside()
+        self._leave_own_past()
         self._files.note_run(world)
         if self._trainer.has_room_for_handover:
             self._report.state_came_late(world)
 
-    def _set_branch_aside(self) -> None:
+    def _leave_own_past(self) -> None:
+        """The others' state is this worker's: its node may have snapshots beside their way."""
         if self._was_left_out:
             self._files.set_branch_aside()
+        self._earlier.warn_of_further()
 
     def _note_branch(self, change: Change) -> None:
         """The state says on which branch it is, from its first world on."""

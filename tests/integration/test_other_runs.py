@@ -8,13 +8,24 @@ from pathlib import Path
 import pytest
 
 from elastic_train.storage.snapshot import find_snapshots
-from tests.integration.cluster import Cluster, check_ledger, error_line, events, lines, snapshot_names
+from elastic_train.tools.audit.record import PACE_VARIABLE, set_pace
+from elastic_train.tools.drills.nodes import wait_until
+from tests.integration.cluster import (
+    Cluster,
+    check_ledger,
+    error_line,
+    events,
+    lines,
+    snapshot_names,
+    wait_for_step,
+)
 
-FLAGS = ("--model", "mlp", "--snapshot-every", "10", "--eval-every", "1000")
+TIMES = ("--snapshot-every", "10", "--eval-every", "1000")
+FLAGS = ("--model", "mlp", *TIMES)
 
 
-def train(cluster: Cluster, run_dir: Path, steps: int, *flags: str) -> str:
-    node = cluster.start_alone(*FLAGS, "--max-steps", str(steps), *flags, run_dir=run_dir)
+def train(cluster: Cluster, run_dir: Path, steps: int, *flags: str, what: tuple[str, ...] = ("--model", "mlp")) -> str:
+    node = cluster.start_alone(*what, *TIMES, "--max-steps", str(steps), *flags, run_dir=run_dir)
     cluster.finish([node])
     return node.text()
 
@@ -54,6 +65,27 @@ def test_an_absent_node_does_not_bring_back_the_run_that_fresh_has_replaced(clus
     cluster.finish(nodes)
     assert ("snapshot", 20) in starts(here)
     assert "snapshots of another run are not used" in nodes[1].text()
+
+
+def test_a_node_that_comes_too_late_with_newer_steps_says_so(cluster: Cluster) -> None:
+    """Without a directory in common the others could not know, and do those steps again."""
+    here, there, pace = cluster.path / "here", cluster.path / "there", cluster.path / "pace"
+    task = ("--task", "elastic_train.tools.drills.task:PacedDigits")
+    train(cluster, here, 20, what=task)
+    shutil.copytree(here, there)
+    (there / ".directory-id").unlink()
+    train(cluster, there, 60, what=task)
+    set_pace(pace, 0.05)  # seconds per sample: the other one comes long before step 60
+    flags, env = (*task, *TIMES, "--max-steps", "80"), {PACE_VARIABLE: str(pace)}
+    nodes = cluster.start(*flags, run_dir=here, env=env, nnodes="1:2")
+    wait_for_step(here, 21)
+    nodes += cluster.start(*flags, run_dir=there, env=env, nnodes="1:2")
+    wait_until(lambda: "has a snapshot of step 60 of this run" in nodes[1].text(), "the warning", 120.0)
+    set_pace(pace, 0.0)
+    cluster.finish(nodes)
+    assert "has a snapshot of step 60" not in nodes[0].text()
+    [warning] = [event for event in events(there, "warning") if "of step 60" in event["message"]]
+    assert 20 < warning["step"] < 60
 
 
 @pytest.mark.slow

@@ -6,20 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_train.elastic import joins, next_world
-from elastic_train.protocol import arbiter, known_worlds
+from tests.simulation.processes import SHORT
 
 
 @pytest.fixture(autouse=True, scope="package")
 def short_history() -> Iterator[None]:
-    """Longer polls make fewer events. A history has few worlds, and old ones are to be removed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(next_world, "POLL_SECONDS", 0.02)
-        patch.setattr(next_world, "SPARE_POLL_SECONDS", 0.1)
-        patch.setattr(joins, "QUEUE_POLL_SECONDS", 0.1)
-        patch.setattr(arbiter, "OUTDATED", 1)
-        patch.setattr(arbiter, "OLD_SECONDS", 3.0)
-        patch.setattr(known_worlds, "KEPT_DECISIONS", 1)
+        for module, name, value in SHORT:
+            patch.setattr(module, name, value)
         yield
 
 

@@ -5,10 +5,31 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from multiprocessing.pool import Pool
+from types import ModuleType
+
+from elastic_train.elastic import joins, next_world
+from elastic_train.protocol import arbiter, known_worlds
+
+SHORT: list[tuple[ModuleType, str, float]] = [
+    (next_world, "POLL_SECONDS", 0.02),
+    (next_world, "SPARE_POLL_SECONDS", 0.1),
+    (joins, "QUEUE_POLL_SECONDS", 0.1),
+    (arbiter, "OUTDATED", 1),
+    (arbiter, "OLD_SECONDS", 3.0),
+    (known_worlds, "KEPT_DECISIONS", 1),
+]
+"""The package's constants for short histories: longer polls make fewer events, and of few worlds old ones are to be
+removed."""
 
 
 def two_processes() -> Pool:
     """Forked by a process without threads: in a fork of the test's own one a lock may be held for ever."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.simulation.simulator"])
-    return context.Pool(2, initializer=gc.freeze)
+    return context.Pool(2, initializer=_begin)
+
+
+def _begin() -> None:
+    for module, name, value in SHORT:
+        setattr(module, name, value)
+    gc.freeze()
