@@ -166,7 +166,7 @@ class NodeFlags:
     fresh: bool = switch()
     """start anew: an existing run in --run-dir is moved aside"""
     snapshot_dir: str | None = None
-    """where snapshots go: a folder, or a URL such as s3://bucket/run-1, the same on all nodes; default:
+    """where snapshots go: a folder, or a URL such as s3://bucket/run-1, which is the same on all nodes; default:
     <run-dir>/snapshots"""
     snapshot_key: Path | None = None
     """file with a key that signs snapshots; those that it has not signed are not restored"""

@@ -100,9 +100,9 @@ def right_hashes(found: Sequence[tuple[int, int]]) -> frozenset[int] | None:
 
 
 def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first entry that differs: (name, our value, their value); None where all agree. What is trained comes before
-    flags, which differ as well where it does."""
-    for name in sorted(ours.keys() | theirs.keys(), key=lambda name: (name.startswith("--"), name)):
+    """The first entry that differs: (name, our value, their value); None where all agree. The task comes first, and
+    what it trains before flags: they differ as well where it does."""
+    for name in sorted(ours.keys() | theirs.keys(), key=lambda name: (name.startswith("--"), name != "task", name)):
         if ours.get(name) != theirs.get(name):
             return name, ours.get(name), theirs.get(name)
     return None

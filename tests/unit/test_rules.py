@@ -179,6 +179,9 @@ def test_the_freshest_is_the_lowest_rank_with_the_most_steps(steps: list[int]) -
 
 def test_disagreement_names_the_first_entry_and_both_values() -> None:
     assert disagreement({}, {}) is None
+    assert disagreement({"classes": 10, "task": "digits", "--task": None}, {"task": "Own", "--task": "a:Own"}) == (
+        "task", "digits", "Own"
+    )  # fmt: skip
     assert disagreement({"a": 1, "b": [2]}, {"b": [2], "a": 1}) is None
     assert disagreement({"b": 1, "a": 1}, {"b": 2, "a": 2}) == ("a", 1, 2)
     assert disagreement({"--epochs": 1, "data": 1}, {"--epochs": 2, "data": 2}) == ("data", 1, 2), "not its flags"
