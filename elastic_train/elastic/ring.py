@@ -191,7 +191,7 @@ class Ring:
         """Until there are --min-nodes again."""
         world, limit, worker = self._present, self._worker.config.wait_timeout, self._worker
         worker.reporter.log(
-            f"{world.num_nodes} of at least {world.min_nodes} nodes are left: waiting {limit:.0f} s for others to join"
+            f"{world.num_nodes} of at least {world.min_nodes} nodes are here: waiting {limit:.0f} s for others to join"
         )
         worker.state.clock.count_nodes(world.num_nodes)
         self._parts.files.hold_bucket(world, has_state=self._parts.resume.has_state)
