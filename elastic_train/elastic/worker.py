@@ -6,6 +6,7 @@ import errno
 import os
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -326,7 +327,7 @@ def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
         model,
         optimizer,
         torch.amp.GradScaler(device.type) if config.precision == "fp16" else None,
-        schedule=task.schedule() or (defaults["schedule"] if config.schedule == "auto" else config.schedule),
+        schedule=own_schedule(config, task) or (defaults["schedule"] if config.schedule == "auto" else config.schedule),
         length=length_of(task.train_set),
         global_batch_size=config.global_batch_size,
         epochs=config.epochs,
@@ -345,6 +346,25 @@ def require_no_optimizer_flags(config: Config, task: Task) -> None:
     for name in ("optimizer", "lr", "momentum", "weight_decay"):
         if getattr(config, name) not in (None, "auto"):
             raise UsageError(f"{flag(name)}: {task.name} builds its own optimizer; give it a flag of its own")
+
+
+def own_schedule(config: Config, task: Task) -> Callable[[int, int], float] | None:
+    """The task's own, if it has one. Raises: UsageError where it is no function, or a flag asks for another one."""
+    schedule = task.schedule()
+    if schedule is None:
+        return None
+    gave = kind_of(schedule)
+    if callable(schedule):
+        factor = schedule(0, 1)
+        gave = "" if hasattr(factor, "__float__") else f"a function that gives {kind_of(factor)}"
+    if gave:
+        raise UsageError(
+            f"{type(task).__name__}.schedule gave {gave}: it must give a function of (committed steps, all steps) to a "
+            "factor of the learning rate; a scheduler of torch's goes into a loop of your own"
+        )
+    if config.schedule != "auto":
+        raise UsageError(f"--schedule: {task.name} has a schedule of its own; give it a flag of its own")
+    return schedule
 
 
 def default_run_name(run_id: str) -> str:

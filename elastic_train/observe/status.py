@@ -128,7 +128,8 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
     state, notes = _state(run_dir, generation, current, newcomers, now, is_alive, is_drill=is_drill)
     world = [line for worker in current for line in worker.lines if int_of(line, "generation") == generation]
     newest = max(world, key=time_of, default=None)
-    start = max((line for worker in current + newcomers for line in worker.lines if line["event"] == "start"),
+    coming = [worker for worker in newcomers if all(line["event"] != "done" for line in worker.lines)]  # not refused
+    start = max((line for worker in current + coming for line in worker.lines if line["event"] == "start"),
                 key=time_of, default={})  # fmt: skip
     config = dict_of(start, "config")
     problems: list[str] = []

@@ -119,8 +119,8 @@ class TrainState:
 
     @property
     def learning_rates(self) -> list[float]:
-        """The optimizer's, by group, before the schedule."""
-        return list(self._base_lrs)
+        """The optimizer's, by group, before the schedule; those in force, where the schedule is none of ours."""
+        return list(self._base_lrs) if self._schedule is not None else [g["lr"] for g in self.optimizer.param_groups]
 
     @property
     def is_whole(self) -> bool:

@@ -76,7 +76,7 @@ class Task:
 
     def build_model(self) -> nn.Module:
         """A freshly initialised model on the CPU. Called once, with torch seeded."""
-        raise NotImplementedError(f"{type(self).__name__} must define build_model()")
+        raise UsageError(f"{type(self).__name__} must define build_model()")
 
     def train_dataset(self) -> Dataset[Any]:
         """A map-style data set: `__len__` and `__getitem__`, the same on every worker. Called once.
@@ -84,7 +84,7 @@ class Task:
         Its `__getitem__` may draw from torch, random and numpy: they are seeded by (seed, epoch, index) before each
         call. A method `gather(indices: Tensor, epoch: int) -> batch`, if there is one, is used in its place.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define train_dataset()")
+        raise UsageError(f"{type(self).__name__} must define train_dataset()")
 
     def test_dataset(self) -> Dataset[Any] | None:
         """Like `train_dataset`; None, the default, means that nothing is evaluated. Called once."""
@@ -115,14 +115,16 @@ class Task:
         """The mean over the batch's samples, a scalar to differentiate. The default is the cross-entropy.
 
         Raises:
-            UsageError: the default, for a model with a single output: its cross-entropy is 0 whatever it is.
+            UsageError: the default, for outputs or labels that are no classes, as of a regression.
         """
         inputs, labels = batch
         outputs = self.forward(model, inputs)
-        if outputs.ndim == 2 and outputs.shape[1] == 1:
+        are_shares = labels.is_floating_point() and labels.shape == outputs.shape  # of each class
+        if outputs.ndim < 2 or outputs.shape[1] == 1 or (labels.is_floating_point() and not are_shares):
             raise UsageError(
-                f"the loss of {self.name} is the default, the cross-entropy over classes, and its model has one "
-                "output: give the task a loss(self, model, batch)"
+                f"the loss of {self.name} is the default, the cross-entropy over classes, which outputs of shape "
+                f"{tuple(outputs.shape)} with {labels.dtype} labels of shape {tuple(labels.shape)} are not for: give "
+                "the task a loss(self, model, batch)"
             )
         return F.cross_entropy(outputs, labels)
 

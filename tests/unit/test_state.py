@@ -192,6 +192,7 @@ class TestRoundTrip:
         other, other_scheduler = make()
         other.load_state_dict(deserialize_state(serialize_state(state.state_dict())))
         assert learning_rate(other) == learning_rate(state) == pytest.approx(0.1)
+        assert other.learning_rates == [pytest.approx(0.1)], "what is told at the start is in force"
         for each in (scheduler, other_scheduler):
             each.step()
         assert learning_rate(other) == learning_rate(state) == pytest.approx(0.01)

@@ -47,10 +47,16 @@ class TestDefaults:
         batch = task.collate([task.train_set[k] for k in range(5)])
         assert task.num_samples(batch) == 5
 
-    def test_the_default_loss_refuses_a_single_output(self) -> None:
-        batch = (torch.zeros(4, 2), torch.zeros(4, 1))
+    @pytest.mark.parametrize("model", [nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)), nn.Linear(2, 3)])
+    def test_the_default_loss_refuses_a_regression(self, model: nn.Module) -> None:
+        """Of a vector it would take each batch for one sample, and go below 0."""
+        batch = (torch.zeros(4, 2), torch.zeros(4))
         with pytest.raises(UsageError, match="loss\\(self, model, batch\\)"):
-            _Plain().loss(nn.Linear(2, 1), batch)
+            _Plain().loss(model, batch)
+
+    @pytest.mark.parametrize("labels", [torch.zeros(4, dtype=torch.int64), torch.full((4, 3), 1 / 3)])
+    def test_the_default_loss_takes_classes_and_shares_of_them(self, labels: torch.Tensor) -> None:
+        assert _Plain().loss(nn.Linear(2, 3), (torch.zeros(4, 2), labels)) > 0.0
 
     def test_a_loss_of_its_own_is_what_is_evaluated(self) -> None:
         task, model = Line(), nn.Linear(1, 1)
@@ -84,9 +90,9 @@ class TestDefaults:
             task.num_samples("words")
 
     def test_what_must_be_written_says_so(self) -> None:
-        with pytest.raises(NotImplementedError, match=r"_Plain must define build_model\(\)"):
+        with pytest.raises(UsageError, match=r"_Plain must define build_model\(\)"):
             _Plain().build_model()
-        with pytest.raises(NotImplementedError, match=r"_Plain must define train_dataset\(\)"):
+        with pytest.raises(UsageError, match=r"_Plain must define train_dataset\(\)"):
             _Plain().train_dataset()
 
     def test_learning_rate_goes_with_the_optimizer(self) -> None:

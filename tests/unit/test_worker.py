@@ -30,6 +30,29 @@ def convolutions(model: nn.Module) -> list[torch.Tensor]:
     return [layer.weight for layer in model.modules() if isinstance(layer, nn.Conv2d) and layer.in_channels > 1]
 
 
+@pytest.mark.parametrize(
+    ("gives", "flags", "message"),
+    [
+        (3, {}, r"Scheduled.schedule gave an int: it must give a function"),
+        (lambda step, last: None, {}, r"gave a function that gives nothing"),
+        (lambda step, last: 1.0, {"schedule": "constant"}, r"--schedule: Scheduled has a schedule of its own"),
+    ],
+)
+def test_a_schedule_of_ones_own_is_a_function_and_the_only_one(gives: Any, flags: dict[str, Any], message: str) -> None:
+    class Scheduled(Task):
+        def build_model(self) -> nn.Module:
+            return nn.Linear(1, 2)
+
+        def train_dataset(self) -> Any:
+            return TensorDataset(torch.ones(4, 1), torch.zeros(4, dtype=torch.int64))
+
+        def schedule(self) -> Any:
+            return gives
+
+    with pytest.raises(UsageError, match=message):
+        make_state(Config(**flags), Scheduled(), CPU)
+
+
 def test_a_model_that_is_not_returned_is_one_line() -> None:
     class Forgetful(Task):
         def build_model(self) -> Any:
