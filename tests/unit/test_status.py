@@ -217,11 +217,11 @@ def test_a_new_start_of_a_stopped_run(files: Files) -> None:
     first.write("done", NOW - 800, outcome="stopped")
     second = files.worker(0, started=NOW - 3, start_number=1)
     assert read(files, True).state is RunState.STARTING
-    second.write("start", NOW - 3, config={"epochs": EPOCHS + 1})
+    second.write("start", NOW - 2.5, config={"epochs": EPOCHS + 1})
     second.write("done", NOW - 2, outcome="failed", error="TaskMismatch: --seed differs")
     found = read(files, False)
     assert (found.state, found.step) == (RunState.STOPPED, 5)
-    assert found.notes == ("a later start, 3.0 s ago, failed: TaskMismatch: --seed differs",)
+    assert found.notes == ("a later start, 2.5 s ago, failed: TaskMismatch: --seed differs",)
     assert found.num_epochs == EPOCHS, "the run's own"
 
 
