@@ -221,7 +221,7 @@ def test_a_new_start_of_a_stopped_run(files: Files) -> None:
     second.write("done", NOW - 2, outcome="failed", error="TaskMismatch: --seed differs")
     found = read(files, False)
     assert (found.state, found.step) == (RunState.STOPPED, 5)
-    assert found.notes == ("a later start, 2.5 s ago, failed: TaskMismatch: --seed differs",)
+    assert found.notes == ("a later start, 3.0 s ago, failed: TaskMismatch: --seed differs",)
     assert found.num_epochs == EPOCHS, "the run's own"
 
 
