@@ -83,7 +83,7 @@ def length_of(dataset: Dataset[Any]) -> int:
             "map-style data set with __len__ and __getitem__"
         )
     if dataset is None:
-        raise UsageError("there is no data set: train_dataset() gave nothing (is its return missing?)")
+        raise UsageError("None was given in place of a data set (is a return missing?)")
     if not hasattr(dataset, "__len__"):
         raise UsageError(
             f"{type(dataset).__name__} has no length, and its samples no index to share out by; give a map-style data "

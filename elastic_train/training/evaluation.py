@@ -120,9 +120,7 @@ def evaluate(
         model.eval()
         do(Activity.COMPUTE)
         for micro_batch, batch in loader:
-            with autocast():
-                values = task.evaluate(model, task.to_device(batch, device))
-            for name, value in require_sums(task, values).items():
+            for name, value in _sums_of(model, task, batch, device, autocast).items():
                 by_block = sums.setdefault(name, torch.zeros(sampler.num_blocks, dtype=torch.float64))
                 by_block[micro_batch.shard] = value.double().cpu()
             do(Activity.COMPUTE)
@@ -146,8 +144,8 @@ def find_no_sum(
     device: torch.device,
     config: Config,
     *,
-    block_samples: int = BLOCK_SAMPLES,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    block_samples: int,
+    autocast: Callable[[], AbstractContextManager[Any]],
 ) -> str | None:
     """What a task's own `evaluate` gives that is no sum over samples, a mean perhaps, which the means over the test set
     cannot be made of; None where nothing is seen. Of the first block and its two halves it must be additive.
@@ -163,13 +161,11 @@ def find_no_sum(
         for start, stop in ((0, num_samples), (0, half), (half, num_samples)):
             if start == stop:
                 return None
-            batch = task.to_device(fetched.read(np.arange(start, stop)), device)
-            with autocast():
-                values = require_sums(task, task.evaluate(model, batch))
-            found.append({name: value.double().item() for name, value in values.items()})
+            sums = _sums_of(model, task, fetched.read(np.arange(start, stop)), device, autocast)
+            found.append({name: value.double().item() for name, value in sums.items()})
     whole, *halves = found
     for name, value in whole.items():
-        parts = [half.get(name, math.nan) for half in halves]
+        parts = [part.get(name, math.nan) for part in halves]
         if abs(value - sum(parts)) > SUM_TOLERANCE * sum(map(abs, (value, *parts))):
             return (
                 f"{type(task).__name__}.evaluate gives {name!r} = {value:.4g} for {num_samples} samples, and "
@@ -177,6 +173,19 @@ def find_no_sum(
                 f"batch (a mean times their number), or what is reported of {name!r} is wrong"
             )
     return None
+
+
+def _sums_of(
+    model: nn.Module,
+    task: Task,
+    batch: Any,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> dict[str, torch.Tensor]:
+    """What the task's `evaluate` gives for a batch. Raises: UsageError: as `require_sums`."""
+    with autocast():
+        values = task.evaluate(model, task.to_device(batch, device))
+    return require_sums(task, values)
 
 
 def require_sums(task: Task, values: Any) -> dict[str, torch.Tensor]:

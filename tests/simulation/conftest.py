@@ -11,6 +11,7 @@ from tests.simulation.processes import SHORT
 
 @pytest.fixture(autouse=True, scope="package")
 def short_history() -> Iterator[None]:
+    """In this process; those of `two_processes` set the constants themselves."""
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in SHORT:
             patch.setattr(module, name, value)

@@ -52,14 +52,13 @@ def set_right(files: Iterable[Sequence[Line]]) -> None:
         # Where nobody is known, the clocks vote; of two that differ the earlier, since a time that lies ahead is wrong
         # for certain. And generations never go back in time.
         now = max(now, _moment(present, median_low([line["time"] for _, line in present])))
-        later = [others for number, others in meetings.items() if number > generation]
         unknown = [(life, line) for life, line in present if life.offset is None]
         for life, line in unknown:
             if abs(line["time"] - now) <= TOLERANCE_SECONDS:  # then it knows better than the moment does
                 life.offset = line["time"] - line["monotonic"]
         for life, line in unknown:
             if life.offset is None:
-                life.offset = _right_later(life, later)
+                life.offset = _right_later(life, (there for number, there in meetings.items() if number > generation))
             if life.offset is None:
                 life.offset = now - line["monotonic"]
     for life in lives:
