@@ -1,17 +1,15 @@
-"""From one world to the next: what the members of a world agree on at its end, and where they wait for each other."""
+"""From one world to the next: what the members of a world agree on at its end."""
 
 from __future__ import annotations
 
 import json
-import threading
-import time
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
+from elastic_train.elastic.barriers import expect_answer
+from elastic_train.elastic.surroundings import Limits, Surroundings
 from elastic_train.errors import FormationFailed, LeftOut, StoreUnreachable
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, Fatal, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.job import Job
@@ -19,11 +17,6 @@ from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Failure, judge_error, seconds_to_form
 from elastic_train.world import Member, World
 
-POLL_SECONDS = 0.001
-READY_POLL_SECONDS = 0.00005
-"""the same for each member of a world while all of them ask rank 0, which answers some 20,000 times a second"""
-SPARE_POLL_SECONDS = 0.01
-"""between two looks of a spare; a part of what a recovery takes that waits for it"""
 REPORT_SECONDS = 10.0
 """before the first line to the person who waits with us"""
 ASK_SECONDS = 1.0
@@ -32,31 +25,6 @@ ASK_AGAIN_SECONDS = 0.001
 """and again, for each member of the world: all of them may ask the same ones"""
 PROOF_SECONDS = 0.5
 """that the proposer of a large world waits for others to prove a death that it sees"""
-
-
-class Limits(Protocol):
-    """What the configuration says of waiting."""
-
-    @property
-    def peer_timeout(self) -> float: ...
-    @property
-    def wait_timeout(self) -> float: ...
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """Everything that a member needs of the machine; the simulator has its own."""
-
-    monotonic: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-    draw_uid: Callable[[], str] = lambda: uuid.uuid4().hex[:12]
-    start: Callable[[str, Callable[[], None]], None] = lambda name, task: threading.Thread(
-        target=task, name=name, daemon=True
-    ).start()
-    finish: Callable[[float], None] = lambda _seconds: None
-    """waits so long at most for all that was started to end"""
-    reach: Callable[[str, World], None] = lambda _point, _world: None
-    """told at the points of an agreement and a join at which a drill may inject a fault, on any thread"""
 
 
 @dataclass(frozen=True)
@@ -202,7 +170,7 @@ class Survivors:
             if reports.are_due(now):
                 self._log(f"waiting for {self._describe(world, found)}, {now - started:.0f} s so far")
             is_refused = not found.votes and not found.ranks  # its ballot was too old, and the next one is not
-            self._around.sleep(POLL_SECONDS if lacking is None or is_refused else 1.0)
+            self._around.sleep(self._around.poll_seconds if lacking is None or is_refused else 1.0)
 
     def _agreement(self, world: World, has_formed: bool, has_run_out: Callable[[float], bool]) -> Agreement:
         watcher, contacts = self._watcher, self._watcher.contacts
@@ -273,123 +241,3 @@ class Forming:
         """For that of the present world."""
         assert self._world is not None, "it is in one"
         return timedelta(seconds=seconds_to_form(self._world.world_size, self._num_failed))
-
-
-class Barriers:
-    """Where the members of a world wait for each other: before its process group, as spares, at the end of training.
-    For the training thread alone; it keeps nothing between two waits.
-
-    Args:
-        check: raises Stopped where this worker was told to stop.
-    """
-
-    def __init__(
-        self, job: Job, watcher: Watcher, limits: Limits, around: Surroundings, check: Callable[[], None]
-    ) -> None:
-        self._job, self._watcher, self._limits = job, watcher, limits
-        self._around, self._check = around, check
-
-    def wait_for_workers(self, world: World) -> None:
-        """Wait until all who train are about to make the process group, so that making it takes milliseconds, and
-        until those whom this world has left out have stopped.
-
-        Between the agreed list and this point a member may have to wait for a disk. A death here is seen at once; while
-        the group is made it would cost gloo's timeout.
-
-        Raises:
-            FormationFailed: one died, or has not come within the peer timeout.
-        """
-        self.wait_for_left_out(world)
-        try:
-            self._wait_at_rank_0(world)
-        except StoreUnreachable as error:
-            raise no_answer(world) from error
-
-    def _wait_at_rank_0(self, world: World) -> None:
-        """Raises: as `wait_for_workers`; StoreUnreachable where rank 0 does not answer."""
-        clock, peer_timeout = self._around.monotonic, self._limits.peer_timeout
-        self._job.say_ready(world)
-        deadline = clock() + 2 * peer_timeout
-        while not self._job.are_ready(world):
-            require_whole(self._watcher)
-            if clock() > deadline:
-                ranks = ", ".join(map(str, self._job.not_ready(world)))
-                raise FormationFailed(f"rank {ranks} did not come to the process group in {2 * peer_timeout:.0f} s")
-            self._around.sleep(max(POLL_SECONDS, world.world_size * READY_POLL_SECONDS))
-
-    def wait_for_left_out(self, world: World) -> None:
-        """Until those whom this world has left out have stopped (law 2)."""
-        while (seconds := self._job.seconds_to_wait(world, self._watcher.links.answered())) > 0:
-            require_whole(self._watcher)
-            self._around.sleep(min(seconds, 0.05))
-
-    def stand_by(self, world: World) -> str | None:
-        """Wait, as a spare of `world`, until it ends. Returns what `announce_finished` was given; None where a member
-        was lost or left and the others agree on the next world.
-
-        Raises:
-            Stopped: this worker was told to stop.
-            StoreUnreachable: the store is gone, and the job with it.
-        """
-        while True:
-            self._watcher.thread.check()
-            if self._watcher.store_silence.is_too_long:  # what is read below may be a copy
-                expect_answer(self._job, self._watcher)
-            # The watcher breaks the world off, too, where the store is gone and a peer with it.
-            is_broken = self._watcher.reason is not None
-            finished = self._job.heard(world, "finished")  # after it: who finished and went looks lost
-            if finished is not None or is_broken:
-                return finished
-            self._check()
-            self._around.sleep(SPARE_POLL_SECONDS)
-
-    def announce_finished(self, world: World, result: str) -> None:
-        """Tell the spares of the present world that the run is through, and with what."""
-        with suppress(StoreUnreachable):  # the run is finished all the same
-            self._job.announce(world, "finished", result)
-
-    def end_together(self, world: World) -> None:
-        """Until all who train are through with their last collective: one whose peer closes its sockets meanwhile would
-        take it for dead. Blocks for as long as --peer-timeout at most.
-        """
-        clock, key = self._around.monotonic, f"{self._job.world_key(world)}/through"
-        deadline = clock() + self._limits.peer_timeout
-        with suppress(StoreUnreachable):  # then rank 0 has seen all, and is gone
-            store = self._job.world_store(world)
-            store.put(f"{key}/{world.rank}", "")
-            others = {f"{key}/{rank}": member for rank, member in enumerate(world.workers) if rank != world.rank}
-            missing = list(others) if world.rank == 0 else [f"{key}/all"]
-            while missing and clock() < deadline:
-                found = zip(missing, store.get_many(missing), strict=True)
-                missing = [one for one, text in found if text is None and not self._is_gone(others.get(one))]
-                self._around.sleep(max(POLL_SECONDS, world.world_size * READY_POLL_SECONDS) if missing else 0.0)
-            if world.rank == 0:
-                store.put(f"{key}/all", "")
-
-    def _is_gone(self, member: Member | None) -> bool:
-        return member is not None and self._watcher.contacts.is_refused(member)
-
-    def finish(self, world: World) -> None:
-        """At the end of training: tell those in the join queue."""
-        if world.rank == 0:
-            with suppress(StoreUnreachable):  # the run is finished all the same
-                self._job.finish(world)
-
-
-def expect_answer(job: Job, watcher: Watcher) -> None:
-    """Ask a store that all need, and that the watcher finds silent. Raises: StoreUnreachable."""
-    if watcher.store_silence.is_felt:
-        job.expect_answer(watcher.store_silence.seconds)
-        watcher.store_silence.note_answer()
-
-
-def require_whole(watcher: Watcher) -> None:
-    """Raises: FormationFailed where a member is lost."""
-    watcher.thread.check()
-    if watcher.reason is not None:
-        raise FormationFailed(f"a member was lost before the process group was made: {watcher.reason}")
-
-
-def no_answer(world: World) -> FormationFailed:
-    """The error of who gets no answer from rank 0."""
-    return FormationFailed(f"{world.members[0].name} (rank 0) does not answer")

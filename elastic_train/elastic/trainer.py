@@ -116,6 +116,7 @@ class Trainer:
             finally:
                 state.lock.hold()  # what is done with the state from here on looks after a stop itself
             training.finish()
+            self._return_together(world)
         except WorldEnds as end:
             return end.outcome
         except StatesDiffer:  # on every rank alike: nobody is lost
@@ -136,6 +137,14 @@ class Trainer:
             )
             state.last_step = state.step
         return Outcome.FINISHED
+
+    def _return_together(self, world: World) -> None:
+        """The training function has returned. Raises: as `Barriers.return_together`."""
+        state = self._worker.state
+        if state.is_finished or world.world_size == 1:
+            return
+        with state.lock.released():  # others may be busy for long, and this worker be told to stop
+            self._membership.barriers.return_together(world, state.step)
 
     def warm_up(self) -> None:
         """Do what a newcomer's first step would take longer for, before there is a process group; the state is of no

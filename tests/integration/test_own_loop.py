@@ -576,6 +576,31 @@ def test_a_function_that_returns_early_ends_the_training(cluster: Cluster) -> No
     assert "returned at step 9 of 35" in node.text()
 
 
+def test_a_rank_that_returns_alone_is_told_and_nothing_is_lost(cluster: Cluster) -> None:
+    """What decides it is known on rank 0 alone: the others would wait for --stall-timeout in a step without it."""
+    at_9 = "training.commit(loss)\nif training.state.step == 9 and training.world.rank == RANK: return\ncontinue"
+    flags = ("--peer-timeout", "4", "--snapshot-every", "0")
+    first, *others = start_script(cluster, 3, at_9.replace("RANK", "0"), *flags)
+    assert first.wait(60) == 2
+    said = error_line(first)
+    assert "returned at step 9 on rank 0 (" in said
+    assert "must return on all ranks at the same step" in said
+    for node in others:
+        assert node.wait(20) == 1
+        assert "returned at step 9 on rank 0 (" in error_line(node)
+        assert "the state of step 9 is saved" in error_line(node)
+    cluster.finish(start_script(cluster, 3, "", *flags))
+    check_ledger([cluster.path / "run-3"], length=98, batch=16, steps=35)
+
+
+def test_ranks_may_return_early_one_after_the_other(cluster: Cluster) -> None:
+    at_9 = "if training.state.step == 9:\n    time.sleep(5.0 * training.world.rank)\n    return"
+    before_commit = f"import time\ntraining.commit(loss)\n{at_9}\ncontinue"
+    nodes = start_script(cluster, 2, before_commit, "--peer-timeout", "2")
+    cluster.finish(nodes)
+    assert result(cluster.path / "run-2")["step"] == 9
+
+
 @pytest.mark.parametrize("snapshot_every", ["7", pytest.param("0", marks=pytest.mark.slow)])
 def test_what_one_rank_alone_keeps_is_told_by_name(cluster: Cluster, snapshot_every: str) -> None:
     """`if rank == 0: best = ...`: with rank 0 the best would be gone, and a worse one take its place."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_train.elastic.next_world import Barriers
+from elastic_train.elastic.barriers import Barriers
 from elastic_train.protocol import ballots, contacts, laws, peers
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import ArbiterSilent, Claims

@@ -7,12 +7,11 @@ import multiprocessing
 from multiprocessing.pool import Pool
 from types import ModuleType
 
-from elastic_train.elastic import joins, next_world
+from elastic_train.elastic import barriers, joins
 from elastic_train.protocol import arbiter, known_worlds
 
 SHORT: list[tuple[ModuleType, str, float]] = [
-    (next_world, "POLL_SECONDS", 0.02),
-    (next_world, "SPARE_POLL_SECONDS", 0.1),
+    (barriers, "SPARE_POLL_SECONDS", 0.1),
     (joins, "QUEUE_POLL_SECONDS", 0.1),
     (arbiter, "OUTDATED", 1),
     (arbiter, "OLD_SECONDS", 3.0),

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from elastic_train.elastic.membership import Membership
-from elastic_train.elastic.next_world import Surroundings
 from elastic_train.elastic.quarantined import Quarantined
+from elastic_train.elastic.surroundings import Surroundings
 from elastic_train.errors import JobFinished, LeftOut, SecondJob, Superseded
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.liveness import Watcher, ping_interval
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 PROBE_SECONDS = 0.5
 AHEAD_SECONDS = 10.0
 MAX_NODES = 16
+POLL_SECONDS = 0.02
+"""longer ones make fewer events"""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,9 @@ class Worker:
             group_store=None,  # type: ignore[arg-type]
             form=self._form_ahead,  # type: ignore[arg-type]
             other_sides=self._other_sides() if plan.grace is None else None,
-            surroundings=Surroundings(process.clock, process.sleep, machines.draw_uid, process.start),
+            surroundings=Surroundings(
+                process.clock, process.sleep, machines.draw_uid, process.start, poll_seconds=POLL_SECONDS
+            ),
         )
         self.membership.survivors.may_not_go_on = self._note_votes
         self.membership.side.progress = lambda: (

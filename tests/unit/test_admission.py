@@ -11,7 +11,7 @@ import pytest
 from elastic_train.elastic import joins
 from elastic_train.elastic.joins import SETTLE_SECONDS
 from elastic_train.elastic.membership import Membership
-from elastic_train.elastic.next_world import Surroundings
+from elastic_train.elastic.surroundings import Surroundings
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.world import Member, World
 from tests.bare_membership import bare_membership

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_train.elastic.background import BackgroundThreads
 from elastic_train.elastic.membership import END_SECONDS
-from elastic_train.elastic.next_world import Surroundings
+from elastic_train.elastic.surroundings import Surroundings
 from tests.bare_membership import bare_membership
 from tests.unit.test_world import member
 

@@ -21,11 +21,10 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from elastic_train.elastic import next_world as next_world_module
 from elastic_train.elastic.connect import OWN_SECONDS, Waits, answering
 from elastic_train.elastic.membership import Membership
-from elastic_train.elastic.next_world import Surroundings
 from elastic_train.elastic.standing import standing_in
+from elastic_train.elastic.surroundings import Surroundings
 from elastic_train.errors import FormationFailed, first_line
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.job import SETTLED_REDUCTIONS
@@ -128,7 +127,7 @@ class BenchMember:
     """One member, and its thread."""
 
     def __init__(self, number: int, most: int, known: Sequence[Address], report: Callable[..., None]) -> None:
-        around = Surroundings()
+        around = Surroundings(poll_seconds=0.001 * max(1.0, most / 32))  # they share the cores of one machine
         uid = around.draw_uid()
         self._report, self._is_over = report, threading.Event()
         self._calls = self._call_bytes = 0
@@ -223,7 +222,6 @@ def run_crew(first: int, count: int, most: int, known: Sequence[Address], pipe: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
     resource.setrlimit(resource.RLIMIT_NOFILE, 2 * resource.getrlimit(resource.RLIMIT_NOFILE)[1:])
-    next_world_module.POLL_SECONDS *= max(1.0, most / 32)  # they share the cores of one machine
     lock = threading.Lock()
 
     def report(*what: Any) -> None:

@@ -1,0 +1,190 @@
+"""Where the members of a world wait for each other, beside its process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from elastic_train.elastic.surroundings import Limits, Surroundings
+from elastic_train.errors import FormationFailed, StoreUnreachable, UsageError
+from elastic_train.protocol.job import Job
+from elastic_train.protocol.liveness import Watcher
+from elastic_train.rules import Activity
+from elastic_train.world import Member, World
+
+READY_POLL_SECONDS = 0.00005
+"""the same for each member of a world while all of them ask rank 0, which answers some 20,000 times a second"""
+SPARE_POLL_SECONDS = 0.01
+"""between two looks of a spare; a part of what a recovery takes that waits for it"""
+
+
+class Barriers:
+    """Where the members of a world wait for each other: before its process group, as spares, at the end of training.
+    For the training thread alone; it keeps nothing between two waits.
+
+    Args:
+        check: raises Stopped where this worker was told to stop.
+    """
+
+    def __init__(
+        self, job: Job, watcher: Watcher, limits: Limits, around: Surroundings, check: Callable[[], None]
+    ) -> None:
+        self._job, self._watcher, self._limits = job, watcher, limits
+        self._around, self._check = around, check
+
+    def wait_for_workers(self, world: World) -> None:
+        """Wait until all who train are about to make the process group, so that making it takes milliseconds, and
+        until those whom this world has left out have stopped.
+
+        Between the agreed list and this point a member may have to wait for a disk. A death here is seen at once; while
+        the group is made it would cost gloo's timeout.
+
+        Raises:
+            FormationFailed: one died, or has not come within the peer timeout.
+        """
+        self.wait_for_left_out(world)
+        try:
+            self._wait_at_rank_0(world)
+        except StoreUnreachable as error:
+            raise no_answer(world) from error
+
+    def _wait_at_rank_0(self, world: World) -> None:
+        """Raises: as `wait_for_workers`; StoreUnreachable where rank 0 does not answer."""
+        clock, peer_timeout = self._around.monotonic, self._limits.peer_timeout
+        self._job.say_ready(world)
+        deadline = clock() + 2 * peer_timeout
+        while not self._job.are_ready(world):
+            require_whole(self._watcher)
+            if clock() > deadline:
+                ranks = ", ".join(map(str, self._job.not_ready(world)))
+                raise FormationFailed(f"rank {ranks} did not come to the process group in {2 * peer_timeout:.0f} s")
+            self._pause(world)
+
+    def _pause(self, world: World) -> None:
+        self._around.sleep(max(self._around.poll_seconds, world.world_size * READY_POLL_SECONDS))
+
+    def wait_for_left_out(self, world: World) -> None:
+        """Until those whom this world has left out have stopped (law 2)."""
+        while (seconds := self._job.seconds_to_wait(world, self._watcher.links.answered())) > 0:
+            require_whole(self._watcher)
+            self._around.sleep(min(seconds, 0.05))
+
+    def stand_by(self, world: World) -> str | None:
+        """Wait, as a spare of `world`, until it ends. Returns what `announce_finished` was given; None where a member
+        was lost or left and the others agree on the next world.
+
+        Raises:
+            Stopped: this worker was told to stop.
+            StoreUnreachable: the store is gone, and the job with it.
+        """
+        while True:
+            self._watcher.thread.check()
+            if self._watcher.store_silence.is_too_long:  # what is read below may be a copy
+                expect_answer(self._job, self._watcher)
+            # The watcher breaks the world off, too, where the store is gone and a peer with it.
+            is_broken = self._watcher.reason is not None
+            finished = self._job.heard(world, "finished")  # after it: who finished and went looks lost
+            if finished is not None or is_broken:
+                return finished
+            self._check()
+            self._around.sleep(SPARE_POLL_SECONDS)
+
+    def announce_finished(self, world: World, result: str) -> None:
+        """Tell the spares of the present world that the run is through, and with what."""
+        with suppress(StoreUnreachable):  # the run is finished all the same
+            self._job.announce(world, "finished", result)
+
+    def end_together(self, world: World) -> None:
+        """Until all who train are through with their last collective: one whose peer closes its sockets meanwhile would
+        take it for dead. Blocks for as long as --peer-timeout at most.
+        """
+        clock, key = self._around.monotonic, f"{self._job.world_key(world)}/through"
+        deadline = clock() + self._limits.peer_timeout
+        with suppress(StoreUnreachable):  # then rank 0 has seen all, and is gone
+            store = self._job.world_store(world)
+            store.put(f"{key}/{world.rank}", "")
+            others = {f"{key}/{rank}": member for rank, member in enumerate(world.workers) if rank != world.rank}
+            missing = list(others) if world.rank == 0 else [f"{key}/all"]
+            while missing and clock() < deadline:
+                found = zip(missing, store.get_many(missing), strict=True)
+                missing = [one for one, text in found if text is None and not self._is_gone(others.get(one))]
+                if missing:
+                    self._pause(world)
+            if world.rank == 0:
+                store.put(f"{key}/all", "")
+
+    def return_together(self, world: World, step: int) -> None:
+        """The training function has returned here, before the end of training: wait until it has on all ranks. Blocks
+        for as long as they are busy in it.
+
+        Raises:
+            UsageError: another rank is in a step in which this one will never take part.
+            FormationFailed: a member is lost.
+        """
+        watcher, key, since = self._watcher, f"{self._job.world_key(world)}/returned", self._around.monotonic()
+        watcher.do(Activity.REDUCE)  # it waits for the others
+        try:
+            store = self._job.world_store(world)
+            store.put(f"{key}/{world.rank}", "")
+            others = [f"{key}/{rank}" for rank in range(world.world_size) if rank != world.rank]
+            missing = others if world.rank == 0 else [f"{key}/all"]
+            while missing := [one for one, text in zip(missing, store.get_many(missing), strict=True) if text is None]:
+                require_whole(watcher, "the training function has returned on all ranks")
+                for rank in self._long_in_collective(world, since):
+                    if store.get(f"{key}/{rank}") is None:
+                        raise _returned_alone(world, rank, step)
+                self._pause(world)
+            if world.rank == 0:
+                store.put(f"{key}/all", "")
+        except StoreUnreachable as error:
+            raise no_answer(world) from error
+
+    def _long_in_collective(self, world: World, since: float) -> list[int]:
+        """Ranks that are inside a collective for longer than one takes, and began it while this one waited."""
+        limit = self._watcher.pace.limit(Activity.REDUCE) / 2  # before that one is given up
+        waited, contacts = self._around.monotonic() - since, self._watcher.contacts
+        if waited < limit:
+            return []
+        found = {rank: contacts.activity_of(world, rank) for rank in contacts.training_neighbours(world)}
+        return [
+            rank
+            for rank, one in found.items()
+            if one is not None and one.generation == world.generation and one.activity is Activity.REDUCE
+            if limit < one.seconds
+        ]
+
+    def _is_gone(self, member: Member | None) -> bool:
+        return member is not None and self._watcher.contacts.is_refused(member)
+
+    def finish(self, world: World) -> None:
+        """At the end of training: tell those in the join queue."""
+        if world.rank == 0:
+            with suppress(StoreUnreachable):  # the run is finished all the same
+                self._job.finish(world)
+
+
+def expect_answer(job: Job, watcher: Watcher) -> None:
+    """Ask a store that all need, and that the watcher finds silent. Raises: StoreUnreachable."""
+    if watcher.store_silence.is_felt:
+        job.expect_answer(watcher.store_silence.seconds)
+        watcher.store_silence.note_answer()
+
+
+def require_whole(watcher: Watcher, before: str = "the process group was made") -> None:
+    """Raises: FormationFailed where a member is lost."""
+    watcher.thread.check()
+    if watcher.reason is not None:
+        raise FormationFailed(f"a member was lost before {before}: {watcher.reason}")
+
+
+def _returned_alone(world: World, other: int, step: int) -> UsageError:
+    return UsageError(
+        f"the training function returned at step {step} on rank {world.rank} ({world.me.name}) and goes on on rank "
+        f"{other} ({world.members[other].name}), which waits for it in a collective: it must return on all ranks at "
+        "the same step; decide by what all of them know, such as a sum or a broadcast of theirs"
+    )
+
+
+def no_answer(world: World) -> FormationFailed:
+    """The error of who gets no answer from rank 0."""
+    return FormationFailed(f"{world.members[0].name} (rank 0) does not answer")
