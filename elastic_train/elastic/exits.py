@@ -27,7 +27,7 @@ from elastic_train.errors import (
     first_line,
 )
 from elastic_train.protocol.probes import Probe, probe
-from elastic_train.rules import Failure
+from elastic_train.rules import Activity, Failure
 from elastic_train.runlog.goodput import Phase
 from elastic_train.training.collectives import GROUP_TIMEOUT, barrier
 from elastic_train.world import World
@@ -91,18 +91,28 @@ class Exits:
         return 0
 
     def stop(self, world: World) -> int:
-        """Everybody was told to stop, at this very step: save, so that the next start goes on from here."""
-        state = self._worker.state
+        """Everybody was told to stop, at this very step: save, so that the next start goes on from here.
+
+        Raises:
+            RuntimeError, FormationFailed: a member is lost before all have committed the step.
+        """
+        state, watcher = self._worker.state, self._membership.watcher
+        # One who was held up in its last collective by a death has a step less, and agrees on a next world: who saves
+        # without it would wait for its share.
+        watcher.do(Activity.REDUCE)
+        with state.lock.released():
+            barrier()
+        watcher.do(Activity.FORM)
         self._worker.stop.settle()
         state.stopped_at = state.step
         set_group_timeout(GROUP_TIMEOUT)
         started = time.monotonic()
-        self._saver.save_with_all(world, state, lambda: self._membership.watcher.headless is not None)
+        self._saver.save_with_all(world, state, lambda: watcher.headless is not None)
         self._saver.wait()
         save_seconds = time.monotonic() - started
         self._files.leave_bucket(world)
         barrier()  # nobody's agent may end a node whose leader is still writing
-        self._membership.watcher.leave()
+        watcher.leave()
         self._membership.barriers.end_together(world)
         return self._say_stopped(save_seconds)
 
@@ -200,7 +210,7 @@ class Exits:
         saved = self._save_before_return(world) if world is not None and has_state else ""
         discarded: dict[str, Any] = {}
         if isinstance(error, Superseded) and has_state and state.branches != error.winner.branches:
-            discarded = self._discard(error.winner)
+            discarded = _discarded(worker, error.winner)
             saved += f"; discarded: {discarded['what']}"
         who = f"{worker.host}/{worker.launch.local_rank}/{os.getpid()}, {membership.uid}"
         place = "" if world is None else f", rank {world.rank} of generation {world.generation}"
@@ -225,13 +235,6 @@ class Exits:
             num_fruitless, deadline = before.num_fruitless + 1, before.deadline
             stores = tuple(dict.fromkeys((*stores, *before.stores)))
         return Return(membership.uid, stores, bool(state.run_uid), num_fruitless, deadline)
-
-    def _discard(self, winner: Position) -> dict[str, Any]:
-        """What of this worker's branch the other one does not have."""
-        state = self._worker.state
-        first = parting_step(state.branches, winner.branches) + 1
-        what = f"steps {first} to {state.step} of {describe(state.branches)} on {self._worker.host}"
-        return {"branch": id_of(state.branches) or None, "first": first, "last": state.step, "what": what}
 
     def _save_before_return(self, world: World) -> str:
         state = self._worker.state
@@ -280,6 +283,14 @@ class Exits:
 
     def _describe_saved(self, advice: str) -> str:
         return f"the state of step {self._worker.state.step} is saved, {advice}"
+
+
+def _discarded(worker: Worker, winner: Position) -> dict[str, Any]:
+    """What of this worker's branch the other one does not have."""
+    state = worker.state
+    first = parting_step(state.branches, winner.branches) + 1
+    what = f"steps {first} to {state.step} of {describe(state.branches)} on {worker.host}"
+    return {"branch": id_of(state.branches) or None, "first": first, "last": state.step, "what": what}
 
 
 def _stay_for_first(world: World, seconds: float, may_go: Callable[[], bool] = lambda: False) -> None:

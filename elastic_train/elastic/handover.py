@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +37,7 @@ CHUNK_BYTES = 16 * 2**20
 """what a rank has got before it passes it on; and what a GPU's state takes of host memory while it is sent"""
 POLL_SECONDS = 0.001
 SLOT = "elastic_train tensor"
+KEPT = "elastic_train kept"
 
 Check = Callable[[], None]
 """called again and again while a rank waits for a state; raises where the process group was broken off"""
@@ -59,10 +60,21 @@ class Handover(Protocol):
 
 
 def hand_out(
-    state: TrainState, ranks: Sequence[int], check: Check, before_sending: Callable[[], None] | None = None
+    state: TrainState,
+    ranks: Sequence[int],
+    check: Check,
+    *,
+    kept: Collection[str] = (),
+    before_sending: Callable[[], None] | None = None,
 ) -> dict[str, Any] | None:
     """Bring the state of `ranks[0]` to the others of `ranks`. Every rank of the group calls it, and it returns when all
-    have theirs. `before_sending` is called on the first one.
+    have theirs.
+
+    Until then the state of each is that of a commit: a late stop may save it meanwhile.
+
+    Args:
+        kept: parameters, by name, that all of `ranks` have alike: they are not sent.
+        before_sending: is called on the first one.
 
     Returns: the first one's clock, where this rank has got its state.
 
@@ -70,24 +82,29 @@ def hand_out(
     """
     clocks: list[dict[str, Any]] = []
     if dist.get_rank() == ranks[0] and len(ranks) > 1:
-        giving = Giving(state, ranks)
+        giving = Giving(state, ranks, kept)
         if before_sending is not None:
             before_sending()
         giving.begin()
-        giving.finish(check)
+        with state.lock.released():
+            giving.finish(check)
     elif dist.get_rank() in ranks[1:]:
         state.optimizer.zero_grad()  # of a step that does not count; there may be no room for them on a GPU
-        Taking(state, ranks[0], clocks.append).finish(check)
+        taking = Taking(state, ranks[0], clocks.append)
+        with state.lock.released():
+            taking.wait(check)
+        taking.finish(check)
     barrier()
     return clocks[0] if clocks else None
 
 
 class Giving:
-    """Sends `state` on a thread of its own, from `begin` on, to all of `ranks` but the first, which is this one."""
+    """Sends `state` on a thread of its own, from `begin` on, to all of `ranks` but the first, which is this one; but
+    for the parameters `kept`, which they have."""
 
-    def __init__(self, state: TrainState, ranks: Sequence[int]) -> None:
+    def __init__(self, state: TrainState, ranks: Sequence[int], kept: Collection[str] = ()) -> None:
         self._ranks = list(ranks)
-        skeleton, self._tensors = take_apart(state)
+        skeleton, self._tensors = take_apart(state, kept)
         # Not on the thread, which would hold up the one that trains: Python runs one of them at a time.
         self._skeleton = torch.frombuffer(bytearray(serialize_state(skeleton)), dtype=torch.uint8)
         position = [state.epoch, state.step, state.samples_done, state.micro_batch_size or 0]
@@ -172,12 +189,17 @@ class Taking:
     def _source_name(self) -> str:
         return f"the state of rank {self._source}"
 
+    def wait(self, check: Check) -> None:
+        """Block until the state is here, without touching the one that this rank has. Raises: as `Handover.finish`."""
+        self._thread.finish(check)
+
     def finish(self, check: Check) -> None:
         """As `Handover.finish`."""
-        self._thread.finish(check)
+        self.wait(check)
         skeleton, tensors = self._skeleton, self._tensors
         self._skeleton, self._tensors = {}, []
-        load(self._state, put_together(skeleton, tensors), self._source_name)
+        mine = {name: parameter.detach() for name, parameter in self._state.model.named_parameters()}
+        load(self._state, put_together(skeleton, tensors, mine), self._source_name)
         self._loaded(skeleton["run"]["clock"])
 
 
@@ -216,9 +238,10 @@ def _wait(work: Any) -> None:
     work.wait(GROUP_TIMEOUT)  # a message of gloo waits otherwise for as long as its group was given to form
 
 
-def take_apart(state: TrainState) -> tuple[dict[str, Any], list[Tensor]]:
+def take_apart(state: TrainState, kept: Collection[str] = ()) -> tuple[dict[str, Any], list[Tensor]]:
     """The state dict with slots in the place of dense tensors, and these tensors: copies of those that a forward pass
-    changes. The entry `tensors` says what they look like."""
+    changes. The entry `tensors` says what they look like. Of the parameters `kept` there are the names alone."""
+    names = {_place_of(parameter): name for name, parameter in state.model.named_parameters() if name in kept}
     changing = {buffer.data_ptr() for buffer in state.model.buffers() if not is_odd(buffer)}
     tensors: list[Tensor] = []
     slots: dict[tuple[Any, ...], int] = {}
@@ -226,7 +249,9 @@ def take_apart(state: TrainState) -> tuple[dict[str, Any], list[Tensor]]:
     def replace(tensor: Tensor) -> Any:
         if is_odd(tensor) or flat_or_none(tensor) is None:
             return tensor.clone()
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        key = _place_of(tensor)
+        if key in names and tensor.numel():
+            return {KEPT: names[key]}
         if key not in slots or not tensor.numel():
             slots[key] = len(tensors)
             is_changing = tensor.data_ptr() in changing
@@ -238,6 +263,10 @@ def take_apart(state: TrainState) -> tuple[dict[str, Any], list[Tensor]]:
         [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())] for tensor in tensors
     ]
     return skeleton, tensors
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 def packets(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
@@ -279,19 +308,21 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return flat(tensor).view(torch.uint8)
 
 
-def put_together(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
-    """The state dict that `take_apart` took apart."""
+def put_together(skeleton: Any, tensors: Sequence[Tensor], mine: Mapping[str, Tensor] | None = None) -> Any:
+    """The state dict that `take_apart` took apart. `mine` are this rank's parameters, by name."""
     if isinstance(skeleton, dict):
         if skeleton.keys() == {SLOT}:
             return tensors[skeleton[SLOT]]
+        if mine is not None and skeleton.keys() == {KEPT}:
+            return mine[skeleton[KEPT]]
         found = type(skeleton)()
         for key, value in skeleton.items():
-            found[key] = put_together(value, tensors)
+            found[key] = put_together(value, tensors, mine)
         if isinstance(skeleton, OrderedDict):
             vars(found).update(vars(skeleton))
         return found
     if isinstance(skeleton, list | tuple):
-        return type(skeleton)(put_together(value, tensors) for value in skeleton)
+        return type(skeleton)(put_together(value, tensors, mine) for value in skeleton)
     return skeleton
 
 

@@ -28,6 +28,7 @@ from elastic_train.storage.run_record import RunRecord, run_to_continue
 from elastic_train.storage.snapshot import STATE_FILE, SnapshotInfo, load_state
 from elastic_train.training.collectives import gather_json
 from elastic_train.training.state import TrainState
+from elastic_train.training.state_hash import frozen_of, hash_of
 from elastic_train.world import World
 
 
@@ -194,13 +195,17 @@ def sync_from_freshest(
     """After a loss survivors can differ by a step: those behind take over the freshest state. Returns its rank.
 
     Every rank calls it; `steps` are all ranks' committed steps, -1 for one that has no state yet. What is received is
-    loaded only when it is whole: the source may die while it is sending. `check` as in `restore`; `before_sending` is
-    called on the source when the others wait for it.
+    loaded only when it is whole: the source may die while it is sending. Frozen weights that those behind have alike
+    are not sent. `check` as in `restore`; `before_sending` is called on the source when the others wait for it.
     """
     source = freshest(steps)
     behind = [rank for rank, step in enumerate(steps) if step != steps[source]]
     if behind:
-        clock = hand_out(state, [source, *behind], check, before_sending)
+        frozen = frozen_of(state)
+        told = gather_json(hash_of(frozen) if frozen and steps[world.rank] >= 0 else None)
+        is_alike = bool(frozen) and all(told[rank] == told[source] for rank in behind)
+        kept = frozen if is_alike else ()
+        clock = hand_out(state, [source, *behind], check, kept=kept, before_sending=before_sending)
         if clock is not None and steps[world.rank] < 0:
             state.clock.take_over(clock)
     return source

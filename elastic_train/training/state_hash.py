@@ -117,14 +117,24 @@ def kind_of_machine(device: torch.device) -> int:
 def tensors_of(state: TrainState) -> Iterator[tuple[str, Any]]:
     """What must be equal on all ranks after each commit, by name: tensors as they lie in memory, and plain values.
 
-    A parameter that no optimizer owns and no gradient changes is left out: a forward pass may write each rank's own.
+    Frozen parameters are left out: a forward pass may write each rank's own.
     """
-    owned = {id(parameter) for group in state.optimizer.param_groups for parameter in group["params"]}
+    frozen = frozen_of(state)
     for name, parameter in state.model.named_parameters():
-        if parameter.requires_grad or id(parameter) in owned:
+        if name not in frozen:
             yield f"parameter {name}", parameter.detach()
     held = {key: value for key, value in state.optimizer.state_dict().items() if key != "param_groups"}
     yield from _leaves("optimizer", held)
+
+
+def frozen_of(state: TrainState) -> dict[str, Tensor]:
+    """The parameters, by name, that no optimizer owns and no gradient changes."""
+    owned = {id(parameter) for group in state.optimizer.param_groups for parameter in group["params"]}
+    return {
+        name: parameter.detach()
+        for name, parameter in state.model.named_parameters()
+        if not parameter.requires_grad and id(parameter) not in owned
+    }
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

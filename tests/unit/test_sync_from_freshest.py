@@ -1,0 +1,104 @@
+"""After a loss survivors can differ by a step: what is sent then, and that a stop may save meanwhile. Two processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing import spawn
+
+from elastic_train.elastic import handover
+from elastic_train.elastic.restore import sync_from_freshest
+from elastic_train.training.state import TrainState, state_sha256
+from elastic_train.world import Member, World
+
+FROZEN_BYTES = 64 * 2**20
+
+
+def make_state(steps: int) -> TrainState:
+    torch.manual_seed(1)
+    frozen = nn.Linear(1024, FROZEN_BYTES // 4096, bias=False).requires_grad_(False)
+    model = nn.Sequential(frozen, nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+    state = TrainState(model, optimizer, length=100, global_batch_size=10, epochs=3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model[1](torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        state.commit(0.5)
+    return state
+
+
+def survivor(rank: int, port: int, steps: Sequence[int], is_written: bool, path: Path) -> None:
+    """Rank 1 is further. `is_written`: a forward pass has written into rank 0's frozen weights."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    members = tuple(Member(f"host-{n}", 0, 1, 1, ("127.0.0.1", 1), f"directory-{n}", "gloo", None) for n in range(2))
+    state = make_state(max(steps[rank], 0))
+    if is_written and rank == 0:
+        with torch.no_grad():
+            state.model[0].weight[3, 3] += 1.0
+    sent: list[int] = []
+    send = handover.Link.send
+
+    def counted(link: handover.Link, tensor: torch.Tensor, targets: Sequence[int]) -> None:
+        sent.append(tensor.nbytes * len(targets))
+        send(link, tensor, targets)
+
+    handover.Link.send = counted
+    could_save: list[bool] = []
+
+    def check() -> None:
+        """As a late stop does, on a thread of its own."""
+        could_save.append(state.lock.acquire(0.0))
+        if could_save[-1]:
+            state.lock.give_back()
+
+    source = sync_from_freshest(state, World(rank, 3, members), steps, check, lambda: None)
+    told: dict[str, Any] = {
+        "source": source,
+        "step": state.step,
+        "sent": sum(sent),
+        "could_save": could_save,
+        "is_held": not state.lock.acquire(0.0),
+        "hash": state_sha256(state.model.state_dict()),
+        "momentum": state_sha256({"0": state.optimizer.state_dict()["state"][0]["momentum_buffer"]}),
+    }
+    (path / f"{rank}.json").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+def survive(path: Path, steps: Sequence[int], *, is_written: bool = False) -> list[dict[str, Any]]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    spawn(survivor, args=(store.port, steps, is_written, path), nprocs=2)
+    found = [json.loads((path / f"{rank}.json").read_text()) for rank in range(2)]
+    for told in found:
+        assert (told["source"], told["step"]) == (1, steps[1])
+        assert told["hash"] == found[1]["hash"]
+        assert told["momentum"] == found[1]["momentum"]
+        assert told["is_held"], "by the thread that trains"
+    return found
+
+
+def test_frozen_weights_that_both_have_are_not_sent(tmp_path: Path) -> None:
+    behind, source = survive(tmp_path, [2, 3])
+    assert 0 < source["sent"] < 100_000
+    assert behind["sent"] == 0
+
+
+@pytest.mark.parametrize(("steps", "is_written"), [([2, 3], True), ([-1, 3], False)])
+def test_others_are_and_a_stop_may_save_what_is_there_meanwhile(
+    tmp_path: Path, steps: Sequence[int], is_written: bool
+) -> None:
+    told = survive(tmp_path, steps, is_written=is_written)
+    assert told[1]["sent"] > FROZEN_BYTES
+    for one in told:
+        assert one["could_save"], "it took a while"
+        assert all(one["could_save"])
