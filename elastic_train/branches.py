@@ -24,6 +24,8 @@ MOST_OTHERS = 16
 
 Branches = tuple[tuple[str, int], ...]
 """Those that a state has gone through, the oldest first: the id of each, and the committed steps when it began."""
+MOST_RESTARTS = 64
+"""that a state remembers, the newest"""
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,18 @@ def describe(branches: Branches) -> str:
     return f"branch {id_of(branches)}" if branches else "the main line"
 
 
+def restarted(restarts: Branches, name: str, step: int) -> Branches:
+    """Those of a state that is begun again at `step`."""
+    return (*restarts, (name, step))[-MOST_RESTARTS:]
+
+
 def is_on(branches: Branches, step: int, line: Branches) -> bool:
     """Whether a state of `branches` and `step` committed steps is on the way to one of `line`, or beyond it on the same
-    branch."""
-    return line[: len(branches)] == branches and (len(line) == len(branches) or step <= line[len(branches)][1])
+    branch. The same of restarts: what a line does not remember of them is on its way, where it came before."""
+    if branches and branches[-1] not in line:
+        return len(line) == MOST_RESTARTS and step <= line[0][1]
+    later = line[line.index(branches[-1]) + 1 :] if branches else line
+    return not later or step <= later[0][1]
 
 
 def parting_step(one: Branches, other: Branches) -> int:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from elastic_train.branches import BRANCH, Branch, id_of
+from elastic_train.branches import BRANCH, Branch, id_of, is_on
 from elastic_train.config import as_json
 from elastic_train.elastic.connect import Return
 from elastic_train.elastic.handover import Check
@@ -222,17 +222,25 @@ class EarlierRun:
             self._compare_fingerprints(world)
         return restored
 
-    def warn_of_further(self) -> None:
-        """The others have begun again from an older state than this node's disk has, which came too late for them."""
+    def warn_of_parted(self) -> None:
+        """The others have begun again from an older state than this node's disk had then, which came too late."""
         worker, state = self._worker, self._worker.state
-        further = [offer for offer in self._offers if offer.run_uid == state.run_uid and offer.step > state.step]
-        if worker.launch.local_rank != 0 or not further:
+        parted = [
+            offer
+            for offer in self._offers
+            if offer.run_uid == state.run_uid and not is_on(offer.restarts, offer.step, state.restarts)
+        ]
+        if worker.launch.local_rank != 0 or not parted:
             return
-        newest = max(further, key=lambda offer: offer.step)
+        newest = max(parted, key=lambda offer: offer.step)
+        is_further = newest.step > state.step
+        remedy = (
+            ". To go on from that snapshot instead, stop all nodes and start them all at once" if is_further else ""
+        )
         worker.reporter.warn(
             f"host {worker.host} has a snapshot of step {newest.step} of this run, {newest.path}, and the job began "
-            f"again without it, from an older one: it is at step {state.step}, and the steps up to {newest.step} are "
-            "done again. To go on from that snapshot instead, stop all nodes and start them all at once"
+            f"again without it, from an older one: it is at step {state.step}, and the steps up to {newest.step} "
+            f"{'are' if is_further else 'were'} done again{remedy}"
         )
 
     def _past(self, *, is_leader: bool) -> PastSnapshots | None:

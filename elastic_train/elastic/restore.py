@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Protocol
 
-from elastic_train.branches import Position, branches_of, describe, is_on
+from elastic_train.branches import Branches, Position, branches_of, describe, is_on, restarted
 from elastic_train.elastic.handover import Check, hand_out
 from elastic_train.elastic.loading import load
 from elastic_train.errors import (
@@ -86,13 +88,15 @@ def restore(
     if is_new_run:
         choice = run_to_continue([RunRecord.from_fields(entry["record"]) for entry in told], seen)
         run_uid, superseded = choice.uid or run_uid, choice.superseded
-    require_one_line([offer for offer in seen if offer["run"] == run_uid])
+    by_rank = [[offer for offer in entry["offers"] if offer["run"] == run_uid] for entry in told]
+    require_one_line([offer for mine in by_rank for offer in mine])
     others = [offer for offer in offers if offer.run_uid != run_uid]
     offers = [offer for offer in offers if offer.run_uid == run_uid]
     if others:
         warn(f"snapshots of another run are not used: {others[0].path} and the like")
-    from_rank = _restore_newest(state, world, offers, superseded, task=task, warn=warn, check=check)
+    from_rank = _restore_newest(state, world, offers, by_rank, superseded, task=task, warn=warn, check=check)
     if from_rank is not None:
+        state.restarts = restarted(state.restarts, gather_json(token_hex(4))[0], state.step)
         return Restored("snapshot", state.step, from_rank)
     if lost is not None:
         raise SnapshotError(f"{lost}, and no snapshot of their run can be seen here")
@@ -100,17 +104,17 @@ def restore(
     told = gather_json(None if found is None else found.to_fields())
     require_none_written([PastSnapshots.from_fields(fields) for fields in told if fields is not None])
     state.run_uid, state.superseded = run_uid, superseded
+    _begin(state, world, check)
+    return Restored("scratch", 0, 0)
+
+
+def _begin(state: TrainState, world: World, check: Check) -> None:
+    """The run began with the member that was there first, and has lasted as long for all: that one may die. Every rank
+    calls it."""
     if state.micro_batch_size is None:
         state.micro_batch_size = -(-state.global_batch_size // world.world_size)
     # Equal by their seed already, if the machines are; rank 0's are everybody's in any case.
     hand_out(state, range(world.world_size), check)
-    _begin_with_first(state, world)
-    return Restored("scratch", 0, 0)
-
-
-def _begin_with_first(state: TrainState, world: World) -> None:
-    """The run began with the member that was there first, and has lasted as long for all: that one may die. Every rank
-    calls it."""
     state.clock.count_nodes(world.num_nodes)  # before the clock is handed on: what was inherited is not counted again
     clocks = gather_json(state.clock.state_dict())
     state.clock.take_over(max(clocks, key=lambda clock: sum(clock["totals"].values())))
@@ -120,6 +124,7 @@ def _restore_newest(
     state: TrainState,
     world: World,
     offers: list[SnapshotInfo],
+    by_rank: list[list[dict[str, Any]]],
     superseded: tuple[str, ...],
     *,
     task: Mapping[str, Any],
@@ -129,7 +134,8 @@ def _restore_newest(
     """Bring every rank to the newest snapshot of the run that is whole. As `restore`; every rank calls it.
 
     Args:
-        offers: of the run, newest first; those that are read leave the list.
+        offers: of the run, those that this rank can see.
+        by_rank: what `describe_offer` says of each rank's; those that are read leave it.
         superseded: uids of runs that this one is in the place of, beside those that the snapshot names.
 
     Returns:
@@ -139,16 +145,15 @@ def _restore_newest(
         TaskMismatch, SnapshotError: as `restore`, of the newest one.
     """
     while True:
-        heads = gather_json(_head(offers[0]) if offers else None)
-        owner = newest_offer([head and head["age"] for head in heads])
-        if owner is None:
+        best = newest_offer([offer for mine in by_rank for offer in mine])
+        if best is None:
             return None
+        have_it = [rank for rank, mine in enumerate(by_rank) if any(_is_same(offer, best) for offer in mine)]
         found: dict[str, Any] = {}
-        has_it = heads[world.rank] == heads[owner]
-        if has_it and (world.rank == owner or isinstance(offers[0].path, Path)):  # on a disk of its own
-            found = _read(state, offers[0], task, warn)
-        if has_it:
-            offers.pop(0)
+        if world.rank in have_it:
+            offer = next(offer for offer in offers if _is_same(describe_offer(offer), best))
+            if world.rank == have_it[0] or isinstance(offer.path, Path):  # on a disk of its own
+                found = _read(state, offer, task, warn)
         told = gather_json(found)
         for entry in told:
             if "mismatch" in entry:
@@ -157,7 +162,10 @@ def _restore_newest(
                 raise SnapshotError(entry["incompatible"])
         whole = [rank for rank, entry in enumerate(told) if "read" in entry]
         if not whole:
+            by_rank = [[offer for offer in mine if not _is_same(offer, best)] for mine in by_rank]
             continue
+        if world.rank == 0:
+            _warn_of_parted([offer for mine in by_rank for offer in mine], best, warn)
         state.superseded = tuple(sorted({*state.superseded, *superseded}))
         without = [rank for rank in range(world.world_size) if rank not in whole]
         hand_out(state, [whole[0], *without], check)
@@ -166,8 +174,22 @@ def _restore_newest(
         return whole[0]
 
 
-def _head(offer: SnapshotInfo) -> dict[str, Any]:
-    return {"age": offer.age_key, "file": vars(offer.files[STATE_FILE])}
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two ranks' offers are one snapshot, or copies of it."""
+    return bool(one["age"] == other["age"] and one["file"] == other["file"])
+
+
+def _warn_of_parted(seen: Sequence[Mapping[str, Any]], best: Mapping[str, Any], warn: Warn) -> None:
+    parted = [
+        one for one in seen if not is_on(branches_of(one["restarts"]), one["step"], branches_of(best["restarts"]))
+    ]
+    if parted:
+        other = max(parted, key=itemgetter("step"))
+        warn(
+            f"host {other['host']} has a snapshot of step {other['step']} of this run, {other['path']}, and host "
+            f"{best['host']} one of step {best['step']}: the one was begun again without what the other had trained. "
+            f"The run goes on from step {best['step']}"
+        )
 
 
 def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn: Warn) -> dict[str, Any]:
@@ -211,16 +233,26 @@ def sync_from_freshest(
     return source
 
 
-def newest_offer(heads: list[list[int] | None]) -> int | None:
-    """The rank whose offer (generation, step) is the newest, the lowest of them where several are; None if none is."""
-    ranked = [(tuple(head), -rank) for rank, head in enumerate(heads) if head is not None]
-    return -max(ranked)[1] if ranked else None
+def newest_offer(offers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The newest by (generation, step). Of several that were trained without each other, as they were begun again on
+    different nodes, generations say nothing: the one that has come furthest."""
+    heads: dict[Branches, Mapping[str, Any]] = {}
+    for offer in sorted(offers, key=lambda one: tuple(one["age"])):
+        heads[branches_of(offer["restarts"])] = offer
+    ends = [
+        head
+        for line, head in heads.items()
+        if not any(line != other and is_on(line, head["step"], other) for other in heads)
+    ]
+    return max(ends or heads.values(), key=lambda head: (head["step"], *head["age"]), default=None)
 
 
 def describe_offer(offer: SnapshotInfo) -> dict[str, Any]:
-    """What `require_one_line` takes of a snapshot."""
+    """What the members tell each other of a snapshot."""
     return {
-        "age": offer.age_key,
+        "age": list(offer.age_key),
+        "file": vars(offer.files[STATE_FILE]),
+        "restarts": [list(one) for one in offer.restarts],
         "run": offer.run_uid,
         "step": offer.step,
         "branches": offer.branches,

@@ -185,7 +185,7 @@ class Resume:
         """The others' state is this worker's: its node may have snapshots beside their way."""
         if self._was_left_out:
             self._files.set_branch_aside()
-        self._earlier.warn_of_further()
+        self._earlier.warn_of_parted()
 
     def _note_branch(self, change: Change) -> None:
         """The state says on which branch it is, from its first world on."""

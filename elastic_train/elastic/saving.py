@@ -264,5 +264,6 @@ class Saver:
             "generation": self._world.generation,
             "world_size": self._world.world_size,
             "branches": state.branches,
+            "restarts": state.restarts,
             "metric": state.ratings.at(state.step),
         }

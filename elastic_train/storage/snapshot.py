@@ -137,6 +137,8 @@ class SnapshotInfo:
     files: Mapping[str, SnapshotFile]
     branches: Branches = ()
     """That its state has gone through, where the run was split."""
+    restarts: Branches = ()
+    """Where it was begun again from a snapshot."""
     metric: float | None = None
     """Of its model, where it was evaluated; more is better."""
 
@@ -233,6 +235,7 @@ def info_of(manifest: dict[str, Any], path: SnapshotPlace, key: bytes | None) ->
                 for name, file in manifest["files"].items()
             },
             branches=branches_of(manifest.get("branches", ())),
+            restarts=branches_of(manifest.get("restarts", ())),
             metric=finite_number(manifest.get("metric")),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:

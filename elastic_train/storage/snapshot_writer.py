@@ -53,6 +53,7 @@ class _Position:
     generation: int
     world_size: int
     branches: Branches = ()
+    restarts: Branches = ()
     metric: float | None = None
 
 
@@ -112,6 +113,7 @@ class SnapshotWriter:
         generation: int,
         world_size: int,
         branches: Branches = (),
+        restarts: Branches = (),
         metric: float | None = None,
         in_flight_timeout: float = 300.0,
         fleet: Fleet | None = None,
@@ -130,7 +132,7 @@ class SnapshotWriter:
                 f"snapshot of step {step} not written: the one before it is still being written to "
                 f"{self.directory} after {in_flight_timeout:g} s"
             )
-        position = _Position(step, epoch, samples_done, generation, world_size, branches, metric)
+        position = _Position(step, epoch, samples_done, generation, world_size, branches, restarts, metric)
         return self._write(self._buffers.copy(state), position, start, stall_seconds=None, fleet=fleet)
 
     def save_share(self, state: dict[str, Any], fleet: Fleet, *, step: int, generation: int) -> bool:
@@ -158,6 +160,7 @@ class SnapshotWriter:
         generation: int,
         world_size: int,
         branches: Branches = (),
+        restarts: Branches = (),
         metric: float | None = None,
     ) -> bool:
         """Copy the state into the host buffers, start writing it and return; the caller may change the state at once.
@@ -173,7 +176,7 @@ class SnapshotWriter:
             return False
         start = time.perf_counter()
         copied = self._buffers.copy(state)
-        position = _Position(step, epoch, samples_done, generation, world_size, branches, metric)
+        position = _Position(step, epoch, samples_done, generation, world_size, branches, restarts, metric)
         stall_seconds = time.perf_counter() - start
 
         def write() -> None:

@@ -94,7 +94,8 @@ class TrainState:
         self.generations = 0
         """worlds that this run has had"""
         self.branches: Branches = ()
-        """that this state has gone through, where the run was split"""
+        self.restarts: Branches = ()
+        """where this run was split on the way to this state, and where it was begun again from a snapshot"""
         self.fingerprint: dict[str, Any] = {}
         """what the bits of an ordered run depend on, as it was where its newest steps were trained"""
         self.clock, self.lock = PhaseClock(), StateLock()
@@ -107,8 +108,7 @@ class TrainState:
         self._kept_scales = KeptScales(self.extras.values())
         self._is_step_open = self._is_updating = False
         optimizer.register_step_pre_hook(self._note_update)
-        self._schedule = schedule
-        self._has_own_optimizer = has_own_optimizer
+        self._schedule, self._has_own_optimizer = schedule, has_own_optimizer
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._apply_schedule()
 
@@ -174,8 +174,7 @@ class TrainState:
         self.lock.hold()
         self._is_step_open = False
         self.samples_done += self.next_step_samples()
-        self.step += 1
-        self.last_loss = loss
+        self.step, self.last_loss = self.step + 1, loss
         if self.averaged is not None:
             self.averaged.update(self.model)
         event = {
@@ -238,6 +237,7 @@ class TrainState:
                 "stopped_at": self.stopped_at,
                 "generations": self.generations,
                 "branches": [list(one) for one in self.branches],
+                "restarts": [list(one) for one in self.restarts],
                 "fingerprint": self.fingerprint,
                 "clock": self.clock.state_dict(),
             },
@@ -277,7 +277,7 @@ class TrainState:
         self.evaluated_step = int(run.get("evaluated_step", -1))
         self.incidents, self.generations = list(run["incidents"]), int(run["generations"])
         self.stopped_at = int(run.get("stopped_at", -1))
-        self.branches = branches_of(run.get("branches", ()))
+        self.branches, self.restarts = branches_of(run.get("branches", ())), branches_of(run.get("restarts", ()))
         self.fingerprint = dict(run.get("fingerprint", {}))
         self._apply_schedule()
         self._is_updating = False

@@ -67,25 +67,29 @@ def test_an_absent_node_does_not_bring_back_the_run_that_fresh_has_replaced(clus
     assert "snapshots of another run are not used" in nodes[1].text()
 
 
-def test_a_node_that_comes_too_late_with_newer_steps_says_so(cluster: Cluster) -> None:
-    """Without a directory in common the others could not know, and do those steps again."""
+@pytest.mark.parametrize(("others", "remedy"), [(20, "are done again. To go on from that"), (80, "were done again")])
+def test_a_node_that_comes_too_late_with_newer_steps_says_so(cluster: Cluster, others: int, remedy: str) -> None:
+    """Without a directory in common the others could not know, and do those steps again, or have done them."""
     here, there, pace = cluster.path / "here", cluster.path / "there", cluster.path / "pace"
     task = ("--task", "elastic_train.tools.drills.task:PacedDigits")
     train(cluster, here, 20, what=task)
     shutil.copytree(here, there)
     (there / ".directory-id").unlink()
     train(cluster, there, 60, what=task)
-    set_pace(pace, 0.05)  # seconds per sample: the other one comes long before step 60
-    flags, env = (*task, *TIMES, "--max-steps", "80"), {PACE_VARIABLE: str(pace)}
+    if others > 20:
+        train(cluster, here, others, what=task)
+    set_pace(pace, 0.05)  # seconds per sample: the other one comes long before the next 40 steps
+    flags, env = (*task, *TIMES, "--max-steps", f"{others + 60}"), {PACE_VARIABLE: str(pace)}
     nodes = cluster.start(*flags, run_dir=here, env=env, nnodes="1:2")
-    wait_for_step(here, 21)
+    wait_for_step(here, others + 1)
     nodes += cluster.start(*flags, run_dir=there, env=env, nnodes="1:2")
     wait_until(lambda: "has a snapshot of step 60 of this run" in nodes[1].text(), "the warning", 120.0)
     set_pace(pace, 0.0)
     cluster.finish(nodes)
     assert "has a snapshot of step 60" not in nodes[0].text()
     [warning] = [event for event in events(there, "warning") if "of step 60" in event["message"]]
-    assert 20 < warning["step"] < 60
+    assert others < warning["step"] < others + 40
+    assert remedy in warning["message"]
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from elastic_train.branches import Branch, Branches, Position, is_on, parting_step
-from elastic_train.elastic.restore import describe_offer, require_line, require_one_line
+from elastic_train.branches import MOST_RESTARTS, Branch, Branches, Position, is_on, parting_step, restarted
+from elastic_train.elastic.restore import describe_offer, newest_offer, require_line, require_one_line
 from elastic_train.errors import BranchesMixed, Refused, StoreUnreachable
 from elastic_train.protocol.other_sides import SUPERSEDED, OtherSides
 from elastic_train.protocol.store import MemoryStore
@@ -39,6 +39,35 @@ SECOND: Branches = (("b", 100), ("d", 150))
 )
 def test_what_is_on_a_line(branches: Branches, step: int, line: Branches, expected: bool) -> None:
     assert is_on(branches, step, line) is expected
+
+
+def test_restarts_are_told_apart_by_what_is_remembered_of_them() -> None:
+    line: Branches = ()
+    for number in range(2 * MOST_RESTARTS):
+        line = restarted(line, str(number), 10 * number)
+    assert len(line) == MOST_RESTARTS
+    assert line[-1] == ("127", 1270)
+    assert is_on((("7", 70),), 80, line), "before all that is remembered"
+    assert not is_on((("7", 70),), 645, line)
+    assert is_on(line, 9999, line)
+    assert not is_on((("parted", 1000),), 1001, line)
+
+
+def offer(restarts: Branches, generation: int, step: int) -> dict[str, Any]:
+    return {"restarts": [list(one) for one in restarts], "age": [generation, step], "step": step}
+
+
+def test_the_newest_is_the_furthest_of_those_that_were_trained_without_each_other() -> None:
+    first, again, other = offer(LINE, 1, 100), offer(FIRST, 2, 308), offer(OTHER, 7, 182)
+    assert newest_offer([first, other, again]) == again, "not of the later generation: those are counted apart"
+    assert newest_offer([first, offer(LINE, 9, 182), again]) == again
+    assert newest_offer([first, offer(LINE, 9, 400), again]) == offer(LINE, 9, 400)
+
+
+def test_on_one_line_the_later_generation_is_the_newer() -> None:
+    assert newest_offer([offer(LINE, 3, 120), offer(LINE, 4, 119)]) == offer(LINE, 4, 119)
+    assert newest_offer([offer(LINE, 3, 100), offer(FIRST, 4, 100)]) == offer(FIRST, 4, 100)
+    assert newest_offer([]) is None
 
 
 def test_where_two_lines_part() -> None:

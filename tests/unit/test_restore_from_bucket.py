@@ -1,5 +1,5 @@
 """Two members without a state and one bucket: one of them reads, both have it; what is damaged is skipped by both.
-Where nothing is there, both begin from scratch.
+Where nothing is there, both begin from scratch; of parted snapshots on disks of their own both get the furthest.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from elastic_train.storage.store_urls import parse_url
 from elastic_train.training.state import TrainState, state_sha256
 
 WORLD_SIZE = 2
+PARTED = (("disk-0", 3, 9), ("disk-1", 5, 4))
+"""disk, step and generation of snapshots of nodes that were begun again without each other from step 2"""
 AGES = (2.0, 600.0)
 """of the processes, by rank: the second one has waited for the first"""
 
@@ -41,6 +43,15 @@ def make_state(seed: int) -> TrainState:
 
 def bucket_in(folder: Path) -> Bucket:
     return Bucket(ObjectStore(parse_url(f"file://{folder}")), part_bytes=4096)
+
+
+def save(writer: SnapshotWriter, step: int, generation: int) -> None:
+    state = make_state(seed=step)
+    state.run_uid, state.restarts = "run", ((f"generation {generation}", 2),)
+    for _ in range(step):
+        state.commit(0.5)
+    where: dict[str, Any] = {"epoch": 0, "samples_done": 10 * step, "generation": generation, "world_size": 2}
+    writer.save(state.state_dict(), step=step, restarts=state.restarts, **where)
 
 
 def bring(state: TrainState, rank: int, offers: list[SnapshotInfo], warnings: list[str]) -> Restored:
@@ -82,6 +93,8 @@ def work(rank: int, port: int, folder: Path, out: Path) -> None:
     new.clock = PhaseClock(process_age=AGES[rank])
     new.clock.enter(Phase.FORM)
     scratch = bring(new, rank, [], [])
+    parted, told = make_state(seed=rank + 20), []
+    bring(parted, rank, find_snapshots(out / f"disk-{rank}", warn=lambda _: None), told)
     parts = [key for key in read if "state.pt." in key]
     found = {
         "source": restored.source,
@@ -91,6 +104,8 @@ def work(rank: int, port: int, folder: Path, out: Path) -> None:
         "parts": parts,
         "warnings": warnings,
         "scratch": scratch.source,
+        "parted": [parted.step, parted.restarts, state_sha256(parted.model.state_dict())],
+        "told": told,
         "startup": new.clock.totals()["startup"],
         "wall": sum(new.clock.totals().values()),
         "paid": new.clock.node_seconds()[0],
@@ -106,13 +121,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     bucket = bucket_in(out / "bucket")
     writer = SnapshotWriter(bucket, keep=3, host="gone", run_uid="run", task={})
     for step in (1, 2):
-        state = make_state(seed=step)
-        state.run_uid = "run"
-        for _ in range(step):
-            state.commit(0.5)
-        writer.save(state.state_dict(), step=step, epoch=0, samples_done=10 * step, generation=4, world_size=2)
+        save(writer, step, 4)
     damaged = next(key for key in bucket.store.list() if key.startswith("step-000000000002") and ".00001." in key)
     bucket.store.put(damaged, bytes(bucket.store.list()[damaged]))
+    for disk, step, generation in PARTED:
+        save(SnapshotWriter(out / disk, keep=3, host=disk, run_uid="run", task={}), step, generation)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn(work, args=(store.port, out / "bucket", out), nprocs=WORLD_SIZE)
     return [json.loads((out / str(rank)).read_text()) for rank in range(WORLD_SIZE)]
@@ -129,6 +142,19 @@ def test_one_reads_for_both(found: list[dict[str, Any]]) -> None:
     assert found[1]["parts"] == []
     assert len(found[0]["warnings"]) == 1
     assert "is damaged" in found[0]["warnings"][0]
+
+
+def test_of_parted_snapshots_the_furthest_is_restored(found: list[dict[str, Any]]) -> None:
+    """Though its generation is the lower one: they were counted apart."""
+    expected = state_sha256(make_state(seed=5).model.state_dict())
+    for one in found:
+        step, [before, now], sha256 = one["parted"]
+        assert (step, before, now[1], sha256) == (5, ["generation 4", 2], 5, expected)
+    assert found[0]["parted"] == found[1]["parted"], "the name of the restart too"
+    [told] = found[0]["told"]
+    assert "host disk-0 has a snapshot of step 3" in told
+    assert "host disk-1 one of step 5" in told
+    assert found[1]["told"] == []
 
 
 def test_a_run_from_scratch_began_with_the_member_that_was_there_first(found: list[dict[str, Any]]) -> None:

@@ -245,6 +245,7 @@ def test_one_snapshot(tmp_path: Path) -> None:
         "elastic_train_version": elastic_train.__version__,
         "task": {"seed": 3, "classes": [1, 2]},
         "branches": (),
+        "restarts": (),
         "metric": None,
     }
     assert {name: getattr(info, name) for name in expected} == expected
