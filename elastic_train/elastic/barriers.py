@@ -1,11 +1,15 @@
-"""Where the members of a world wait for each other, beside its process group."""
+"""Where the members of a world wait for each other, beside its process group, and what they need for it."""
 
 from __future__ import annotations
 
+import threading
+import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
 
-from elastic_train.elastic.surroundings import Limits, Surroundings
 from elastic_train.errors import FormationFailed, StoreUnreachable, UsageError
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.liveness import Watcher
@@ -16,6 +20,33 @@ READY_POLL_SECONDS = 0.00005
 """the same for each member of a world while all of them ask rank 0, which answers some 20,000 times a second"""
 SPARE_POLL_SECONDS = 0.01
 """between two looks of a spare; a part of what a recovery takes that waits for it"""
+
+
+class Limits(Protocol):
+    """What the configuration says of waiting."""
+
+    @property
+    def peer_timeout(self) -> float: ...
+    @property
+    def wait_timeout(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Everything that a member needs of the machine; the simulator has its own."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    draw_uid: Callable[[], str] = lambda: uuid.uuid4().hex[:12]
+    start: Callable[[str, Callable[[], None]], None] = lambda name, task: threading.Thread(
+        target=task, name=name, daemon=True
+    ).start()
+    finish: Callable[[float], None] = lambda _seconds: None
+    """waits so long at most for all that was started to end"""
+    poll_seconds: float = 0.001
+    """between two looks at a store"""
+    reach: Callable[[str, World], None] = lambda _point, _world: None
+    """told at the points of an agreement and a join at which a drill may inject a fault, on any thread"""
 
 
 class Barriers:

@@ -17,10 +17,10 @@ from pathlib import Path
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from elastic_train.elastic.background import BackgroundThreads
+from elastic_train.elastic.barriers import Surroundings
 from elastic_train.elastic.claims import run_directory_arbiter
 from elastic_train.elastic.formed_group import FormedGroup, can_form, form, form_timeout
 from elastic_train.elastic.membership import Membership
-from elastic_train.elastic.surroundings import Surroundings
 from elastic_train.errors import StoreUnreachable, first_line
 from elastic_train.protocol.addresses import address_towards, address_towards_any, split_endpoint
 from elastic_train.protocol.group_store import GroupStoreServer

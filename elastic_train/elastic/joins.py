@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from elastic_train.elastic.barriers import no_answer, require_whole
+from elastic_train.elastic.barriers import Surroundings, no_answer, require_whole
 from elastic_train.elastic.formed_group import FormedGroup
 from elastic_train.elastic.next_world import REPORT_SECONDS, ReportTimes
-from elastic_train.elastic.surroundings import Surroundings
 from elastic_train.errors import FormationFailed, JobFinished, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.job import Admitted, Job, Over

@@ -20,11 +20,10 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from elastic_train.branches import BRANCH, POSITION, Branch, Branches, Position, id_of, id_on
-from elastic_train.elastic.barriers import Barriers
+from elastic_train.elastic.barriers import Barriers, Limits, Surroundings
 from elastic_train.elastic.formed_group import FormedGroup
 from elastic_train.elastic.joins import Arrival, Joins
 from elastic_train.elastic.next_world import Forming, Survivors
-from elastic_train.elastic.surroundings import Limits, Surroundings
 from elastic_train.errors import LeftOut, SecondJob, StoreUnreachable, Superseded
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.job import SETTLED_REDUCTIONS, Job

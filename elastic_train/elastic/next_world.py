@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
-from elastic_train.elastic.barriers import expect_answer
-from elastic_train.elastic.surroundings import Limits, Surroundings
+from elastic_train.elastic.barriers import Limits, Surroundings, expect_answer
 from elastic_train.errors import FormationFailed, LeftOut, StoreUnreachable
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, Fatal, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.job import Job

@@ -9,9 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from elastic_train.elastic.barriers import Surroundings
 from elastic_train.elastic.connect import Waits
 from elastic_train.elastic.membership import Change, Membership
-from elastic_train.elastic.surroundings import Surroundings
 from elastic_train.errors import JobFinished, LeftOut
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.protocol.neighbours import Heard

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+from elastic_train.elastic.barriers import Surroundings
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.quarantined import Quarantined
-from elastic_train.elastic.surroundings import Surroundings
 from elastic_train.errors import JobFinished, LeftOut, SecondJob, Superseded
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.liveness import Watcher, ping_interval

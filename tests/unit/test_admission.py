@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from elastic_train.elastic import joins
+from elastic_train.elastic.barriers import Surroundings
 from elastic_train.elastic.joins import SETTLE_SECONDS
 from elastic_train.elastic.membership import Membership
-from elastic_train.elastic.surroundings import Surroundings
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.world import Member, World
 from tests.bare_membership import bare_membership

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from elastic_train.elastic.background import BackgroundThreads
+from elastic_train.elastic.barriers import Surroundings
 from elastic_train.elastic.membership import END_SECONDS
-from elastic_train.elastic.surroundings import Surroundings
 from tests.bare_membership import bare_membership
 from tests.unit.test_world import member
 

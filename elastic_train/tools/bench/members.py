@@ -21,10 +21,10 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
+from elastic_train.elastic.barriers import Surroundings
 from elastic_train.elastic.connect import OWN_SECONDS, Waits, answering
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.standing import standing_in
-from elastic_train.elastic.surroundings import Surroundings
 from elastic_train.errors import FormationFailed, first_line
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.job import SETTLED_REDUCTIONS
