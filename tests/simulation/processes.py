@@ -32,3 +32,4 @@ def _begin() -> None:
     for module, name, value in SHORT:
         setattr(module, name, value)
     gc.freeze()
+    gc.set_threshold(100_000)  # a history leaves cycles, and few of them
