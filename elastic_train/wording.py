@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 
@@ -17,6 +17,13 @@ def kind_of(value: object) -> str:
         return "nothing (is its return missing?)"
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def main_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Of a test set: its accuracy, `97.50%`, or where it has none all that was measured, `0.0153`."""
+    if "accuracy" in metrics:
+        return {"accuracy": f"{metrics['accuracy']:.2%}"}
+    return {name: f"{value:.4g}" for name, value in metrics.items()}
 
 
 def flags_in(words: Iterable[str]) -> list[str]:

@@ -74,14 +74,13 @@ class Evaluations:
                     do=watcher.do,
                 )
         watcher.do(Activity.COMPUTE)
-        state.evaluated_step = state.step
-        if found.accuracy is not None:
-            state.last_accuracy = (state.step, found.accuracy)
-            state.ratings.note(state.step, found.accuracy)
+        state.evaluated_step, state.test_metrics = state.step, found.metrics
+        if (accuracy := found.metrics.get("accuracy")) is not None:
+            state.ratings.note(state.step, accuracy)
         elif config.keep_best and world.rank == 0 and not self._has_warned:
             self._has_warned = True
             worker.reporter.warn(
-                '--keep-best keeps nothing: the evaluate() of this task gives no "correct", by whose mean the best are '
+                '--keep-best keeps nothing: this task reports no "correct", by whose mean over the test set the best are '
                 "chosen; more is better"
             )
-        worker.reporter.evaluation(state, found.metrics)
+        worker.reporter.evaluation(state)

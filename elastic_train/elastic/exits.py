@@ -30,6 +30,7 @@ from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rules import Activity, Failure
 from elastic_train.runlog.goodput import Phase
 from elastic_train.training.collectives import GROUP_TIMEOUT, barrier
+from elastic_train.wording import main_metrics
 from elastic_train.world import World
 
 SAVE_SECONDS = 300.0
@@ -65,17 +66,17 @@ class Exits:
         worker.reach("exit", world)
         reporter.events.write("done", outcome=outcome)
         reporter.report_for_node(f"{outcome.replace('_', ' ')} at step {state.step}")
-        accuracy = f", test accuracy {state.last_accuracy[1]:.2%}" if state.last_accuracy else ""
+        measured = "".join(f", test {name} {value}" for name, value in main_metrics(state.test_metrics).items())
         if outcome == "already_finished":
             reporter.report(
-                f"the run in {worker.directory.path} is finished: {state.step} steps{accuracy}. Nothing left to do; "
+                f"the run in {worker.directory.path} is finished: {state.step} steps{measured}. Nothing left to do; "
                 f"a larger {'--epochs' if worker.config.max_steps is None else '--max-steps'} trains on, "
                 "--fresh starts anew"
             )
         else:
             summary = json.loads(data)
             reporter.report(
-                f"finished: {state.step} steps{accuracy}, {summary['wall_seconds']:.1f} s, "
+                f"finished: {state.step} steps{measured}, {summary['wall_seconds']:.1f} s, "
                 f"{summary['goodput']['ratio']:.0%} of the wall time in training; {worker.directory.result_path}"
             )
         return 0

@@ -203,18 +203,18 @@ class Reporter:
             return {}
         return {"void": [{"generation": commit["generation"], "step": commit["step"]} for commit in mine]}
 
-    def evaluation(self, state: TrainState, metrics: dict[str, float]) -> None:
-        named = {"accuracy" if name == "correct" else name: value for name, value in metrics.items()}
+    def evaluation(self, state: TrainState) -> None:
+        metrics = state.test_metrics
         text = " ".join(
             f"test_{name}={value:.2%}" if name == "accuracy" else f"test_{name}={value:.4f}"
-            for name, value in named.items()
+            for name, value in metrics.items()
         )
         if self.is_spokesman:
-            self.events.write("evaluation", epoch=state.epoch, accuracy=named.get("accuracy"), metrics=named)
+            self.events.write("evaluation", epoch=state.epoch, accuracy=metrics.get("accuracy"), metrics=metrics)
         epoch = state.epoch + (state.samples_done > 0)  # as in the lines of steps: the one that the last step was of
         self.report(f"step={state.step} epoch={epoch}/{state.num_epochs} {text}")
         if self._world is not None and self._world.rank == 0:
-            self._add_scalars(state.step, {f"test/{name}": value for name, value in named.items()})
+            self._add_scalars(state.step, {f"test/{name}": value for name, value in metrics.items()})
 
     def _add_scalars(self, step: int, values: dict[str, float]) -> None:
         if self._scalars is None:

@@ -10,9 +10,10 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import itemgetter
 from pathlib import Path
 
 from elastic_train.errors import RunDirectoryError, SnapshotError
@@ -79,6 +80,8 @@ class Status:
     test_accuracy: float | None = None
     accuracy_step: int | None = None
     """committed steps when it was measured"""
+    test_metrics: Mapping[str, float] = field(default_factory=dict)
+    """of the newest evaluation, by name"""
     snapshot: SnapshotInfo | None = None
     """the newest whole one by its size; its checksum is not verified"""
     remote_snapshot: Line | None = None
@@ -144,7 +147,7 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
     epoch, samples_done = _position(step, step_lines, length, batch)
     result = read_json(run_dir / "result.json")
     current_result = result if result is not None and (step is None or int_of(result, "step") == step) else None
-    accuracy, accuracy_step = _accuracy(world, result)
+    accuracy_step, test_metrics = _newest_evaluation(world, result)
     return Status(
         run_dir=run_dir,
         state=state,
@@ -161,8 +164,9 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         length=length,
         loss=float_of(step_lines[-1], "loss") if step_lines else None,
         samples_per_second=_rate(step_lines, length, batch),
-        test_accuracy=accuracy,
+        test_accuracy=test_metrics.get("accuracy"),
         accuracy_step=accuracy_step,
+        test_metrics=test_metrics,
         snapshot=snapshot,
         remote_snapshot=_newest_remote_snapshot(workers),
         incidents=_incidents(workers, current_result, now),
@@ -328,16 +332,17 @@ def _rate(step_lines: list[Line], length: int | None, batch: int | None) -> floa
     return (newest["step"] - oldest["step"]) * batch / seconds if batch else None
 
 
-def _accuracy(world: list[Line], result: Line | None) -> tuple[float | None, int | None]:
-    """(test accuracy, committed steps when it was measured): the newest that is known."""
-    found = [(int_of(line, "step") or 0, float_of(line, "accuracy")) for line in world if line["event"] == "evaluation"]
+def _newest_evaluation(world: list[Line], result: Line | None) -> tuple[int | None, dict[str, float]]:
+    """Committed steps when it was, and what it found by name."""
+    found = [(int_of(line, "step") or 0, dict_of(line, "metrics")) for line in world if line["event"] == "evaluation"]
     if result is not None:
-        found.append((int_of(result, "step") or 0, float_of(result, "test_accuracy")))
-    known = [(step, accuracy) for step, accuracy in found if accuracy is not None]
+        found.append((int_of(result, "step") or 0, dict_of(result, "test_metrics")))
+    known = [(step, metrics) for step, metrics in found if metrics]
     if not known:
-        return None, None
-    step, accuracy = max(known)
-    return accuracy, step
+        return None, {}
+    step, metrics = max(known, key=itemgetter(0))
+    numbers = {name: float_of(metrics, name) for name in metrics}
+    return step, {name: value for name, value in numbers.items() if value is not None}
 
 
 def _incidents(workers: list[WorkerLines], result: Line | None, now: float) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from elastic_train.observe.status import SILENT_AFTER_SECONDS, RunState, Status
 from elastic_train.protocol.quarantine import describe_deaths
 from elastic_train.runlog.reader import Line, int_of, time_of
 from elastic_train.storage.snapshot import SnapshotInfo
-from elastic_train.wording import duration, human_bytes
+from elastic_train.wording import duration, human_bytes, main_metrics
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,9 +46,9 @@ def describe(status: Status, now: float) -> list[tuple[str, str]]:
         row("epoch", f"{_of(status.epoch + 1, status.num_epochs)}" + (f", {position} samples" if position else ""))
     row("loss", None if status.loss is None else f"{status.loss:.4f}")
     row("samples/s", None if status.samples_per_second is None else f"{status.samples_per_second:,.0f}")
-    if status.test_accuracy is not None:
-        at = f" at step {status.accuracy_step}" if status.accuracy_step != status.step else ""
-        row("test accuracy", f"{status.test_accuracy:.2%}{at}")
+    at = f" at step {status.accuracy_step}" if status.accuracy_step != status.step else ""
+    for name, value in main_metrics(status.test_metrics).items():
+        row(f"test {name}", f"{value}{at}")
     row("snapshot", _describe_snapshot(status.snapshot, status.remote_snapshot, now))
     row("training", None if status.goodput_ratio is None else f"{status.goodput_ratio:.0%} of the wall time")
     row("bill", describe_bill(status.bill))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 import torch
@@ -34,14 +34,11 @@ SUM_TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the whole test set, the same on every rank."""
+    """Of the whole test set, the same on every rank."""
 
     num_samples: int
     metrics: dict[str, float]
-
-    @property
-    def accuracy(self) -> float | None:
-        return self.metrics.get("correct")
+    """what the task makes of the means, "correct" by the name of `accuracy`"""
 
 
 class BlockSampler:
@@ -130,10 +127,8 @@ def evaluate(
     if world.world_size > 1:
         all_reduce(table)  # every entry is one rank's value plus zeros: exact
     totals = [sum(row, start=0.0) for row in table.tolist()]
-    return Evaluation(
-        num_samples=sampler.length,
-        metrics={name: total / sampler.length for name, total in zip(names, totals, strict=True)},
-    )
+    means = {name: total / sampler.length for name, total in zip(names, totals, strict=True)}
+    return Evaluation(sampler.length, _metrics_of(task, means))
 
 
 @torch.no_grad()
@@ -203,6 +198,19 @@ def require_sums(task: Task, values: Any) -> dict[str, torch.Tensor]:
                 "sum over the samples of the batch"
             )
     return found
+
+
+def _metrics_of(task: Task, means: dict[str, float]) -> dict[str, float]:
+    """Raises: UsageError where the task's `summarize` gave something else than numbers by name."""
+    found = task.summarize(means)
+    if not isinstance(found, dict):
+        raise UsageError(
+            f"{type(task).__name__}.summarize gave {kind_of(found)}: it must give a dict of numbers by name"
+        )
+    for name, value in found.items():
+        if isinstance(value, torch.Tensor) or not isinstance(value, SupportsFloat):
+            raise UsageError(f"{type(task).__name__}.summarize gave {name!r} as {kind_of(value)}: it must be a number")
+    return {"accuracy" if name == "correct" else str(name): float(value) for name, value in found.items()}
 
 
 def _agreed_names(sums: dict[str, torch.Tensor], world: World) -> list[str]:

@@ -15,7 +15,7 @@ from elastic_train.branches import Branches, branches_of
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.kept import KeptBuffers, KeptScales
-from elastic_train.training.ratings import Rated, Ratings, rated
+from elastic_train.training.ratings import Ratings
 from elastic_train.training.sampler import steps_per_epoch
 from elastic_train.training.state_lock import StateLock
 
@@ -80,8 +80,8 @@ class TrainState:
         self.last_commits: list[dict[str, Any]] = []
         """the `step` events of the two newest committed steps, which a rank that takes this state over writes where
         rank 0 died before it could; the newest is the last"""
-        self.last_accuracy: Rated | None = None
-        """test accuracy of the newest evaluation"""
+        self.test_metrics: dict[str, float] = {}
+        """of the newest evaluation, by name"""
         self.evaluated_step = -1
         """committed steps at the newest evaluation"""
         self.ratings = Ratings()
@@ -230,7 +230,7 @@ class TrainState:
                 "micro_batch_size": self.micro_batch_size,
                 "last_loss": self.last_loss,
                 "last_commits": self.last_commits,
-                "last_accuracy": list(self.last_accuracy) if self.last_accuracy else None,
+                "test_metrics": self.test_metrics,
                 "evaluated_step": self.evaluated_step,
                 "ratings": self.ratings.state_dict(),
                 "incidents": self.incidents,
@@ -272,7 +272,7 @@ class TrainState:
             self.micro_batch_size = run["micro_batch_size"]
         self.last_loss = run["last_loss"]
         self.last_commits = list(run.get("last_commits", ()))
-        self.last_accuracy = rated(run["last_accuracy"])
+        self.test_metrics = dict(run.get("test_metrics", {}))
         self.ratings.load_state_dict(run.get("ratings", {}))
         self.evaluated_step = int(run.get("evaluated_step", -1))
         self.incidents, self.generations = list(run["incidents"]), int(run["generations"])

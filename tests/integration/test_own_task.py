@@ -62,6 +62,9 @@ class Everything(Task):
 
     def evaluate(self, model, batch):
         return {"margin": model(batch[0]).abs().sum(), **super().evaluate(model, batch)}
+
+    def summarize(self, means):
+        return {"squared_margin": means["margin"] ** 2}
 """
 
 
@@ -73,7 +76,9 @@ def test_optimizer_schedule_collate_and_metrics_of_ones_own(cluster: Cluster) ->
     _, state = newest_snapshot(cluster.run_dir)
     assert "square_avg" in state["optimizer"]["state"][0], "RMSprop's"
     assert state["optimizer"]["param_groups"][0]["lr"] == 0.125
-    assert "test_margin=" in node.text()
+    measured = result(cluster.run_dir)["test_metrics"]
+    assert list(measured) == ["squared_margin"]
+    assert f", test squared_margin {measured['squared_margin']:.4g}, " in node.text()
 
 
 def test_an_error_in_a_users_module_shows_the_users_traceback_first(cluster: Cluster) -> None:

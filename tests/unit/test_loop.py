@@ -219,6 +219,33 @@ def test_an_evaluation_that_gives_something_else_is_told_in_one_line(given: Any,
     assert "evaluation" not in told
 
 
+def test_what_is_no_mean_is_made_of_means() -> None:
+    class Summarized(Watched):
+        def evaluate(self, model: nn.Module, batch: Any) -> Any:
+            return {"twos": torch.full((len(batch[0]),), 2.0).sum()}
+
+        def summarize(self, means: dict[str, float]) -> dict[str, float]:
+            return {"cube": means["twos"] ** 3, "correct": 0.5}
+
+    task = Summarized(test_samples=7)
+    loop, state, _ = make_loop(task, micro_batch_size=3)
+    loop.run(WORLD, steps(task))
+    assert state.test_metrics == {"cube": 8.0, "accuracy": 0.5}
+    assert state.ratings.at(state.step) == 0.5
+
+
+@pytest.mark.parametrize(("given", "said"), [(0.5, "a float: it must give a dict"), ({"f1": None}, "'f1' as nothing")])
+def test_a_summary_that_is_none_is_told_in_one_line(given: Any, said: str) -> None:
+    class Given(Watched):
+        def summarize(self, means: dict[str, float]) -> dict[str, float]:
+            return given  # type: ignore[no-any-return]
+
+    task = Given(test_samples=3)
+    loop, _, _ = make_loop(task)
+    with pytest.raises(UsageError, match=f"Given.summarize gave {said}"):
+        loop.run(WORLD, steps(task))
+
+
 @pytest.mark.parametrize(("is_mean", "samples"), [(True, 7), (False, 7), (True, 1)])
 def test_an_evaluation_that_gives_means_is_warned_of_once(is_mean: bool, samples: int) -> None:
     """It would be wrong without a word. Of one sample a mean is the sum."""

@@ -253,7 +253,7 @@ def test_result_and_evaluation(files: Files) -> None:
     worker = files.worker(0, started=NOW - 900)
     worker.enter(0, NOW - 890)
     worker.train(1, 40, NOW - 800)
-    worker.write("evaluation", NOW - 799, accuracy=0.9, loss=0.3)
+    worker.write("evaluation", NOW - 799, accuracy=0.9, metrics={"accuracy": 0.9, "loss": 0.3})
     worker.train(41, 46, NOW - 790)
     found = read(files, True)
     assert (found.test_accuracy, found.accuracy_step) == (0.9, 40)
@@ -261,17 +261,28 @@ def test_result_and_evaluation(files: Files) -> None:
 
     worker.write("done", NOW - 780, outcome="finished")
     incident = {"cause": "restart", "time": NOW - 900, "lost_members": [], "committed_steps_lost": 2}
-    files.result(step=46, test_accuracy=0.97, goodput={"ratio": 0.5}, incidents=[incident])
+    files.result(step=46, test_metrics={"accuracy": 0.97}, goodput={"ratio": 0.5}, incidents=[incident])
     found = read(files, False)
     assert (found.test_accuracy, found.accuracy_step, found.goodput_ratio) == (0.97, 46, 0.5)
     assert dict(describe(found, NOW))["training"] == "50% of the wall time"
     assert found.incidents == ("restart, 15 min 0 s ago, 2 committed steps lost",)
     assert found.result_path == files.run_dir / "result.json"
 
-    files.result(step=20, test_accuracy=0.95, goodput={"ratio": 0.4}, incidents=[])
+    files.result(step=20, test_metrics={"accuracy": 0.95}, goodput={"ratio": 0.4}, incidents=[])
     found = read(files, False)
     assert (found.test_accuracy, found.goodput_ratio) == (0.9, None)
     assert found.notes == ("result.json is of an earlier end, at step 20",)
+
+
+def test_all_that_was_measured_where_there_is_no_accuracy(files: Files) -> None:
+    worker = files.worker(0, started=NOW - 900)
+    worker.enter(0, NOW - 890)
+    worker.train(1, 40, NOW - 800)
+    worker.write("evaluation", NOW - 799, accuracy=None, metrics={"loss": 0.012345, "r2": 0.9876, "broken": None})
+    found = read(files, True)
+    assert found.test_metrics == {"loss": 0.012345, "r2": 0.9876}
+    rows = dict(describe(found, NOW))
+    assert (rows["test loss"], rows["test r2"]) == ("0.01235", "0.9876")
 
 
 def test_warnings_are_counted_and_shown_newest_first(files: Files) -> None:
