@@ -39,6 +39,7 @@ def wait_for_world(cluster: Cluster, size: int, timeout: float = PATIENCE) -> No
     wait_until(lambda: progress(cluster)[-1:] and progress(cluster)[-1][1] == size, f"world of {size}", timeout)
 
 
+@pytest.mark.slow
 def test_nodes_of_any_script_die_and_join(cluster: Cluster) -> None:
     assert cluster.etcd is not None
     nodes = start(cluster, steps=900, count=3)
