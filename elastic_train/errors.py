@@ -2,6 +2,7 @@
 
 ElasticTrainError            ends a worker with one line; `exit_code` says with which code
 ├── UsageError               a flag or a combination of flags is wrong (exit code 2)
+│   └── ReturnedAlone        the training function has returned on some ranks, and not on all
 ├── UnsupportedSystem        training needs Linux, or macOS for a world of one
 ├── DatasetMissing           the data is not where the flags say
 ├── TaskMismatch             a snapshot, or another member, belongs to another task, seed, batch size, ...
@@ -57,6 +58,10 @@ class UsageError(ElasticTrainError):
     """A flag, or a combination of flags, that cannot work."""
 
     exit_code = 2
+
+
+class ReturnedAlone(UsageError):
+    """The training function has returned on some ranks and goes on on others; no rank has gone on with the state."""
 
 
 class UnsupportedSystem(ElasticTrainError):

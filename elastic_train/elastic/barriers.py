@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic_train.errors import FormationFailed, StoreUnreachable, UsageError
+from elastic_train.errors import FormationFailed, ReturnedAlone, StoreUnreachable
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
@@ -149,14 +149,14 @@ class Barriers:
         for as long as they are busy in it.
 
         Raises:
-            UsageError: another rank is in a step in which this one will never take part.
+            ReturnedAlone: another rank is in a step in which this one will never take part.
             FormationFailed: a member is lost.
         """
         watcher, key, since = self._watcher, f"{self._job.world_key(world)}/returned", self._around.monotonic()
-        watcher.do(Activity.REDUCE)  # it waits for the others
         try:
             store = self._job.world_store(world)
             store.put(f"{key}/{world.rank}", "")
+            watcher.do(Activity.REDUCE)  # not before: in a collective and not returned is who goes on
             others = [f"{key}/{rank}" for rank in range(world.world_size) if rank != world.rank]
             missing = others if world.rank == 0 else [f"{key}/all"]
             while missing := [one for one, text in zip(missing, store.get_many(missing), strict=True) if text is None]:
@@ -171,17 +171,16 @@ class Barriers:
             raise no_answer(world) from error
 
     def _long_in_collective(self, world: World, since: float) -> list[int]:
-        """Ranks that are inside a collective for longer than one takes, and began it while this one waited."""
-        limit = self._watcher.pace.limit(Activity.REDUCE) / 2  # before that one is given up
+        """Ranks that have been inside a collective for some time, and began it while this one waited: it does not take
+        part. They are heard just now, and not frozen in one that has ended."""
+        limit = self._limits.peer_timeout / 2  # before that one is given up
         waited, contacts = self._around.monotonic() - since, self._watcher.contacts
-        if waited < limit:
-            return []
         found = {rank: contacts.activity_of(world, rank) for rank in contacts.training_neighbours(world)}
         return [
             rank
             for rank, one in found.items()
             if one is not None and one.generation == world.generation and one.activity is Activity.REDUCE
-            if limit < one.seconds
+            if limit < one.seconds <= waited and contacts.is_heard(world.members[rank])
         ]
 
     def _is_gone(self, member: Member | None) -> bool:
@@ -208,8 +207,8 @@ def require_whole(watcher: Watcher, before: str = "the process group was made") 
         raise FormationFailed(f"a member was lost before {before}: {watcher.reason}")
 
 
-def _returned_alone(world: World, other: int, step: int) -> UsageError:
-    return UsageError(
+def _returned_alone(world: World, other: int, step: int) -> ReturnedAlone:
+    return ReturnedAlone(
         f"the training function returned at step {step} on rank {world.rank} ({world.me.name}) and goes on on rank "
         f"{other} ({world.members[other].name}), which waits for it in a collective: it must return on all ranks at "
         "the same step; decide by what all of them know, such as a sum or a broadcast of theirs"

@@ -80,7 +80,7 @@ class Evaluations:
         elif config.keep_best and world.rank == 0 and not self._has_warned:
             self._has_warned = True
             worker.reporter.warn(
-                '--keep-best keeps nothing: this task reports no "correct", by whose mean over the test set the best are '
-                "chosen; more is better"
+                '--keep-best keeps nothing: this task reports no "correct", by whose mean over the test set the best '
+                "are chosen; more is better"
             )
         worker.reporter.evaluation(state)

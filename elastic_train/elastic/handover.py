@@ -94,7 +94,8 @@ def hand_out(
         with state.lock.released():
             taking.wait(check)
         taking.finish(check)
-    barrier()
+    with state.lock.released():
+        barrier()
     return clocks[0] if clocks else None
 
 

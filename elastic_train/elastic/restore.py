@@ -14,6 +14,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from elastic_train.branches import Branches, Position, branches_of, describe, is_on, restarted
 from elastic_train.elastic.handover import Check, hand_out
 from elastic_train.elastic.loading import load
@@ -223,14 +225,24 @@ def sync_from_freshest(
     source = freshest(steps)
     behind = [rank for rank, step in enumerate(steps) if step != steps[source]]
     if behind:
-        frozen = frozen_of(state)
-        told = gather_json(hash_of(frozen) if frozen and steps[world.rank] >= 0 else None)
-        is_alike = bool(frozen) and all(told[rank] == told[source] for rank in behind)
+        frozen = frozen_of(state) if min(steps) >= 0 else {}
+        told = gather_json(_hash_or_none(frozen))
+        is_alike = bool(frozen) and told[source] is not None and all(told[rank] == told[source] for rank in behind)
         kept = frozen if is_alike else ()
         clock = hand_out(state, [source, *behind], check, kept=kept, before_sending=before_sending)
         if clock is not None and steps[world.rank] < 0:
             state.clock.take_over(clock)
     return source
+
+
+def _hash_or_none(frozen: Mapping[str, Tensor]) -> int | None:
+    """None where there is nothing, or a tensor of its own kind: then they are sent."""
+    if any(tensor.is_quantized for tensor in frozen.values()):  # torch crashes on their bytes
+        return None
+    try:
+        return hash_of(frozen) if frozen else None
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
 
 
 def newest_offer(offers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

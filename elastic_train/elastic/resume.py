@@ -123,6 +123,7 @@ class Resume:
         told = gather_json(
             {
                 "step": state.step if had_state else -1,
+                "last": state.last_step,
                 "logged": worker.reporter.last_logged_step(),
                 "sees": job.sees_place(world),
             }
@@ -144,6 +145,7 @@ class Resume:
             logged = [entry["logged"] for entry in told if entry["logged"] is not None]
             worker.reporter.write_missing_commits(state, max(logged, default=state.step - 1))
         voters = [rank for rank, step in enumerate(steps) if step == steps[source]]
+        state.last_step = min(told[rank]["last"] for rank in voters)  # a training function may have ended it early
         if had_state:
             return None, voters
         self._leave_own_past()

@@ -33,6 +33,7 @@ from elastic_train.errors import (
     NewerGeneration,
     OwnershipLost,
     Refused,
+    ReturnedAlone,
     Stopped,
     StoreRefused,
     StoreUnreachable,
@@ -214,7 +215,7 @@ def _through_worlds(ring: Ring, parts: RingParts, *, comes_back: bool) -> int:
     """
     try:
         return ring.run()
-    except (StoreUnreachable, StoreRefused, FormationFailed, LeftOut) as error:
+    except (StoreUnreachable, StoreRefused, FormationFailed, ReturnedAlone, LeftOut) as error:
         is_to_come_back = isinstance(error, LeftOut) and comes_back
         if isinstance(error, Refused) or is_to_come_back or ring.world is None or not parts.resume.has_state:
             raise

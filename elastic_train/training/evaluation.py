@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, SupportsFloat
+from typing import Any
 
 import numpy as np
 import torch
@@ -207,10 +207,20 @@ def _metrics_of(task: Task, means: dict[str, float]) -> dict[str, float]:
         raise UsageError(
             f"{type(task).__name__}.summarize gave {kind_of(found)}: it must give a dict of numbers by name"
         )
+    metrics: dict[str, float] = {}
     for name, value in found.items():
-        if isinstance(value, torch.Tensor) or not isinstance(value, SupportsFloat):
-            raise UsageError(f"{type(task).__name__}.summarize gave {name!r} as {kind_of(value)}: it must be a number")
-    return {"accuracy" if name == "correct" else str(name): float(value) for name, value in found.items()}
+        try:
+            metrics["accuracy" if name == "correct" else str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(
+                f"{type(task).__name__}.summarize gave {name!r} as {kind_of(value)}: it must be a number"
+            ) from error
+    if len(metrics) < len(found):
+        raise UsageError(
+            f'{type(task).__name__} reports both "correct" and "accuracy", which is what "correct" is called: one of '
+            "them must have another name"
+        )
+    return metrics
 
 
 def _agreed_names(sums: dict[str, torch.Tensor], world: World) -> list[str]:

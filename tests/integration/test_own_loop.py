@@ -585,12 +585,24 @@ def test_a_rank_that_returns_alone_is_told_and_nothing_is_lost(cluster: Cluster)
     said = error_line(first)
     assert "returned at step 9 on rank 0 (" in said
     assert "must return on all ranks at the same step" in said
+    assert "the state of step 9 is saved" in said, "also where the others are of its node, and wait for it to save"
     for node in others:
         assert node.wait(20) == 1
         assert "returned at step 9 on rank 0 (" in error_line(node)
         assert "the state of step 9 is saved" in error_line(node)
     cluster.finish(start_script(cluster, 3, "", *flags))
     check_ledger([cluster.path / "run-3"], length=98, batch=16, steps=35)
+
+
+def test_a_rank_that_returns_alone_saves_the_state_for_its_node(cluster: Cluster) -> None:
+    """It is the first worker of its node, for which the other one waits."""
+    at_9 = "training.commit(loss)\nif training.state.step == 9 and training.world.rank == 0: return\ncontinue"
+    (cluster.path / "script.py").write_text(SCRIPT.replace("BEFORE_COMMIT", indent(at_9, " " * 12).lstrip()))
+    flags = ("--peer-timeout", "4", "--snapshot-every", "0", "--epochs", "5", "--global-batch-size", "16")
+    [node] = cluster.start(*flags, nproc=2, nnodes="1:1", program=("script.py",))
+    cluster.finish([node], code=1)
+    assert "returned at step 9 on rank 0 (" in node.text()
+    assert newest_snapshot(cluster.run_dir)[0].step == 9
 
 
 def test_ranks_may_return_early_one_after_the_other(cluster: Cluster) -> None:

@@ -234,7 +234,14 @@ def test_what_is_no_mean_is_made_of_means() -> None:
     assert state.ratings.at(state.step) == 0.5
 
 
-@pytest.mark.parametrize(("given", "said"), [(0.5, "a float: it must give a dict"), ({"f1": None}, "'f1' as nothing")])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (0.5, "a float: it must give a dict"),
+        ({"f1": None}, "'f1' as nothing"),
+        ({"f1": torch.ones(2)}, "'f1' as a Tensor"),
+    ],
+)
 def test_a_summary_that_is_none_is_told_in_one_line(given: Any, said: str) -> None:
     class Given(Watched):
         def summarize(self, means: dict[str, float]) -> dict[str, float]:
@@ -243,6 +250,17 @@ def test_a_summary_that_is_none_is_told_in_one_line(given: Any, said: str) -> No
     task = Given(test_samples=3)
     loop, _, _ = make_loop(task)
     with pytest.raises(UsageError, match=f"Given.summarize gave {said}"):
+        loop.run(WORLD, steps(task))
+
+
+def test_a_summary_has_one_accuracy() -> None:
+    class Given(Watched):
+        def summarize(self, means: dict[str, float]) -> dict[str, float]:
+            return {"correct": 0.5, "accuracy": 0.25}
+
+    task = Given(test_samples=3)
+    loop, _, _ = make_loop(task)
+    with pytest.raises(UsageError, match='Given reports both "correct" and "accuracy"'):
         loop.run(WORLD, steps(task))
 
 
