@@ -1,20 +1,28 @@
-"""The run directory as an arbiter (protocol/arbiter.py): claims lie in its `claims/`."""
+"""An arbiter (protocol/arbiter.py) for a job: claims lie in `claims/` of its run directory, or of its bucket."""
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import secrets
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from elastic_train.protocol.arbiter import Arbiter, ArbiterSilent, Claims
+from elastic_train.errors import ObjectStoreError
+from elastic_train.protocol.arbiter import Arbiter, ArbiterSilent, Claims, Folder
 from elastic_train.storage.atomic_files import fsync_directory
+from elastic_train.storage.bucket import Bucket
+from elastic_train.storage.object_store import ObjectStore
 
 ANSWER_SECONDS = 2.0
-"""that a shared file system may take for a claim"""
+"""that a shared file system, or a bucket, may take for a claim"""
+MOST_CLAIM_BYTES = 2**20
+"""a decision has some hundred bytes for each member"""
 Found = TypeVar("Found")
 
 
@@ -58,6 +66,67 @@ class Directory:
         return (self._path / name).stat().st_mtime
 
 
+class Objects:
+    """As arbiter.Folder, below a URL whose store has conditional puts. A draft is kept here: linking puts it."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._drafts: dict[str, str] = {}
+
+    def write(self, name: str, text: str, *, is_durable: bool) -> None:
+        self._drafts[name] = json.dumps([time.time(), text])
+
+    def link(self, name: str, other: str) -> None:
+        with _told_as_os_error():
+            if not self._store.is_conditional:
+                raise OSError(f"{self._store} has no conditional put")
+            if self._store.put_if(_key(other), self._drafts[name].encode(), None) is None:
+                raise FileExistsError(other)
+
+    def read(self, name: str) -> str | None:
+        found = self._read(name)
+        return None if found is None else found[1]
+
+    def remove(self, name: str) -> None:
+        if self._drafts.pop(name, None) is None:
+            with _told_as_os_error():
+                self._store.delete(_key(name))
+
+    def names(self) -> list[str]:
+        with _told_as_os_error():
+            return [key.removeprefix(_key("")) for key in self._store.list(_key(""))]
+
+    def written_at(self, name: str) -> float:
+        """By its writer's clock: whose is an hour wrong removes what others still look for, and it takes votes."""
+        found = self._read(name)
+        if found is None:
+            raise FileNotFoundError(name)
+        return found[0]
+
+    def _read(self, name: str) -> tuple[float, str] | None:
+        with _told_as_os_error():
+            found = self._store.get(_key(name), limit=MOST_CLAIM_BYTES)
+        if found is None:
+            return None
+        try:
+            written_at, text = json.loads(found.data)
+            return float(written_at), str(text)
+        except (ValueError, TypeError) as error:
+            raise OSError(f"{name} in {self._store} is no claim") from error
+
+
+def _key(name: str) -> str:
+    return f"claims/{name}"
+
+
+@contextmanager
+def _told_as_os_error() -> Iterator[None]:
+    try:
+        yield
+    except ObjectStoreError as error:
+        raise OSError(str(error)) from error
+
+
 class Bounded:
     """As arbiter.Arbiter: another one, on a side thread, for at most so many seconds. While a call hangs there is no
     further one."""
@@ -98,5 +167,9 @@ class Bounded:
         return found
 
 
-def run_directory_arbiter(run_dir: Path) -> Arbiter:
-    return Bounded(Claims(Directory(run_dir / "claims"), lambda: secrets.token_hex(8)))
+def arbiter_of(run_dir: Path, bucket: Bucket | None) -> Arbiter:
+    """The bucket of --snapshot-dir, which all members have, or else the run directory, which they may share."""
+    folder: Folder = Directory(run_dir / "claims")
+    if bucket is not None and bucket.store.may_be_conditional:
+        folder = Objects(bucket.store.impatient())  # over its connections: the first one takes a second to make
+    return Bounded(Claims(folder, lambda: secrets.token_hex(8)))

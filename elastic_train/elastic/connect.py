@@ -18,11 +18,11 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from elastic_train.elastic.background import BackgroundThreads
 from elastic_train.elastic.barriers import Surroundings
-from elastic_train.elastic.claims import run_directory_arbiter
 from elastic_train.elastic.formed_group import FormedGroup, can_form, form, form_timeout
 from elastic_train.elastic.membership import Membership
 from elastic_train.errors import StoreUnreachable, first_line
 from elastic_train.protocol.addresses import address_towards, address_towards_any, split_endpoint
+from elastic_train.protocol.arbiter import Arbiter
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.job import Job
@@ -91,7 +91,7 @@ class Applicant:
     max_world_size: int | None
     """as `Membership`'s"""
     run_dir: Path | None
-    """that says where members of the job are, and who may go on; None where nothing is written"""
+    """that says where members of the job are; None where nothing is written"""
     log: Callable[[str], None]
     """tells the person in front of this node what is being waited for"""
     warn: Callable[[str], None]
@@ -99,7 +99,8 @@ class Applicant:
     back: Return | None = None
     """where this process was another member before"""
     goes_on: bool = False
-    """as `PeerJob`'s; without effect but under c10d"""
+    arbiter: Arbiter | None = None
+    """both as `PeerJob`'s; without effect but under c10d"""
     reach: Callable[[str, World], None] = Surroundings.reach
     """as `Surroundings`'s"""
 
@@ -233,7 +234,7 @@ def peer_job(applicant: Applicant, own: Endpoints) -> tuple[PeerJob, OtherSides 
         refused=refusing,
         draw_uid=around.draw_uid,
         clock=time.monotonic,
-        arbiter=None if launch.c10d is None or run_dir is None else run_directory_arbiter(run_dir),
+        arbiter=None if launch.c10d is None else applicant.arbiter,
         in_background=lambda task: around.start("ahead", task),
         goes_on=other_sides is not None and other_sides.may_branch,
     )

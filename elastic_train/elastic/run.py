@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 
 from elastic_train.config import Config, max_world_size
+from elastic_train.elastic.claims import arbiter_of
 from elastic_train.elastic.connect import Applicant, Return, Waits, connect_worker
 from elastic_train.elastic.earlier_run import EarlierRun
 from elastic_train.elastic.exits import Exits
@@ -120,6 +121,7 @@ def _as_member(
             warn=reporter.warn,
             back=back,
             goes_on=config.on_split == "go-on",
+            arbiter=arbiter_of(worker.directory.path, worker.bucket),
             reach=worker.reach,
         )
     )

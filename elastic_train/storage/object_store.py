@@ -134,6 +134,11 @@ class ObjectStore:
             return False  # it does not know the request
 
     @property
+    def may_be_conditional(self) -> bool:
+        """Whether a conditional put is tried here. Asks nobody."""
+        return self._arm.is_atomic
+
+    @property
     def is_conditional(self) -> bool:
         """Whether a conditional put is one here. Asks the store the first time."""
         if self._is_conditional is None:

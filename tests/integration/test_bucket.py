@@ -23,10 +23,12 @@ from tests.integration.cluster import (
     check_ledger,
     error_line,
     events,
+    last_step,
     outcomes,
     result,
     wait_for_step,
     wait_until,
+    worlds,
 )
 from tests.object_stores import ACCESS_KEY, BUCKET, SECRET_KEY, Request, environment, proxy_to, s3_server
 
@@ -101,6 +103,35 @@ def test_training_goes_on_where_nothing_can_be_saved(
         said = b"".join(path.read_bytes() for path in files)
         for secret in (ACCESS_KEY, SECRET_KEY):
             assert secret.encode() not in said
+
+
+def test_it_says_who_goes_on_of_two_nodes_that_share_nothing_else(
+    cluster: Cluster, endpoint: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first freezes: half of the votes are silent, and the other goes on by a claim in the bucket."""
+    env, dirs = environment(endpoint), [cluster.path / "one", cluster.path / "other"]
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    flags = ("--snapshot-dir", url, "--snapshot-every", "500", "--model", "mlp", "--epochs", "100000", "--ledger")
+    flags = (*flags, "--peer-timeout", "2")
+    nodes = cluster.start(*flags, env=env, run_dir=dirs[0], nnodes="1:2")
+    wait_for_step(dirs[0], 1)
+    nodes += cluster.start(*flags, env=env, run_dir=dirs[1], nnodes="1:2")
+    wait_until(lambda: worlds(dirs[0])[-1] == (1, 2), "world of 2")
+    wait_for_step(dirs[0], last_step(dirs[0]) + 20)
+    [worker] = nodes[0].workers()
+    worker.suspend()
+    wait_until(lambda: worlds(dirs[1]) == [(2, 1)], "world of 1", 60)
+    wait_for_step(dirs[1], last_step(dirs[1]) + 20)
+    claims = [key for key in ObjectStore(parse_url(url)).list("claims/") if key.startswith("claims/claim-")]
+    assert [key.rpartition("-")[2] for key in claims][-1] == "1", "of what follows the world of two"
+    worker.resume()
+    wait_until(lambda: worlds(dirs[1])[-1] == (3, 2), "world of 2 again", 30)
+    wait_for_step(dirs[1], last_step(dirs[1]) + 20)
+    for node in nodes:
+        node.signal(signal.SIGTERM)
+    cluster.finish(nodes, code=1)
+    check_ledger(dirs, length=LENGTH, batch=BATCH, steps=max(map(last_step, dirs)))
 
 
 @pytest.mark.slow

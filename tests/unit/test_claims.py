@@ -12,11 +12,30 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.elastic.claims import Bounded, Directory
-from elastic_train.protocol.arbiter import MOST_REMOVED, OLD_SECONDS, OUTDATED, ArbiterSilent, Claims
+from elastic_train.elastic.claims import Bounded, Directory, Objects
+from elastic_train.protocol.arbiter import MOST_REMOVED, OLD_SECONDS, OUTDATED, ArbiterSilent, Claims, Folder
+from elastic_train.storage.object_store import ObjectStore
+from elastic_train.storage.store_urls import parse_url
+
+Make = Callable[[Path], Folder]
 
 
-def claims(folder: Directory) -> Claims:
+def in_bucket(path: Path) -> Objects:
+    """Whose claims lie in the same files."""
+    return Objects(ObjectStore(parse_url(f"file://{path.parent}")))
+
+
+@pytest.fixture(params=[Directory, in_bucket], ids=["directory", "bucket"])
+def make(request: pytest.FixtureRequest) -> Make:
+    found: Make = request.param
+    return found
+
+
+def files_in(path: Path) -> set[str]:
+    return {path.name for path in path.iterdir() if not path.name.startswith(".")}  # its locks
+
+
+def claims(folder: Folder) -> Claims:
     names = itertools.count()
     return Claims(folder, lambda: f"{id(folder)}-{next(names)}")
 
@@ -32,19 +51,15 @@ class Troubled(Directory):
         self._trouble(lambda: super(Troubled, self).link(name, other))
 
 
-def test_the_first_claim_of_a_generation_stands(tmp_path: Path) -> None:
-    one, other = claims(Directory(tmp_path / "claims")), claims(Directory(tmp_path / "claims"))
+def test_the_first_claim_of_a_generation_stands(tmp_path: Path, make: Make) -> None:
+    one, other = claims(make(tmp_path / "claims")), claims(make(tmp_path / "claims"))
     assert one.claim("job", 3, None) is None
     assert one.claim("job", 3, "a") == "a"
     assert other.claim("job", 3, "b") == "a"
     assert other.claim("job", 3, None) == "a"
     assert other.claim("job", 4, "c") == "c", "another generation"
     assert other.claim("another", 3, "d") == "d", "another start"
-    assert sorted(path.name for path in (tmp_path / "claims").iterdir()) == [
-        "claim-another-3",
-        "claim-job-3",
-        "claim-job-4",
-    ]
+    assert files_in(tmp_path / "claims") == {"claim-another-3", "claim-job-3", "claim-job-4"}
 
 
 @pytest.mark.parametrize("code", [errno.EEXIST, errno.EIO, errno.ETIMEDOUT, errno.ESTALE])
@@ -66,12 +81,12 @@ def test_a_claim_that_was_not_made_is_none(tmp_path: Path) -> None:
     assert claims(Directory(tmp_path / "claims")).claim("job", 0, "b") == "b"
 
 
-def test_many_claim_at_once_and_all_read_the_same(tmp_path: Path) -> None:
+def test_many_claim_at_once_and_all_read_the_same(tmp_path: Path, make: Make) -> None:
     found: list[str | None] = []
     gate = threading.Barrier(8)
 
     def run(number: int) -> None:
-        mine = Claims(Directory(tmp_path / "claims"), lambda: f"draft-of-{number}")
+        mine = Claims(make(tmp_path / "claims"), lambda: f"draft-of-{number}")
         gate.wait(10)
         found.append(mine.claim("job", 0, f"decision {number}"))
 
@@ -84,21 +99,21 @@ def test_many_claim_at_once_and_all_read_the_same(tmp_path: Path) -> None:
     assert len(set(found)) == 1
 
 
-def test_a_shown_name_is_seen_in_that_directory_alone(tmp_path: Path) -> None:
+def test_a_shown_name_is_seen_in_that_directory_alone(tmp_path: Path, make: Make) -> None:
     for name in ("shared", "copy"):
         (tmp_path / name).mkdir()
-    shown = claims(Directory(tmp_path / "shared" / "claims"))
+    shown = claims(make(tmp_path / "shared" / "claims"))
     shown.show("world7")
-    assert claims(Directory(tmp_path / "shared" / "claims")).sees("world7")
-    assert not claims(Directory(tmp_path / "copy" / "claims")).sees("world7")
+    assert claims(make(tmp_path / "shared" / "claims")).sees("world7")
+    assert not claims(make(tmp_path / "copy" / "claims")).sees("world7")
     shown.show("world8")
     assert not shown.sees("world7"), "nothing piles up"
 
 
-def test_old_claims_are_removed_and_count_for_nothing(tmp_path: Path) -> None:
+def test_old_claims_are_removed_and_count_for_nothing(tmp_path: Path, make: Make) -> None:
     """Thousands of worlds leave some claims; who asks for one that is gone is told of the newest, and makes none."""
     path, newest = tmp_path / "claims", 2 * OUTDATED + MOST_REMOVED + 5
-    one, frozen = claims(Directory(path)), claims(Directory(path))
+    one, frozen = claims(make(path)), claims(make(path))
     assert frozen.claim("another", 0, "its own") == "its own"
     for generation in range(newest + 1):
         assert one.claim("job", generation, f"after {generation}") == f"after {generation}"
@@ -106,7 +121,7 @@ def test_old_claims_are_removed_and_count_for_nothing(tmp_path: Path) -> None:
     one.show("world")
     assert len(list(path.glob("claim-job-*"))) == newest + 1 - MOST_REMOVED, "some at a time, for a world waits"
     one.show("another world")
-    kept = {path.name for path in path.iterdir()}
+    kept = files_in(path)
     assert kept == {
         "claim-another-0",
         "seen-another world",
@@ -134,6 +149,35 @@ def test_what_others_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
     assert left == {f"{kind}-{name}" for kind in ("claim-job", "notes") for name in ("old", "new", "ahead")} | {
         "draft-new", "draft-ahead", "seen-new", "seen-ahead", "seen-world",
     }  # fmt: skip
+
+
+def test_what_others_left_in_a_bucket_is_removed_when_it_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, now = tmp_path / "claims", time.time()
+    for name, seconds in (("old", OLD_SECONDS + 60), ("new", OLD_SECONDS / 2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda at=now - seconds: at)
+            claims(in_bucket(path)).show(name)
+    claims(in_bucket(path)).show("world")
+    assert files_in(path) == {"seen-new", "seen-world"}
+
+
+def test_a_bucket_without_conditional_put_is_no_arbiter(tmp_path: Path) -> None:
+    store = ObjectStore(parse_url(f"file://{tmp_path}"))
+    store._arm.is_atomic = False
+    arbiter = claims(Objects(store))
+    for ask in (lambda: arbiter.show("world"), lambda: arbiter.claim("job", 0, "a")):
+        with pytest.raises(ArbiterSilent, match="has no conditional put"):
+            ask()
+    assert not arbiter.sees("world")
+
+
+def test_what_is_no_claim_is_not_taken_for_one(tmp_path: Path) -> None:
+    (tmp_path / "claims").mkdir()
+    (tmp_path / "claims" / "claim-job-0").write_text("{")
+    with pytest.raises(ArbiterSilent, match="is no claim"):
+        claims(in_bucket(tmp_path / "claims")).claim("job", 0, "a")
 
 
 def test_what_cannot_be_removed_is_in_nobodys_way(tmp_path: Path) -> None:
