@@ -20,7 +20,7 @@ from elastic_train.system import open_sockets
 
 ABORT_SECONDS = 60.0
 """that NCCL's abort is waited for; it may wait until every rank aborts (NVIDIA/nccl#1013)"""
-KEEP_SECONDS = 1.0
+KEEP_SECONDS = 0.5
 """that the connections of a group that is broken off stay, and that gloo has to end; most often it takes a few ms"""
 
 
