@@ -344,5 +344,7 @@ class PeerJob:
                 self._clients.of(member).put("over", world.uid)
 
     def close(self, me: Member | None) -> None:
+        # Its process may go on as another member, and with it this store, which must not keep a newcomer waiting.
+        self._entrance.forget_host()
         self._finder.close()
         self._clients.keep_only(())

@@ -79,18 +79,18 @@ def member(number: int, address: Address) -> Member:
 
 
 class _Finder:
-    """All members find the first worker."""
+    """The first worker begins; the others find these stores."""
 
     shown: Sequence[Address] = ()
 
-    def __init__(self, is_first: bool) -> None:
-        self._is_first = is_first
+    def __init__(self, is_first: bool, stores: Sequence[Address]) -> None:
+        self._is_first, self._stores = is_first, stores
 
     def is_beginner(self) -> bool:
         return self._is_first
 
     def addresses(self) -> Sequence[Address]:
-        return () if self._is_first else (("host", 0),)
+        return () if self._is_first else self._stores
 
     def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None: ...
     def keep(self, *, has_world: bool) -> None: ...
@@ -164,6 +164,7 @@ class PeersInMemory(_OnFakeClock):
         self._stores: dict[Address, MemoryStore] = {}
         self._gone: set[Address] = set()
         self.goes_on = False
+        self.finds: Sequence[Address] = [("host", 0)]
 
     def job(self, number: int) -> PeerJob:
         address = ("host", number)
@@ -173,7 +174,7 @@ class PeersInMemory(_OnFakeClock):
             self._client(own, address),
             address,
             lambda address: self._client(self._stores[address], address),
-            _Finder(number == 0),
+            _Finder(number == 0, self.finds),
         )
 
     def _job_with(
@@ -228,7 +229,7 @@ class PeersOnTcp(PeersInMemory):
         self._endpoint = ("127.0.0.1", free_port())
         self._served: dict[int, tuple[Address, _Own]] = {}
         self._finders: dict[int, Signposts] = {}
-        self._jobs: list[Job] = []
+        self._jobs: dict[int, Job] = {}
 
     def job(self, number: int) -> PeerJob:
         server = GroupStoreServer("127.0.0.1")
@@ -236,7 +237,7 @@ class PeersOnTcp(PeersInMemory):
         finder = Signposts([self._endpoint], "run", is_host=None, timeout=PATIENCE, clock=self.clock)
         self._served[number], self._finders[number] = (server.address, own), finder
         job = self._job_with(number, own, server.address, reach, finder)
-        self._jobs.append(job)
+        self._jobs[number] = job
         return job
 
     def member(self, number: int) -> Member:
@@ -245,9 +246,10 @@ class PeersOnTcp(PeersInMemory):
     def kill(self, number: int) -> None:
         self._finders[number].close()
         self._served[number][1].end()
+        del self._jobs[number]
 
     def close(self) -> None:
-        for job in self._jobs:
+        for job in self._jobs.values():
             job.close(None)
 
 

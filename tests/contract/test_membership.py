@@ -171,6 +171,24 @@ def test_who_is_left_out_learns_it(form: Form) -> None:
     assert found.decision.world_for(worlds[2].me.uid, worlds[2], None) is None
 
 
+def test_who_comes_back_does_not_wait_in_its_own_queue() -> None:
+    """Rank 0 was left out. The store that it had lives as long as its process, and is what a newcomer finds first."""
+    form = PeersInMemory()
+    jobs, worlds = begin(form)
+    decision = agree(form, jobs, worlds, [1, 2], {0: Liveness.UNKNOWN})
+    for rank in (1, 2):
+        following = decision.world_for(worlds[rank].me.uid, worlds[rank], None)
+        assert following is not None
+        jobs[rank].enter(following, decision.facts, decision)
+    jobs[0].close(worlds[0].me)
+    form.finds = [member.store for member in worlds[0].members if member.store is not None]
+    back = form.job(9)
+    assert back.find()
+    back.look_from_queue(Waiting(form.member(9), 1))
+    assert [job.queue() for job in (jobs[0], jobs[2])] == [[], []]
+    assert [waiting.member.uid for waiting in jobs[1].queue()] == ["uid9"]
+
+
 @pytest.mark.parametrize("name", ["PeersInMemory", "PeersOnTcp"])
 def test_a_member_keeps_little_of_the_worlds_that_are_over(name: str, request: pytest.FixtureRequest) -> None:
     form = FORMS[name](request)

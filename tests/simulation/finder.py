@@ -55,7 +55,7 @@ class SimFinder:
         looked_at, seen = self._seen
         if process.kernel.now < looked_at + LOOK_SECONDS:
             return seen
-        found = [*self._known, *posts.directories.get(process.host, ())]
+        found: list[Address] = []
         for host in posts.hosts:
             process.kernel.step()
             keeper, network = posts.keepers.get(host), process.network
@@ -66,6 +66,7 @@ class SimFinder:
             elif keeper is not None and keeper.is_alive:
                 signs = [posts.shown[host][is_of_job] for is_of_job in (True, False) if is_of_job in posts.shown[host]]
                 found += [address for addresses, _ in signs for address in addresses]
+        found += [*self._known, *posts.directories.get(process.host, ())]
         self._seen = process.kernel.now, tuple(dict.fromkeys(found))
         return self._seen[1]
 

@@ -44,6 +44,8 @@ class Process:
         self.ending: str | None = None
         """how it ended; None while it lives"""
         self.ended_at = -1e9
+        self.successor: Process | None = None
+        """what it is after it was left out: the same process, with the store of this one besides its own"""
         self.rate = 1.0 + self.kernel.random.uniform(-0.005, 0.005)
         self.offset = self.kernel.random.uniform(0.0, 1000.0)
         self.memory = MemoryStore()
@@ -61,8 +63,16 @@ class Process:
         return self.host not in self.network.off
 
     @property
+    def now(self) -> Process:
+        return self if self.successor is None else self.successor.now
+
+    @property
     def is_running(self) -> bool:
         return self.is_alive and not self.is_frozen and self.has_power
+
+    @property
+    def serves(self) -> bool:
+        return self.is_alive or (self.successor is not None and self.successor.serves)
 
     def start(self, name: str, run: Callable[[], None]) -> None:
         self.tasks.append(Task(self.kernel, self, run, name))
@@ -171,8 +181,8 @@ class SimStore:
                 mine.network.send(server.host, mine.host, finish, found)
 
         def arrive() -> None:
-            if server.is_alive:
-                server.take(execute)
+            if server.serves:
+                server.now.take(execute)
             else:
                 mine.network.send(server.host, mine.host, finish, StoreUnreachable("refused"))
 

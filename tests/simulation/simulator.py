@@ -128,7 +128,7 @@ class Simulation:
 
         def start() -> None:
             if host not in self.network.off:
-                self.start(host, worker.member.local_rank, was=worker)
+                worker.process.successor = self.start(host, worker.member.local_rank, was=worker).process
 
         self.kernel.after(seconds, start)
 

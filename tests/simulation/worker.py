@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from elastic_train.elastic.barriers import Surroundings
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.quarantined import Quarantined
-from elastic_train.errors import JobFinished, LeftOut, SecondJob, Superseded
+from elastic_train.errors import JobFinished, LeftOut, SecondJob, StoreUnreachable, Superseded
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.liveness import Watcher, ping_interval
 from elastic_train.protocol.other_sides import OtherSides
@@ -247,6 +248,8 @@ class Worker:
         except LeftOut as error:
             if isinstance(error, Superseded):
                 self.met = (error.winner.store,)
+            with suppress(StoreUnreachable):
+                self.job.close(self.member)
             self._end("left_out", str(error))
             self.simulation.come_back(self)
         except Exception as error:
