@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,21 +31,25 @@ class Directory:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._is_durable = False
 
-    def write(self, name: str, text: str, *, is_durable: bool) -> None:
+    def create(self, name: str, text: str, *, is_durable: bool) -> None:
         self._path.mkdir(exist_ok=True)
-        self._is_durable = is_durable
-        with open(self._path / name, "x", encoding="utf-8") as file:
+        draft = self._path / f"draft-{secrets.token_hex(8)}"
+        with open(draft, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             if is_durable:
                 os.fsync(file.fileno())
+        try:
+            self._link(draft, self._path / name)
+            if is_durable:
+                fsync_directory(self._path)
+        finally:
+            with suppress(OSError):  # it is in nobody's way
+                draft.unlink()
 
-    def link(self, name: str, other: str) -> None:
-        os.link(self._path / name, self._path / other)
-        if self._is_durable:
-            fsync_directory(self._path)
+    def _link(self, draft: Path, path: Path) -> None:
+        os.link(draft, path)
 
     def read(self, name: str) -> str | None:
         try:
@@ -67,30 +71,25 @@ class Directory:
 
 
 class Objects:
-    """As arbiter.Folder, below a URL whose store has conditional puts. A draft is kept here: linking puts it."""
+    """As arbiter.Folder, below a URL whose store has conditional puts."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self._drafts: dict[str, str] = {}
 
-    def write(self, name: str, text: str, *, is_durable: bool) -> None:
-        self._drafts[name] = json.dumps([time.time(), text])
-
-    def link(self, name: str, other: str) -> None:
+    def create(self, name: str, text: str, *, is_durable: bool) -> None:
         with _told_as_os_error():
             if not self._store.is_conditional:
                 raise OSError(f"{self._store} has no conditional put")
-            if self._store.put_if(_key(other), self._drafts[name].encode(), None) is None:
-                raise FileExistsError(other)
+            if self._store.put_if(_key(name), json.dumps([time.time(), text]).encode(), None) is None:
+                raise FileExistsError(name)
 
     def read(self, name: str) -> str | None:
         found = self._read(name)
         return None if found is None else found[1]
 
     def remove(self, name: str) -> None:
-        if self._drafts.pop(name, None) is None:
-            with _told_as_os_error():
-                self._store.delete(_key(name))
+        with _told_as_os_error():
+            self._store.delete(_key(name))
 
     def names(self) -> list[str]:
         with _told_as_os_error():
@@ -134,6 +133,7 @@ class Bounded:
     def __init__(self, arbiter: Arbiter, seconds: float = ANSWER_SECONDS) -> None:
         self._arbiter, self._seconds = arbiter, seconds
         self._thread: threading.Thread | None = None
+        self._tidying: threading.Thread | None = None
 
     def claim(self, job: str, generation: int, decision: str | None) -> str | None:
         return self._ask(lambda: self._arbiter.claim(job, generation, decision))
@@ -143,6 +143,12 @@ class Bounded:
 
     def sees(self, name: str) -> bool:
         return self._ask(lambda: self._arbiter.sees(name))
+
+    def tidy(self) -> None:
+        """Returns at once."""
+        if self._tidying is None or not self._tidying.is_alive():
+            self._tidying = threading.Thread(target=self._arbiter.tidy, name="tidy", daemon=True)
+            self._tidying.start()
 
     def _ask(self, call: Callable[[], Found]) -> Found:
         if self._thread is not None and self._thread.is_alive():

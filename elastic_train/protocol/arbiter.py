@@ -36,15 +36,16 @@ class Arbiter(Protocol):
     def sees(self, name: str) -> bool:
         """Whether somebody has shown it."""
 
+    def tidy(self) -> None:
+        """Remove what nobody looks for any more. Nobody waits for it."""
+
 
 class Folder(Protocol):
     """What claims take of a file system; it may be shared, and lose replies. Raises: OSError."""
 
-    def write(self, name: str, text: str, *, is_durable: bool) -> None:
-        """A new file."""
-
-    def link(self, name: str, other: str) -> None:
-        """A second name for a file, as durable as that one; FileExistsError where there is one."""
+    def create(self, name: str, text: str, *, is_durable: bool) -> None:
+        """A file that comes with all of its content; FileExistsError where there is one. It may be made though this
+        raises: a client of NFS that repeats a call is told EEXIST by its own."""
 
     def read(self, name: str) -> str | None:
         """Of a whole file; None where there is none."""
@@ -63,34 +64,34 @@ OUTDATED = 50
 OLD_SECONDS = 3600.0
 """after which a shown name or a draft is removed: the members of a world have looked, and a claim was linked"""
 MOST_REMOVED = 6
-"""files as a world forms: it makes two or three, and waits for them to be removed"""
+"""files as a world forms, which makes two or three"""
 
 
 class Claims:
     """As Arbiter, in a folder: one file for each job and generation.
 
-    A claim is written aside and linked, so that its name comes with its content. The result is read from the folder,
-    not from the reply: that may be lost though the link was made (a client of NFS that repeats it is told EEXIST).
+    Who is not told that its claim was made reads what stands there.
 
     Old files are removed as worlds form. A claim that has OUTDATED newer ones of its job is void, whether its file is
     still there or not: a member that asks for it gets the newest one, and so learns that the job has gone on. A file is
     removed only when twice as many newer ones stand, and from then on there are never fewer.
 
-    Newer ones are counted after the name was read or linked. So a member that was frozen for hours may find its name
+    Newer ones are counted after the name was read or made. So a member that was frozen for hours may find its name
     free again, and will see the newer ones then. The margin is for lists that miss a file that comes or goes meanwhile,
     or that are a minute old, as on NFS.
     """
 
     def __init__(self, folder: Folder, draw_name: Callable[[], str]) -> None:
         self._folder, self._draw_name = folder, draw_name
-        self._shown: str | None = None
+        self._shown: list[str] = []
+        """names, the newest last; all others are to be removed"""
 
     def claim(self, job: str, generation: int, decision: str | None) -> str | None:
         folder, name = self._folder, f"claim-{job}-{generation}"
         try:
-            standing = folder.read(name)
-            if standing is None and decision is not None:
-                standing = self._put(name, json.dumps([self._draw_name(), decision]), is_durable=True)
+            standing = (
+                folder.read(name) if decision is None else self._put(name, json.dumps([self._draw_name(), decision]))
+            )
             newest = self._outdated_by(job, generation)
             if newest is not None:
                 standing = folder.read(newest)
@@ -105,37 +106,34 @@ class Claims:
         newer = [one for one in claims_among(self._folder.names()).get(job, ()) if one > generation]
         return f"claim-{job}-{max(newer)}" if len(newer) >= OUTDATED else None
 
-    def _put(self, name: str, text: str, *, is_durable: bool) -> str:
+    def _put(self, name: str, text: str) -> str:
         """What stands there afterwards."""
-        folder, draft = self._folder, f"draft-{self._draw_name()}"
-        folder.write(draft, text, is_durable=is_durable)
-        why = "it does not keep what is linked"
         try:
-            folder.link(draft, name)
+            self._folder.create(name, text, is_durable=True)
         except OSError as error:
-            why = str(error)
-        standing = folder.read(name)
-        with suppress(OSError):  # it is in nobody's way
-            folder.remove(draft)
-        if standing is None:
-            raise ArbiterSilent(why)
-        return standing
+            standing = self._folder.read(name)
+            if standing is None:
+                raise ArbiterSilent(str(error)) from error
+            return standing
+        return text
 
     def show(self, name: str) -> None:
         try:
-            self._put(f"seen-{name}", "", is_durable=False)
-            if self._shown is not None:
-                with suppress(OSError):  # it is in nobody's way
-                    self._folder.remove(self._shown)
-            self._shown = f"seen-{name}"
-            self._tidy(self._shown)
+            self._folder.create(f"seen-{name}", "", is_durable=False)
         except OSError as error:
             raise ArbiterSilent(str(error)) from error
+        self._shown.append(f"seen-{name}")
 
-    def _tidy(self, shown: str) -> None:
-        """Remove some old files, now that one was written."""
+    def tidy(self) -> None:
+        with suppress(OSError):  # it is in nobody's way
+            while len(self._shown) > 1:
+                self._remove(self._shown.pop(0))
+            if self._shown:
+                self._remove_old(self._folder.written_at(self._shown[0]))
+
+    def _remove_old(self, now: float) -> None:
+        """Some files, by the folder's clock."""
         folder, names = self._folder, self._folder.names()
-        now = folder.written_at(shown)
         outdated = (
             f"claim-{job}-{generation}"
             for job, generations in claims_among(names).items()
@@ -144,8 +142,11 @@ class Claims:
         aside = (name for name in names if name.startswith(("seen-", "draft-")))
         old = (name for name in aside if now - folder.written_at(name) > OLD_SECONDS)
         for name in islice(chain(outdated, old), MOST_REMOVED):
-            with suppress(OSError):  # it is in nobody's way, and another member may have removed it
-                folder.remove(name)
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        with suppress(OSError):  # it is in nobody's way, and another member may have removed it
+            self._folder.remove(name)
 
     def sees(self, name: str) -> bool:
         try:
@@ -206,6 +207,7 @@ class Arbitration:
         if self._arbiter is not None:
             with suppress(ArbiterSilent):  # then nobody sees it
                 self._arbiter.show(world)
+                self._arbiter.tidy()
 
     def sees(self, world: str) -> bool:
         """What this member tells the others of a world in its first collective."""

@@ -25,7 +25,7 @@ RIVALS = {"restarts": Restarts, "torchft": Torchft}
 
 def test_a_small_measurement() -> None:
     cases = [LoopCase("mlp", 64, 2, snapshot_every=5), LoopCase("cnn", 512, 2)]
-    rows = measure(cases, Effort(block_seconds=0.02, case_seconds=0.1, min_pairs=2, launches=2))
+    rows = measure(cases, Effort(block_seconds=0.02, case_seconds=0.1, min_pairs=2, launches=1))
     assert [row.case for row in rows] == [str(case) for case in cases]
     assert all(row.ours > 0 and row.theirs > 0 and row.ratio > 0 for row in rows)
 

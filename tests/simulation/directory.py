@@ -41,25 +41,19 @@ class SimFolder:
             process.sleep(STALL_SECONDS)
             raise OSError(errno.ETIMEDOUT, "no answer")
 
-    def write(self, name: str, text: str, *, is_durable: bool) -> None:
-        self._call()
-        self._files[name] = text
-        self._written_at[name] = self._process.machines.kernel.now
-
-    def link(self, name: str, other: str) -> None:
+    def create(self, name: str, text: str, *, is_durable: bool) -> None:
+        self._call()  # the draft
         self._call()
         left = self._directory.loses_replies.get(self._process.host, 0)
-        is_there = other in self._files
-        if name not in self._files:
-            raise FileNotFoundError(errno.ENOENT, name)
+        is_there = name in self._files
         if not is_there and (left == 0 or left % 3):
-            self._files[other], self._written_at[other] = self._files[name], self._written_at[name]
+            self._files[name], self._written_at[name] = text, self._process.machines.kernel.now
         if left > 0:
             self._directory.loses_replies[self._process.host] = left - 1
             # The client repeats a call that was executed, or gives up; or it never was executed.
             raise OSError(errno.EEXIST if left % 3 == 1 else errno.EIO, "the reply was lost")
         if is_there:
-            raise FileExistsError(errno.EEXIST, other)
+            raise FileExistsError(errno.EEXIST, name)
 
     def read(self, name: str) -> str | None:
         self._call()

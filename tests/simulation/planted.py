@@ -108,11 +108,9 @@ def it_begins_beside_a_running_job(patch: Patch) -> None:
 
 
 def a_claim_is_judged_by_its_return_code(patch: Patch) -> None:
-    def put(self: Claims, name: str, text: str, *, is_durable: bool) -> str:
-        draft = f"draft-{self._draw_name()}"
-        self._folder.write(draft, text, is_durable=is_durable)
+    def put(self: Claims, name: str, text: str) -> str:
         try:
-            self._folder.link(draft, name)
+            self._folder.create(name, text, is_durable=True)
         except FileExistsError as error:  # of a repeated one, though it was made
             raise ArbiterSilent(str(error)) from error
         except OSError:  # it may have been made
@@ -144,10 +142,10 @@ def newer_claims_are_counted_too_early(patch: Patch) -> None:
     put, outdated_by = Claims._put, Claims._outdated_by
     counted: dict[Claims, str | None] = {}
 
-    def count_and_put(self: Claims, name: str, text: str, *, is_durable: bool) -> str:
+    def count_and_put(self: Claims, name: str, text: str) -> str:
         if name.startswith("claim-job-"):
             counted[self] = outdated_by(self, "job", int(name.removeprefix("claim-job-")))
-        return put(self, name, text, is_durable=is_durable)
+        return put(self, name, text)
 
     def counted_before(self: Claims, job: str, generation: int) -> str | None:
         return counted.pop(self) if self in counted else outdated_by(self, job, generation)

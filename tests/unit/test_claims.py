@@ -40,6 +40,12 @@ def claims(folder: Folder) -> Claims:
     return Claims(folder, lambda: f"{id(folder)}-{next(names)}")
 
 
+def show(arbiter: Claims, name: str) -> None:
+    """As a world that forms."""
+    arbiter.show(name)
+    arbiter.tidy()
+
+
 class Troubled(Directory):
     """Its next link goes as `trouble` says."""
 
@@ -47,8 +53,8 @@ class Troubled(Directory):
         super().__init__(path)
         self._trouble = trouble
 
-    def link(self, name: str, other: str) -> None:
-        self._trouble(lambda: super(Troubled, self).link(name, other))
+    def _link(self, draft: Path, path: Path) -> None:
+        self._trouble(lambda: super(Troubled, self)._link(draft, path))
 
 
 def test_the_first_claim_of_a_generation_stands(tmp_path: Path, make: Make) -> None:
@@ -103,10 +109,10 @@ def test_a_shown_name_is_seen_in_that_directory_alone(tmp_path: Path, make: Make
     for name in ("shared", "copy"):
         (tmp_path / name).mkdir()
     shown = claims(make(tmp_path / "shared" / "claims"))
-    shown.show("world7")
+    show(shown, "world7")
     assert claims(make(tmp_path / "shared" / "claims")).sees("world7")
     assert not claims(make(tmp_path / "copy" / "claims")).sees("world7")
-    shown.show("world8")
+    show(shown, "world8")
     assert not shown.sees("world7"), "nothing piles up"
 
 
@@ -118,9 +124,9 @@ def test_old_claims_are_removed_and_count_for_nothing(tmp_path: Path, make: Make
     for generation in range(newest + 1):
         assert one.claim("job", generation, f"after {generation}") == f"after {generation}"
     assert len(list(path.glob("claim-job-*"))) == newest + 1
-    one.show("world")
+    show(one, "world")
     assert len(list(path.glob("claim-job-*"))) == newest + 1 - MOST_REMOVED, "some at a time, for a world waits"
-    one.show("another world")
+    show(one, "another world")
     kept = files_in(path)
     assert kept == {
         "claim-another-0",
@@ -132,7 +138,7 @@ def test_old_claims_are_removed_and_count_for_nothing(tmp_path: Path, make: Make
     assert frozen.claim("job", newest - OUTDATED, None) == f"after {newest}", "though it stands"
     assert frozen.claim("job", newest - OUTDATED + 1, None) == f"after {newest - OUTDATED + 1}"
     assert frozen.claim("another", 0, None) == "its own"
-    one.show("a third world")
+    show(one, "a third world")
     assert not (path / "claim-job-0").exists(), "what the frozen one made in vain"
 
 
@@ -144,7 +150,7 @@ def test_what_others_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
         for kind in ("draft", "seen", "claim-job", "notes"):
             (path / f"{kind}-{name}").touch()
             os.utime(path / f"{kind}-{name}", (now - seconds, now - seconds))
-    claims(Directory(path)).show("world")
+    show(claims(Directory(path)), "world")
     left = {path.name for path in path.iterdir()}
     assert left == {f"{kind}-{name}" for kind in ("claim-job", "notes") for name in ("old", "new", "ahead")} | {
         "draft-new", "draft-ahead", "seen-new", "seen-ahead", "seen-world",
@@ -158,8 +164,8 @@ def test_what_others_left_in_a_bucket_is_removed_when_it_is_old(
     for name, seconds in (("old", OLD_SECONDS + 60), ("new", OLD_SECONDS / 2)):
         with monkeypatch.context() as patch:
             patch.setattr(time, "time", lambda at=now - seconds: at)
-            claims(in_bucket(path)).show(name)
-    claims(in_bucket(path)).show("world")
+            show(claims(in_bucket(path)), name)
+    show(claims(in_bucket(path)), "world")
     assert files_in(path) == {"seen-new", "seen-world"}
 
 
@@ -187,7 +193,7 @@ def test_what_cannot_be_removed_is_in_nobodys_way(tmp_path: Path) -> None:
     for name in ("seen-old", "draft-old"):
         os.utime(path / name, (0, 0))
     arbiter = claims(Directory(path))
-    arbiter.show("world")
+    show(arbiter, "world")
     assert arbiter.sees("world")
     assert sorted(path.name for path in path.iterdir()) == ["seen-old", "seen-world"]
 
