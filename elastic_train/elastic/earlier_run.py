@@ -182,16 +182,13 @@ class EarlierRun:
                 restore.restore(), as TaskMismatch is.
         """
         worker, state = self._worker, self._worker.state
-        if lost is not None or self._membership.came_later:
-            self._look()  # what was there before has been pruned since
         if lost is None and self._membership.came_later and self._membership.published("run_uid") is not None:
             lost = ALL_GONE
         told = gather_json({"lost": lost, "in_use": self._files.take_bucket(world, check)})
         in_use = next((entry["in_use"] for entry in told if entry["in_use"] is not None), None)
         if in_use is not None:
             raise SnapshotsInUse(in_use)
-        if worker.bucket is not None:
-            self._look()  # its last owner may have written meanwhile
+        self._look()  # while this worker waited for others, snapshots may have been written, and pruned
         lost = next((entry["lost"] for entry in told if entry["lost"] is not None), None)
         restored = restore(
             state,

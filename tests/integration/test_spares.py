@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, set_pace
 from tests.integration.cluster import (
     Cluster,
     Node,
@@ -54,6 +55,27 @@ def test_a_spare_steps_in_for_a_killed_worker(cluster: Cluster) -> None:
         alone.finish([alone.start_alone(*TWO_SHARDS, "--max-steps", "600")])
         expected = result(alone.run_dir)
     assert end["state_sha256"] == expected["state_sha256"]
+
+
+def test_who_waited_to_be_admitted_goes_on_from_what_was_saved_meanwhile(cluster: Cluster) -> None:
+    """Of one node at most, the second waits; the first is told to stop, and writes its first snapshot then."""
+    flags = (*ENDLESS, "--task", "elastic_train.tools.drills.task:PacedDigits", "--snapshot-every", "0")
+    pace_file = cluster.path / PACE_FILE
+    set_pace(pace_file, 0.001)
+    env = {PACE_VARIABLE: str(pace_file)}
+    [first] = cluster.start(*flags, "--max-steps", "300", nodes=1, nnodes="1:1", env=env)
+    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events")
+    wait_for_step(cluster.run_dir, 5)
+    [second] = cluster.start(*flags, "--max-steps", "300", nodes=1, nnodes="1:1", env=env)
+    wait_until(lambda: len(events(cluster.run_dir, "start")) == 2, "the second in the queue", 60)
+    first.signal(signal.SIGTERM)
+    assert first.wait(60) != 0
+    stopped_at = last_step(cluster.run_dir)
+    set_pace(pace_file, 0.0)
+    cluster.finish([second])
+    restored = events(cluster.run_dir, "restore")[-1]
+    assert (restored["source"], restored["restored_step"]) == ("snapshot", stopped_at)
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=300)
 
 
 def test_a_spare_is_all_that_is_left(cluster: Cluster) -> None:
