@@ -79,6 +79,11 @@ class Resume:
         return self.holding is Holding.STATE
 
     @property
+    def has_steps(self) -> bool:
+        """Whether it has a state, and a step was committed."""
+        return self.has_state and self._worker.state.step > 0
+
+    @property
     def _why_lost(self) -> str | None:
         """How the run's state is lost if this worker, which does not have it, has to go on alone; None where there may
         be none yet."""

@@ -34,10 +34,10 @@ from elastic_train.errors import (
     NewerGeneration,
     OwnershipLost,
     Refused,
-    ReturnedAlone,
     Stopped,
     StoreRefused,
     StoreUnreachable,
+    UsageError,
 )
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.rules import common_backend, seconds_before_return
@@ -212,14 +212,16 @@ def _through_worlds(ring: Ring, parts: RingParts, *, comes_back: bool) -> int:
     Raises:
         StoreUnreachable: the store is gone, and the job with it.
         FormationFailed: the job cannot go on.
+        UsageError: what the task gives cannot be used.
         LeftOut: others have gone on, or all were suspended for so long that their job ran out; the state is saved
             where nobody else has the run directory.
     """
     try:
         return ring.run()
-    except (StoreUnreachable, StoreRefused, FormationFailed, ReturnedAlone, LeftOut) as error:
+    except (StoreUnreachable, StoreRefused, FormationFailed, UsageError, LeftOut) as error:
+        has_state = parts.resume.has_steps if isinstance(error, UsageError) else parts.resume.has_state
         is_to_come_back = isinstance(error, LeftOut) and comes_back
-        if isinstance(error, Refused) or is_to_come_back or ring.world is None or not parts.resume.has_state:
+        if isinstance(error, Refused) or is_to_come_back or ring.world is None or not has_state:
             raise
         raise type(error)(f"{error}; {parts.exits.save_for_next_start(ring.world)}") from error
     finally:

@@ -54,7 +54,9 @@ class Listed(Task):
         return Folder()
 """
 BROKEN_TASK = """
+import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 from elastic_train.training.tasks import Task
 
 class Broken(Task):
@@ -63,6 +65,18 @@ class Broken(Task):
 
     def train_dataset(self):
         raise RuntimeError("my own mistake")
+
+class Summed(Task):
+    def build_model(self):
+        return nn.Linear(8, 2)
+
+    def train_dataset(self):
+        return TensorDataset(torch.zeros(64, 8), torch.zeros(64, dtype=torch.long))
+
+    test_dataset = train_dataset
+
+    def summarize(self, means):
+        return {"r2": "high"}
 """
 
 
@@ -132,6 +146,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Nod
             "no-module": (("--task", "absent:Task"), {}),
             "no-class": (("--task", "broken:Brokn"), {}),
             "broken-task": (("--task", "broken:Broken"), {}),
+            "wrong-summary": (("--task", "broken:Summed", "--epochs", "1"), {}),
             "debug": (("--run-dir", "file/run", "--debug"), {}),
             "model": (("--model", "resnet81"), {}),
             "nothing-listens": (("--formation-timeout", "3"), in_a_fixed_world(free_port())),
@@ -154,6 +169,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Nod
         ("snapshot-dir", 1, ("file", "Not a directory", "--snapshot-dir")),
         ("no-module", 2, ("--task absent:Task", "no module named absent")),
         ("no-class", 2, ("--task broken:Brokn", "did you mean Broken?")),
+        ("wrong-summary", 2, ("Summed.summarize gave 'r2' as a str: it must be a number", "of step 1 is saved")),
         ("model", 2, ("--model resnet81", "did you mean resnet")),
         ("nothing-listens", 1, ("localhost:", "MASTER_ADDR")),
         ("rude-server", 1, STRANGER),
