@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.worker import Worker
 from elastic_train.rules import Activity
@@ -18,6 +20,8 @@ class Evaluations:
     def __init__(self, worker: Worker, membership: Membership) -> None:
         self._worker, self._membership = worker, membership
         self._has_warned = False
+        self._not_finite: set[str] = set()
+        """metrics that were warned of"""
         self._is_tried = False
         """whether what the task's own `evaluate` gives is a sum"""
 
@@ -75,6 +79,8 @@ class Evaluations:
                 )
         watcher.do(Activity.COMPUTE)
         state.evaluated_step, state.test_metrics = state.step, found.metrics
+        if world.rank == 0:
+            self._warn_of_no_numbers(found.metrics)
         if (accuracy := found.metrics.get("accuracy")) is not None:
             state.ratings.note(state.step, accuracy)
         elif config.keep_best and world.rank == 0 and not self._has_warned:
@@ -84,3 +90,13 @@ class Evaluations:
                 "are chosen; more is better"
             )
         worker.reporter.evaluation(state)
+
+    def _warn_of_no_numbers(self, metrics: dict[str, float]) -> None:
+        """Once for each; result.json has null in their place."""
+        names = [name for name, value in metrics.items() if not math.isfinite(value) and name not in self._not_finite]
+        self._not_finite.update(names)
+        for name in names:
+            self._worker.reporter.warn(
+                f"the test set's {name} is {metrics[name]} at step {self._worker.state.step}: training goes on; look "
+                "at what the task's evaluate and summarize give"
+            )

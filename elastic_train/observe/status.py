@@ -7,6 +7,7 @@ of lines; only the head of each (its `start` event) and the tail are read. Impor
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 from collections import Counter
@@ -341,8 +342,12 @@ def _newest_evaluation(world: list[Line], result: Line | None) -> tuple[int | No
     if not known:
         return None, {}
     step, metrics = max(known, key=itemgetter(0))
-    numbers = {name: float_of(metrics, name) for name in metrics}
-    return step, {name: value for name, value in numbers.items() if value is not None}
+    return step, {name: _number(value) for name, value in metrics.items()}
+
+
+def _number(value: object) -> float:
+    """JSON has null where a number was not finite."""
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _incidents(workers: list[WorkerLines], result: Line | None, now: float) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic_train.runlog.reader import Line, float_of, int_of, member_of, read_ends, read_json, time_of
+from elastic_train.runlog.reader import Line, float_of, int_of, member_of, read_events, read_json, time_of
 from elastic_train.system import process_stat
 from elastic_train.world import host_name
 
@@ -75,7 +75,7 @@ def read_workers(directory: Path) -> list[WorkerLines]:
     except FileNotFoundError:
         return []
     newest = sorted(entries, key=lambda entry: entry.stat().st_mtime)[-NEWEST_FILES:]
-    found = ((entry, list(filter(is_event, read_ends(Path(entry.path))))) for entry in newest)
+    found = ((entry, list(filter(is_event, read_events(Path(entry.path))))) for entry in newest)
     workers = [
         WorkerLines(lines, member_of(Path(entry.path)), entry.stat().st_mtime) for entry, lines in found if lines
     ]

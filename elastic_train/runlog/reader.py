@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,15 +47,34 @@ def read_with_torn(path: Path) -> tuple[list[Line], list[int]]:
     return [line for line in found.values() if line is not None], torn
 
 
-def read_ends(path: Path, head_bytes: int = 64 * 1024, tail_bytes: int = 256 * 1024) -> list[Line]:
-    """The lines at the beginning and at the end of a file, all of them if it is small. Raises OSError."""
+def read_events(path: Path, tail_bytes: int = 256 * 1024) -> list[Line]:
+    """The lines of a worker's events, without the `step` lines that lie more than `tail_bytes` before its end: millions
+    of them need not be parsed. What a call has read, later ones of this process need not read again. Raises OSError."""
     with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size <= head_bytes + tail_bytes:
-            return list(_objects(_lines_from(file, 0)))
-        file.seek(0)
-        head = file.read(head_bytes).split(b"\n")[:-1]
-        return list(_objects(head + _lines_from(file, size - tail_bytes)))
+        status = os.fstat(file.fileno())
+        rare = _rare_lines.setdefault((path, status.st_ino), _RareLines())
+        file.seek(rare.offset)
+        while rare.offset < status.st_size - tail_bytes:
+            raw = file.readline()
+            if not raw.endswith(b"\n"):
+                break
+            if not _STEP.search(raw):
+                rare.lines += _objects([raw])
+            rare.offset += len(raw)
+        file.seek(rare.offset)
+        return [*rare.lines, *_objects(file.read().split(b"\n"))]
+
+
+@dataclass
+class _RareLines:
+    offset: int = 0
+    """of the first byte that was not read"""
+    lines: list[Line] = field(default_factory=list)
+
+
+_STEP = re.compile(rb'"event": ?"step"')
+_rare_lines: dict[tuple[Path, int], _RareLines] = {}
+"""by path and inode: --fresh moves files aside, and a pid may come again"""
 
 
 def newest_first(path: Path, tail_bytes: int = TAIL_BYTES) -> Iterator[Line]:

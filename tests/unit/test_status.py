@@ -17,9 +17,10 @@ from elastic_train.errors import RunDirectoryError
 from elastic_train.observe import status, status_files
 from elastic_train.observe.status import RunState, Status
 from elastic_train.observe.status_files import process_is_alive
+from elastic_train.observe.status_json import to_json
 from elastic_train.observe.status_table import describe
 from elastic_train.runlog.goodput import process_start_ticks
-from elastic_train.runlog.reader import read_ends
+from elastic_train.runlog.reader import read_events
 from elastic_train.storage.snapshot import FORMAT_VERSION
 from elastic_train.wording import duration, human_bytes
 
@@ -280,9 +281,18 @@ def test_all_that_was_measured_where_there_is_no_accuracy(files: Files) -> None:
     worker.train(1, 40, NOW - 800)
     worker.write("evaluation", NOW - 799, accuracy=None, metrics={"loss": 0.012345, "r2": 0.9876, "broken": None})
     found = read(files, True)
-    assert found.test_metrics == {"loss": 0.012345, "r2": 0.9876}
     rows = dict(describe(found, NOW))
-    assert (rows["test loss"], rows["test r2"]) == ("0.01235", "0.9876")
+    assert (rows["test loss"], rows["test r2"], rows["test broken"]) == ("0.01235", "0.9876", "nan")
+    assert json.loads(to_json(found))["test_metrics"] == {"loss": 0.012345, "r2": 0.9876, "broken": None}
+
+
+def test_what_was_measured_beside_an_accuracy(files: Files) -> None:
+    worker = files.worker(0, started=NOW - 900)
+    worker.enter(0, NOW - 890)
+    worker.train(1, 40, NOW - 800)
+    worker.write("evaluation", NOW - 799, accuracy=0.9, metrics={"loss": 0.1, "f1": 0.38121, "accuracy": 0.9})
+    rows = [row for row in describe(read(files, True), NOW) if row[0].startswith("test ")]
+    assert rows == [("test accuracy", "90.00%"), ("test f1", "0.3812")]
 
 
 def test_warnings_are_counted_and_shown_newest_first(files: Files) -> None:
@@ -341,32 +351,37 @@ def test_torn_and_foreign_lines_are_skipped(files: Files) -> None:
     assert (found.state, found.step) == (RunState.RUNNING, 3)
 
 
-def test_a_file_of_a_million_lines_costs_its_ends_only(files: Files) -> None:
+def test_of_a_million_steps_the_newest_are_read_and_all_else(files: Files) -> None:
     worker = files.worker(0, started=NOW - 20)
     worker.enter(0, NOW - 10)
     worker.train(1, 100, NOW - 5)
     line = worker.path.read_bytes().splitlines(keepends=True)[-1]
-    with worker.path.open("ab") as file:
-        for _ in range(100):
-            file.write(line * 10_000)
+    for generation in (1, 2):
+        worker.enter(generation, NOW - 4)
+        with worker.path.open("ab") as file:
+            for _ in range(5):
+                file.write(line * 10_000)
     worker.train(101, 150, NOW - 1)
-    before = psutil.Process().io_counters().read_chars
     found = read(files)
-    assert psutil.Process().io_counters().read_chars - before < worker.path.stat().st_size / 10
     assert (found.step, found.world_size, found.length) == (150, 2, LENGTH)
+    assert len(found.incidents) == 2, "the worlds after the first, wherever they stand"
+    before = psutil.Process().io_counters().read_chars
+    assert read(files) == found
+    assert psutil.Process().io_counters().read_chars - before < worker.path.stat().st_size / 10, "its end alone"
 
 
-@pytest.mark.parametrize("tail_bytes", range(1, 60))
-def test_ends_of_a_file_hold_whole_lines_once(tmp_path: Path, tail_bytes: int) -> None:
+@pytest.mark.parametrize("tail_bytes", range(1, 400, 7))
+def test_lines_of_a_file_that_grows_are_read_once(tmp_path: Path, tail_bytes: int) -> None:
     path = tmp_path / "lines.jsonl"
-    lines = [{"time": number, "event": "e" * number} for number in range(1, 9)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = read_ends(path, head_bytes=40, tail_bytes=tail_bytes)
-    numbers = [line["time"] for line in found]
-    assert numbers == sorted(set(numbers))
-    assert found[0] == lines[0]
-    whole_tail = [n for n in range(1, 9) if sum(len(json.dumps(line)) + 1 for line in lines[n - 1 :]) <= tail_bytes]
-    assert set(numbers) >= set(whole_tail)
+    events = ["start", "step", "world", "step", "step", "step", "world", "step"]
+    lines = [{"time": number, "event": event} for number, event in enumerate(events)]
+    for number in range(1, 9):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines[:number]) + '{"time": ')
+        found = read_events(path, tail_bytes)
+        size = path.stat().st_size
+        starts = [len("".join(json.dumps(line) + "\n" for line in lines[:n])) for n in range(number)]
+        is_near = [start >= size - tail_bytes for start in starts]
+        assert found == [line for line, near in zip(lines, is_near, strict=False) if near or line["event"] != "step"]
 
 
 def test_no_run(tmp_path: Path) -> None:
