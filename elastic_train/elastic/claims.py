@@ -128,11 +128,11 @@ def _told_as_os_error() -> Iterator[None]:
 
 class Bounded:
     """As arbiter.Arbiter: another one, on a side thread, for at most so many seconds. While a call hangs there is no
-    further one."""
+    further one. Any thread may ask."""
 
     def __init__(self, arbiter: Arbiter, seconds: float = ANSWER_SECONDS) -> None:
         self._arbiter, self._seconds = arbiter, seconds
-        self._thread: threading.Thread | None = None
+        self._is_asked = threading.Lock()
         self._tidying: threading.Thread | None = None
 
     def claim(self, job: str, generation: int, decision: str | None) -> str | None:
@@ -151,7 +151,7 @@ class Bounded:
             self._tidying.start()
 
     def _ask(self, call: Callable[[], Found]) -> Found:
-        if self._thread is not None and self._thread.is_alive():
+        if not self._is_asked.acquire(timeout=self._seconds):
             raise ArbiterSilent("it has not answered the call before")
         answer: queue.SimpleQueue[Found | Exception] = queue.SimpleQueue()
 
@@ -160,14 +160,14 @@ class Bounded:
                 answer.put(call())
             except Exception as error:  # the caller raises it
                 answer.put(error)
+            finally:
+                self._is_asked.release()
 
-        self._thread = threading.Thread(target=run, name="arbiter", daemon=True)
-        self._thread.start()
+        threading.Thread(target=run, name="arbiter", daemon=True).start()
         try:
             found = answer.get(timeout=self._seconds)
         except queue.Empty:
             raise ArbiterSilent(f"no answer in {self._seconds:.0f} s") from None
-        self._thread.join()
         if isinstance(found, Exception):
             raise found
         return found
@@ -177,5 +177,5 @@ def arbiter_of(run_dir: Path, bucket: Bucket | None) -> Arbiter:
     """The bucket of --snapshot-dir, which all members have, or else the run directory, which they may share."""
     folder: Folder = Directory(run_dir / "claims")
     if bucket is not None and bucket.store.may_be_conditional:
-        folder = Objects(bucket.store.impatient())  # over its connections: the first one takes a second to make
+        folder = Objects(bucket.store.impatient(ANSWER_SECONDS / 2))  # over its connections: they take long to make
     return Bounded(Claims(folder, lambda: secrets.token_hex(8)))

@@ -84,7 +84,7 @@ class Claims:
     def __init__(self, folder: Folder, draw_name: Callable[[], str]) -> None:
         self._folder, self._draw_name = folder, draw_name
         self._shown: list[str] = []
-        """names, the newest last; all others are to be removed"""
+        """names, the newest last"""
 
     def claim(self, job: str, generation: int, decision: str | None) -> str | None:
         folder, name = self._folder, f"claim-{job}-{generation}"
@@ -97,9 +97,11 @@ class Claims:
                 standing = folder.read(newest)
                 if standing is None:
                     raise ArbiterSilent(f"{newest} cannot be read")
+            return None if standing is None else str(json.loads(standing)[1])
         except OSError as error:
             raise ArbiterSilent(str(error)) from error
-        return None if standing is None else str(json.loads(standing)[1])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ArbiterSilent(f"what stands as {name} is no claim") from error
 
     def _outdated_by(self, job: str, generation: int) -> str | None:
         """The newest claim, where that of `generation` counts for nothing."""
@@ -126,7 +128,7 @@ class Claims:
 
     def tidy(self) -> None:
         with suppress(OSError):  # it is in nobody's way
-            while len(self._shown) > 1:
+            while len(self._shown) > 2:  # members of the world before may be about to look
                 self._remove(self._shown.pop(0))
             if self._shown:
                 self._remove_old(self._folder.written_at(self._shown[0]))

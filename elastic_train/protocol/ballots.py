@@ -233,10 +233,12 @@ class Ballots:
         job = self._facts.get(JOB)
         if job is None:
             raise ArbiterSilent("the job has no name yet")
+        branch = id_on(Branch.from_json(self._facts.get(BRANCH)))
+        line = f"{job}.{branch}" if branch else job  # both sides of a split count on from the same generation
         claim = None
         if decision is not None:
             claim = Claim(world.uid, decision, self._known.voters[0].world)
-        return self._arbitration.claim(job, world.generation, claim)
+        return self._arbitration.claim(line, world.generation, claim)
 
     def _follow(self, round_: Round, standing: Claim) -> str | Denied | None:
         if standing.parent != round_.world.uid:

@@ -55,9 +55,9 @@ class ObjectStore:
     def __str__(self) -> str:
         return str(self.url)
 
-    def impatient(self) -> ObjectStore:
-        """The same, asked once."""
-        other = ObjectStore(self.url, replace(self.tries, total=0.0), self._arm)
+    def impatient(self, seconds: float = 0.0) -> ObjectStore:
+        """The same, asked once, or again for so long."""
+        other = ObjectStore(self.url, replace(self.tries, total=seconds), self._arm)
         other._is_conditional = self._is_conditional
         return other
 
@@ -110,7 +110,7 @@ class ObjectStore:
         key = f"probe-{secrets.token_hex(8)}"
         quick.put(key, b"0")
         try:
-            quick.list()
+            quick.list("claims/")  # not all that others keep there
             quick.delete(key)
             self._is_conditional = self._arm.is_atomic and quick._obeys_conditions(key)
         finally:
@@ -135,8 +135,8 @@ class ObjectStore:
 
     @property
     def may_be_conditional(self) -> bool:
-        """Whether a conditional put is tried here. Asks nobody."""
-        return self._arm.is_atomic
+        """Whether a conditional put is one here, as far as is known. Asks nobody."""
+        return self._arm.is_atomic and self._is_conditional is not False
 
     @property
     def is_conditional(self) -> bool:

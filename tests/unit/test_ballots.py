@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from elastic_train.branches import BRANCH, Branch
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import ArbiterSilent, Arbitration
 from elastic_train.protocol.ballots import Ballots, Elsewhere, Round
@@ -26,10 +27,12 @@ class Place:
 
     def __init__(self, claims: dict[int, str]) -> None:
         self.claims = claims
+        self.jobs: set[str] = set()
         self.is_silent = False
         self.before: Callable[[], None] = lambda: None
 
     def claim(self, job: str, generation: int, decision: str | None) -> str | None:
+        self.jobs.add(job)
         if self.is_silent:
             raise ArbiterSilent("no answer")
         if decision is not None:
@@ -44,6 +47,8 @@ class Place:
     def sees(self, name: str) -> bool:
         return True
 
+    def tidy(self) -> None: ...
+
 
 class Proposer:
     """One member of a world of three that is over; it proposes that the next one has a uid of its own."""
@@ -57,7 +62,7 @@ class Proposer:
         arbitration = Arbitration(self.place, 1.0, lambda: 0.0)
         arbitration.sees(WORLD)
         arbitration.note(WORLD, is_shared=True)
-        facts = {"job_token": "job"}
+        self.facts = facts = {"job_token": "job"}
         finder: Any = SimpleNamespace(addresses=lambda: [])
         elsewhere = Elsewhere(finder, known, facts, run_id="run", goes_on=False)
         self._clients = Clients(stores[rank], f"m{rank}", lambda address: stores[address[1]])
@@ -113,3 +118,12 @@ def test_two_that_cannot_hear_each_other_are_about_to_claim() -> None:
     first.place.is_silent = third.place.is_silent = False
     decided = {uid for uid in [*found, again(first), again(second), again(third)] if uid is not None}
     assert len(decided) == 1
+
+
+def test_a_branch_claims_by_a_name_of_its_own() -> None:
+    """Both sides of a split count on from the same generation, and what one claims is not for the other."""
+    main, branch, _ = proposers((0, 1, 2), (0, 1, 2), (0, 1, 2))
+    branch.facts[BRANCH] = Branch("b1").to_json()
+    main.decide()
+    branch.decide()
+    assert (main.place.jobs, branch.place.jobs) == ({"job"}, {"job.b1"})

@@ -113,6 +113,8 @@ def test_a_shown_name_is_seen_in_that_directory_alone(tmp_path: Path, make: Make
     assert claims(make(tmp_path / "shared" / "claims")).sees("world7")
     assert not claims(make(tmp_path / "copy" / "claims")).sees("world7")
     show(shown, "world8")
+    assert claims(make(tmp_path / "shared" / "claims")).sees("world7"), "members of that world may be about to look"
+    show(shown, "world9")
     assert not shown.sees("world7"), "nothing piles up"
 
 
@@ -130,6 +132,7 @@ def test_old_claims_are_removed_and_count_for_nothing(tmp_path: Path, make: Make
     kept = files_in(path)
     assert kept == {
         "claim-another-0",
+        "seen-world",
         "seen-another world",
         *(f"claim-job-{newest - number}" for number in range(2 * OUTDATED)),
     }
@@ -205,13 +208,35 @@ def test_a_directory_that_hangs_is_silent_and_is_not_asked_again_meanwhile(tmp_p
         assert let_go.wait(30)
         link()
 
-    arbiter = Bounded(claims(Troubled(tmp_path / "claims", hang)), seconds=0.2)
+    arbiter = Bounded(claims(Troubled(tmp_path / "claims", hang)), seconds=0.5)
     with pytest.raises(ArbiterSilent, match="no answer"):
         arbiter.claim("job", 0, "a")
     with pytest.raises(ArbiterSilent, match="before"):
         arbiter.claim("job", 0, "b")
     let_go.set()
-    thread = arbiter._thread
-    assert thread is not None
-    thread.join(10)
     assert arbiter.claim("job", 0, "b") == "a", "what was executed late stands"
+
+
+def test_two_threads_ask_at_once(tmp_path: Path) -> None:
+    """One prepares the next world while the other forms the present one."""
+
+    def take_some_time(link: Callable[[], None]) -> None:
+        time.sleep(0.1)
+        link()
+
+    arbiter = Bounded(claims(Troubled(tmp_path / "claims", take_some_time)))
+    threads = [threading.Thread(target=arbiter.show, args=(name,)) for name in ("present", "planned")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert arbiter.sees("present")
+    assert arbiter.sees("planned")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]"])
+def test_a_damaged_claim_is_none_and_no_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "claims").mkdir()
+    (tmp_path / "claims" / "claim-job-0").write_text(text)
+    with pytest.raises(ArbiterSilent, match="what stands as claim-job-0 is no claim"):
+        claims(Directory(tmp_path / "claims")).claim("job", 0, None)
