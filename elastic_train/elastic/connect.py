@@ -26,7 +26,7 @@ from elastic_train.protocol.arbiter import Arbiter
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.job import Job
-from elastic_train.protocol.join_queue import Finder, Size
+from elastic_train.protocol.join_queue import Finder, Size, stores_by_node
 from elastic_train.protocol.launcher import Launcher
 from elastic_train.protocol.links import Links
 from elastic_train.protocol.liveness import Watcher, ping_interval
@@ -370,6 +370,4 @@ def read_members(run_dir: Path | None, run_id: str) -> list[Address]:
 
 def describe_members(world: World, run_id: str) -> bytes:
     """What `read_members` reads."""
-    firsts = {member.node: member.store for member in reversed(world.members)}
-    stores = [store for store in reversed(firsts.values()) if store is not None]
-    return json.dumps({"run_id": run_id, "stores": stores[:MOST_NAMED]}).encode() + b"\n"
+    return json.dumps({"run_id": run_id, "stores": stores_by_node(world)[:MOST_NAMED]}).encode() + b"\n"

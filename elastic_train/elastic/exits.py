@@ -208,6 +208,7 @@ class Exits:
         worker, membership, state = self._worker, self._membership, self._worker.state
         with suppress(LeftOut):  # the watcher may be the one that has found out
             membership.watcher.leave()
+        membership.job.stand_down()  # before what may take its time
         saved = self._save_before_return(world) if world is not None and has_state else ""
         discarded: dict[str, Any] = {}
         if isinstance(error, Superseded) and has_state and state.branches != error.winner.branches:

@@ -326,6 +326,9 @@ class CentralJob:
         self.forget(self._store)
         self._store.put(f"{self._prefix}/over", "finished")
 
+    def stand_down(self) -> None:
+        """Newcomers wait for nobody but the store."""
+
     def close(self, me: Member | None) -> None:
         self.leave_queue()
         if self._uid:

@@ -216,5 +216,8 @@ class Job(Protocol):
     def finish(self, world: World) -> None:
         """The job has reached its end: tell those in the join queue. Rank 0 calls it."""
 
+    def stand_down(self) -> None:
+        """This member is in no world any more: no newcomer is to wait for it. Its watcher may still tend."""
+
     def close(self, me: Member | None) -> None:
         """Leave nothing behind."""

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from elastic_train.errors import FormationFailed, StoreUnreachable
 from elastic_train.protocol.store import Address, Clients, KeyValueStore
-from elastic_train.world import Member
+from elastic_train.world import Member, World
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,12 @@ def without_nodes_of(gone: Iterable[Member], members: Sequence[Member]) -> tuple
 def by_newest(nodes: Sequence[tuple[Member, ...]]) -> list[tuple[Member, ...]]:
     """Nodes in the order of a first world: who sees the newest snapshot leads it, and is never a spare."""
     return sorted(nodes, key=lambda node: max(member.newest or (-1, -1) for member in node), reverse=True)
+
+
+def stores_by_node(world: World) -> list[Address]:
+    """Of its members, the first of each node."""
+    firsts = {member.node: member.store for member in reversed(world.members)}
+    return [store for store in reversed(firsts.values()) if store]
 
 
 def is_start_due(num_ready: int, *, min_nodes: int, max_nodes: int, seconds_enough: float, last_call: float) -> bool:
@@ -251,6 +257,14 @@ class Entrance:
         if self._beginner_since is not None:
             self._consider_beginning()
         return self._describe()
+
+    def host_meanwhile(self, headless: World, present: Callable[[], World | None]) -> None:
+        """Until there is another rank 0, which may take long: a host that comes back must not begin anew."""
+        self._own.put("host", json.dumps(headless.me.store))
+        shown = headless
+        while (world := present()) is not None and world is not shown:
+            shown = world  # the training thread has entered it meanwhile, and perhaps said so before
+            self._own.put("host", json.dumps(world.members[0].store))
 
     def forget_host(self) -> None:
         """It does not answer, or is the host no more."""

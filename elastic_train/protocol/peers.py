@@ -21,7 +21,7 @@ from elastic_train.protocol.arbiter import Arbiter, Arbitration
 from elastic_train.protocol.ballots import Ballots, Elsewhere, Round
 from elastic_train.protocol.branch_off import BranchOff
 from elastic_train.protocol.job import SETTLED_REDUCTIONS, Denied, InQueue, Over, Place
-from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting
+from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting, stores_by_node
 from elastic_train.protocol.known_worlds import Announcements, KnownWorlds, Newcomers
 from elastic_train.protocol.store import Address, Afresh, Clients, KeyValueStore, Notes, OwnStore, entries, scoped
 from elastic_train.world import Member, World
@@ -325,17 +325,10 @@ class PeerJob:
         self._known.old_keys.tend()
         world = world or self._world  # between two worlds, too: no other job may begin meanwhile
         if headless is not None and headless.rank > 0 and headless is self._world and not self._is_host_meanwhile:
-            # Until there is another rank 0, which may take long, a host that comes back must not begin anew.
             self._is_host_meanwhile = True
-            self._own.put("host", json.dumps(headless.me.store))
-            shown = headless
-            while self._world is not shown:  # the training thread has entered another one, and perhaps said so before
-                shown = self._world
-                self._own.put("host", json.dumps(shown.members[0].store))
+            self._entrance.host_meanwhile(headless, lambda: self._world)
         if world is not None and (world.rank == 0 or world is headless):
-            firsts = {member.node: member.store for member in reversed(world.members)}
-            stores = [one for one in reversed(firsts.values()) if one]
-            self._finder.show(stores, self._facts.known.get("job_token", ""), if_missing=world.rank > 0)
+            self._finder.show(stores_by_node(world), self._facts.known.get("job_token", ""), if_missing=world.rank > 0)
 
     def finish(self, world: World) -> None:
         self._own.put("over", world.uid)
@@ -343,8 +336,12 @@ class PeerJob:
             with suppress(StoreUnreachable):
                 self._clients.of(member).put("over", world.uid)
 
+    def stand_down(self) -> None:
+        self._world = None
+        with suppress(StoreUnreachable):  # it lives as long as the process: newcomers would wait there
+            self._entrance.forget_host()
+
     def close(self, me: Member | None) -> None:
-        # Its process may go on as another member, and with it this store, which must not keep a newcomer waiting.
-        self._entrance.forget_host()
+        self.stand_down()
         self._finder.close()
         self._clients.keep_only(())

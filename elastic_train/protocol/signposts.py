@@ -291,7 +291,8 @@ class Signposts:
 
     def keep(self, *, has_world: bool) -> None:
         self._has_world = has_world
-        if has_world and self._clock() - self._shown_at > FRESH_SECONDS:
+        is_of_job = self._sign is not None and self._sign[0] == self._key
+        if (has_world or is_of_job) and self._clock() - self._shown_at > FRESH_SECONDS:
             self._sign = None
         self._keep_on_thread()
 

@@ -92,7 +92,9 @@ class _Finder:
     def addresses(self) -> Sequence[Address]:
         return () if self._is_first else self._stores
 
-    def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None: ...
+    def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
+        self.shown = addresses
+
     def keep(self, *, has_world: bool) -> None: ...
     def other_jobs(self) -> Sequence[Address]:
         return ()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -180,13 +180,24 @@ def test_who_comes_back_does_not_wait_in_its_own_queue() -> None:
         following = decision.world_for(worlds[rank].me.uid, worlds[rank], None)
         assert following is not None
         jobs[rank].enter(following, decision.facts, decision)
-    jobs[0].close(worlds[0].me)
+    jobs[0].stand_down()  # it may save its state for minutes before it closes
+    finder = cast(Any, jobs[0])._finder
+    finder.shown = ()
+    jobs[0].tend(None, is_spokesman=False)
+    assert finder.shown == (), "its sign would lead newcomers to it"
     form.finds = [member.store for member in worlds[0].members if member.store is not None]
     back = form.job(9)
     assert back.find()
     back.look_from_queue(Waiting(form.member(9), 1))
     assert [job.queue() for job in (jobs[0], jobs[2])] == [[], []]
     assert [waiting.member.uid for waiting in jobs[1].queue()] == ["uid9"]
+
+
+def test_a_job_is_closed_whose_store_is_gone() -> None:
+    form = PeersInMemory()
+    jobs, worlds = begin(form)
+    form.kill(worlds[0].me.pid)
+    jobs[0].close(worlds[0].me)
 
 
 @pytest.mark.parametrize("name", ["PeersInMemory", "PeersOnTcp"])
