@@ -81,6 +81,8 @@ class GroupSockets:
         self._over: list[dist.ProcessGroup] = []
         self._kept: dict[str, socket.socket] = {}
         """connections that were broken off, and that the others may still write to"""
+        self._closing: threading.Timer | None = None
+        """closes these"""
         self._shut_at: float | None = None
         """when the present group was broken off, on the monotonic clock"""
         self._hangs = False
@@ -154,6 +156,8 @@ class GroupSockets:
             threading.Thread(target=over.clear, name="release").start()
 
     def _close_kept(self) -> None:
+        if self._closing is not None:
+            self._closing.cancel()  # those of a later group have their own time
         with self._lock:
             kept, self._kept = self._kept, {}
         for connection in kept.values():
@@ -162,9 +166,9 @@ class GroupSockets:
     def shut(self) -> None:
         """Break off this member's part in every collective. Called from any thread; does not block."""
         if not self._kept and not sys.is_finalizing():  # then no thread starts, and all is closed in a moment
-            timer = threading.Timer(KEEP_SECONDS, self._close_kept)
-            timer.daemon = True
-            timer.start()
+            self._closing = threading.Timer(KEEP_SECONDS, self._close_kept)
+            self._closing.daemon = True
+            self._closing.start()
         with self._lock:
             if self._shut_at is None:
                 self._shut_at = time.monotonic()

@@ -112,6 +112,24 @@ def test_what_is_broken_off_is_closed_in_a_while_though_no_other_group_is_made(m
     far.close()
 
 
+def test_what_is_broken_off_later_is_kept_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_train.training.group_sockets.KEEP_SECONDS", 0.6)
+    sockets, ends = GroupSockets(), []
+    for _ in range(2):
+        sockets.begin()
+        ends += connection()
+        sockets.complete()
+        sockets.shut()
+        kept_since = time.monotonic()
+        if len(ends) == 2:
+            time.sleep(0.4)
+    while sockets._kept:
+        time.sleep(0.01)
+    assert time.monotonic() - kept_since > 0.55
+    for end in ends:
+        end.close()
+
+
 def test_callers_of_the_own_store_are_spared(keep: list[socket.socket]) -> None:
     """They wait for answers, whatever becomes of a group that was made meanwhile."""
     with socket.create_server(("127.0.0.1", 0)) as server:
