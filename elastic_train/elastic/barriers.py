@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +14,7 @@ from elastic_train.errors import FormationFailed, ReturnedAlone, StoreUnreachabl
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
-from elastic_train.world import Member, World
+from elastic_train.world import World
 
 READY_POLL_SECONDS = 0.00005
 """the same for each member of a world while all of them ask rank 0, which answers some 20,000 times a second"""
@@ -129,20 +129,14 @@ class Barriers:
         """Until all who train are through with their last collective: one whose peer closes its sockets meanwhile would
         take it for dead. Blocks for as long as --peer-timeout at most.
         """
-        clock, key = self._around.monotonic, f"{self._job.world_key(world)}/through"
-        deadline = clock() + self._limits.peer_timeout
+        deadline = self._around.monotonic() + self._limits.peer_timeout
+
+        def is_over(missing: Sequence[int]) -> bool:
+            gone = (self._watcher.contacts.is_refused(world.members[rank]) for rank in missing)
+            return self._around.monotonic() >= deadline or (world.rank == 0 and all(gone))
+
         with suppress(StoreUnreachable):  # then rank 0 has seen all, and is gone
-            store = self._job.world_store(world)
-            store.put(f"{key}/{world.rank}", "")
-            others = {f"{key}/{rank}": member for rank, member in enumerate(world.workers) if rank != world.rank}
-            missing = list(others) if world.rank == 0 else [f"{key}/all"]
-            while missing and clock() < deadline:
-                found = zip(missing, store.get_many(missing), strict=True)
-                missing = [one for one, text in found if text is None and not self._is_gone(others.get(one))]
-                if missing:
-                    self._pause(world)
-            if world.rank == 0:
-                store.put(f"{key}/all", "")
+            self._meet_at_rank_0(world, "through", is_over)
 
     def return_together(self, world: World, step: int) -> None:
         """The training function has returned here, before the end of training: wait until it has on all ranks. Blocks
@@ -152,23 +146,45 @@ class Barriers:
             ReturnedAlone: another rank is in a step in which this one will never take part.
             FormationFailed: a member is lost.
         """
-        watcher, key, since = self._watcher, f"{self._job.world_key(world)}/returned", self._around.monotonic()
+        watcher, since, has_returned = self._watcher, self._around.monotonic(), False
+
+        def is_over(_missing: Sequence[int]) -> bool:
+            nonlocal has_returned
+            if not has_returned:  # not before it has said so: in a collective and not returned is who goes on
+                has_returned = True
+                watcher.do(Activity.REDUCE)
+            require_whole(watcher, "the training function has returned on all ranks")
+            for rank in self._long_in_collective(world, since):
+                if store.get(f"{key}/{rank}") is None:
+                    raise _returned_alone(world, rank, step)
+            return False
+
         try:
-            store = self._job.world_store(world)
-            store.put(f"{key}/{world.rank}", "")
-            watcher.do(Activity.REDUCE)  # not before: in a collective and not returned is who goes on
-            others = [f"{key}/{rank}" for rank in range(world.world_size) if rank != world.rank]
-            missing = others if world.rank == 0 else [f"{key}/all"]
-            while missing := [one for one, text in zip(missing, store.get_many(missing), strict=True) if text is None]:
-                require_whole(watcher, "the training function has returned on all ranks")
-                for rank in self._long_in_collective(world, since):
-                    if store.get(f"{key}/{rank}") is None:
-                        raise _returned_alone(world, rank, step)
-                self._pause(world)
-            if world.rank == 0:
-                store.put(f"{key}/all", "")
+            store, key = self._job.world_store(world), f"{self._job.world_key(world)}/returned"
+            self._meet_at_rank_0(world, "returned", is_over)
         except StoreUnreachable as error:
             raise no_answer(world) from error
+
+    def _meet_at_rank_0(self, world: World, name: str, is_over: Callable[[Sequence[int]], bool]) -> None:
+        """Until all who train have come here, or `is_over` says so, which is asked between two looks.
+
+        Args:
+            is_over: given the ranks that have not come; rank 0 for all of them, where this is another one.
+
+        Raises: StoreUnreachable. What `is_over` raises.
+        """
+        store, key = self._job.world_store(world), f"{self._job.world_key(world)}/{name}"
+        store.put(f"{key}/{world.rank}", "")
+        others = {f"{key}/{rank}": rank for rank in range(world.world_size) if rank != world.rank}
+        missing = others if world.rank == 0 else {f"{key}/all": 0}
+        while True:
+            found = store.get_many(list(missing))
+            missing = {one: rank for (one, rank), text in zip(missing.items(), found, strict=True) if text is None}
+            if not missing or is_over(list(missing.values())):
+                break
+            self._pause(world)
+        if world.rank == 0:
+            store.put(f"{key}/all", "")
 
     def _long_in_collective(self, world: World, since: float) -> list[int]:
         """Ranks that have been inside a collective for some time, and began it while this one waited: it does not take
@@ -182,9 +198,6 @@ class Barriers:
             if one is not None and one.generation == world.generation and one.activity is Activity.REDUCE
             if limit < one.seconds <= waited and contacts.is_heard(world.members[rank])
         ]
-
-    def _is_gone(self, member: Member | None) -> bool:
-        return member is not None and self._watcher.contacts.is_refused(member)
 
     def finish(self, world: World) -> None:
         """At the end of training: tell those in the join queue."""
