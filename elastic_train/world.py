@@ -48,7 +48,7 @@ class Member:
     node_id: str = ""
     """what the workers of one agent have in common, and no others; "" where host and agent say it"""
     newest: tuple[int, int] | None = None
-    """(generation, step) of the newest snapshot that it can see"""
+    """(generation, step) of the furthest snapshot that it can see"""
 
     @property
     def name(self) -> str:

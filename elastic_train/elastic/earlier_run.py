@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 from elastic_train.branches import BRANCH, Branch, id_of, is_on
@@ -74,7 +75,7 @@ class EarlierRun:
         )
         seen = [self._traces.generation, *(offer.generation for offer in self._offers)]
         seen += [] if self._owner is None else [self._owner.generation]
-        newest = max(((offer.generation, offer.step) for offer in self._offers), default=None)
+        newest = max(((offer.generation, offer.step) for offer in self._offers), key=itemgetter(1, 0), default=None)
         world = membership.first_world(
             Member(
                 host=worker.host,

@@ -41,9 +41,9 @@ class Quarantined:
         state = self._state()
         if state is None or not nodes:
             return list(nodes)
-        now, newest = run_seconds(state), (state.generation or 0, state.step)
+        now, step = run_seconds(state), state.step
         found = quarantines(state.incidents, now)
-        kept = [node for node in nodes if node[0].host in found and waits(node, world, newest)]
+        kept = [node for node in nodes if node[0].host in found and waits(node, world, step)]
         for node in kept:
             self._tell(node, found[node[0].host], now)
         return [node for node in nodes if node not in kept]

@@ -70,8 +70,13 @@ def without_nodes_of(gone: Iterable[Member], members: Sequence[Member]) -> tuple
 
 
 def by_newest(nodes: Sequence[tuple[Member, ...]]) -> list[tuple[Member, ...]]:
-    """Nodes in the order of a first world: who sees the newest snapshot leads it, and is never a spare."""
-    return sorted(nodes, key=lambda node: max(member.newest or (-1, -1) for member in node), reverse=True)
+    """Nodes in the order of a first world: who sees the furthest snapshot leads it, and is never a spare. Nodes that
+    were apart have counted their generations apart; of others who is a generation further has no fewer steps."""
+
+    def furthest(node: tuple[Member, ...]) -> tuple[int, int]:
+        return max((member.newest or (-1, -1))[::-1] for member in node)
+
+    return sorted(nodes, key=furthest, reverse=True)
 
 
 def stores_by_node(world: World) -> list[Address]:

@@ -89,14 +89,14 @@ class Deaths:
         return sorted({member.host for member in lost} - living)
 
 
-def waits(node: Sequence[Member], world: World, newest: tuple[int, int]) -> bool:
+def waits(node: Sequence[Member], world: World, step: int) -> bool:
     """Whether a node whose host is in quarantine waits for its end, while `world` trains. Where that has fewer nodes
     than it needs, where it has another node of that host, and where the one in the queue has come further, it does not.
 
     Args:
-        newest: (generation, step) of what the members of `world` have.
+        step: how many the members of `world` have committed.
     """
     is_needed = world.num_nodes < world.min_nodes
     is_alive = any(member.host == node[0].host for member in world.members)
-    has_newer = any(member.newest is not None and member.newest > newest for member in node)
+    has_newer = any(member.newest is not None and member.newest[1] > step for member in node)
     return not (is_needed or is_alive or has_newer)

@@ -67,10 +67,10 @@ class Faults:
             simulation.start(name, local_rank, port)
 
     def back_ahead(self, host: int) -> None:
-        """The same, and it sees a snapshot of a later generation than those who train are in."""
+        """The same, and it sees a snapshot of more steps than those who train have."""
         self.back(host, same_address=False)
         worker = self._simulation.workers[-1]
-        worker.member = replace(worker.member, newest=(1000, 1))
+        worker.member = replace(worker.member, newest=(1, 1000_000))
 
     def cut(self, one: int, other: int) -> None:
         """One way."""

@@ -89,11 +89,12 @@ def test_a_node_takes_part_with_all_of_its_workers_or_not_at_all() -> None:
     assert without_nodes_of([member("a"), member("b")], members) == ()
 
 
-def test_who_sees_the_newest_snapshot_leads_and_the_others_keep_their_order() -> None:
+def test_who_sees_the_furthest_snapshot_leads_and_the_others_keep_their_order() -> None:
     old, none = (member("a", 0, (1, 90)),), (member("b"),)
-    newest = (member("c", 0), member("c", 1, (2, 10)))
+    newest = (member("c", 0), member("c", 1, (2, 100)))
+    parted = (member("e", 0, (7, 80)),)
     other = (member("d"),)
-    assert by_newest([old, none, newest, other]) == [newest, old, none, other]
+    assert by_newest([parted, old, none, newest, other]) == [newest, old, parted, none, other]
     assert by_newest([none, other]) == [none, other]
     assert by_newest([]) == []
 
