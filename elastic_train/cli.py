@@ -188,7 +188,9 @@ def _add_drill(commands: Commands) -> None:
 
 def _add_audit_and_report(commands: Commands) -> None:
     auditing = _add(commands, "audit", run_audit, "whether a run kept the promises: every check, from its files alone")
-    auditing.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    auditing.add_argument(
+        "run_dir", metavar="RUN_DIR", nargs="+", type=Path, help="of each node, where they do not share one"
+    )
 
     report = _add(commands, "report", write_report, "RUN_DIR/report.html, one page about a run that needs no network")
     report.add_argument("run_dir", metavar="RUN_DIR", type=Path)

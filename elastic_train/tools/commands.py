@@ -74,10 +74,12 @@ def run_drill(arguments: argparse.Namespace) -> int:
 def run_audit(arguments: argparse.Namespace) -> int:
     from elastic_train.tools.audit.audit import audit_history, conclude, describe
     from elastic_train.tools.audit.history import read_history
+    from elastic_train.tools.audit.node_directories import as_one_run
 
-    history = read_history(arguments.run_dir)
-    found = audit_history(history)
-    print("\n".join([*describe(found, history), *conclude(found)]))
+    with as_one_run(arguments.run_dir) as run_dir:
+        history = read_history(run_dir)
+        found = audit_history(history)
+        print("\n".join([*describe(found, history), *conclude(found)]))
     return 0 if found.passed else 1
 
 

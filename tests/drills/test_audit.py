@@ -56,6 +56,24 @@ def test_the_command_ends_in_a_verdict(run_dir: Path, capsys: pytest.CaptureFixt
     assert any(line.startswith("snapshots    FAIL     broken: ") for line in lines), "no promise looks like a fact"
 
 
+def test_directories_of_nodes_are_checked_together(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    moved = [sorted((run_dir / folder).iterdir())[-1] for folder in ("events", "ledger")]
+    for path in moved:
+        (other / path.parent.name).mkdir(parents=True)
+        path.rename(other / path.parent.name / path.name)
+    assert main(["audit", str(run_dir)]) == 1
+    capsys.readouterr()
+    assert main(["audit", str(run_dir), str(other)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "PASS"
+    assert main(["audit", str(run_dir), str(other), str(run_dir)]) == 1
+    assert "tell of the same worker: give each run directory once" in capsys.readouterr().err
+    assert main(["audit", str(run_dir), str(tmp_path)]) == 1
+    assert "holds no run" in capsys.readouterr().err
+
+
 def test_a_run_that_goes_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_dir / "result.json").unlink()
     for path in (run_dir / "events").iterdir():
