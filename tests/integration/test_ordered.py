@@ -271,7 +271,7 @@ def go_through_death(
         trainer.train(world, 7 - trainer.state.step)
 
 
-def run_all(scenarios: list[Scenario], out: Path, timeout: float = 110) -> None:
+def run_all(scenarios: list[Scenario], out: Path, timeout: float = 170) -> None:
     """Runs scenarios in as many processes as the largest world needs; at most the last one has a death."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     num_processes = max(size for scenario in scenarios for size, _ in scenario.worlds)

@@ -52,6 +52,7 @@ def test_fresh_is_fresh_where_snapshots_lie_elsewhere(cluster: Cluster) -> None:
     assert {info.step for info in find_snapshots(elsewhere, warn=pytest.fail)} == {10, 20}
 
 
+@pytest.mark.slow
 def test_an_absent_node_does_not_bring_back_the_run_that_fresh_has_replaced(cluster: Cluster) -> None:
     here, there = cluster.path / "here", cluster.path / "there"
     train(cluster, here, 50)
@@ -67,10 +68,8 @@ def test_an_absent_node_does_not_bring_back_the_run_that_fresh_has_replaced(clus
     assert "snapshots of another run are not used" in nodes[1].text()
 
 
-@pytest.mark.parametrize(
-    ("others", "remedy"),
-    [(20, "are done again. To go on from that"), pytest.param(80, "were done again", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("others", "remedy"), [(20, "are done again. To go on from that"), (80, "were done again")])
 def test_a_node_that_comes_too_late_with_newer_steps_says_so(cluster: Cluster, others: int, remedy: str) -> None:
     """Without a directory in common the others could not know, and do those steps again, or have done them."""
     here, there, pace = cluster.path / "here", cluster.path / "there", cluster.path / "pace"

@@ -86,6 +86,7 @@ def test_two_jobs_on_one_run_directory_and_a_stale_writer(cluster: Cluster) -> N
     assert outcomes(cluster.run_dir)[-1] == "already_finished"
 
 
+@pytest.mark.slow
 def test_run_directories_that_are_local_to_each_node(cluster: Cluster) -> None:
     """Regular snapshots lie on the node of rank 0 alone, those of a stop on every node; the one that has the newest
     leads, and hands it to the others."""

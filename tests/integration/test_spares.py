@@ -70,7 +70,7 @@ def test_who_waited_to_be_admitted_goes_on_from_what_was_saved_meanwhile(cluster
     wait_until(lambda: len(events(cluster.run_dir, "start")) == 2, "the second in the queue", 60)
     first.signal(signal.SIGTERM)
     assert first.wait(60) != 0
-    stopped_at = last_step(cluster.run_dir)
+    [stopped_at] = [event["step"] for event in events(cluster.run_dir, "done")]
     set_pace(pace_file, 0.0)
     cluster.finish([second])
     restored = events(cluster.run_dir, "restore")[-1]
