@@ -131,7 +131,7 @@ class Claims:
             while len(self._shown) > 2:  # members of the world before may be about to look
                 self._remove(self._shown.pop(0))
             if self._shown:
-                self._remove_old(self._folder.written_at(self._shown[0]))
+                self._remove_old(self._folder.written_at(self._shown[-1]))
 
     def _remove_old(self, now: float) -> None:
         """Some files, by the folder's clock."""

@@ -160,6 +160,18 @@ def test_what_others_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_what_is_old_goes_by_the_newest_of_ones_own(tmp_path: Path) -> None:
+    """The world before may have stood for hours."""
+    path = tmp_path / "claims"
+    arbiter = claims(Directory(path))
+    arbiter.show("world before")
+    (path / "draft-old").touch()
+    for name, seconds in (("seen-world before", 3 * OLD_SECONDS), ("draft-old", 2 * OLD_SECONDS)):
+        os.utime(path / name, (time.time() - seconds,) * 2)
+    show(arbiter, "world")
+    assert files_in(path) == {"seen-world"}
+
+
 def test_what_others_left_in_a_bucket_is_removed_when_it_is_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
