@@ -342,12 +342,8 @@ def _newest_evaluation(world: list[Line], result: Line | None) -> tuple[int | No
     if not known:
         return None, {}
     step, metrics = max(known, key=itemgetter(0))
-    return step, {name: _number(value) for name, value in metrics.items()}
-
-
-def _number(value: object) -> float:
-    """JSON has null where a number was not finite."""
-    return float(value) if isinstance(value, int | float) else math.nan
+    numbers = {name: float_of(metrics, name) for name in metrics}
+    return step, {name: math.nan if value is None else value for name, value in numbers.items()}  # null: not finite
 
 
 def _incidents(workers: list[WorkerLines], result: Line | None, now: float) -> tuple[str, ...]:

@@ -63,16 +63,13 @@ class Process:
         return self.host not in self.network.off
 
     @property
-    def now(self) -> Process:
-        return self if self.successor is None else self.successor.now
+    def newest(self) -> Process:
+        """What it is by now."""
+        return self if self.successor is None else self.successor.newest
 
     @property
     def is_running(self) -> bool:
         return self.is_alive and not self.is_frozen and self.has_power
-
-    @property
-    def serves(self) -> bool:
-        return self.is_alive or (self.successor is not None and self.successor.serves)
 
     def start(self, name: str, run: Callable[[], None]) -> None:
         self.tasks.append(Task(self.kernel, self, run, name))
@@ -181,8 +178,8 @@ class SimStore:
                 mine.network.send(server.host, mine.host, finish, found)
 
         def arrive() -> None:
-            if server.serves:
-                server.now.take(execute)
+            if server.newest.is_alive:
+                server.newest.take(execute)
             else:
                 mine.network.send(server.host, mine.host, finish, StoreUnreachable("refused"))
 
