@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from elastic_train.tools.audit.audit import Audit, audit
+from elastic_train.tools.audit.node_directories import as_one_run
 from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, set_pace
 from elastic_train.tools.drills.backends import PORT
 from elastic_train.tools.drills.network import Network
@@ -106,12 +107,10 @@ class Apart:
         for node in self.nodes.values():
             node.wait(60)
 
-    def together(self) -> Path:
-        """All run directories as one, for an audit."""
-        together = self.path / "together"
-        for run_dir in filter(Path.exists, self.run_dirs):
-            shutil.copytree(run_dir, together, dirs_exist_ok=True)
-        return together
+    def audit(self) -> Audit:
+        """Of all run directories together."""
+        with as_one_run([run_dir for run_dir in dict.fromkeys(self.run_dirs) if run_dir.exists()]) as run_dir:
+            return audit(run_dir)
 
 
 @contextlib.contextmanager

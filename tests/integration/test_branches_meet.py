@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from elastic_train.storage.snapshot import find_snapshots
-from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.drills.network import Network
 from elastic_train.tools.drills.nodes import clean_environment, wait_until
 from tests.integration.apart import Apart, ending
@@ -63,7 +62,7 @@ def test_both_go_on_and_when_they_meet_one_remains(pair: Apart) -> None:
     for run_dir in pair.run_dirs:
         remains = {offer.branches for offer in find_snapshots(run_dir / "snapshots", warn=pytest.fail)}
         assert len(remains) <= 2, "of before the split, and of the side that remained"
-    found = audit(pair.together())
+    found = pair.audit()
     assert found.passed, "\n".join(found.reasons)
 
 

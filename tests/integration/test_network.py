@@ -210,7 +210,7 @@ def check_end(nodes: Apart, state_sha256: str) -> None:
     ends = [result(nodes.run_dirs[index]) for index in nodes.nodes]
     assert {(end["step"], end["state_sha256"]) for end in ends} == {(STEPS, state_sha256)}
     check_ledger(nodes.run_dirs, length=1437, batch=64, steps=STEPS)
-    found = audit(nodes.together())
+    found = nodes.audit()
     assert found.passed, "\n".join(found.reasons)
 
 
@@ -232,5 +232,5 @@ def test_a_newcomer_finds_the_job_after_the_first_endpoint_is_gone_for_good(tmp_
             [world, _] = nodes.train({1: 2, 2: 2})
             assert nodes.by_rank(world) == [1, 2]
             nodes.stop()
-            found = audit(nodes.together())
+            found = nodes.audit()
             assert found.passed, "\n".join(found.reasons)
