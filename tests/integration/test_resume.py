@@ -89,8 +89,9 @@ def test_a_step_that_rank_0_did_not_live_to_write_down(cluster: Cluster) -> None
 
 
 def test_stop_in_mid_epoch_and_continue_with_other_world_sizes(cluster: Cluster) -> None:
-    epochs = 24  # a stop takes as long as a hundred steps on a busy machine
-    flags = ("--ledger", "--snapshot-every", "7", "--epochs", str(epochs))
+    batch, epochs = 8, 4  # epochs of 180 steps: a stop takes forty to a hundred
+    steps_per_epoch = -(-LENGTH // batch)
+    flags = ("--ledger", "--snapshot-every", "7", "--global-batch-size", str(batch), "--epochs", str(epochs))
     delays = random.Random(5)
     stopped_at = [0]
     for nodes in (3, 2):
@@ -105,18 +106,18 @@ def test_stop_in_mid_epoch_and_continue_with_other_world_sizes(cluster: Cluster)
         steps = {event["step"] for event in events(cluster.run_dir, "done")[-nodes:]}
         assert steps == {stopped_at[-1]}, "all ranks stop at the same step"
         assert newest_snapshot(cluster.run_dir)[0].step == stopped_at[-1]
-    assert any(step % STEPS_PER_EPOCH for step in stopped_at), "stopped in mid-epoch"
+    assert any(step % steps_per_epoch for step in stopped_at), "stopped in mid-epoch"
 
     cluster.finish(cluster.start(*flags, nodes=4))
     end = result(cluster.run_dir)
-    assert end["step"] == epochs * STEPS_PER_EPOCH
+    assert end["step"] == epochs * steps_per_epoch
     assert end["test_accuracy"] >= 0.97
     assert end["generations"] == 3
     assert [incident["committed_steps_lost"] for incident in end["incidents"]] == [0, 0]
     assert sum(value for name, value in end["goodput"].items() if name not in ("wall", "ratio")) == pytest.approx(
         end["wall_seconds"]
     )
-    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=end["step"])
+    check_ledger([cluster.run_dir], length=LENGTH, batch=batch, steps=end["step"])
     steps_seen = [event["step"] for event in events(cluster.run_dir, "step")]
     assert steps_seen == list(range(1, end["step"] + 1)), "every committed step once"
     assert worlds(cluster.run_dir) == [(0, 3), (1, 2), (2, 4)]
