@@ -87,6 +87,9 @@ def open_for_lock(path: Path) -> int:
 
 
 def close_lock(fd: int) -> None:
+    """Drop the flock, also where a child that another thread forked right now has a copy of this open file."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
     _locked_fds.discard(fd)
     os.close(fd)
 

@@ -282,6 +282,48 @@ def test_a_forked_child_does_not_hold_the_directory(
         os.kill(child, signal.SIGKILL)
 
 
+FORKED_AS_IT_OPENS = """
+import os, sys
+from datetime import timedelta
+from elastic_train.storage.run_directory import RunDirectory
+
+real_open, children = os.open, []
+
+def open_and_fork(path, *rest, **options):  # as another thread does that starts DataLoader processes
+    fd = real_open(path, *rest, **options)
+    if str(path).endswith(".claim.lock"):
+        child = os.fork()
+        if child == 0:
+            sys.stdin.read()
+            os._exit(0)
+        children.append(child)
+    return fd
+
+first, second = RunDirectory(sys.argv[1]).ownership, RunDirectory(sys.argv[1]).ownership
+os.open = open_and_fork
+first.claim("job", 0, "here")
+os.open = real_open
+print(len(children))
+second.claim("job", 0, "here", timeout=timedelta(seconds=1))
+"""
+
+
+def test_a_child_that_is_forked_as_the_lock_is_opened_does_not_keep_it(directory: RunDirectory) -> None:
+    """Python registers the descriptor a moment after the kernel has opened it: a child of that moment has a copy."""
+    root = str(Path(elastic_train.__file__).parent.parent)
+    command = [sys.executable, "-W", "ignore", "-c", FORKED_AS_IT_OPENS, str(directory.path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env={**os.environ, "PYTHONPATH": root}, **pipes) as process:
+        try:
+            status = process.wait(DEADLINE)  # the children live until their input ends
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert (status, process.stdout.read()) == (0, "1\n"), process.stderr.read()
+
+
 def test_a_child_that_did_keep_the_lock_is_named(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownership, "_LEFT_CHILD_TIMEOUT", timedelta(seconds=0.02))
     started = process_stat(os.getpid())[1]
