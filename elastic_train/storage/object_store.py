@@ -176,5 +176,6 @@ class ObjectStore:
 ADVICE = {
     StoreFault.DENIED: "; give credentials that may list, read, write and delete there",
     StoreFault.MISSING: "; make the bucket, or correct the URL",
+    StoreFault.NO_BUCKET: "; make the bucket, or correct the URL",
     StoreFault.FULL: "; free some space there",
 }

@@ -16,6 +16,7 @@ _BY_CODE = {
     "OperationAborted": StoreFault.TRANSIENT,
     "RequestTimeout": StoreFault.TRANSIENT,
     "SlowDown": StoreFault.TRANSIENT,
+    "NoSuchBucket": StoreFault.NO_BUCKET,
     "ExpiredToken": StoreFault.DENIED,
     "InvalidToken": StoreFault.DENIED,
     "QuotaExceeded": StoreFault.FULL,

@@ -125,4 +125,6 @@ def test_no_such_bucket_is_told(endpoint: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(variable, value)
     with pytest.raises(ObjectStoreError, match=r"s3://not-there/run: cannot .*NoSuchBucket.*make the bucket") as raised:
         ObjectStore(parse_url("s3://not-there/run")).require_writable()
-    assert raised.value.fault is StoreFault.MISSING
+    with pytest.raises(ObjectStoreError, match=r"cannot list: NoSuchBucket.*make the bucket"):
+        ObjectStore(parse_url("s3://not-there/run")).list()
+    assert raised.value.fault is StoreFault.NO_BUCKET
