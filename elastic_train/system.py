@@ -112,6 +112,17 @@ def try_flock(fd: int, operation: int, timeout: timedelta = timedelta(0)) -> boo
             return True
 
 
+def flock_holder(fd: int) -> int | None:
+    """The process of this host that took the exclusive flock of a file; None where none is seen (proc(5), locks)."""
+    inode = str(os.fstat(fd).st_ino)
+    with suppress(OSError), open("/proc/locks", encoding="ascii") as lines:
+        for line in lines:
+            match line.split():
+                case [_, "FLOCK", _, "WRITE", pid, file, *_] if file.rpartition(":")[2] == inode:
+                    return int(pid)
+    return None
+
+
 def process_stat(pid: int) -> tuple[str | None, str]:
     """State letter and start time of a process; (None, "") where there is none, ("?", "") without a /proc."""
     try:

@@ -34,7 +34,8 @@ from pathlib import Path
 from elastic_train.errors import NewerGeneration, OwnershipLost, RunDirectoryError, RunDirectoryInUse, cause_of
 from elastic_train.runlog.reader import parse
 from elastic_train.storage.atomic_files import write_atomic
-from elastic_train.system import process_stat, try_flock
+from elastic_train.system import flock_holder, process_stat, try_flock
+from elastic_train.world import host_name
 
 CLAIM_LOCK = ".claim.lock"
 OWNER_RECORD = "owner.json"
@@ -249,8 +250,10 @@ class Ownership:
         fd = open_for_lock(self._path / CLAIM_LOCK)
         try:
             if not try_flock(fd, fcntl.LOCK_EX, timeout):
+                pid = flock_holder(fd)
+                who = "a process of another host or container" if pid is None else f"pid {pid} of {host_name()}"
                 raise RunDirectoryError(
-                    f"run directory {self._path} cannot be claimed: another process has held {CLAIM_LOCK} "
+                    f"run directory {self._path} cannot be claimed: {who} has held {CLAIM_LOCK} "
                     f"for {timeout.total_seconds():g} s; stop that process, or choose another --run-dir"
                 )
             yield

@@ -282,6 +282,14 @@ def test_a_forked_child_does_not_hold_the_directory(
         os.kill(child, signal.SIGKILL)
 
 
+def test_who_keeps_others_from_claiming_is_named(directory: RunDirectory) -> None:
+    with open(directory.path / ".claim.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(RunDirectoryError, match=rf"pid {os.getpid()} of .* has held \.claim\.lock for 0\.02 s"):
+            directory.ownership.claim("job", 0, HOST, timeout=timedelta(seconds=0.02))
+    directory.ownership.claim("job", 0, HOST)
+
+
 FORKED_AS_IT_OPENS = """
 import os, sys
 from datetime import timedelta
