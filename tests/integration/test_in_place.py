@@ -215,12 +215,12 @@ def test_of_two_nodes_the_first_freezes_and_the_other_goes_on(cluster: Cluster) 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_node_told_to_stop_leaves_without_an_error(cluster: Cluster, signum: int) -> None:
-    nodes = start_world(cluster, 3, steps=1200)
+    nodes = start_world(cluster, 3)
     [worker] = nodes[2].workers()
     nodes[2].signal(signum)
     assert nodes[2].wait(30) != 0
     cluster.finish(nodes[:2])
-    end = check_run(cluster, 1200)
+    end = check_run(cluster, 600)
     assert [incident["cause"] for incident in end["incidents"]] == ["leave"]
     for node in nodes[:2]:
         assert "Traceback" not in node.text()
