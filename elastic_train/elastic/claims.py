@@ -41,15 +41,12 @@ class Directory:
             if is_durable:
                 os.fsync(file.fileno())
         try:
-            self._link(draft, self._path / name)
+            os.link(draft, self._path / name)
             if is_durable:
                 fsync_directory(self._path)
         finally:
             with suppress(OSError):  # it is in nobody's way
                 draft.unlink()
-
-    def _link(self, draft: Path, path: Path) -> None:
-        os.link(draft, path)
 
     def read(self, name: str) -> str | None:
         try:

@@ -7,7 +7,9 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,15 +48,13 @@ def show(arbiter: Claims, name: str) -> None:
     arbiter.tidy()
 
 
-class Troubled(Directory):
-    """Its next link goes as `trouble` says."""
-
-    def __init__(self, path: Path, trouble: Callable[[Callable[[], None]], None]) -> None:
-        super().__init__(path)
-        self._trouble = trouble
-
-    def _link(self, draft: Path, path: Path) -> None:
-        self._trouble(lambda: super(Troubled, self)._link(draft, path))
+@contextmanager
+def links_go(trouble: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """As `trouble` says, which is given the call."""
+    link = os.link
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "link", lambda *paths: trouble(partial(link, *paths)))
+        yield
 
 
 def test_the_first_claim_of_a_generation_stands(tmp_path: Path, make: Make) -> None:
@@ -74,7 +74,8 @@ def test_a_claim_stands_though_its_reply_was_lost(tmp_path: Path, code: int) -> 
         link()
         raise OSError(code, "lost")
 
-    assert claims(Troubled(tmp_path / "claims", lose)).claim("job", 0, "a") == "a"
+    with links_go(lose):
+        assert claims(Directory(tmp_path / "claims")).claim("job", 0, "a") == "a"
     assert claims(Directory(tmp_path / "claims")).claim("job", 0, "b") == "a"
 
 
@@ -82,8 +83,8 @@ def test_a_claim_that_was_not_made_is_none(tmp_path: Path) -> None:
     def refuse(_link: Callable[[], None]) -> None:
         raise OSError(errno.EIO, "broken")
 
-    with pytest.raises(ArbiterSilent, match="broken"):
-        claims(Troubled(tmp_path / "claims", refuse)).claim("job", 0, "a")
+    with links_go(refuse), pytest.raises(ArbiterSilent, match="broken"):
+        claims(Directory(tmp_path / "claims")).claim("job", 0, "a")
     assert claims(Directory(tmp_path / "claims")).claim("job", 0, "b") == "b"
 
 
@@ -220,13 +221,14 @@ def test_a_directory_that_hangs_is_silent_and_is_not_asked_again_meanwhile(tmp_p
         assert let_go.wait(30)
         link()
 
-    arbiter = Bounded(claims(Troubled(tmp_path / "claims", hang)), seconds=0.5)
-    with pytest.raises(ArbiterSilent, match="no answer"):
-        arbiter.claim("job", 0, "a")
-    with pytest.raises(ArbiterSilent, match="before"):
-        arbiter.claim("job", 0, "b")
-    let_go.set()
-    assert arbiter.claim("job", 0, "b") == "a", "what was executed late stands"
+    arbiter = Bounded(claims(Directory(tmp_path / "claims")), seconds=0.5)
+    with links_go(hang):
+        with pytest.raises(ArbiterSilent, match="no answer"):
+            arbiter.claim("job", 0, "a")
+        with pytest.raises(ArbiterSilent, match="before"):
+            arbiter.claim("job", 0, "b")
+        let_go.set()
+        assert arbiter.claim("job", 0, "b") == "a", "what was executed late stands"
 
 
 def test_two_threads_ask_at_once(tmp_path: Path) -> None:
@@ -236,12 +238,13 @@ def test_two_threads_ask_at_once(tmp_path: Path) -> None:
         time.sleep(0.1)
         link()
 
-    arbiter = Bounded(claims(Troubled(tmp_path / "claims", take_some_time)))
+    arbiter = Bounded(claims(Directory(tmp_path / "claims")))
     threads = [threading.Thread(target=arbiter.show, args=(name,)) for name in ("present", "planned")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    with links_go(take_some_time):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
     assert arbiter.sees("present")
     assert arbiter.sees("planned")
 
