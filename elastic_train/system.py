@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import socket
@@ -149,9 +150,22 @@ def open_sockets() -> dict[int, str]:
     return found
 
 
+def copy_of_socket(fd: int, name: str) -> socket.socket:
+    """A copy of one of `open_sockets`, for the caller to close. Raises: OSError: its number is another file's by now:
+    where that file has an flock, a copy that nobody closes keeps it."""
+    copy = os.dup(fd)
+    try:
+        if os.readlink(f"/proc/self/fd/{copy}") != name:  # of the copy: nobody else closes it
+            raise OSError(errno.EBADF, f"descriptor {fd} is not {name} any more")
+        return socket.socket(fileno=copy)
+    except BaseException:
+        os.close(copy)
+        raise
+
+
 def close_sockets_at(port: int) -> None:
     """This process's copies of the sockets that have this port here."""
-    for fd in open_sockets():
-        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+    for fd, name in open_sockets().items():
+        with suppress(OSError), copy_of_socket(fd, name) as copy:
             if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == port:
                 os.close(fd)

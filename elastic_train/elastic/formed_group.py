@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from itertools import starmap
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch.distributed import PrefixStore, Store
 
 from elastic_train.errors import FormationFailed, first_line
 from elastic_train.rules import seconds_to_form
-from elastic_train.system import open_sockets
+from elastic_train.system import copy_of_socket, open_sockets
 
 BACKEND = "formed"
 """the name under which torch knows a group of this kind"""
@@ -121,8 +122,8 @@ def _make_devices(address: str) -> tuple[list[Any], list[Address]]:
         for _ in range(ATTEMPTS):
             before = open_sockets()
             device = create(interface=interface) if interface else create(hostname=address)
-            new = {fd for fd, name in open_sockets().items() if before.get(fd) != name}
-            listening = [found for found in map(_listening_address, new) if found is not None]
+            new = [(fd, name) for fd, name in open_sockets().items() if before.get(fd) != name]
+            listening = [found for found in starmap(_listening_address, new) if found is not None]
             if len(listening) == 1:  # else another thread opened one in the same moment
                 devices.append(device)
                 addresses += listening
@@ -132,8 +133,8 @@ def _make_devices(address: str) -> tuple[list[Any], list[Address]]:
     return devices, addresses
 
 
-def _listening_address(fd: int) -> Address | None:
-    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+def _listening_address(fd: int, name: str) -> Address | None:
+    with suppress(OSError), copy_of_socket(fd, name) as copy:
         if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
         ):
@@ -146,7 +147,7 @@ def _connections(mine: Sequence[Address], theirs: Sequence[Address]) -> dict[int
     """This process's connections that were accepted at one of `mine`, or made to one of `theirs`."""
     found = {}
     for fd, name in open_sockets().items():
-        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+        with suppress(OSError), copy_of_socket(fd, name) as copy:
             if copy.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             here, there = copy.getsockname()[:2], copy.getpeername()[:2]  # raises for one that listens

@@ -8,7 +8,6 @@ its own store what worlds that are over have left there.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import socket
 import struct
@@ -20,7 +19,7 @@ from typing import Protocol, TypeVar
 from torch.distributed import Store, TCPStore
 
 from elastic_train.errors import StoreUnreachable, first_line
-from elastic_train.system import open_sockets
+from elastic_train.system import copy_of_socket, open_sockets
 from elastic_train.world import Member, World
 
 
@@ -210,8 +209,8 @@ def limit_socket_waits(port: int, timeout: timedelta) -> None:
     """
     seconds, rest = divmod(timeout // timedelta(microseconds=1), 10**6)
     deadline = struct.pack("ll", seconds, rest)  # struct timeval
-    for fd in open_sockets():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+    for fd, name in open_sockets().items():
+        with contextlib.suppress(OSError), copy_of_socket(fd, name) as connection:
             if connection.family != socket.AF_UNIX and connection.getpeername()[1] == port:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, deadline)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline)

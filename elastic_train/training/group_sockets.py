@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_train.errors import FormationFailed
-from elastic_train.system import open_sockets
+from elastic_train.system import copy_of_socket, open_sockets
 
 ABORT_SECONDS = 60.0
 """that NCCL's abort is waited for; it may wait until every rank aborts (NVIDIA/nccl#1013)"""
@@ -179,12 +179,7 @@ class GroupSockets:
                 self._nccl = None
             for fd, name in self._present().items():
                 with suppress(OSError):
-                    # The number may be given to another file between look and use, a copy may not.
-                    copy = os.dup(fd)
-                    if os.readlink(f"/proc/self/fd/{copy}") != name:
-                        os.close(copy)
-                        continue
-                    connection = socket.socket(fileno=copy)
+                    connection = copy_of_socket(fd, name)
                     is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     if is_listening or name in self._kept or self._is_spared(connection):
                         connection.close()

@@ -1,4 +1,4 @@
-"""Other systems than Linux: what they train, and one clear line, with no traceback, for what they do not."""
+"""What is asked of the operating system; and others than Linux: what they train, and one clear line for the rest."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from elastic_train import __main__
-from elastic_train.system import keep_freed_memory, num_cores
+from elastic_train import __main__, system
+from elastic_train.protocol import store
+from elastic_train.protocol.store import limit_socket_waits
+from elastic_train.system import close_sockets_at, copy_of_socket, keep_freed_memory, num_cores, open_sockets
 
 
 @pytest.mark.parametrize(("flags", "launcher"), [([], {"RANK": "0"}), (["--spawn", "2"], {})])
@@ -36,6 +41,35 @@ def test_cores_are_counted_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.delattr(os, "sched_getaffinity")
     assert num_cores() >= 1
+
+
+def test_a_number_that_another_file_has_by_now_is_no_socket(tmp_path: Path) -> None:
+    """And the copy by which that was found is closed: it would keep a lock of that file for as long as it is open."""
+    with socket.socket() as one:
+        number, name = one.fileno(), open_sockets()[one.fileno()]
+        with copy_of_socket(number, name) as copy:
+            assert open_sockets()[copy.fileno()] == name
+    fd = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    try:
+        before = os.listdir("/proc/self/fd")
+        for claimed in (name, os.readlink(f"/proc/self/fd/{fd}")):
+            with pytest.raises(OSError, match=r"not .* any more|non-socket"):
+                copy_of_socket(fd, claimed)
+        assert os.listdir("/proc/self/fd") == before
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("look", [lambda: limit_socket_waits(1, timedelta(1)), lambda: close_sockets_at(1)])
+def test_a_look_at_all_sockets_keeps_no_file_open(
+    look: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open(tmp_path / "file", "w") as file:
+        monkeypatch.setattr(system, "open_sockets", lambda: {file.fileno(): "socket:[1]"})
+        monkeypatch.setattr(store, "open_sockets", lambda: {file.fileno(): "socket:[1]"})
+        before = os.listdir("/proc/self/fd")
+        look()
+        assert os.listdir("/proc/self/fd") == before
 
 
 AS_MACOS = """
