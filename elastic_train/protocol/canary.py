@@ -64,7 +64,8 @@ def _start(fd: int) -> ctypes.c_ulong | None:
         # With this flag the thread has a table of its own from here on.
         if libc.syscall(CLOSE_RANGE, fd + 1, LAST, UNSHARE) != 0:
             return
-        libc.syscall(CLOSE_RANGE, 0, fd - 1, 0)
+        if fd > 0:  # 0 where this process's standard input was closed
+            libc.syscall(CLOSE_RANGE, 0, fd - 1, 0)
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # inherited: `pause` is to end by none
         thread = ctypes.c_ulong()
         if libc.pthread_create(ctypes.byref(thread), None, libc.pause, None) == 0:  # it shares this thread's table

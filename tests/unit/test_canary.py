@@ -87,6 +87,23 @@ def test_there_is_none_where_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch)
     assert descriptors() == before
 
 
+WITHOUT_INPUT = """
+import os, socket
+from elastic_train.protocol.canary import Canary
+
+os.close(0)
+canary = Canary("127.0.0.1")
+socket.create_connection(("127.0.0.1", canary.port), 30.0).close()
+print("it listens")
+"""
+
+
+def test_it_lives_where_standard_input_was_closed() -> None:
+    """Then its listener has the number 0, and below it is nothing to be closed."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_INPUT], capture_output=True, text=True, timeout=DEADLINE)
+    assert done.stdout == "it listens\n", done.stderr
+
+
 # --- as others see it -------------------------------------------------------------------------------------------------
 
 LARGE = """
