@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,10 @@ from elastic_train.world import World
 
 DISCARDED = "discarded"
 """folder beside the snapshots"""
+CLAIM_SECONDS_OF_NEWCOMERS = 30.0
+"""while others claim the run directory, each for milliseconds; who gets no turn ends with an error"""
+CLAIM_SECONDS_OF_MEMBERS = 5.0
+"""of who has the state and claimed before: it trains on with a warning, and all wait that long"""
 
 
 class RunFiles:
@@ -140,10 +145,13 @@ class RunFiles:
             RunDirectoryInUse, OwnershipLost: others own it.
             RunDirectoryError: it cannot be written, and this worker has no state that would be lost.
         """
-        claiming, self._claiming = self._claiming, None
+        claiming = self._claiming
         if claiming is None:
             return
-        claiming.finish(lambda: None)
+        try:
+            claiming.finish(lambda: None)
+        finally:
+            self._claiming = None  # not before: the thread that saves waits for it as well
         if self._warning is not None and self._warning != self._last_warning:
             self._last_warning = self._warning
             self._worker.reporter.warn(self._warning)
@@ -156,9 +164,10 @@ class RunFiles:
 
     def _claim(self, world: World, *, has_state: bool) -> None:
         worker, is_leader = self._worker, world.is_directory_leader
+        timeout = CLAIM_SECONDS_OF_MEMBERS if has_state else CLAIM_SECONDS_OF_NEWCOMERS
         try:
             self._warning = worker.directory.ownership.claim(
-                self.job_token, world.generation, worker.host, is_leader=is_leader
+                self.job_token, world.generation, worker.host, is_leader=is_leader, timeout=timedelta(seconds=timeout)
             )
         except (RunDirectoryInUse, OwnershipLost):
             raise

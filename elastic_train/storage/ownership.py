@@ -164,8 +164,8 @@ class Ownership:
                 f"RunDirectory({str(self._path)!r}) is claimed for job {self._token} already, not for {job_token}"
             )
         try:
+            self._refuse_if_replaced(job_token, generation)
             if self._token is not None and not is_leader:
-                self._refuse_if_replaced(job_token, generation)
                 return None
             try:
                 with self._claim_lock(timeout):
@@ -174,7 +174,6 @@ class Ownership:
             except OSError as error:
                 if error.errno not in _FLOCK_MISSING:
                     raise
-                self._refuse_if_replaced(job_token, generation)
                 self._record_owner(job_token, generation, host)
                 warning = (
                     f"the file system of {self._path} has no flock ({error.strerror}): nothing can notice a second "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from elastic_train.elastic import run_files
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.errors import RunDirectoryError, RunDirectoryInUse
 from elastic_train.storage.ownership import Ownership
@@ -61,6 +63,46 @@ def test_nobody_waits_for_a_disk_before_something_is_written(disk: SlowDisk) -> 
     owner = disk.directory.ownership.read()
     assert owner is not None
     assert owner.generation == 3
+
+
+def test_who_saves_waits_for_a_claim_as_long_as_who_trains(disk: SlowDisk) -> None:
+    disk.files.claim(world_of(3), has_state=True)
+    errors: list[Exception] = []
+
+    def save() -> None:
+        try:
+            disk.files.check_owner(3)
+        except Exception as error:
+            errors.append(error)
+
+    trains = threading.Thread(target=disk.files.finish_claim)
+    trains.start()
+    trains.join(0.1)  # it waits
+    saves = threading.Thread(target=save)
+    saves.start()
+    saves.join(0.1)
+    disk.let_go.set()
+    for thread in (trains, saves):
+        thread.join(10.0)
+    assert not errors, "the record of before was read"
+
+
+def test_who_trains_does_not_wait_long_for_another_process(
+    tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_files, "CLAIM_SECONDS_OF_MEMBERS", 0.03)
+    disk.let_go.set()
+    disk.files.claim(world_of(3), has_state=True)
+    disk.files.finish_claim()
+    with open(tmp_path / ".claim.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        disk.files.claim(world_of(4), has_state=True)
+        disk.files.finish_claim()
+    [warning] = disk.warnings
+    assert "has held .claim.lock for 0.03 s" in warning
+    Ownership(tmp_path).claim("job", 5, "here")
+    disk.files.claim(world_of(5), has_state=True)
+    disk.files.finish_claim()
 
 
 def test_another_jobs_directory_is_found_out_before_a_step_counts(disk: SlowDisk, tmp_path: Path) -> None:
