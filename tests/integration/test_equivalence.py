@@ -147,6 +147,7 @@ def test_every_world_size_agrees_with_plain_ddp(cluster: Cluster) -> None:
         assert_same_run(run_dir, world_size, 64, steps)
 
 
+@pytest.mark.slow
 def test_batch_that_the_world_does_not_divide(cluster: Cluster) -> None:
     """359 samples over 4 ranks, in micro-batches of at most 40; the epoch's fifth step has one sample for 4 ranks."""
     node = ours(cluster, "run", 4, 359, 11, "--micro-batch-size", "40")
@@ -169,6 +170,7 @@ def test_agrees_with_a_plain_loop(
     assert_same_run(cluster.run_dir, world_size, batch_size, steps)
 
 
+@pytest.mark.slow
 def test_evaluation_is_exact_for_every_world_size(cluster: Cluster) -> None:
     """One snapshot, evaluated by 1, 2 and 3 workers (one of them has no part of the 360 images)."""
     source = cluster.path / "source"

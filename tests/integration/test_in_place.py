@@ -191,6 +191,7 @@ def test_a_frozen_node_is_left_behind_and_comes_back_in_its_own_process(cluster:
     check_steps(cluster.run_dir, last_step(cluster.run_dir))
 
 
+@pytest.mark.slow
 def test_of_two_nodes_the_first_freezes_and_the_other_goes_on(cluster: Cluster) -> None:
     """Under c10d by a claim in the run directory that they share; the first comes back."""
     nodes = start_world(cluster, 2, steps=1_000_000)

@@ -28,7 +28,8 @@ def assert_nobody_was_expelled(cluster: Cluster, nodes: list[Node], sizes: list[
     assert not any("kept the others" in (event["reason"] or "") for event in events(cluster.run_dir, "peer_lost"))
 
 
-@pytest.mark.parametrize("hiccup", [4 * PEER_TIMEOUT, pytest.param(12 * PEER_TIMEOUT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("hiccup", [4 * PEER_TIMEOUT, 12 * PEER_TIMEOUT])
 def test_one_is_busy_when_another_one_dies(cluster: Cluster, hiccup: float) -> None:
     """The others wait for it with the next world: for three times the peer timeout before anybody asks what it does."""
     is_busy = ("--busy-rank", "1", "--hiccup-seconds", str(hiccup), "--hiccup-every", "60")

@@ -281,7 +281,8 @@ def test_members_that_do_not_agree(cluster: Cluster) -> None:
     assert result(cluster.run_dir)["step"] == 10
 
 
-@pytest.mark.parametrize("loaders", [pytest.param("0", marks=pytest.mark.slow), "1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("loaders", ["0", "1"])
 def test_a_folder_that_a_node_lists_in_another_order(cluster: Cluster, loaders: str) -> None:
     """Of equal length: without a word each sample would be trained twice or never."""
     (cluster.path / "listed.py").write_text(LISTED_TASK)

@@ -146,6 +146,7 @@ runpy.run_module("elastic_train", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.slow
 def test_no_step_waits_for_an_answer(cluster: Cluster) -> None:
     """One thread asks, which does nothing else, whatever the server does; steps are committed beside it."""
     known = cluster.path / "known.json"

@@ -108,6 +108,7 @@ def test_two_runs_that_know_nothing_of_each_other_are_refused(cluster: Cluster) 
     assert "of step 50" in line
 
 
+@pytest.mark.slow
 def test_a_run_whose_snapshots_are_gone_does_not_begin_anew_without_a_word(cluster: Cluster) -> None:
     train(cluster, cluster.run_dir, 20)
     names = snapshot_names(cluster.run_dir)

@@ -241,7 +241,7 @@ if training.state.step == 11 and training.world.rank == {rank}:
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_loss_that_is_not_finite_ends_it_on_every_rank(cluster: Cluster, rank: int) -> None:
     nodes = start_script(cluster, 2, not_finite(cluster, rank), "--snapshot-every", "5")
     for node in nodes:
@@ -290,6 +290,7 @@ if training.state.step == 12:
     assert max(e["step"] for e in events(cluster.path / "run-2", "step")) == 11
 
 
+@pytest.mark.slow
 def test_all_stop_after_the_same_step_and_go_on_from_there(cluster: Cluster) -> None:
     slowly = "__import__('time').sleep(0.02)"
     flags = ("--epochs", "40", "--snapshot-every", "1000")
@@ -307,7 +308,7 @@ def test_all_stop_after_the_same_step_and_go_on_from_there(cluster: Cluster) -> 
     assert sorted(e["step"] for e in events(run_dir, "step")) == list(range(1, 281))
 
 
-@pytest.mark.parametrize("last_step", [12, 13])
+@pytest.mark.parametrize("last_step", [pytest.param(12, marks=pytest.mark.slow), 13])
 def test_no_event_is_missing_where_gradients_are_not_summed(cluster: Cluster, last_step: int) -> None:
     """Gradients that add up over two steps. Rank 0 dies after the second of a pair, before the loss is known, and the
     others commit one more without it; or after the first of a pair, which is known at once."""
@@ -404,7 +405,7 @@ print("weight", model.weight.item(), "scale", scaler.get_scale())
 """
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_that_is_redone_is_unscaled(cluster: Cluster, world_size: int) -> None:
     """And one whose reduction was broken off does not count, though a scaler takes that for an overflow."""
     nodes = start_workers(cluster, world_size, SCALED)
@@ -595,6 +596,7 @@ def test_a_rank_that_returns_alone_is_told_and_nothing_is_lost(cluster: Cluster)
     check_ledger([cluster.path / "run-3"], length=98, batch=16, steps=35)
 
 
+@pytest.mark.slow
 def test_a_rank_that_returns_alone_saves_the_state_for_its_node(cluster: Cluster) -> None:
     """It is the first worker of its node, for which the other one waits."""
     at_9 = "training.commit(loss)\nif training.state.step == 9 and training.world.rank == 0: return\ncontinue"

@@ -44,6 +44,7 @@ def whole_snapshots(run_dir: Path) -> list[str]:
     return [name for name in snapshot_names(run_dir) if not name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_two_jobs_on_one_run_directory_and_a_stale_writer(cluster: Cluster) -> None:
     """While the first job lives the second is refused. While it is stopped (SIGSTOP) the second takes over; the first
     finds that out when it wakes up, and does no harm."""

@@ -86,7 +86,12 @@ def test_the_source_of_the_state_dies_while_it_sends(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("point", "rank"), [pytest.param("finish", 1, marks=pytest.mark.slow), ("exit", 0), ("exit", 1)]
+    ("point", "rank"),
+    [
+        pytest.param("finish", 1, marks=pytest.mark.slow),
+        pytest.param("exit", 0, marks=pytest.mark.slow),
+        ("exit", 1),
+    ],
 )
 def test_death_after_the_last_step_does_not_hold_up_the_others(cluster: Cluster, point: str, rank: int) -> None:
     nodes = start_with_fault(cluster, f"kill-node@{point}:rank={rank},generation=0", steps=60)
@@ -112,6 +117,7 @@ def test_out_of_memory_on_one_rank(cluster: Cluster) -> None:
     check_run(cluster, STEPS)
 
 
+@pytest.mark.slow
 def test_an_error_on_every_rank_ends_the_job(cluster: Cluster) -> None:
     nodes = start_with_fault(cluster, "error@step:step=60")
     for node in nodes:
@@ -156,6 +162,7 @@ class Fruitless(ImageClassification):
 """
 
 
+@pytest.mark.slow
 def test_worlds_that_commit_nothing_come_to_an_end(cluster: Cluster) -> None:
     (cluster.path / "fruitless.py").write_text(FRUITLESS_TASK)
     [node] = cluster.start(*ENDLESS, "--task", "fruitless:Fruitless", nproc=2, nnodes="1:2")

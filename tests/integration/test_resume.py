@@ -152,6 +152,7 @@ def test_a_node_that_comes_later_joins(cluster: Cluster) -> None:
     assert [incident["committed_steps_lost"] for incident in incidents] == [0]
 
 
+@pytest.mark.slow
 def test_a_worker_that_torchrun_restarts_continues(cluster: Cluster) -> None:
     """`--max-restarts`: the restarted worker does not obey --fresh again, and its generation goes on."""
     flags = ("--fresh", "--ledger", "--snapshot-every", "10", "--max-steps", "100")
@@ -172,6 +173,7 @@ def test_a_worker_that_torchrun_restarts_continues(cluster: Cluster) -> None:
     check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=100)
 
 
+@pytest.mark.slow
 def test_a_job_that_ended_starts_again_at_the_same_endpoint(cluster: Cluster) -> None:
     """After a failure, and after the end of training."""
     failed = cluster.start("--task", "no_such_module:Task")

@@ -339,6 +339,7 @@ def test_leftover_of_a_dead_writer_is_removed(prepared: Path, cluster: Cluster) 
     cluster.finish([node], code=130)
 
 
+@pytest.mark.slow
 def test_several_hosts_have_the_newest_snapshot_and_one_of_them_a_damaged_one(cluster: Cluster) -> None:
     """Who has it whole reads it; the one whose copy is damaged says so, and gets the state from another."""
     flags = (

@@ -78,6 +78,7 @@ def test_who_waited_to_be_admitted_goes_on_from_what_was_saved_meanwhile(cluster
     check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=300)
 
 
+@pytest.mark.slow
 def test_a_spare_is_all_that_is_left(cluster: Cluster) -> None:
     """The only worker is killed: its spare has no state, and goes on from the newest snapshot of that very run."""
     flags = (*ENDLESS, "--reduction", "ordered", "--virtual-ranks", "1", "--snapshot-every", "10")
@@ -95,6 +96,7 @@ def test_a_spare_is_all_that_is_left(cluster: Cluster) -> None:
     check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=300)
 
 
+@pytest.mark.slow
 def test_a_spare_does_not_begin_anew_what_others_had_trained(cluster: Cluster) -> None:
     flags = (*ENDLESS, "--reduction", "ordered", "--virtual-ranks", "1", "--snapshot-every", "0")
     nodes = cluster.start(*flags, "--max-steps", "100000", nodes=2, nnodes="1:2")

@@ -127,6 +127,7 @@ def test_the_majority_is_right_and_the_bits_are_those_of_an_undisturbed_run(
     assert end["state_sha256"] == undisturbed_hash(cluster)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("start")
 def test_without_a_majority_the_newest_snapshot_counts(cluster: Cluster) -> None:
     run(cluster, {"1": 1e-3, "2": 2e-3}, "--snapshot-every", "25")

@@ -96,6 +96,7 @@ def test_signal_saves_and_stops(cluster: Cluster, signum: int, code: int) -> Non
     assert not (cluster.run_dir / "result.json").exists()
 
 
+@pytest.mark.slow
 def test_signal_to_one_worker_alone(cluster: Cluster) -> None:
     """It leaves with its own code. The other goes on, until torchrun ends it because a worker has ended."""
     [node] = cluster.start(*ENDLESS, "--ledger", nproc=2)

@@ -189,6 +189,7 @@ def test_one_gpu_and_a_model_half_on_it(cluster: Cluster) -> None:
 # --- weights in and out -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_snapshot_is_exported_to_plain_torchvision_and_trained_on(cluster: Cluster) -> None:
     from safetensors.torch import load_file
     from torchvision.models import squeezenet1_1

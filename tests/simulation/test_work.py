@@ -18,7 +18,7 @@ from tests.simulation.processes import two_processes
 from tests.simulation.simulator import Simulation
 from tests.simulation.work import KINDS, Work
 
-NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_WORKING_HISTORIES", "100"))
+NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_WORKING_HISTORIES", "50"))
 """of each kind and form"""
 FIRST_SEED = int(os.environ.get("ELASTIC_TRAIN_FIRST_SEED", "0"))
 CHUNK = 25
