@@ -265,6 +265,7 @@ def test_help_is_whole_and_imports_nothing_heavy(tmp_path: Path) -> None:
             assert str(default) in found[0], f"{flag(name)} does not show its default {default}"
 
 
+@pytest.mark.slow
 def test_members_that_do_not_agree(cluster: Cluster) -> None:
     """The one that differs is refused, with both values; the other goes on to the end."""
     flags, options = ("--max-steps", "10"), {"nnodes": "1:2", "conf": cluster.last_call(30)}

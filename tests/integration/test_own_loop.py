@@ -274,6 +274,7 @@ if training.state.step == 11:
     assert manifest.step == 10
 
 
+@pytest.mark.slow
 def test_an_error_that_follows_a_loss_that_is_not_finite_is_not_the_cause(cluster: Cluster) -> None:
     """Both workers raise in the step after it, when its loss has come (a message behind that sum has)."""
     then = """\
@@ -608,6 +609,7 @@ def test_a_rank_that_returns_alone_saves_the_state_for_its_node(cluster: Cluster
     assert newest_snapshot(cluster.run_dir)[0].step == 9
 
 
+@pytest.mark.slow
 def test_ranks_may_return_early_one_after_the_other(cluster: Cluster) -> None:
     at_9 = "if training.state.step == 9:\n    time.sleep(5.0 * training.world.rank)\n    return"
     before_commit = f"import time\ntraining.commit(loss)\n{at_9}\ncontinue"

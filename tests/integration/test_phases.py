@@ -51,9 +51,8 @@ def test_death_within_a_step(cluster: Cluster, point: str) -> None:
     check_run(cluster, STEPS)
 
 
-@pytest.mark.parametrize(
-    "point", [pytest.param("meet", marks=pytest.mark.slow), "init", pytest.param("sync", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["meet", "init", "sync"])
 def test_another_death_during_the_re_form(cluster: Cluster, point: str) -> None:
     generation = 0 if point == "meet" else 1
     nodes = start_with_fault(

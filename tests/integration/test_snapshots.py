@@ -299,6 +299,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+@pytest.mark.slow
 def test_full_disk_during_a_snapshot(tiny_disk: Path, cluster: Cluster) -> None:
     """Room for two snapshots of 257 kB, and five to be kept."""
     flags = ("--snapshot-dir", str(tiny_disk), "--snapshot-every", "10", "--keep-snapshots", "5", "--ledger")
