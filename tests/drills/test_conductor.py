@@ -121,6 +121,19 @@ def test_what_the_job_does_not_get_over_is_undone(tmp_path: Path, conductor: Con
     assert (found.recovered_seconds, found.undone_at is not None) == (None, True)
 
 
+def test_what_passes_lasts_from_when_it_was_in_force(conductor: Conductor) -> None:
+    """However long it took to inject it."""
+    fault = HalfDone()
+    fault.changes_world = False
+    pending = injected(conductor, fault)
+    pending.injected_at -= 2.0
+    conductor._follow(pending)
+    assert fault.num_undone == 0
+    pending.in_force_at -= 2.0
+    conductor._follow(pending)
+    assert fault.num_undone == 1
+
+
 def test_what_cannot_be_undone_is_told_and_not_tried_again(tmp_path: Path, conductor: Conductor) -> None:
     fault = HalfDone(undo_error=EtcdCallFailed("no member leads"))
     pending = injected(conductor, fault)

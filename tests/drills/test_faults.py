@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import ast
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from elastic_train.runlog.events import EventLog
+from elastic_train.tools.drills.catalogue import FAULTS
 from elastic_train.tools.drills.cluster import Place
-from elastic_train.tools.drills.faults import Hang, KillAgain, KillAll
+from elastic_train.tools.drills.faults import Hang, KillAgain, KillAll, SignalRow
 from elastic_train.tools.drills.injection import Injection
 from elastic_train.tools.drills.watch import RunWatch
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"to": "node", "signum": signal.SIGTERM},
+        {"to": "workers"},
+        {"to": "worker", "signum": signal.SIGSTOP},
+        {"holder": "has rank 1"},
+    ],
+    ids=str,
+)
+def test_a_row_that_would_not_do_what_it_says_is_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^fault new: "):
+        SignalRow("new", "says", **row)
+
+
+def test_every_fault_is_in_a_drill_of_these_tests() -> None:
+    source = Path(__file__).with_name("test_drill.py").read_text()
+    words = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    assert set(FAULTS) - words == set()
 
 
 @pytest.fixture

@@ -41,7 +41,9 @@ class Pending:
     fault: Fault
     injection: Injection
     injected_at: float
-    """Unix seconds"""
+    """Unix seconds, when its injection began"""
+    in_force_at: float
+    """when it was through: what passes lasts from then on"""
     recovered_at: float | None = None
     is_undone: bool = False
     is_closed: bool = False
@@ -169,7 +171,7 @@ class Conductor:
             for place in injection.targets:
                 place.effect = None
             return
-        self._await(Pending(number, planned, fault, injection, injected_at), step, evidence)
+        self._await(Pending(number, planned, fault, injection, injected_at, time.time()), step, evidence)
 
     def _await(self, pending: Pending, step: int, evidence: str) -> None:
         """Write down that a fault was injected, at a step and with what shows it; whether it is over is seen later."""
@@ -195,7 +197,7 @@ class Conductor:
         fault, injection, watch = pending.fault, pending.injection, self._cluster.watch
         now = time.time()
         if fault.undo_after is not None and not pending.is_undone:
-            since = pending.recovered_at if fault.changes_world else pending.injected_at
+            since = pending.recovered_at if fault.changes_world else pending.in_force_at
             if since is not None and now - since >= fault.undo_after:
                 self._undo(pending)
         if pending.recovered_at is None:

@@ -80,6 +80,16 @@ class SignalRow:
     acts: type[Fault] = SignalFault
     """what does it; reads the other fields as class attributes"""
 
+    def __post_init__(self) -> None:
+        if self.acts is not SignalFault:
+            return
+        if self.to not in ("node", "agent", "worker") or (self.to == "node" and self.signum != signal.SIGKILL):
+            raise ValueError(f"fault {self.name}: {self.signum.name} cannot be sent to {self.to!r}")
+        if self.signum == signal.SIGSTOP:
+            raise ValueError(f"fault {self.name}: a signal that has to be undone takes a class of its own")
+        if self.holder not in (None, *HOLDERS):
+            raise ValueError(f"fault {self.name}: nobody {self.holder!r}; write one of {', '.join(HOLDERS)}")
+
     def fault(self) -> type[Fault]:
         return cast("type[Fault]", type(self.name, (self.acts,), dict(vars(self))))
 

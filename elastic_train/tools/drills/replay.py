@@ -119,7 +119,8 @@ class Replay(Conductor):
         injection.members = place.members if cluster.is_in(place) else ()
         self._timeline.log(f"{fault.name}: {place.name}, step {cluster.watch.step}")
         injected_at, step = time.time(), cluster.watch.step
-        self._await(Pending(number, planned, fault, injection, injected_at), step, self._act(move.act, place))
+        evidence = self._act(move.act, place)
+        self._await(Pending(number, planned, fault, injection, injected_at, time.time()), step, evidence)
 
     def _act(self, act: Act, place: Place) -> str:
         """What shows that it happened."""
