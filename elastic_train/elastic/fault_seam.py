@@ -68,6 +68,7 @@ class FaultSeam:
 
     def reach(self, point: str, **here: int | str) -> None:
         """This worker is at `point`; `here` are the values that conditions are compared with."""
+        assert point in POINTS, point
         if not self._pending:
             return
         for fault in self._pending:

@@ -135,8 +135,9 @@ class Ring:
             self._group.close(sys.exception())
 
     def _guarded(self, stage: Stage) -> Stage | int:
+        run_stage = STAGES[stage]  # a stage without its row is no error of what is trained
         try:
-            return STAGES[stage](self)
+            return run_stage(self)
         except Exception as error:  # of any kind: the code that is trained raises what it likes
             if not self._is_inside:
                 raise

@@ -61,7 +61,7 @@ class Trainer:
         self._extras = ExtrasCheck(worker)
         self._stand_in = stand_in_batch(worker)
         self.step_started = time.monotonic()
-        """when the step in hand was begun, by the monotonic clock"""
+        """when the step in hand, or the first one's world, was begun, by the monotonic clock"""
         self.last_votes: Votes = NO_VOTES
         """what this rank said in the last step"""
         self.compares_states = True
