@@ -205,16 +205,12 @@ class Ballots:
 
     def _decide_by_claim(self, round_: Round) -> str | Denied | None:
         """None where all votes may have decided another one than stands. Raises: ArbiterSilent."""
-        outcome = self._claim_in_round(round_)
-        if isinstance(outcome, Denied) and outcome.gone_on is None:  # who may not claim looks whether others have
-            standing = self._claim(round_.world, None)
-            if standing is not None:
-                return self._follow(round_, standing)
-        return outcome
-
-    def _claim_in_round(self, round_: Round) -> str | Denied | None:
-        """Vote for a decision, and claim it."""
         world, worlds, side = round_.world, round_.worlds, uids(round_.world, round_.reachable)
+        # Not only for what stands: where the place is silent, two that have each voted for their own decision below,
+        # and may have claimed it, wait for it both.
+        standing = self._claim(world, None)
+        if standing is not None:
+            return self._follow(round_, standing)
         # Who has no state may not carry the job away alone: where all who had it are dead, it takes votes besides.
         is_enough = self._arbitration.is_enough(self._known.voters) and bool(self._known.holders(round_.dead))
         if not may_go_on(worlds, side) and not (is_enough and self._arbitration.has_given_way(world.uid)):

@@ -28,13 +28,11 @@ class Place:
     def __init__(self, claims: dict[int, str]) -> None:
         self.claims = claims
         self.jobs: set[str] = set()
-        self.asked: list[str] = []
         self.is_silent = False
         self.before: Callable[[], None] = lambda: None
 
     def claim(self, job: str, generation: int, decision: str | None) -> str | None:
         self.jobs.add(job)
-        self.asked.append("read" if decision is None else "claim")
         if self.is_silent:
             raise ArbiterSilent("no answer")
         if decision is not None:
@@ -120,14 +118,6 @@ def test_two_that_cannot_hear_each_other_are_about_to_claim() -> None:
     first.place.is_silent = third.place.is_silent = False
     decided = {uid for uid in [*found, again(first), again(second), again(third)] if uid is not None}
     assert len(decided) == 1
-
-
-def test_who_has_the_votes_asks_once_and_who_has_not_hears_what_was_claimed() -> None:
-    first, _, third = proposers((0, 1), (1, 0), (2,))
-    assert first.decide() == "of 0"
-    assert first.place.asked == ["claim"], "each call is a way to the store and back, while nobody trains"
-    assert third.decide() == "of 0"
-    assert third.place.asked == ["read"]
 
 
 def test_a_branch_claims_by_a_name_of_its_own() -> None:
