@@ -132,7 +132,7 @@ def group(store: dist.Store, name: str, rank: int, world_size: int) -> Iterator[
         store=dist.PrefixStore(name, store),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=120),
     )
     try:
         yield local_world(rank, world_size)
@@ -241,7 +241,7 @@ def run_scenarios(rank: int, port: int, out: Path, scenarios: list[Scenario]) ->
     """The life of one process: its rank's part of every scenario."""
     sys.stderr = (out / f"rank-{rank}.log").open("w", buffering=1)
     determinism.switch_on(strict=True, warn=print)
-    store = dist.TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=120))
     for number, scenario in enumerate(scenarios):
         trainer = Trainer(scenario, out / f"{number}.pt")
         for phase, (world_size, num_steps) in enumerate(scenario.worlds):
@@ -271,7 +271,7 @@ def go_through_death(
         trainer.train(world, 7 - trainer.state.step)
 
 
-def run_all(scenarios: list[Scenario], out: Path, timeout: float = 170) -> None:
+def run_all(scenarios: list[Scenario], out: Path, timeout: float = 280) -> None:
     """Runs scenarios in as many processes as the largest world needs; at most the last one has a death."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     num_processes = max(size for scenario in scenarios for size, _ in scenario.worlds)
