@@ -78,6 +78,7 @@ class Exits:
             reporter.report(
                 f"finished: {state.step} steps{measured}, {summary['wall_seconds']:.1f} s, "
                 f"{summary['goodput']['ratio']:.0%} of the wall time in training; {worker.directory.result_path}"
+                f"{self._saver.unsaved(state)}"
             )
         return 0
 
@@ -167,11 +168,12 @@ class Exits:
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
         self._write_why(save_seconds=save_seconds)
         reporter.events.write("done", outcome="stopped")
-        what = f"stopped by {worker.stop.why}"
+        what, unsaved = f"stopped by {worker.stop.why}", self._saver.unsaved(state)
+        where = "the newest snapshot" if unsaved else "here"
         reporter.report_for_node(f"{what} at step {state.step}")
         reporter.report(
             f"{what} at step {state.step} (epoch {state.epoch + 1} of {worker.config.epochs}, {state.samples_done} of "
-            f"{state.length} samples); the same command continues from here"
+            f"{state.length} samples){unsaved}; the same command continues from {where}"
         )
         return 128 + worker.stop.cause
 

@@ -54,6 +54,8 @@ class Saver:
         """of the newest best state that was dealt with"""
         self._saved_by_all: tuple[int, int] | None = None
         """(generation, step) of the newest snapshot that this node has sent a share of, and has seen whole"""
+        self._failed_step = -1
+        """of the newest state that could not be saved by who waited for it"""
         self._snapshots: SnapshotWriter | None = None
 
     def enter(self, world: World) -> None:
@@ -189,8 +191,14 @@ class Saver:
             self._report(self._writer().save(state.state_dict(), **self._position(state), fleet=fleet))
         except SnapshotError as error:
             self._reporter.warn(str(error))
+            self._failed_step = state.step
             return False
+        self._failed_step = -1
         return True
+
+    def unsaved(self, state: TrainState) -> str:
+        """What a last line says where this state could not be saved."""
+        return "; THIS STATE IS NOT SAVED, a warning above says why" if self._failed_step == state.step else ""
 
     def report(self) -> None:
         """Tell what the background has written since the last call.

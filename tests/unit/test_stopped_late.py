@@ -61,7 +61,9 @@ class Life:
             settle=self.part("settle"), abandon=self.part("abandon"), step_started=0.0
         )  # fmt: skip
         membership: Any = SimpleNamespace(leave=self.part("leave"))
-        saver: Any = SimpleNamespace(save_beside=self.part("save"), save_and_wait=self.part("save and wait"))
+        saver: Any = SimpleNamespace(
+            save_beside=self.part("save"), save_and_wait=self.part("save and wait"), unsaved=lambda _state: ""
+        )
         files: Any = SimpleNamespace(leave_bucket_alone=self.part("leave the bucket"))
         exits = Exits(worker, membership, saver, trainer, files)
         self.late = LateStop(worker, trainer, exits, lambda: world, lambda code: self.calls.append(("end", code)))
