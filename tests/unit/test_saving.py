@@ -24,6 +24,7 @@ from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.worker import Worker, build
+from elastic_train.errors import SnapshotError
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.rules import Activity
 from elastic_train.runlog.goodput import Phase
@@ -300,3 +301,19 @@ def test_rank_0_says_for_all(start: Start) -> None:
         dist.destroy_process_group()
     assert training.state.ratings.best == (0, 0.5)
     assert told == [Activity.REDUCE, Activity.COMPUTE], "the watcher knows that it waits for others"
+
+
+def test_a_last_line_says_where_the_state_is_not_saved(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = start(snapshot_every=0)
+    saver, state = training.saver, training.state
+
+    def fails(*_arguments: object, **_options: object) -> None:
+        raise SnapshotError("No space left on device")
+
+    training.steps(1)
+    with monkeypatch.context() as full:
+        full.setattr(SnapshotWriter, "save", fails)
+        assert not saver.save_and_wait(state)
+        assert "THIS STATE IS NOT SAVED" in saver.unsaved(state)
+    assert saver.save_and_wait(state)
+    assert saver.unsaved(state) == "", "there was room at the next try"
