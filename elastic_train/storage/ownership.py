@@ -235,7 +235,9 @@ class Ownership:
 
     def _check_job(self, owner: Owner | None, job_token: str, generation: int) -> Owner:
         if owner is None:
-            raise OwnershipLost(f"run directory {self._path} has no valid {OWNER_RECORD} any more; {stops(generation)}")
+            raise OwnershipLost(
+                f"run directory {self._path} has no valid {OWNER_RECORD} any more (removed?); {stops(generation)}"
+            )
         if owner.job_token != job_token:
             raise OwnershipLost(f"run directory {self._path} now belongs to another job ({owner}); {stops(generation)}")
         return owner
