@@ -8,11 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.integration.cluster import Cluster, last_step, result, wait_for_step
-
-pytestmark = pytest.mark.timeout(180)
 
 
 def console(*arguments: str | Path) -> str:
