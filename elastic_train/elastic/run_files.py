@@ -20,6 +20,7 @@ from elastic_train.errors import (
     SnapshotsInUse,
     first_line,
 )
+from elastic_train.storage.ownership import CLAIM_TIMEOUT
 from elastic_train.storage.run_record import RUN_FILE, RunRecord
 from elastic_train.storage.snapshot import SnapshotInfo, set_aside
 from elastic_train.training.side_thread import SideThread
@@ -27,10 +28,8 @@ from elastic_train.world import World
 
 DISCARDED = "discarded"
 """folder beside the snapshots"""
-CLAIM_SECONDS_OF_NEWCOMERS = 30.0
-"""while others claim the run directory, each for milliseconds; who gets no turn ends with an error"""
 CLAIM_SECONDS_OF_MEMBERS = 5.0
-"""of who has the state and claimed before: it trains on with a warning, and all wait that long"""
+"""in place of CLAIM_TIMEOUT: who has the state trains on with a warning, and all wait that long"""
 
 
 class RunFiles:
@@ -164,10 +163,10 @@ class RunFiles:
 
     def _claim(self, world: World, *, has_state: bool) -> None:
         worker, is_leader = self._worker, world.is_directory_leader
-        timeout = CLAIM_SECONDS_OF_MEMBERS if has_state else CLAIM_SECONDS_OF_NEWCOMERS
+        timeout = timedelta(seconds=CLAIM_SECONDS_OF_MEMBERS) if has_state else CLAIM_TIMEOUT
         try:
             self._warning = worker.directory.ownership.claim(
-                self.job_token, world.generation, worker.host, is_leader=is_leader, timeout=timedelta(seconds=timeout)
+                self.job_token, world.generation, worker.host, is_leader=is_leader, timeout=timeout
             )
         except (RunDirectoryInUse, OwnershipLost):
             raise

@@ -173,9 +173,10 @@ class ObjectStore:
         raise ObjectStoreError(f"{self}: cannot {what}: {secret_free}{advice}", fault)
 
 
+_NO_BUCKET = "; make the bucket, or correct the URL"
 ADVICE = {
     StoreFault.DENIED: "; give credentials that may list, read, write and delete there",
-    StoreFault.MISSING: "; make the bucket, or correct the URL",
-    StoreFault.NO_BUCKET: "; make the bucket, or correct the URL",
+    StoreFault.MISSING: _NO_BUCKET,  # of a write, where the store does not say what is missing
+    StoreFault.NO_BUCKET: _NO_BUCKET,
     StoreFault.FULL: "; free some space there",
 }

@@ -39,6 +39,8 @@ from elastic_train.world import host_name
 
 CLAIM_LOCK = ".claim.lock"
 OWNER_RECORD = "owner.json"
+CLAIM_TIMEOUT = timedelta(seconds=30)
+"""while others claim the directory, each for milliseconds"""
 _OWNER_LOCK = re.compile(r"\.owner-(?P<token>.+)\.lock")
 _LEFT_CHILD_TIMEOUT = timedelta(seconds=6)  # a DataLoader child looks for its parent every 5 s
 _FLOCK_MISSING = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
@@ -138,7 +140,7 @@ class Ownership:
         host: str,
         *,
         is_leader: bool = True,
-        timeout: timedelta = timedelta(seconds=30),
+        timeout: timedelta = CLAIM_TIMEOUT,
     ) -> str | None:
         """Take the directory for a job, or join the workers of the job that has it. Called by every worker at every
         generation; holds the lock of the job until `release` or the end of the process. Blocks for milliseconds, one
@@ -164,7 +166,7 @@ class Ownership:
                 f"RunDirectory({str(self._path)!r}) is claimed for job {self._token} already, not for {job_token}"
             )
         try:
-            self._refuse_if_replaced(job_token, generation)
+            self._refuse_if_replaced(job_token, generation)  # said also where the lock cannot be had
             if self._token is not None and not is_leader:
                 return None
             try:

@@ -309,8 +309,7 @@ def test_a_join_whose_node_goes_before_it_is_through(ago: float, recovered_at: f
     settings: Any = SimpleNamespace(plan=[])
     replay = Replay(settings, trace, cluster, record, Untold())  # type: ignore[arg-type]
     injection: Any = SimpleNamespace(targets=[place])
-    began = time.time() - ago
-    pending = Pending(0, Planned(3.0, "join"), Join(), injection, began, began, recovered_at)
+    pending = Pending(0, Planned(3.0, "join"), Join(), injection, time.time() - ago, recovered_at)
     replay._pending.append(pending)
     replay._close_arrival(place)
     assert [line["what"] for line in written] == told

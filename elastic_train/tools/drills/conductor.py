@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 
@@ -42,11 +42,11 @@ class Pending:
     injection: Injection
     injected_at: float
     """Unix seconds, when its injection began"""
-    in_force_at: float
-    """when it was through: what passes lasts from then on"""
     recovered_at: float | None = None
     is_undone: bool = False
     is_closed: bool = False
+    in_force_at: float = field(default_factory=time.time)
+    """when the injection was through, and this was made: what passes lasts from then on"""
 
 
 class Conductor:
@@ -171,7 +171,7 @@ class Conductor:
             for place in injection.targets:
                 place.effect = None
             return
-        self._await(Pending(number, planned, fault, injection, injected_at, time.time()), step, evidence)
+        self._await(Pending(number, planned, fault, injection, injected_at), step, evidence)
 
     def _await(self, pending: Pending, step: int, evidence: str) -> None:
         """Write down that a fault was injected, at a step and with what shows it; whether it is over is seen later."""

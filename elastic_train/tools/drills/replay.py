@@ -120,7 +120,7 @@ class Replay(Conductor):
         self._timeline.log(f"{fault.name}: {place.name}, step {cluster.watch.step}")
         injected_at, step = time.time(), cluster.watch.step
         evidence = self._act(move.act, place)
-        self._await(Pending(number, planned, fault, injection, injected_at, time.time()), step, evidence)
+        self._await(Pending(number, planned, fault, injection, injected_at), step, evidence)
 
     def _act(self, act: Act, place: Place) -> str:
         """What shows that it happened."""
