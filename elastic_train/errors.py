@@ -39,8 +39,9 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -242,9 +243,18 @@ def show_traceback(error: BaseException, *, is_debug: bool) -> None:
 
 def first_frame_of_user(error: BaseException) -> TracebackType | None:
     """Where an error's traceback enters code that is neither ours nor installed; None where it never does."""
-    paths = sysconfig.get_paths()
-    not_theirs = ("<", str(Path(__file__).parent), *(paths[name] for name in ("stdlib", "purelib", "platlib")))
     frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(not_theirs):
+    while frame is not None and not is_of_user(frame.tb_frame):
         frame = frame.tb_next
     return frame
+
+
+def is_of_user(frame: FrameType) -> bool:
+    """Whether its code is neither ours nor installed."""
+    return not frame.f_code.co_filename.startswith(_not_of_user())
+
+
+@cache
+def _not_of_user() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return ("<", str(Path(__file__).parent), *(paths[name] for name in ("stdlib", "purelib", "platlib")))

@@ -20,6 +20,7 @@ from elastic_train.elastic.background import BackgroundThreads
 from elastic_train.elastic.barriers import Surroundings
 from elastic_train.elastic.formed_group import FormedGroup, can_form, form, form_timeout
 from elastic_train.elastic.membership import Membership
+from elastic_train.elastic.stuck import StuckThread
 from elastic_train.errors import StoreUnreachable, first_line
 from elastic_train.protocol.addresses import address_towards, address_towards_any, split_endpoint
 from elastic_train.protocol.arbiter import Arbiter
@@ -132,16 +133,22 @@ def connect_worker(applicant: Applicant) -> Membership:
         job: Job = etcd_job(applicant, launch.etcd, own)
     else:
         job, other_sides = peer_job(applicant, own)
+
+    def tend(world: World | None, is_spokesman: bool) -> None:
+        stuck.look(world)
+        membership.tend(world, is_spokesman)
+
     watcher = Watcher(
         own.links,
         waits.peer_timeout,
         own.sockets.shut,
-        lambda world, is_spokesman: membership.tend(world, is_spokesman),
+        tend,
         store_grace=None if launch.etcd is None else launch.etcd.grace,
         warn=applicant.warn,
         give_up=lambda why: membership.give_up(why, applicant.warn),
         pace=Pace(waits.peer_timeout, waits.stall_timeout, waits.formation_timeout),
     )
+    stuck = StuckThread(watcher.own, applicant.warn)
     begin_timeout, too_late = begin_limit(applicant)
     membership = Membership(
         job,

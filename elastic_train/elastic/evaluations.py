@@ -76,6 +76,7 @@ class Evaluations:
                     block_samples=block_samples,
                     autocast=autocast,
                     do=watcher.do,
+                    warn=worker.reporter.warn,
                 )
         watcher.do(Activity.COMPUTE)
         state.evaluated_step, state.test_metrics = state.step, found.metrics

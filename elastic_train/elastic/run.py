@@ -162,7 +162,7 @@ def _make_parts(
         find=earlier.first_world,
         open_group=partial(_open_group, worker, membership),
         batches=lambda world, first_ranks: steps(
-            task.train_set, task.collate, worker.state, world, config, worker.device, first_ranks
+            task.train_set, task.collate, worker.state, world, config, worker.device, first_ranks, worker.reporter.warn
         ),
         trainer=trainer,
         resume=resume,

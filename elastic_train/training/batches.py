@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from elastic_train.config import Config
-from elastic_train.stopping import die_with_parent
-from elastic_train.training.epoch_dataset import EpochDataset, as_fetched
+from elastic_train.training.epoch_dataset import EpochDataset
+from elastic_train.training.loader_processes import open_loader
 from elastic_train.training.sampler import MicroBatch, StepSampler, steps_per_epoch
 from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import mapped
@@ -78,6 +78,7 @@ def steps(
     config: Config,
     device: torch.device,
     first_ranks: int | None = None,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> Iterator[list[tuple[MicroBatch, Any]]]:
     """This rank's micro-batches, a list per step, from `state`'s position to the end of training.
 
@@ -86,6 +87,7 @@ def steps(
     Args:
         first_ranks: how many ranks have samples in the first step, where newcomers do not have the weights yet (fast
             reduction only); None for all.
+        warn: as `open_loader`'s.
     """
     reader = EpochDataset(dataset, seed=config.seed, collate=collate)
     sampler = RunSampler(state, world, config, first_ranks)
@@ -95,13 +97,7 @@ def steps(
         if device.type == "cuda":
             fetched = ((micro_batch, pinned(batch)) for micro_batch, batch in fetched)
     else:
-        fetched = DataLoader(
-            reader,
-            batch_sampler=sampler,  # type: ignore[arg-type]  # yields MicroBatch, not lists
-            collate_fn=as_fetched,
-            pin_memory=device.type == "cuda",
-            **loader_options(config),
-        )
+        fetched = open_loader(reader, sampler, config, warn, pin_memory=device.type == "cuda")
     step: list[tuple[MicroBatch, Any]] = []
     for micro_batch, batch in fetched:
         step.append((micro_batch, batch))
@@ -119,26 +115,3 @@ def pinned(batch: Any) -> Any:
         return value if is_elsewhere or not hasattr(value, "pin_memory") else value.pin_memory()
 
     return mapped(batch, pin)
-
-
-def loader_options(config: Config, at_most: int | None = None) -> dict[str, Any]:
-    """What a DataLoader takes for its processes, `at_most` as many."""
-    num_workers = config.num_workers if at_most is None else min(config.num_workers, at_most)
-    if num_workers == 0:
-        return {}
-    return {
-        "num_workers": num_workers,
-        "prefetch_factor": config.prefetch_factor,
-        "multiprocessing_context": config.multiprocessing_context,
-        "worker_init_fn": start_loader_process,
-    }
-
-
-def start_loader_process(_worker: int) -> None:
-    """The `worker_init_fn` of every DataLoader whose processes live beside training."""
-    # torchrun and terminals signal a worker's whole process group. A loader that dies of that takes the step in hand
-    # and the snapshot of the stop with it: to stop is for the trainer alone to decide.
-    os.setpgid(0, 0)
-    # A loader that outlived its trainer would hold the trainer's sockets and lock files open.
-    die_with_parent()
-    torch.set_num_threads(1)

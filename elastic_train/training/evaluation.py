@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,15 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from elastic_train.config import Config
 from elastic_train.errors import UsageError
 from elastic_train.rules import Activity
-from elastic_train.training.batches import loader_options
 from elastic_train.training.collectives import all_reduce, broadcast, broadcast_bytes
-from elastic_train.training.epoch_dataset import EpochDataset, as_fetched
+from elastic_train.training.epoch_dataset import EpochDataset
 from elastic_train.training.group_sockets import GroupSockets
+from elastic_train.training.loader_processes import open_loader
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import modes_kept
 from elastic_train.training.tasks import Task
@@ -97,6 +97,7 @@ def evaluate(
     block_samples: int = BLOCK_SAMPLES,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     do: Callable[[Activity], None] = lambda _activity: None,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> Evaluation:
     """Every rank calls it; each runs its blocks, and the sums of all blocks are added in block order.
 
@@ -104,19 +105,15 @@ def evaluate(
         block_samples: most samples of a forward pass.
         autocast: makes a context for each forward pass.
         do: is told of every block, each of which may take its time, and when this rank begins to wait for the others.
+        warn: as `open_loader`'s.
     """
     sampler = BlockSampler(len(dataset), world, block_samples)
-    loader = DataLoader(
-        EpochDataset(dataset, seed=config.seed, collate=task.collate),
-        batch_sampler=sampler,  # type: ignore[arg-type]  # yields MicroBatch, not lists
-        collate_fn=as_fetched,
-        **loader_options(config, at_most=len(sampler)),
-    )
     sums: dict[str, torch.Tensor] = {}
     with modes_kept(model):
         model.eval()
         do(Activity.COMPUTE)
-        for micro_batch, batch in loader:
+        reader = EpochDataset(dataset, seed=config.seed, collate=task.collate)
+        for micro_batch, batch in open_loader(reader, sampler, config, warn, at_most=len(sampler)):
             for name, value in _sums_of(model, task, batch, device, autocast).items():
                 by_block = sums.setdefault(name, torch.zeros(sampler.num_blocks, dtype=torch.float64))
                 by_block[micro_batch.shard] = value.double().cpu()

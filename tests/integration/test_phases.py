@@ -178,6 +178,9 @@ def test_a_stuck_training_thread_is_expelled(cluster: Cluster) -> None:
     cluster.finish(survivors)
     lost = events(cluster.run_dir, "peer_lost")
     assert any("kept the others waiting" in (e["reason"] or "") for e in lost)
+    [stuck] = [node for node in nodes if node not in survivors]
+    wait_until(lambda: "this worker has been at one thing for" in stuck.text(), "what it says of itself")
+    assert "fault_seam.py" in stuck.text(), "where it stands still"
     check_run(cluster, STEPS)
 
 

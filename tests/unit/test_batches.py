@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from elastic_train.config import Config
 from elastic_train.elastic.worker import make_state
+from elastic_train.training import loader_processes
 from elastic_train.training.batches import pinned, steps
 from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import Task, build_task
@@ -53,6 +58,32 @@ def test_loader_processes_change_nothing() -> None:
         for (micro_batch, batch), (other, other_batch) in zip(step, same, strict=True):
             assert micro_batch.indices.tolist() == other.indices.tolist()
             assert all(torch.equal(one, another) for one, another in zip(batch, other_batch, strict=True))
+
+
+def test_a_loader_process_that_never_begins_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it was forked while another thread held a lock of the interpreter."""
+    expected = read(0, 1)
+    begin = loader_processes.die_with_parent
+
+    def hang_once() -> None:
+        with suppress(FileExistsError):
+            (tmp_path / "hung").touch(exist_ok=False)
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as one deaf to it
+            while True:
+                time.sleep(60)
+        begin()
+
+    monkeypatch.setattr(loader_processes, "die_with_parent", hang_once)
+    monkeypatch.setattr(loader_processes, "BEGIN_SECONDS", 2.0)
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)  # of 5 s: how long an end may take
+    others = set(multiprocessing.active_children())
+    with pytest.warns(UserWarning, match="1 of 2 loader processes had not begun after 2 s"):
+        found = read(2, 1)
+    for step, same in zip(expected, found, strict=True):
+        for (micro_batch, batch), (other, other_batch) in zip(step, same, strict=True):
+            assert micro_batch.indices.tolist() == other.indices.tolist()
+            assert all(torch.equal(one, another) for one, another in zip(batch, other_batch, strict=True))
+    assert set(multiprocessing.active_children()) <= others
 
 
 class Pair(NamedTuple):

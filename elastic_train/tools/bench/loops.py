@@ -38,8 +38,9 @@ from elastic_train.rules import Activity
 from elastic_train.runlog.goodput import Phase
 from elastic_train.stopping import StopSignal
 from elastic_train.training import models
-from elastic_train.training.batches import start_loader_process, steps
+from elastic_train.training.batches import steps
 from elastic_train.training.datasets import ImageData, TensorImages, synthetic
+from elastic_train.training.loader_processes import start_loader_process
 from elastic_train.training.reduction import Share
 from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import ImageClassification

@@ -1,0 +1,66 @@
+"""A line for whoever looks at a worker that stands still: for how long its training thread has, and where."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from elastic_train.errors import is_of_user
+from elastic_train.protocol.heartbeat import OwnHeartbeat
+from elastic_train.rules import Activity
+from elastic_train.world import World
+
+
+class StuckThread:
+    """Warns once each time that this worker's training thread is at one thing of its own for longer than it may.
+
+    The others expel it for that, if they wait for it. Alone it has nobody to judge it, and whoever wants to join waits.
+
+    Args:
+        where: the place in the code at which the training thread is.
+    """
+
+    def __init__(self, own: OwnHeartbeat, warn: Callable[[str], None], where: Callable[[], str] | None = None) -> None:
+        self._own, self._warn = own, warn
+        self._where = place_of_main_thread if where is None else where
+        self._has_warned = False
+
+    def look(self, world: World | None) -> None:
+        """From time to time, on any thread but that one; `world` is the present one. Never blocks."""
+        activity, seconds, limit = self._own.at()
+        is_late = world is not None and not world.is_spare and activity is Activity.COMPUTE and seconds > limit
+        if is_late and not self._has_warned:
+            is_alone = world is not None and world.world_size == 1
+            follows = "nobody else trains" if is_alone else "the others go on without it when they have waited as long"
+            self._warn(
+                f"this worker has been at one thing for {seconds:.0f} s, and {limit:.0f} s are allowed "
+                f"(--stall-timeout): {self._where()}; {follows}"
+            )
+        self._has_warned = is_late
+
+
+def place_of_main_thread() -> str:
+    """The innermost line that the main thread is in, and before it that of the user's own code; where there is none, of
+    ours or of an installed package."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # documented, whatever its name
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    if not frames:
+        return "its main thread has ended"
+    theirs = next(filter(is_of_user, frames), None) or next(filter(_is_of_package, frames), None)
+    places = [frames[0]] if theirs in (None, frames[0]) else [theirs, frames[0]]
+    return "it is at " + ", in a call to ".join(map(_place, filter(None, places)))
+
+
+def _is_of_package(frame: FrameType) -> bool:
+    paths, name = sysconfig.get_paths(), frame.f_code.co_filename
+    return name.startswith((paths["purelib"], paths["platlib"])) or not name.startswith(("<", paths["stdlib"]))
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -1,0 +1,81 @@
+"""What a worker says that stands still."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from elastic_train.elastic.stuck import StuckThread, place_of_main_thread
+from elastic_train.protocol.heartbeat import OwnHeartbeat, Pace
+from elastic_train.rules import Activity
+from elastic_train.world import Member, World
+
+MEMBER = Member(
+    host="localhost",
+    local_rank=0,
+    pid=0,
+    agent_pid=0,
+    address=("127.0.0.1", 0),
+    directory_id="",
+    backend="gloo",
+    max_generation=None,
+)
+ALONE = World(rank=0, generation=0, members=(MEMBER,))
+OF_TWO = replace(ALONE, members=(MEMBER, MEMBER))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("world", "follows"),
+    [(ALONE, "nobody else trains"), (OF_TWO, "the others go on without it when they have waited as long")],
+)
+def test_it_says_once_where_it_stands_still(world: World, follows: str) -> None:
+    clock, said = Clock(), list[str]()
+    own = OwnHeartbeat(Pace(10.0, stall_timeout=20.0), clock)
+    own.pace.note_step(0.1)
+    stuck = StuckThread(own, said.append, where=lambda: "it is at data.py:3 (read)")
+    own.turn_to(Activity.COMPUTE)
+    for seconds in (1.0, 18.0, 2.0, 300.0):
+        clock.now += seconds
+        stuck.look(world)
+    assert said == [
+        "this worker has been at one thing for 21 s, and 20 s are allowed (--stall-timeout): "
+        f"it is at data.py:3 (read); {follows}"
+    ]
+    own.turn_to(Activity.COMPUTE)
+    stuck.look(world)
+    clock.now += 30.0
+    stuck.look(world)
+    assert len(said) == 2, "another thing, and as long"
+
+
+@pytest.mark.parametrize("activity", [Activity.FORM, Activity.REDUCE])
+def test_who_waits_for_others_is_not_stuck(activity: Activity) -> None:
+    clock, said = Clock(), list[str]()
+    own = OwnHeartbeat(Pace(10.0, stall_timeout=20.0), clock)
+    stuck = StuckThread(own, said.append)
+    own.turn_to(activity)
+    clock.now += 10_000.0
+    stuck.look(OF_TWO)
+    stuck.look(None)
+    assert said == []
+
+
+def test_the_place_is_the_innermost_line_of_the_users_own_code() -> None:
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(place_of_main_thread()))
+    thread.start()
+    thread.join()  # where the main thread stands meanwhile
+    here, called = found[0].split(", in a call to ")
+    assert here.startswith(f"it is at {__file__}:")
+    assert here.endswith("(test_the_place_is_the_innermost_line_of_the_users_own_code)")
+    assert "threading.py:" in called
