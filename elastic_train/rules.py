@@ -115,7 +115,7 @@ def require_agreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], their_
         name, our_value, their_value = found
         raise Refused(
             f"{name} is {our_value!r} here and {their_value!r} on {their_name}: this worker is refused; "
-            "give all members the same, or another job an endpoint of its own (--rdzv-endpoint)"
+            "give all members the same, or another job --rdzv-id, --rdzv-endpoint and --run-dir of its own"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.worker import Worker
@@ -20,8 +21,8 @@ class Evaluations:
     def __init__(self, worker: Worker, membership: Membership) -> None:
         self._worker, self._membership = worker, membership
         self._has_warned = False
-        self._not_finite: set[str] = set()
-        """metrics that were warned of"""
+        self._warned_of: set[str] = set()
+        """metrics"""
         self._is_tried = False
         """whether what the task's own `evaluate` gives is a sum"""
 
@@ -80,8 +81,10 @@ class Evaluations:
                 )
         watcher.do(Activity.COMPUTE)
         state.evaluated_step, state.test_metrics = state.step, found.metrics
-        if world.rank == 0:
-            self._warn_of_no_numbers(found.metrics)
+        odd = odd_numbers(found.metrics, state.step) if world.rank == 0 else {}
+        for name in odd.keys() - self._warned_of:
+            self._warned_of.add(name)
+            worker.reporter.warn(odd[name])
         if (accuracy := found.metrics.get("accuracy")) is not None:
             state.ratings.note(state.step, accuracy)
         elif config.keep_best and world.rank == 0 and not self._has_warned:
@@ -92,12 +95,19 @@ class Evaluations:
             )
         worker.reporter.evaluation(state)
 
-    def _warn_of_no_numbers(self, metrics: dict[str, float]) -> None:
-        """Once for each; result.json has null in their place."""
-        names = [name for name, value in metrics.items() if not math.isfinite(value) and name not in self._not_finite]
-        self._not_finite.update(names)
-        for name in names:
-            self._worker.reporter.warn(
-                f"the test set's {name} is {metrics[name]} at step {self._worker.state.step}: training goes on; look "
-                "at what the task's evaluate and summarize give"
-            )
+
+def odd_numbers(metrics: Mapping[str, float], step: int) -> dict[str, str]:
+    """What is to be said of metrics that cannot be right, by name; result.json has null for those that are none."""
+    odd = {
+        name: f"the test set's {name} is {value} at step {step}: training goes on; look at what the task's evaluate "
+        "and summarize give"
+        for name, value in metrics.items()
+        if not math.isfinite(value)
+    }
+    accuracy = metrics.get("accuracy", 0.0)
+    if "accuracy" not in odd and not 0 <= accuracy <= 1:
+        odd["accuracy"] = (
+            f'the test accuracy is {accuracy:.6g}: "correct", as the task\'s evaluate gives it, must be the number of '
+            "the batch's samples that are right"
+        )
+    return odd

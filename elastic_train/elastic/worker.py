@@ -173,7 +173,7 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
         task = make_task(config) if parts is None else parts.task
         state = make_state(config, task, device) if parts is None else parts.state
         check_state(config, task, state)
-        warn_of_waste(config, reporter)
+        warn_of_flags(config, task, state.length, reporter)
         task.describe()  # reads the test set too: a fault in it should show now
         data = identify(task.train_set, seed=config.seed, collate=task.collate, may_read=config.num_workers == 0)
     except BaseException as error:
@@ -280,8 +280,21 @@ def check_state(config: Config, task: Task, state: TrainState) -> None:
         check_model(state.model)
 
 
-def warn_of_waste(config: Config, reporter: Reporter) -> None:
-    """Warn where the machines can do more than they are asked for."""
+def warn_of_flags(config: Config, task: Task, length: int, reporter: Reporter) -> None:
+    """Warn where the machines can do more than they are asked for, and where flags do less than they say.
+
+    Args:
+        length: of the training set, in samples.
+    """
+    plain = Config()
+    bundled = ("dataset", "model", "data_dir", "download") if config.task is not None else ()
+    for name in (name for name in bundled if getattr(config, name) != getattr(plain, name)):
+        reporter.warn(f"{flag(name)} is for the bundled tasks: {task.name} does not see it; give it a flag of its own")
+    if length < config.global_batch_size:
+        reporter.warn(
+            f"--global-batch-size {config.global_batch_size} is more than the {length} samples of the training set: "
+            f"each step has {length}"
+        )
     if warning := unused_tasks_warning(os.environ):
         reporter.warn(warning)
     if config.parallel == "dp":

@@ -141,6 +141,7 @@ def test_a_node_that_comes_later_joins(cluster: Cluster) -> None:
     cluster.finish([*first, *second], code=1)
 
     assert worlds(cluster.run_dir) == [(0, 2), (1, 4)]
+    assert [node.text().count("this node joins it, and moves nothing aside") for node in (*first, *second)] == [0, 1]
     [restored] = {event["restored_step"] for event in events(cluster.run_dir, "restore") if event["generation"] == 1}
     assert restored >= 3
     steps = [event["step"] for event in events(cluster.run_dir, "step")]

@@ -16,7 +16,8 @@ from torch.utils.data import TensorDataset
 
 from elastic_train.__main__ import quick_imports
 from elastic_train.config import Config
-from elastic_train.elastic.worker import Worker, bucket_of, check_start, make_state
+from elastic_train.elastic.evaluations import odd_numbers
+from elastic_train.elastic.worker import Worker, bucket_of, check_start, make_state, warn_of_flags
 from elastic_train.elastic.world_report import describe_share
 from elastic_train.errors import Refused, UsageError
 from elastic_train.rendezvous.launch import C10dSettings, Launch
@@ -197,3 +198,31 @@ def test_no_job_waits_for_more_nodes_than_it_can_have() -> None:
 def test_a_store_endpoint_is_read_where_it_is_not_used_too() -> None:
     with pytest.raises(UsageError, match="--store-endpoint h:99999: a port is 1 to 65535"):
         check_start(Config(store_endpoint="h:99999"), Launch())
+
+
+@pytest.mark.parametrize(
+    ("flags", "length", "told"),
+    [
+        (
+            {"task": "mine:Mine", "data_dir": Path("photos"), "download": True},
+            64,
+            ["--data-dir", "--download"],
+        ),
+        ({"task": "mine:Mine"}, 64, []),
+        ({"data_dir": Path("photos"), "dataset": "cifar10"}, 64, []),
+        ({"global_batch_size": 65}, 64, ["--global-batch-size 65 is more than the 64 samples of the training set"]),
+    ],
+)
+def test_flags_that_do_less_than_they_say_are_warned_of(flags: dict[str, Any], length: int, told: list[str]) -> None:
+    said: list[str] = []
+    warn_of_flags(Config(**flags), build_task("digits", "mlp", Path(), 0), length, SimpleNamespace(warn=said.append))  # type: ignore[arg-type]
+    assert len(said) == len(told)
+    assert all(line.startswith(start) for line, start in zip(said, told, strict=True))
+
+
+def test_metrics_that_cannot_be_right_are_warned_of() -> None:
+    assert odd_numbers({"accuracy": 1.0, "loss": 3.0}, 7) == {}
+    odd = odd_numbers({"accuracy": 1.5, "loss": float("inf")}, 7)
+    assert "must be the number of the batch's samples that are right" in odd["accuracy"]
+    assert odd["loss"].startswith("the test set's loss is inf at step 7")
+    assert "is nan at step 7" in odd_numbers({"accuracy": float("nan")}, 7)["accuracy"]
