@@ -15,7 +15,8 @@ ElasticTrainError            ends a worker with one line; `exit_code` says with 
 │   ├── RunDirectoryInUse    another live job owns it
 │   ├── SnapshotsInUse       another live job owns the snapshots of --snapshot-dir URL
 │   └── OwnershipLost        another job has taken it over from this process
-│       └── NewerGeneration  the others of this job have gone on in it, without this process
+│       ├── NewerGeneration  the others of this job have gone on in it, without this process
+│       └── RunDirectoryGone it was removed or moved
 ├── StoreUnreachable         the rendezvous store does not answer
 ├── StoreRefused             the rendezvous store refuses this user, this key or this write
 ├── FormationFailed          no process group could be formed
@@ -135,6 +136,10 @@ class OwnershipLost(RunDirectoryError):
 
 class NewerGeneration(OwnershipLost):
     """A newer generation of this job has the run directory: the others have gone on without this process."""
+
+
+class RunDirectoryGone(OwnershipLost):
+    """The run directory was removed or moved, and no other job is seen in its place."""
 
 
 class StoreUnreachable(ElasticTrainError):

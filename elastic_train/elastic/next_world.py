@@ -209,7 +209,8 @@ class Survivors:
             return lacking
         if lacking is None:
             names = ", ".join(self._names(world, found.votes))
-            are_heard = all(self._watcher.contacts.is_heard(one) for one in world.members if one.uid in found.votes)
+            heard = {one.uid for one in world.members if self._watcher.contacts.is_heard(one)}
+            are_heard = heard.issuperset(found.votes)
             what = "can be heard, but do not answer," if are_heard else "cannot be reached"
             self.may_not_go_on(f"{names} {what} and may train on: waiting for contact")
         return Lacking(self._around.monotonic() if lacking is None else lacking.since, found.votes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -15,6 +16,7 @@ from elastic_train.errors import (
     ObjectStoreError,
     OwnershipLost,
     RunDirectoryError,
+    RunDirectoryGone,
     RunDirectoryInUse,
     SnapshotError,
     SnapshotsInUse,
@@ -47,6 +49,8 @@ class RunFiles:
         """what makes the run directory that of the present generation"""
         self._warning: str | None = None
         """what is to be said of the newest claim"""
+        self._remaking = threading.Lock()
+        """whether the run directory is there is looked at by two threads: that which trains, and that which saves"""
         self._noted: RunRecord | None = None
         self._bucket = worker.bucket
         if self._bucket is not None:
@@ -105,17 +109,37 @@ class RunFiles:
             self.job_token = token
 
     def check_owner(self, generation: int) -> None:
-        """Raises: OwnershipLost: another job, or a newer generation, owns the run directory; or the bucket, as far as
-        is known. Waits for a claim that is under way."""
+        """Warns where that cannot be told, or nothing be written. Waits for a claim that is under way.
+
+        Raises: OwnershipLost: another job, or a newer generation, owns the run directory; or the bucket, as far as is
+        known.
+        """
+        why = self._why_no_owner(generation)
+        if why is not None:
+            self._worker.reporter.warn(f"{why}; training goes on")
+
+    def _why_no_owner(self, generation: int) -> str | None:
         self.wait_for_claim()
-        self._worker.directory.ownership.check_owner(self.job_token, generation)
+        try:
+            with self._remaking:
+                try:
+                    self._worker.directory.ownership.check_owner(self.job_token, generation)
+                except RunDirectoryGone:
+                    self._make_directory(generation)
+        except OwnershipLost:
+            raise
+        except RunDirectoryError as error:
+            return str(error)
         if self._bucket is not None:
             self._bucket.owner.raise_if_lost()
+        return None
 
     def check_before_visible(self, generation: int) -> None:
         """Called when a snapshot is about to become visible; asks the bucket. Raises: as `check_owner`.
-        ObjectStoreError: it does not answer."""
-        self.check_owner(generation)
+        SnapshotError: the directory cannot be written. ObjectStoreError: the bucket does not answer."""
+        why = self._why_no_owner(generation)
+        if why is not None:
+            raise SnapshotError(why)
         if self._bucket is not None:
             self._bucket.owner.check()
 
@@ -165,9 +189,7 @@ class RunFiles:
         worker, is_leader = self._worker, world.is_directory_leader
         timeout = timedelta(seconds=CLAIM_SECONDS_OF_MEMBERS) if has_state else CLAIM_TIMEOUT
         try:
-            self._warning = worker.directory.ownership.claim(
-                self.job_token, world.generation, worker.host, is_leader=is_leader, timeout=timeout
-            )
+            self._warning = self._claim_directory(world.generation, is_leader, timeout)
         except (RunDirectoryInUse, OwnershipLost):
             raise
         except RunDirectoryError as error:
@@ -177,6 +199,30 @@ class RunFiles:
         if is_leader:
             with suppress(OSError):  # it only spares newcomers a look at the endpoints
                 worker.directory.replace_file(MEMBERS_FILE, describe_members(world, worker.launch.run_id))
+
+    def _claim_directory(self, generation: int, is_leader: bool, timeout: timedelta) -> str | None:
+        worker = self._worker
+        with self._remaking:
+            try:
+                return worker.directory.ownership.claim(
+                    self.job_token, generation, worker.host, is_leader=is_leader, timeout=timeout
+                )
+            except RunDirectoryGone:
+                self._make_directory(generation)
+                return None
+
+    def _make_directory(self, generation: int) -> None:
+        """Once more, for nothing that is computed may be lost with it."""
+        worker, state = self._worker, self._worker.state
+        worker.directory.make_anew(self.job_token, generation, worker.host)
+        if state.run_uid:
+            with suppress(OSError):
+                worker.directory.replace_file(RUN_FILE, RunRecord(state.run_uid, state.superseded).to_json())
+        worker.reporter.begin_files_again()
+        worker.reporter.warn(
+            f"run directory {worker.directory.path} was removed or moved while this job trains: it is made anew; what "
+            "it had, earlier events and snapshots, is not in it"
+        )
 
     def note_run(self, world: World) -> None:
         """Write down which run the directory belongs to. This worker has the run's state."""

@@ -35,10 +35,12 @@ class StuckThread:
         if is_late and not self._has_warned:
             is_alone = world is not None and world.world_size == 1
             follows = "nobody else trains" if is_alone else "the others go on without it when they have waited as long"
-            self._warn(
+            line = (
                 f"this worker has been at one thing for {seconds:.0f} s, and {limit:.0f} s are allowed "
                 f"(--stall-timeout): {self._where()}; {follows}"
             )
+            # On a thread of its own: what the training thread waits for may be the disk that the line goes to.
+            threading.Thread(target=self._warn, args=(line,), name="stuck", daemon=True).start()
         self._has_warned = is_late
 
 

@@ -74,6 +74,12 @@ class Reporter:
         if self.ledger is not None:
             self.ledger.close()  # until its next line
 
+    def begin_files_again(self) -> None:
+        """The run directory was removed or moved: events and ledger go into new files. TensorBoard's does not."""
+        self.events.begin_again()
+        if self.ledger is not None:
+            self.ledger.close()  # until its next line
+
     @property
     def is_spokesman(self) -> bool:
         return self._world is None or self._world.rank == 0

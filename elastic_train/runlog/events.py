@@ -89,6 +89,8 @@ class EventLog:
         self._rank, self._world_size = rank, world_size
         self._generation: int | None = None
         self._nodes: dict[str, int] = {}
+        self._start: dict[str, Any] | None = None
+        """the newest line of that event"""
         self.step = 0
         """committed steps so far; the training loop keeps it current"""
         self.is_noticed = False
@@ -109,25 +111,32 @@ class EventLog:
         self._generation, self._nodes = None, {}
         self._lines.close()
 
+    def begin_again(self) -> None:
+        """The file was removed or moved with its folder: begin another one, with the `start` event of this worker."""
+        self._lines.close()
+        if self._start is not None:
+            self._lines.write(self._start)
+
     def write(self, event: str, **fields: Any) -> None:
         now = time.time()
         quarantined = [one for one in self.quarantines if one["until"] > now]
-        self._lines.write(
-            {
-                "time": now,
-                "monotonic": time.monotonic(),
-                "event": event,
-                "rank": self._rank,
-                "world_size": self._world_size,
-                **self._nodes,
-                **({"noticed": True} if self.is_noticed else {}),
-                **({"quarantined": quarantined} if quarantined else {}),
-                "generation": self._generation,
-                "step": self.step,
-                **self._identity,
-                **fields,
-            }
-        )
+        line = {
+            "time": now,
+            "monotonic": time.monotonic(),
+            "event": event,
+            "rank": self._rank,
+            "world_size": self._world_size,
+            **self._nodes,
+            **({"noticed": True} if self.is_noticed else {}),
+            **({"quarantined": quarantined} if quarantined else {}),
+            "generation": self._generation,
+            "step": self.step,
+            **self._identity,
+            **fields,
+        }
+        if event == "start":
+            self._start = line
+        self._lines.write(line)
 
     def close(self) -> None:
         self._lines.close()

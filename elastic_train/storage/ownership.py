@@ -27,13 +27,19 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
-from elastic_train.errors import NewerGeneration, OwnershipLost, RunDirectoryError, RunDirectoryInUse, cause_of
-from elastic_train.runlog.reader import parse
+from elastic_train.errors import (
+    NewerGeneration,
+    OwnershipLost,
+    RunDirectoryError,
+    RunDirectoryGone,
+    RunDirectoryInUse,
+    cause_of,
+)
 from elastic_train.storage.atomic_files import write_atomic
+from elastic_train.storage.holders import Holder, Owner, owner_of, process_state, read_holders
 from elastic_train.system import flock_holder, process_stat, try_flock
 from elastic_train.world import host_name
 
@@ -59,29 +65,6 @@ def _close_locks_in_child() -> None:
 os.register_at_fork(after_in_child=_close_locks_in_child)
 
 
-@dataclass(frozen=True)
-class Holder:
-    """One worker that has, or had, the lock of its job."""
-
-    host: str
-    pid: int
-    time: float
-    started: str = ""
-    """When the process started, in the kernel's own count; tells it from a later one with the same pid."""
-
-    def __str__(self) -> str:
-        since = datetime.fromtimestamp(self.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        return f"host {self.host}, pid {self.pid}, since {since}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Owner(Holder):
-    """The job and the generation that own a run directory, and the worker that claimed it for them."""
-
-    job_token: str
-    generation: int
-
-
 def open_for_lock(path: Path) -> int:
     # read and write: NFS wants the first for a shared lock and the second for an exclusive one
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -95,30 +78,6 @@ def close_lock(fd: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_UN)
     _locked_fds.discard(fd)
     os.close(fd)
-
-
-def read_holders(fd: int) -> list[Holder]:
-    holders = []
-    os.lseek(fd, 0, os.SEEK_SET)
-    with open(os.dup(fd), "rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                record = parse(line) or {}
-                holder = Holder(
-                    host=str(record["host"]),
-                    pid=int(record["pid"]),
-                    time=float(record["time"]),
-                    started=str(record["started"]),
-                )
-                holders.append(holder)
-    return holders
-
-
-def process_state(holder: Holder) -> str | None:
-    """The state letter of a process of this host: 'T' is stopped. None where it has ended, '?' where unknown."""
-    state, started = process_stat(holder.pid)
-    is_another = bool(started and holder.started) and started != holder.started
-    return None if state in ("Z", "X") or is_another else state
 
 
 class Ownership:
@@ -156,7 +115,8 @@ class Ownership:
 
         Raises:
             RunDirectoryInUse: a live process of another job has it.
-            OwnershipLost: this process had it, and another job has taken it over since.
+            OwnershipLost: this process had it, and another job has taken it over since. RunDirectoryGone: it had, and
+                the directory was removed or moved (`claim_anew`).
             RunDirectoryError: it cannot be written to.
         """
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", job_token):
@@ -189,19 +149,39 @@ class Ownership:
         self._token = job_token
         return warning
 
+    def claim_anew(self, job_token: str, generation: int, host: str) -> None:
+        """As `claim`, of a directory that was removed or moved while this process had it, and that is there again.
+
+        Raises: OwnershipLost: another job has it by now. RunDirectoryError: it cannot be written to.
+        """
+        try:
+            with self._claim_lock(CLAIM_TIMEOUT):
+                with contextlib.suppress(RunDirectoryGone):
+                    self._require_own(job_token, generation)
+                if self._lock_fd is not None and not self._has_its_lock:
+                    close_lock(self._lock_fd)
+                    self._lock_fd = None
+                self._take(job_token, generation, host)
+        except RunDirectoryInUse as error:
+            raise OwnershipLost(f"{error}; {stops(generation)}") from error
+        except OSError as error:
+            if error.errno not in _FLOCK_MISSING:
+                raise unusable(self._path, "cannot be claimed", error) from error
+            self._record_owner(job_token, generation, host)
+
     def check_owner(self, job_token: str, generation: int) -> None:
         """Called right before something becomes visible that a replaced process must not write (a snapshot,
         result.json). One small read.
 
         Raises:
             OwnershipLost: another job has the directory. NewerGeneration: this one has, in a newer generation.
+            RunDirectoryGone: nobody has; it was removed or moved.
             RunDirectoryError: the record of the owner cannot be read.
         """
         try:
-            owner = self.read()
+            owner = self._require_own(job_token, generation)
         except OSError as error:
             raise unusable(self._path, "does not let its owner record be read", error) from error
-        owner = self._check_job(owner, job_token, generation)
         if owner.generation > generation:
             raise NewerGeneration(
                 f"run directory {self._path} now belongs to generation {owner.generation} ({owner}); "
@@ -212,37 +192,48 @@ class Ownership:
         """The owner, as its record says; None where there is no valid one. Raises OSError other than for a missing
         file."""
         try:
-            record = parse(self._record_path.read_bytes()) or {}
-            return Owner(
-                host=str(record["host"]),
-                pid=int(record["pid"]),
-                time=float(record["time"]),
-                job_token=str(record["job_token"]),
-                generation=int(record["generation"]),
-            )
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return owner_of(self._record_path.read_bytes())
+        except FileNotFoundError:
             return None
 
     def release(self) -> None:
         """Give the claim up; the last worker of the job removes its lock file. `owner.json` stays as a record."""
-        fd, self._lock_fd = self._lock_fd, None
-        token, self._token = self._token, None
+        fd, token = self._lock_fd, self._token
         if fd is None or token is None or self._lock_pid != os.getpid():
+            self._lock_fd = self._token = None
             return
         # Without the claim lock another worker might be about to lock the file that is unlinked here.
         with contextlib.suppress(OSError, RunDirectoryError), self._claim_lock(timedelta(seconds=1)):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._owner_lock_path(token).unlink()
+            if self._has_its_lock:
+                self._owner_lock_path(token).unlink()
+        self._lock_fd = self._token = None
         close_lock(fd)
 
-    def _check_job(self, owner: Owner | None, job_token: str, generation: int) -> Owner:
+    def _require_own(self, job_token: str, generation: int) -> Owner:
+        """Raises: OwnershipLost, RunDirectoryGone, and OSError where the record cannot be read."""
+        try:
+            owner = owner_of(self._record_path.read_bytes())
+        except FileNotFoundError:
+            raise self._gone(generation) from None
         if owner is None:
-            raise OwnershipLost(
-                f"run directory {self._path} has no valid {OWNER_RECORD} any more (removed?); {stops(generation)}"
-            )
+            raise OwnershipLost(f"run directory {self._path} has no valid {OWNER_RECORD} any more; {stops(generation)}")
         if owner.job_token != job_token:
             raise OwnershipLost(f"run directory {self._path} now belongs to another job ({owner}); {stops(generation)}")
         return owner
+
+    def _gone(self, generation: int) -> RunDirectoryGone:
+        return RunDirectoryGone(f"run directory {self._path} was removed or moved; {stops(generation)}")
+
+    @property
+    def _has_its_lock(self) -> bool:
+        """Whether the lock of this process is on the file that others look at."""
+        if self._lock_fd is None or self._token is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._lock_fd), self._owner_lock_path(self._token).stat())
+        except OSError:  # it is not there any more, or a file server has forgotten it
+            return False
 
     def _owner_lock_path(self, token: str) -> Path:
         return self._path / f".owner-{token}.lock"
@@ -265,11 +256,14 @@ class Ownership:
 
     def _claim_locked(self, job_token: str, generation: int, host: str) -> None:
         self._refuse_if_replaced(job_token, generation)
+        self._take(job_token, generation, host)
+
+    def _take(self, job_token: str, generation: int, host: str) -> None:
         owner = self.read()
         if owner is None or owner.job_token != job_token:
             # Where the record is ours the others were judged before; one of them may have been stopped then and
             # run now, on its way to finding out.
-            self._judge_others(job_token, owner, host)
+            _judge_others(self._path, job_token, owner, host)
         if self._lock_fd is None:
             self._lock_job(job_token, host)
         for leftover in self._path.glob(f".{OWNER_RECORD}.tmp-*"):  # of a process killed during its claim
@@ -279,40 +273,11 @@ class Ownership:
     def _refuse_if_replaced(self, job_token: str, generation: int) -> None:
         """A process that has lost the directory does not get it back, even when the job that replaced it has ended:
         that job has trained further."""
-        if self._token is not None:
-            self._check_job(self.read(), job_token, generation)
-
-    def _judge_others(self, job_token: str, owner: Owner | None, host: str) -> None:
-        """Remove the locks of jobs that are over; raise RunDirectoryInUse for one that lives."""
-        for path in sorted(self._path.iterdir()):
-            match = _OWNER_LOCK.fullmatch(path.name)
-            if match is None or match["token"] == job_token:
-                continue
-            fd = open_for_lock(path)
-            try:
-                if try_flock(fd, fcntl.LOCK_EX):
-                    path.unlink()
-                    continue
-                holders = read_holders(fd)
-                states = [process_state(holder) if holder.host == host else "?" for holder in holders]
-                if "T" in states and all(state in ("T", None) for state in states):
-                    continue  # stopped; the new owner record fences it out before it can run on
-                living = [holder for holder, state in zip(holders, states, strict=True) if state not in ("T", None)]
-                if holders and not living and try_flock(fd, fcntl.LOCK_EX, _LEFT_CHILD_TIMEOUT):
-                    path.unlink()
-                    continue
-            finally:
-                close_lock(fd)
-            named: Holder | None = owner if owner is not None and owner.job_token == match["token"] else None
-            if living and (named is None or not any(named.pid == one.pid for one in living)):
-                named = living[0]
-            who = str(named) if named is not None else f"unknown, see {path.name}"
-            if holders and not living:
-                who += ", which has ended but left a child process behind"
-            raise RunDirectoryInUse(
-                f"run directory {self._path} is in use by another job ({who}); "
-                "stop that job, or choose another --run-dir"
-            )
+        if self._token is None:
+            return
+        self._require_own(job_token, generation)
+        if self._lock_fd is not None and not self._has_its_lock:  # and another worker has made it anew
+            raise self._gone(generation)
 
     def _lock_job(self, job_token: str, host: str) -> None:
         fd = open_for_lock(self._owner_lock_path(job_token))
@@ -341,6 +306,38 @@ class Ownership:
             "time": self._now(),
         }
         write_atomic(self._record_path, json.dumps(record).encode() + b"\n")
+
+
+def _judge_others(run_dir: Path, job_token: str, owner: Owner | None, host: str) -> None:
+    """Remove the locks of jobs that are over; raise RunDirectoryInUse for one that lives."""
+    for path in sorted(run_dir.iterdir()):
+        match = _OWNER_LOCK.fullmatch(path.name)
+        if match is None or match["token"] == job_token:
+            continue
+        fd = open_for_lock(path)
+        try:
+            if try_flock(fd, fcntl.LOCK_EX):
+                path.unlink()
+                continue
+            holders = read_holders(fd)
+            states = [process_state(holder) if holder.host == host else "?" for holder in holders]
+            if "T" in states and all(state in ("T", None) for state in states):
+                continue  # stopped; the new owner record fences it out before it can run on
+            living = [holder for holder, state in zip(holders, states, strict=True) if state not in ("T", None)]
+            if holders and not living and try_flock(fd, fcntl.LOCK_EX, _LEFT_CHILD_TIMEOUT):
+                path.unlink()
+                continue
+        finally:
+            close_lock(fd)
+        named: Holder | None = owner if owner is not None and owner.job_token == match["token"] else None
+        if living and (named is None or not any(named.pid == one.pid for one in living)):
+            named = living[0]
+        who = str(named) if named is not None else f"unknown, see {path.name}"
+        if holders and not living:
+            who += ", which has ended but left a child process behind"
+        raise RunDirectoryInUse(
+            f"run directory {run_dir} is in use by another job ({who}); stop that job, or choose another --run-dir"
+        )
 
 
 def unusable(path: Path, what: str, error: OSError) -> RunDirectoryError:

@@ -47,6 +47,7 @@ class RunDirectory:
         self.path = Path(path).absolute()
         self._now = now
         self.ownership = Ownership(self.path, now=now)
+        self._known_identity = ""
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
@@ -112,7 +113,21 @@ class RunDirectory:
         identity = data.decode(errors="replace")
         if not re.fullmatch(f"[0-9a-f]{{{_IDENTITY_LENGTH}}}", identity):  # it becomes part of a path
             raise RunDirectoryError(f"{path} is damaged ({identity!r}): remove it, or choose another --run-dir")
+        self._known_identity = identity
         return identity
+
+    def make_anew(self, job_token: str, generation: int, host: str) -> None:
+        """Make it once more, of the same identity, for a worker of the job that has it: it was removed or moved.
+
+        Raises: as `create` and `Ownership.claim`.
+        """
+        self.create()
+        try:
+            with contextlib.suppress(FileExistsError):
+                create_once(self.path / _IDENTITY, self._known_identity.encode())
+        except OSError as error:
+            raise unusable(self.path, "cannot be written to", error) from error
+        self.ownership.claim_anew(job_token, generation, host)
 
     def move_aside(self) -> Path | None:
         """Move what the directory holds, all but the locks and the owner's record, into a new sibling named

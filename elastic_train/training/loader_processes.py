@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Semaphore
 from typing import Any
 
@@ -19,7 +23,9 @@ from elastic_train.training.epoch_dataset import EpochDataset, as_fetched
 
 BEGIN_SECONDS = 20.0
 """that a forked process may take for its first line, which needs nothing but a processor"""
+POLL_SECONDS = 0.002
 MOST_STARTS = 3
+_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
 def open_loader(
@@ -42,48 +48,81 @@ def open_loader(
         at_most: of the processes.
     """
     num_workers = config.num_workers if at_most is None else min(config.num_workers, at_most)
-    context = multiprocessing.get_context(config.multiprocessing_context)
-    is_forked = num_workers > 0 and context.get_start_method() == "fork"
 
-    def start() -> tuple[Iterator[Any], int]:
-        """With how many processes have not begun."""
-        begun = context.Semaphore(0) if is_forked else None
+    def make(begun: Semaphore | None) -> DataLoader[Any]:
         options: dict[str, Any] = {
             "num_workers": num_workers,
             "prefetch_factor": config.prefetch_factor,
             "multiprocessing_context": config.multiprocessing_context,
             "worker_init_fn": partial(start_loader_process, begun=begun),
         }
-        loader: DataLoader[Any] = DataLoader(
+        return DataLoader(
             dataset,
             batch_sampler=batch_sampler,
             collate_fn=as_fetched,
             pin_memory=pin_memory,
             **(options if num_workers else {}),
         )
-        batches = iter(loader)
-        return batches, 0 if begun is None else num_workers - _count(begun, num_workers)
 
+    if num_workers == 0 or _start_method(config) != "fork":
+        return iter(make(None))
     for _ in range(MOST_STARTS - 1):
-        before = set(multiprocessing.active_children())
-        batches, missing = start()
-        if missing == 0:
-            return batches
+        started = _fork(make, num_workers)
+        if started.num_missing == 0:
+            return started.batches
         warn(
-            f"{missing} of {num_workers} loader processes had not begun after {BEGIN_SECONDS:g} s: forked, perhaps, "
-            "while another thread held a lock (python/cpython#112275); all are started again"
+            f"{started.num_missing} of {num_workers} loader processes had not begun after {BEGIN_SECONDS:g} s: forked, "
+            "perhaps, while another thread held a lock (python/cpython#112275); all are started again"
         )
-        del batches  # it ends those that listen, and watches none from now on: of one that it watches, a death raises
-        for process in set(multiprocessing.active_children()) - before:
+        processes = started.processes
+        del started  # it ends those that listen, and watches none from now on: of one that it watches, a death raises
+        for process in processes:
             process.kill()
             process.join()
-    return start()[0]
+    return _fork(make, num_workers).batches
+
+
+@dataclass(frozen=True)
+class _Started:
+    batches: Iterator[Any]
+    processes: set[BaseProcess]
+    num_missing: int
+
+
+def _fork(make: Callable[[Semaphore], DataLoader[Any]], num_workers: int) -> _Started:
+    begun = multiprocessing.get_context("fork").Semaphore(0)
+    before = set(multiprocessing.active_children())
+    with _signals_blocked():
+        batches = iter(make(begun))
+    processes = set(multiprocessing.active_children()) - before
+    return _Started(batches, processes, num_workers - _count(begun, num_workers))
+
+
+def _start_method(config: Config) -> str:
+    # Asked for only where there are processes: the answer is final, and a later set_start_method of the user's raises.
+    return multiprocessing.get_context(config.multiprocessing_context).get_start_method()
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """A process that is forked now is deaf to what torchrun, terminals and torch send until its first line. One that
+    never comes to it would pass them on to this process: it has the pipe that wakes the thread that listens here."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _count(begun: Semaphore, num_workers: int) -> int:
     """The processes that begin in time."""
-    deadline = time.monotonic() + BEGIN_SECONDS
-    return sum(begun.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in range(num_workers))
+    deadline, count = time.monotonic() + BEGIN_SECONDS, 0
+    while count < num_workers and time.monotonic() < deadline:
+        if begun.acquire(block=False):  # with a timeout it goes by a clock that may be set
+            count += 1
+        else:
+            time.sleep(POLL_SECONDS)
+    return count
 
 
 def start_loader_process(_worker: int, begun: Semaphore | None = None) -> None:
@@ -96,3 +135,4 @@ def start_loader_process(_worker: int, begun: Semaphore | None = None) -> None:
     torch.set_num_threads(1)
     if begun is not None:
         begun.release()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

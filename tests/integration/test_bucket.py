@@ -107,6 +107,7 @@ def test_training_goes_on_where_nothing_can_be_saved(
             assert secret.encode() not in said
 
 
+@pytest.mark.slow
 def test_it_says_who_goes_on_of_two_nodes_that_share_nothing_else(
     cluster: Cluster, endpoint: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

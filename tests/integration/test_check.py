@@ -59,6 +59,7 @@ def test_two_nodes_pass_and_leave_nothing(cluster: Cluster) -> None:
         wait_until(lambda: not cluster.etcd or not cluster.etcd.keys(), "tidy etcd")
 
 
+@pytest.mark.slow
 def test_a_node_with_another_snapshot_directory_fails(cluster: Cluster) -> None:
     others = [cluster.path / name for name in ("mounted", "not-mounted")]
     nodes = [start(cluster, "--nodes", "2", run_dir=run_dir) for run_dir in others]

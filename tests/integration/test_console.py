@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.integration.cluster import Cluster, last_step, result, wait_for_step
 
 
@@ -23,6 +25,7 @@ def status(run_dir: Path) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in console("status", run_dir).splitlines())
 
 
+@pytest.mark.slow
 def test_status_over_the_life_of_a_run(cluster: Cluster) -> None:
     flags = ("--epochs", "20", "--eval-every", "1", "--snapshot-every", "20")
     nodes = cluster.start(*flags, nodes=2)

@@ -137,6 +137,7 @@ def test_two_nodes_are_killed_at_once(cluster: Cluster) -> None:
     check_run(cluster, 600)
 
 
+@pytest.mark.slow
 def test_one_worker_of_a_node_with_two_is_killed(cluster: Cluster) -> None:
     nodes = start_world(cluster, 2, "--num-workers", "1", nproc=2)
     nodes[1].workers()[1].kill()
@@ -214,7 +215,8 @@ def test_of_two_nodes_the_first_freezes_and_the_other_goes_on(cluster: Cluster) 
     assert found.passed, "\n".join(found.reasons)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_a_node_told_to_stop_leaves_without_an_error(cluster: Cluster, signum: int) -> None:
     nodes = start_world(cluster, 3)
     [worker] = nodes[2].workers()

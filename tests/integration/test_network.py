@@ -170,14 +170,15 @@ def network() -> Iterator[Network]:
         yield network
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("groups", "goes_on"),
     [
-        pytest.param(([0, 3], [1, 2]), 0, id="2-2", marks=pytest.mark.slow),
-        pytest.param(([0], [1, 2, 3]), 1, id="1-3", marks=pytest.mark.slow),
+        pytest.param(([0, 3], [1, 2]), 0, id="2-2"),
+        pytest.param(([0], [1, 2, 3]), 1, id="1-3"),
         pytest.param(([0, 1, 3], [2]), 0, id="3-1"),
-        pytest.param(([0, 2], [1], [3]), 0, id="2-1-1", marks=pytest.mark.slow),
-        pytest.param(([0], [1, 3], [2]), None, id="1-2-1", marks=pytest.mark.slow),
+        pytest.param(([0, 2], [1], [3]), 0, id="2-1-1"),
+        pytest.param(([0], [1, 3], [2]), None, id="1-2-1"),
     ],
 )
 def test_four_nodes_are_split(

@@ -164,6 +164,7 @@ def start_workers(cluster: Cluster, world_size: int, text: str, *flags: str) -> 
     return [cluster.launch([*command, *flags], env) for env in ranks]
 
 
+@pytest.mark.slow
 def test_uneven_shares_do_not_bend_the_mean(cluster: Cluster) -> None:
     """16 samples on 3 ranks, and 2 at the end of an epoch, where one has nothing to do."""
     weights = {}
@@ -406,7 +407,8 @@ print("weight", model.weight.item(), "scale", scaler.get_scale())
 """
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.slow
 def test_a_step_that_is_redone_is_unscaled(cluster: Cluster, world_size: int) -> None:
     """And one whose reduction was broken off does not count, though a scaler takes that for an overflow."""
     nodes = start_workers(cluster, world_size, SCALED)
@@ -536,6 +538,7 @@ except KeyError as error:
 """
 
 
+@pytest.mark.slow
 def test_after_the_functions_own_error_signals_do_what_they_did(cluster: Cluster) -> None:
     (node,) = start_workers(cluster, 1, RAISES)
     cluster.finish([node])
@@ -579,6 +582,7 @@ def test_a_function_that_returns_early_ends_the_training(cluster: Cluster) -> No
     assert "returned at step 9 of 35" in node.text()
 
 
+@pytest.mark.slow
 def test_a_rank_that_returns_alone_is_told_and_nothing_is_lost(cluster: Cluster) -> None:
     """What decides it is known on rank 0 alone: the others would wait for --stall-timeout in a step without it."""
     at_9 = "training.commit(loss)\nif training.state.step == 9 and training.world.rank == RANK: return\ncontinue"
@@ -618,7 +622,8 @@ def test_ranks_may_return_early_one_after_the_other(cluster: Cluster) -> None:
     assert result(cluster.path / "run-2")["step"] == 9
 
 
-@pytest.mark.parametrize("snapshot_every", ["7", pytest.param("0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("snapshot_every", ["7", "0"])
+@pytest.mark.slow
 def test_what_one_rank_alone_keeps_is_told_by_name(cluster: Cluster, snapshot_every: str) -> None:
     """`if rank == 0: best = ...`: with rank 0 the best would be gone, and a worse one take its place."""
     text = SCRIPT.replace(

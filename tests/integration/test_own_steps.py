@@ -36,6 +36,7 @@ def run_alone(cluster: Cluster, *flags: str, text: str = SCRIPT) -> tuple[Node, 
     return cluster.launch([PYTHON, str(write_script(cluster, text)), *base, *flags], {}), run_dir
 
 
+@pytest.mark.slow
 def test_the_bits_are_those_of_one_worker_whatever_dies(cluster: Cluster) -> None:
     flags = ("--reduction", "ordered", "--clip-grad-norm", "0.5", "--ema-decay", "0.9", "--ledger")
     alone, run_dir = run_alone(cluster, *flags)

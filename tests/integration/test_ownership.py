@@ -182,3 +182,24 @@ def test_every_node_gets_the_same_result(cluster: Cluster) -> None:
     run()
     assert [file.read_bytes() for file in files] == [data, data]
     assert [outcomes(run_dir) for run_dir in run_dirs] == [["finished", "already_finished"]] * 2
+
+
+@pytest.mark.slow
+def test_a_run_directory_that_is_removed_while_it_trains(cluster: Cluster) -> None:
+    """It is made anew by all who share it: nothing that is computed is lost, and the same command goes on."""
+    flags = ("--reduction", "ordered", "--max-steps", "3000", "--epochs", "200", "--snapshot-every", "20")
+    undisturbed = cluster.start_alone(*flags, run_dir=cluster.path / "undisturbed")
+    assert undisturbed.wait() == 0
+    first, second = cluster.start(*flags, nodes=2)
+    wait_for_step(cluster.run_dir, 100)
+    shutil.rmtree(cluster.run_dir, ignore_errors=True)  # they write into it meanwhile
+    wait_until(lambda: any("was removed or moved" in node.text() for node in (first, second)), "that it is told")
+    wait_for_step(cluster.run_dir, 200)
+    second.kill()
+    wait_until(lambda: any(e["world_size"] == 1 for e in events(cluster.run_dir, "world")), "the world of one")
+    first.signal(signal.SIGTERM)
+    assert first.wait() == 1
+    again = cluster.start_alone(*flags)
+    assert again.wait() == 0
+    assert [event["source"] for event in events(cluster.run_dir, "restore")][-1] == "snapshot"
+    assert result(cluster.run_dir)["state_sha256"] == result(cluster.path / "undisturbed")["state_sha256"]

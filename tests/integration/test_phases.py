@@ -72,6 +72,7 @@ def test_a_world_that_commits_nothing_writes_nothing_twice(cluster: Cluster) -> 
     check_run(cluster, STEPS)
 
 
+@pytest.mark.slow
 def test_the_source_of_the_state_dies_while_it_sends(cluster: Cluster) -> None:
     """Three train and one is a spare. One dies, the spare steps in, and who is about to send it the state dies too."""
     fault = "kill-node@step:rank=2,step=60,generation=0;kill-node@send:generation=1"
@@ -84,14 +85,8 @@ def test_the_source_of_the_state_dies_while_it_sends(cluster: Cluster) -> None:
     assert [e["source"] for e in events(cluster.run_dir, "restore")][-1] == "peer"
 
 
-@pytest.mark.parametrize(
-    ("point", "rank"),
-    [
-        pytest.param("finish", 1, marks=pytest.mark.slow),
-        pytest.param("exit", 0, marks=pytest.mark.slow),
-        ("exit", 1),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("point", "rank"), [("finish", 1), ("exit", 0), ("exit", 1)])
 def test_death_after_the_last_step_does_not_hold_up_the_others(cluster: Cluster, point: str, rank: int) -> None:
     nodes = start_with_fault(cluster, f"kill-node@{point}:rank={rank},generation=0", steps=60)
     finish_but(cluster, nodes, 1)

@@ -28,6 +28,7 @@ LENGTH, BATCH = 1437, 64
 STEPS_PER_EPOCH = -(-LENGTH // BATCH)
 
 
+@pytest.mark.slow
 def test_main_job(cluster: Cluster) -> None:
     """The line of the README, with a port of the test's own; then a second start, a continuation, and a new start."""
     command = [*TORCHRUN, "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{cluster.port}", "--nnodes=1:4"]

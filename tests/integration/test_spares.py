@@ -57,6 +57,7 @@ def test_a_spare_steps_in_for_a_killed_worker(cluster: Cluster) -> None:
     assert end["state_sha256"] == expected["state_sha256"]
 
 
+@pytest.mark.slow
 def test_who_waited_to_be_admitted_goes_on_from_what_was_saved_meanwhile(cluster: Cluster) -> None:
     """Of one node at most, the second waits; the first is told to stop, and writes its first snapshot then."""
     flags = (*ENDLESS, "--task", "elastic_train.tools.drills.task:PacedDigits", "--snapshot-every", "0")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -68,7 +67,6 @@ def test_a_loader_process_that_never_begins_is_started_again(tmp_path: Path, mon
     def hang_once() -> None:
         with suppress(FileExistsError):
             (tmp_path / "hung").touch(exist_ok=False)
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as one deaf to it
             while True:
                 time.sleep(60)
         begin()

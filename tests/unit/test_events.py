@@ -184,6 +184,20 @@ def test_a_directory_that_cannot_be_made_is_given_up_too(tmp_path: Path, capsys:
     assert "is given up: " in warning
 
 
+def test_a_file_whose_folder_was_removed_is_begun_again(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events", host="a", local_rank=0, rank=0, world_size=1)
+    log.write("start", device="cpu")
+    log.write("step")
+    (tmp_path / "events").rename(tmp_path / "moved")
+    log.begin_again()
+    log.write("step", loss=1.0)
+    log.close()
+    [path] = (tmp_path / "events").iterdir()
+    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["start", "step"]
+    [path] = (tmp_path / "moved").iterdir()
+    assert len(path.read_text().splitlines()) == 2
+
+
 def test_a_disk_that_fills_up_within_a_line_spoils_only_that_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import pytest
 
 import elastic_train
 from elastic_train.elastic.earlier_run import newest_step
-from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryInUse
+from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryGone, RunDirectoryInUse
 from elastic_train.storage import atomic_files, ownership
 from elastic_train.storage.atomic_files import require_writable, write_atomic
 from elastic_train.storage.run_directory import RunDirectory, Traces
@@ -200,12 +201,84 @@ def test_check_owner(directory: RunDirectory) -> None:
     with pytest.raises(OwnershipLost, match=r"no valid owner\.json"):
         directory.ownership.check_owner("job", 3)
     owner_record(directory).unlink()
-    with pytest.raises(OwnershipLost, match=r"no valid owner\.json"):
+    with pytest.raises(RunDirectoryGone, match="was removed or moved"):
         directory.ownership.check_owner("job", 3)
     owner_record(directory).mkdir()
     with pytest.raises(RunDirectoryError, match="Is a directory"):
         directory.ownership.check_owner("job", 3)
     owner_record(directory).rmdir()
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+def move(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+
+
+@pytest.mark.parametrize("lose", [remove, move])
+def test_a_directory_that_is_gone_is_made_anew(directory: RunDirectory, lose: Callable[[Path], None]) -> None:
+    """By each worker of the job, which has its lock again."""
+    second = RunDirectory(directory.path)
+    identity = directory.identity()
+    assert second.identity() == identity
+    for worker in (directory, second):
+        worker.ownership.claim("job", 3, HOST)
+    lose(directory.path)
+    with pytest.raises(RunDirectoryGone):
+        directory.ownership.check_owner("job", 3)
+    directory.make_anew("job", 3, HOST)
+    directory.ownership.check_owner("job", 3)
+    assert RunDirectory(directory.path).identity() == identity
+    with pytest.raises(RunDirectoryGone):  # the record is there, and its lock is not
+        second.ownership.claim("job", 4, HOST, is_leader=False)
+    second.make_anew("job", 4, HOST)
+    second.ownership.claim("job", 4, HOST, is_leader=False)
+    assert owner_of(directory)["generation"] == 4
+    directory.ownership.release()
+    with pytest.raises(RunDirectoryInUse):  # the second worker still has it
+        RunDirectory(directory.path).ownership.claim("other", 0, HOST)
+    second.ownership.release()
+    RunDirectory(directory.path).ownership.claim("other", 0, HOST)
+
+
+def test_who_has_not_noticed_takes_no_lock_of_another_worker_with_it(directory: RunDirectory) -> None:
+    second = RunDirectory(directory.path)
+    directory.identity()
+    for worker in (directory, second):
+        worker.ownership.claim("job", 3, HOST)
+    remove(directory.path)
+    directory.make_anew("job", 3, HOST)
+    second.ownership.release()
+    with pytest.raises(RunDirectoryInUse):
+        RunDirectory(directory.path).ownership.claim("other", 0, HOST)
+
+
+def test_a_job_that_comes_first_to_a_directory_that_was_removed_has_it(directory: RunDirectory) -> None:
+    directory.identity()
+    directory.ownership.claim("job", 3, HOST)
+    remove(directory.path)
+    other = RunDirectory(directory.path)
+    other.create()
+    other.ownership.claim("other", 0, HOST)  # between the other one's look and its claim
+    with pytest.raises(OwnershipLost, match="belongs to another job"):
+        directory.make_anew("job", 3, HOST)
+    other.ownership.release()
+    with pytest.raises(OwnershipLost, match="belongs to another job"):  # for good
+        directory.ownership.claim("job", 4, HOST)
+
+
+def test_a_directory_that_was_removed_and_taken_is_not_made_anew(directory: RunDirectory) -> None:
+    directory.ownership.claim("job", 3, HOST)
+    shutil.rmtree(directory.path)
+    directory.path.mkdir()
+    other = RunDirectory(directory.path)
+    other.ownership.claim("other", 0, HOST)
+    with pytest.raises(OwnershipLost, match="belongs to another job"):
+        directory.ownership.check_owner("job", 3)
+    with pytest.raises(OwnershipLost, match="belongs to another job"):
+        directory.ownership.claim("job", 4, HOST)
 
 
 def test_a_job_token_must_be_a_file_name(directory: RunDirectory) -> None:

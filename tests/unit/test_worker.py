@@ -223,6 +223,6 @@ def test_flags_that_do_less_than_they_say_are_warned_of(flags: dict[str, Any], l
 def test_metrics_that_cannot_be_right_are_warned_of() -> None:
     assert odd_numbers({"accuracy": 1.0, "loss": 3.0}, 7) == {}
     odd = odd_numbers({"accuracy": 1.5, "loss": float("inf")}, 7)
-    assert "must be the number of the batch's samples that are right" in odd["accuracy"]
+    assert odd["accuracy"].startswith("the test accuracy is 1.5, and must be from 0 to 1")
     assert odd["loss"].startswith("the test set's loss is inf at step 7")
     assert "is nan at step 7" in odd_numbers({"accuracy": float("nan")}, 7)["accuracy"]
