@@ -129,6 +129,7 @@ def assert_same_run(run_dir: Path, world_size: int, batch_size: int, num_steps: 
     check_ledger([run_dir], length=LENGTH, batch=batch_size, steps=num_steps)
 
 
+@pytest.mark.slow
 def test_every_world_size_agrees_with_plain_ddp(cluster: Cluster) -> None:
     """Of 64 samples a step, over the smaller last step of the first epoch."""
     (cluster.path / "plain_ddp.py").write_text(PLAIN_DDP)

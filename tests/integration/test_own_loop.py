@@ -209,6 +209,7 @@ def start_with(cluster: Cluster, world_size: int, after_commit: str, *flags: str
     return start_workers(cluster, world_size, text.replace("(loss)\n", f"(loss)\n{lines}\n"), *flags)
 
 
+@pytest.mark.slow
 def test_rank_0_dies_with_a_step_that_it_has_not_written_down(cluster: Cluster) -> None:
     """Its loss was still under way: the lowest rank of those that have committed it, here of all, writes it, once."""
     fault = f"""\
@@ -458,6 +459,7 @@ elastic_train.run(train, model, optimizer, TensorDataset(inputs, torch.zeros(33,
 """
 
 
+@pytest.mark.slow
 def test_an_absent_sample_leaves_no_trace(cluster: Cluster) -> None:
     """Rank 0 has none of the last sample of an epoch; its BatchNorm's statistics are those that are saved."""
     nodes = start_workers(cluster, 2, ABSENT)

@@ -71,6 +71,7 @@ def test_main_job(cluster: Cluster) -> None:
     assert [(e["source"], e["restored_step"]) for e in events(run_dir, "restore")] == [("scratch", 0)]
 
 
+@pytest.mark.slow
 def test_a_step_that_rank_0_did_not_live_to_write_down(cluster: Cluster) -> None:
     """It committed step 30 and was killed before its event; a survivor saved the state. The next start writes it."""
     cluster.finish([cluster.start_alone("--max-steps", "30", "--model", "mlp")])

@@ -195,6 +195,7 @@ def test_learning_rate_that_is_too_high(cluster: Cluster) -> None:
         assert newest_snapshot(cluster.run_dir)[0].step < int(step[1])
 
 
+@pytest.mark.slow
 def test_the_end_does_not_wait_for_a_worker_that_is_slow_to_go(cluster: Cluster) -> None:
     nodes = cluster.start(*ENDLESS, "--max-steps", "100", nodes=2, nnodes="1:3")
     nodes += cluster.start(
