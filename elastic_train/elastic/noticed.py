@@ -14,6 +14,7 @@ from elastic_train.notices.notice import NoticeSource
 from elastic_train.notices.own_sources import Relay
 from elastic_train.notices.watcher import NoticeWatcher
 from elastic_train.preemption import SAVE_SOONER, Fit, PreemptionNotice, fit_of, given_seconds, notices_flag
+from elastic_train.storage.shares import LEAST_BYTES
 from elastic_train.storage.snapshot import SnapshotResult
 from elastic_train.wording import duration, human_bytes
 
@@ -55,18 +56,26 @@ class Noticed:
             self._source_name = source.name
         return source
 
-    def judge(self, written: SnapshotResult) -> None:
-        """Tell once where a snapshot that was just written took longer than a notice leaves for it."""
+    def judge(self, written: SnapshotResult, num_nodes: int) -> None:
+        """Tell once where a snapshot that was just written takes longer than a notice leaves for it.
+
+        Args:
+            num_nodes: that train; where all leave at once each sends its share to a bucket.
+        """
         given = given_seconds(self._source_name, os.environ)
-        if given is None or self._has_told_misfit or (fit := fit_of(written.total_seconds, given)) is Fit.FITS:
+        is_shared = self._worker.bucket is not None and written.bytes >= LEAST_BYTES
+        seconds = written.total_seconds / (num_nodes if is_shared else 1)
+        if given is None or self._has_told_misfit or (fit := fit_of(seconds, given)) is Fit.FITS:
             return
         self._has_told_misfit = True
         rate = human_bytes(round(written.bytes / written.total_seconds))
+        together = f"; {duration(seconds)} by {num_nodes} nodes together" if is_shared and num_nodes > 1 else ""
         what = "less than that" if fit is Fit.TOO_LONG else "a long step included, perhaps too little"
         self._worker.reporter.warn(
             f"the snapshot of step {written.step} took {duration(written.total_seconds)} for "
-            f"{human_bytes(written.bytes)} ({rate}/s), and a notice of {self._source_name} leaves {duration(given)}, "
-            f"{what}: where all nodes are taken at once, steps since the newest snapshot are lost; {SAVE_SOONER}"
+            f"{human_bytes(written.bytes)} ({rate}/s{together}), and a notice of {self._source_name} leaves "
+            f"{duration(given)}, {what}: where all nodes are taken at once, steps since the newest snapshot are lost; "
+            f"{SAVE_SOONER}"
         )
 
     def hear(self, notice: PreemptionNotice) -> None:

@@ -29,7 +29,7 @@ class Saver:
     """Saves the state of one worker, whatever worlds it goes through; rank 0 writes the regular snapshots.
 
     Args:
-        written: told of each snapshot that is durable.
+        written: told of each snapshot that is durable, and of the number of nodes that train.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Saver:
         worker: Worker,
         files: RunFiles,
         *,
-        written: Callable[[SnapshotResult], None] = lambda _: None,
+        written: Callable[[SnapshotResult, int], None] = lambda _result, _num_nodes: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._worker = worker
@@ -261,7 +261,7 @@ class Saver:
             stall_seconds=result.stall_seconds,
             total_seconds=result.total_seconds,
         )
-        self._written(result)
+        self._written(result, 1 if self._world is None else self._world.num_training_nodes)
 
     def _position(self, state: TrainState) -> dict[str, Any]:
         assert self._world is not None

@@ -346,6 +346,15 @@ def test_the_time_that_a_notice_leaves(seconds: float, notice: float | None, lev
         assert f"takes {seconds:.1f} s on node1; a notice of gcp leaves {notice:.0f} s" in told.what
 
 
+@pytest.mark.parametrize(("size", "level"), [(GB, Level.FINE), (2**20, Level.BREAKS)])
+def test_all_nodes_send_their_shares_of_a_large_state_to_a_bucket(size: int, level: Level) -> None:
+    gathered = with_all(job(grace_seconds=300.0), snapshot_seconds=36.0, snapshot_dir="s3://b/run", state_bytes=size)
+    noticed = with_worker(gathered, 2, notice_seconds=30.0, notices_of="gcp")
+    _, *found = node_rules.grace_is_long_enough(noticed)
+    told = the_one(found, level)
+    assert ("12.0 s by 3 nodes together" in told.what) is (level is Level.FINE)
+
+
 def test_what_could_not_be_measured_is_skipped_by_name() -> None:
     unknown = with_all(job(), state_bytes=None, snapshot_seconds=None)
     rules: list[Callable[[Gathered], list[Finding]]] = [node_rules.there_is_room, node_rules.grace_is_long_enough]

@@ -33,7 +33,7 @@ def make_worker(run_dir: Path, **launch: Any) -> Any:
     events = SimpleNamespace(is_noticed=False, write=lambda *_, **__: None)
     said = SimpleNamespace(log=print, warn=print, events=events)
     return SimpleNamespace(
-        launch=Launch(local_world_size=2, **launch), host="n1", stop=StopSignal(), reporter=said,
+        launch=Launch(local_world_size=2, **launch), host="n1", bucket="s3://b/run", stop=StopSignal(), reporter=said,
         directory=SimpleNamespace(path=run_dir), config=SimpleNamespace(notices="off"),
     )  # fmt: skip
 
@@ -86,17 +86,24 @@ def test_what_is_said_of_a_withdrawal_holds(tmp_path: Path, is_settled: bool, wh
 
 
 @pytest.mark.parametrize(
-    ("notices", "seconds", "says"),
+    ("notices", "seconds", "num_nodes", "says"),
     [
-        ("slurm", 41.0, ["took 41 s for 1.2 GB (29.3 MB/s), and a notice of slurm leaves 40 s, less than that"]),
-        ("slurm", 20.0, ["a notice of slurm leaves 40 s, a long step included, perhaps too little"]),
-        ("slurm", 17.0, []),
-        ("file:gone", 4100.0, []),
-        ("off", 4100.0, []),
+        ("slurm", 41.0, 1, ["took 41 s for 1.2 GB (29.3 MB/s), and a notice of slurm leaves 40 s, less than that"]),
+        (
+            "slurm",
+            100.0,
+            2,
+            ["took 1 min 40 s for 1.2 GB (12.0 MB/s; 50 s by 2 nodes together), and a notice of slurm leaves 40 s"],
+        ),
+        ("slurm", 51.0, 3, []),
+        ("slurm", 20.0, 1, ["a notice of slurm leaves 40 s, a long step included, perhaps too little"]),
+        ("slurm", 17.0, 1, []),
+        ("file:gone", 4100.0, 1, []),
+        ("off", 4100.0, 1, []),
     ],
 )
 def test_a_snapshot_that_does_not_fit_a_notice_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notices: str, seconds: float, says: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notices: str, seconds: float, num_nodes: int, says: list[str]
 ) -> None:
     monkeypatch.setenv("SLURM_SIGNAL", "USR1@40")
     worker, told = make_worker(tmp_path), []
@@ -105,7 +112,7 @@ def test_a_snapshot_that_does_not_fit_a_notice_is_told_once(
     noticed = Noticed(worker)
     try:
         for step in (100, 200):
-            noticed.judge(SnapshotResult(tmp_path, step, 0, 1_200_000_000, 0.1, seconds))
+            noticed.judge(SnapshotResult(tmp_path, step, 0, 1_200_000_000, 0.1, seconds), num_nodes)
     finally:
         noticed.close()
         signal.signal(signal.SIGUSR1, before)
@@ -127,7 +134,7 @@ def test_what_auto_has_found_is_what_a_snapshot_is_to_fit(tmp_path: Path, monkey
         noticed = Noticed(worker)
         try:
             wait_until(lambda: bool(server.asked[1:]), "the first question", 20.0)
-            noticed.judge(SnapshotResult(tmp_path, 100, 0, 1_200_000_000, 0.1, 50.0))
+            noticed.judge(SnapshotResult(tmp_path, 100, 0, 1_200_000_000, 0.1, 50.0), 1)
         finally:
             noticed.close()
     assert [text for text in told if "a notice of gcp leaves 30 s, less than that" in text] == told != []

@@ -53,7 +53,9 @@ class Training:
         files.claim(self.world, has_state=False)
         self.state.run_uid = "run"
         self.written: list[int] = []
-        self.saver = Saver(worker, files, written=lambda it: self.written.append(it.step), now=lambda: self.now)
+        self.saver = Saver(
+            worker, files, written=lambda it, _num_nodes: self.written.append(it.step), now=lambda: self.now
+        )
         self.saver.enter(self.world)
         worker.reporter.enter(self.world, self.state)
         self.state.clock.enter(Phase.TRAIN)
