@@ -133,22 +133,7 @@ def connect_worker(applicant: Applicant) -> Membership:
         job: Job = etcd_job(applicant, launch.etcd, own)
     else:
         job, other_sides = peer_job(applicant, own)
-
-    def tend(world: World | None, is_spokesman: bool) -> None:
-        stuck.look(world)
-        membership.tend(world, is_spokesman)
-
-    watcher = Watcher(
-        own.links,
-        waits.peer_timeout,
-        own.sockets.shut,
-        tend,
-        store_grace=None if launch.etcd is None else launch.etcd.grace,
-        warn=applicant.warn,
-        give_up=lambda why: membership.give_up(why, applicant.warn),
-        pace=Pace(waits.peer_timeout, waits.stall_timeout, waits.formation_timeout),
-    )
-    stuck = StuckThread(watcher.own, applicant.warn)
+    watcher = watcher_of(applicant, own, lambda: membership)
     begin_timeout, too_late = begin_limit(applicant)
     membership = Membership(
         job,
@@ -179,6 +164,30 @@ def connect_worker(applicant: Applicant) -> Membership:
         raise
     watcher.thread.start()
     return membership
+
+
+def watcher_of(applicant: Applicant, own: Endpoints, membership: Callable[[], Membership]) -> Watcher:
+    """Not yet started."""
+    launch, waits = applicant.launch, applicant.waits
+
+    def tend(world: World | None, is_spokesman: bool) -> None:
+        line = stuck.look(world)
+        if line is not None and world is not None and is_spokesman:
+            membership().joins.tell_queue(world, f"{world.me.name}: {line}")
+        membership().tend(world, is_spokesman)
+
+    watcher = Watcher(
+        own.links,
+        waits.peer_timeout,
+        own.sockets.shut,
+        tend,
+        store_grace=None if launch.etcd is None else launch.etcd.grace,
+        warn=applicant.warn,
+        give_up=lambda why: membership().give_up(why, applicant.warn),
+        pace=Pace(waits.peer_timeout, waits.stall_timeout, waits.formation_timeout),
+    )
+    stuck = StuckThread(watcher.own, applicant.warn)
+    return watcher
 
 
 def open_endpoints(applicant: Applicant) -> Endpoints:

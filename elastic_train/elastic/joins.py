@@ -281,6 +281,11 @@ class Joins:
         elif self._world is world:
             self._admits = admits
 
+    def tell_queue(self, world: World, why: str) -> None:
+        """Tell all who wait to be admitted to `world` why they do. For rank 0's watcher; as `tell_why`."""
+        for node in ready_nodes(self._job.queue(), world.members):
+            self.tell_why(node, why)
+
     def tell_why(self, node: Sequence[Member], why: str) -> None:
         """Tell the workers of a node in the queue why they are not admitted. Never blocks; one that does not answer is
         told nothing."""

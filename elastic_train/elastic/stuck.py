@@ -13,6 +13,8 @@ from elastic_train.protocol.heartbeat import OwnHeartbeat
 from elastic_train.rules import Activity
 from elastic_train.world import World
 
+AGAIN_SECONDS = 10.0
+
 
 class StuckThread:
     """Warns once each time that this worker's training thread is at one thing of its own for longer than it may.
@@ -26,22 +28,30 @@ class StuckThread:
     def __init__(self, own: OwnHeartbeat, warn: Callable[[str], None], where: Callable[[], str] | None = None) -> None:
         self._own, self._warn = own, warn
         self._where = place_of_main_thread if where is None else where
-        self._has_warned = False
+        self._said_at: float | None = None
+        """seconds that it had been at it when that was said last"""
 
-    def look(self, world: World | None) -> None:
-        """From time to time, on any thread but that one; `world` is the present one. Never blocks."""
+    def look(self, world: World | None) -> str | None:
+        """From time to time, on any thread but that one; `world` is the present one. Never blocks. Returns, every
+        AGAIN_SECONDS, what those who come to the join queue meanwhile should know, too; else None."""
         activity, seconds, limit = self._own.at()
-        is_late = world is not None and not world.is_spare and activity is Activity.COMPUTE and seconds > limit
-        if is_late and not self._has_warned:
-            is_alone = world is not None and world.world_size == 1
-            follows = "nobody else trains" if is_alone else "the others go on without it when they have waited as long"
-            line = (
-                f"this worker has been at one thing for {seconds:.0f} s, and {limit:.0f} s are allowed "
-                f"(--stall-timeout): {self._where()}; {follows}"
-            )
+        if world is None or world.is_spare or activity is not Activity.COMPUTE or seconds <= limit:
+            self._said_at = None
+            return None
+        is_new = self._said_at is None or seconds < self._said_at
+        if self._said_at is not None and not is_new and seconds < self._said_at + AGAIN_SECONDS:
+            return None
+        self._said_at = seconds
+        is_alone = world.world_size == 1
+        follows = "nobody else trains" if is_alone else "the others go on without it when they have waited as long"
+        line = (
+            f"this worker has been at one thing for {seconds:.0f} s, and {limit:.0f} s are allowed "
+            f"(--stall-timeout): {self._where()}; {follows}"
+        )
+        if is_new:
             # On a thread of its own: what the training thread waits for may be the disk that the line goes to.
             threading.Thread(target=self._warn, args=(line,), name="stuck", daemon=True).start()
-        self._has_warned = is_late
+        return line
 
 
 def place_of_main_thread() -> str:

@@ -72,3 +72,11 @@ def test_a_look_parses_the_agreement_of_the_run_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(joins, "json", SimpleNamespace(loads=lambda text: parsed.append(text) or json.loads(text)))
     here.joins.consider(world)
     assert len(parsed) == 1
+
+
+def test_all_who_wait_are_told_why() -> None:
+    here, _, world = newcomers(member(1), member(2), agreement={})
+    told: list[tuple[str, str]] = []
+    here.joins.tell_why = lambda node, why: told.extend((one.uid, why) for one in node)  # type: ignore[method-assign]
+    here.joins.tell_queue(world, "rank 0 is stuck")
+    assert told == [("uid1", "rank 0 is stuck"), ("uid2", "rank 0 is stuck")]

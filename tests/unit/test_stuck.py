@@ -55,15 +55,16 @@ def test_it_says_once_where_it_stands_still(world: World, follows: str) -> None:
     own.pace.note_step(0.1)
     stuck = StuckThread(own, said.append, where=lambda: "it is at data.py:3 (read)")
     own.turn_to(Activity.COMPUTE)
-    for seconds in (1.0, 18.0, 2.0, 300.0):
+    returned = []
+    for seconds in (1.0, 18.0, 2.0, 5.0, 5.0, 300.0):
         clock.now += seconds
-        stuck.look(world)
+        returned.append(stuck.look(world))
     assert settled(said) == [
         "this worker has been at one thing for 21 s, and 20 s are allowed (--stall-timeout): "
         f"it is at data.py:3 (read); {follows}"
     ]
+    assert [line is not None for line in returned] == [False, False, True, False, True, True], "for who comes meanwhile"
     own.turn_to(Activity.COMPUTE)
-    stuck.look(world)
     clock.now += 30.0
     stuck.look(world)
     assert len(settled(said)) == 2, "another thing, and as long"
