@@ -188,7 +188,7 @@ def test_the_front_page_is_short_and_leads_to_all_others() -> None:
 def test_the_tree_names_what_there_is() -> None:
     tree = TEXT.split("\n    elastic_train/\n")[1].split("\n    deploy/")[0]
     package, folders = ROOT / "elastic_train", [ROOT / "elastic_train"]
-    named = set()
+    named, files = set(), set()
     for line in tree.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2 - 3
         first, text = line.split(maxsplit=1)
@@ -197,7 +197,13 @@ def test_the_tree_names_what_there_is() -> None:
         if first.endswith("/"):
             folders.append(folders[depth] / first)
             named.add(folders[-1])
+        files.add(folders[-1] / first)
         for name in re.findall(r"([\w*]+\.py)\b", text):
-            assert list(folders[-1].glob(name)), f"{folders[-1].name} has no {name}"
+            found = list(folders[-1].glob(name))
+            assert found, f"{folders[-1].name} has no {name}"
+            files.update(found)
     here = {path.parent for path in package.rglob("__init__.py")} - {package, package / "tools" / "bench" / "rivals"}
     assert named == here | {package / "examples"}
+    modules = [path for path in package.rglob("*.py") if path.name != "__init__.py"]
+    layers = [path for path in modules if path.parent.name not in ("examples", "rivals") and "tools" not in path.parts]
+    assert [path for path in layers if path not in files] == [], "it names every module of what trains"
