@@ -48,6 +48,8 @@ class Change:
 
     lost: tuple[Member, ...] = ()
     left: tuple[Member, ...] = ()
+    why_left: str | None = None
+    """what one of them said that left by an error"""
     joined: tuple[Member, ...] = ()
     """admitted in place"""
     reason: str | None = None
@@ -314,6 +316,7 @@ class Membership:
             lost=tuple(world.members[rank] for rank in decision.lost),
             left=tuple(world.members[rank] for rank in decision.left),
             joined=decision.new,
+            why_left=self.survivors.why_left(world, decision, (self.side.progress() or ((), 0))[1]),
             reason=reason,
             seconds_meet=self._clock() - started,
         )

@@ -101,6 +101,21 @@ class Survivors:
             self.announce_fatal(world, f"step {step} fails on every member that tries it: {error_text}")
         return verdict
 
+    def why_left(self, world: World, decision: Decision, step: int) -> str | None:
+        """What a member that has left `world` by an error of its own said of it; None where none did.
+
+        Args:
+            step: committed steps; members may differ by one.
+        """
+        nodes = {"/".join(map(str, world.members[rank].node)) for rank in decision.left}
+        with suppress(StoreUnreachable):
+            for failed_step in (step + 1, step, step + 2) if nodes else ():
+                told = self._job.heard(world, f"failed-{failed_step}")
+                node, _, text = ("", 0, "") if told is None else json.loads(told)
+                if node in nodes:
+                    return f"its error in step {failed_step}: {text}"
+        return None
+
     def announce_fatal(self, world: World, why: str) -> None:
         """The job cannot go on: a member that agrees on another world reads this and ends."""
         self._job.announce(world, "fatal", why)

@@ -103,7 +103,7 @@ class WorldReport:
             reporter.events.write("restore", source=restored.source, restored_step=restored.step)
             reporter.report(describe_start(self._worker, world, backend, restored))
         else:
-            reporter.report(describe_change(state, world, (lost, left, joined), seconds))
+            reporter.report(describe_change(state, world, (lost, left, joined), seconds, change.why_left))
         reporter.report_for_node(
             f"in world generation={world.generation} as rank {world.rank} of {world.world_size}; "
             f"rank 0 on {world.members[0].host} reports"
@@ -154,7 +154,11 @@ def new_incident(
 
 
 def describe_change(
-    state: TrainState, world: World, names: tuple[list[str], list[str], list[str]], seconds: dict[str, float]
+    state: TrainState,
+    world: World,
+    names: tuple[list[str], list[str], list[str]],
+    seconds: dict[str, float],
+    why_left: str | None = None,
 ) -> str:
     """`world generation=3: 2 workers go on at step 41; lost a/0; detect=0.001 ...`
 
@@ -162,7 +166,8 @@ def describe_change(
         names: of the members that were lost, that left, and that joined.
     """
     lost, left, joined = (", ".join(one) for one in names)
-    parts = [f"lost {lost}" if lost else "", f"{left} left" if left else "", f"took in {joined}" if joined else ""]
+    why = "" if why_left is None else f" ({why_left})"
+    parts = [f"lost {lost}" if lost else "", f"{left} left{why}" if left else "", f"took in {joined}" if joined else ""]
     what = "; ".join(filter(None, parts)) or "the members are the same"
     workers = f"{world.world_size} workers go on" if world.world_size > 1 else "1 worker goes on"
     phases = " ".join(f"{name}={value:.3f}" for name, value in seconds.items())
