@@ -186,7 +186,7 @@ def watcher_of(applicant: Applicant, own: Endpoints, membership: Callable[[], Me
         give_up=lambda why: membership().give_up(why, applicant.warn),
         pace=Pace(waits.peer_timeout, waits.stall_timeout, waits.formation_timeout),
     )
-    stuck = StuckThread(watcher.own, applicant.warn)
+    stuck = StuckThread(watcher.own, applicant.warn, watcher.contacts.longest_wait)
     return watcher
 
 

@@ -37,6 +37,7 @@ from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.epoch_dataset import length_of
 from elastic_train.training.state import Stateful, TrainState
 from elastic_train.training.tasks import Task
+from elastic_train.wording import kind_of
 
 NOT_FOR_OWN_LOOPS = names_of(*BUNDLED)
 
@@ -204,6 +205,8 @@ def _check_parts(model: nn.Module, extras: Mapping[str, Any]) -> None:
             f"the model is wrapped in {type(model).__name__}: give model.module, and train what training.parallel() "
             "makes of it"
         )
+    if not isinstance(extras, Mapping):
+        raise UsageError(f"extras is {kind_of(extras)}: give a dict, such as extras={{'scheduler': scheduler}}")
     for name, extra in extras.items():
         if not callable(getattr(extra, "state_dict", None)) or not callable(getattr(extra, "load_state_dict", None)):
             raise UsageError(

@@ -15,7 +15,7 @@ from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.own_parallel import OwnParallel
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.session_steps import SessionSteps
-from elastic_train.elastic.step_sums import StepSums
+from elastic_train.elastic.step_sums import EVERY, StepSums
 from elastic_train.elastic.whole_steps import BatchLoss, WholeSteps
 from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import WorldEnd
@@ -23,6 +23,7 @@ from elastic_train.errors import UsageError
 from elastic_train.training.reduction import Share
 from elastic_train.training.state import TrainState
 from elastic_train.training.step import StepResult, Votes
+from elastic_train.wording import kind_of
 from elastic_train.world import World
 
 
@@ -49,6 +50,7 @@ class Training:
         votes: Callable[[], Votes],
         stand_in: Callable[[], Any],
         evaluations: Evaluations,
+        check_states: Callable[[], None],
     ) -> None:
         self.world = world
         """rank, world_size, local_rank, generation, members; `rank` is another one in every world"""
@@ -63,7 +65,7 @@ class Training:
         self._parallel = parallel
         self._whole = whole
         self._end = end
-        self._votes, self._stand_in, self._evaluations = votes, stand_in, evaluations
+        self._votes, self._stand_in, self._evaluations, self._check_states = votes, stand_in, evaluations, check_states
         self._saved_step = self.state.step
 
     @property
@@ -79,10 +81,7 @@ class Training:
     @property
     def weight(self) -> float:
         """This rank's share of the samples of the step in hand, 0 to 1; 0 where it has none and gets a stand-in.
-
-        Raises:
-            UsageError: no step is in hand.
-        """
+        Raises: UsageError: no step is in hand."""
         return self._steps.required().weight
 
     def parallel(self, module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
@@ -166,9 +165,9 @@ class Training:
 
     def keep(self, metric: float) -> None:
         """Say how good the model is now, between two steps; more is better, so of a loss its negative. With
-        --keep-best a snapshot is written where it is better than all before. Blocks until every rank has called it;
-        rank 0's number counts. Raises: UsageError: a step is in hand. RuntimeError: as `step`."""
-        self._steps.require_committed()
+        --keep-best a snapshot is written where it is better than all before. Every rank calls it, and it blocks until
+        all have; rank 0's number counts. Raises: UsageError: a step is in hand. RuntimeError: as `step`."""
+        self._steps.require_none("keep()")
         self._evaluations.keep(self.world, float(metric))
 
     def commit(self, loss: torch.Tensor | float) -> None:
@@ -176,8 +175,7 @@ class Training:
 
         The mean loss, and whether the world ends, are known one step later, so that no rank waits for the others here.
         It does, until every rank has committed, in the first step of a world, at the end of an epoch, where a snapshot
-        is due, in every 100th step where none are, where DDP has not summed the gradients (`no_sync`), and where steps
-        take a second or more.
+        is due, in every 100th step, where DDP has not summed the gradients (`no_sync`), and where steps take a second.
 
         Whatever happens from here on, its samples count as trained. What is done before the optimizer's step (that of
         a scheduler, say) is done once more where a lost peer makes the step be redone. Collectives of the function's
@@ -199,7 +197,7 @@ class Training:
             return
         self._parallel.require_made()
         has_stepped = self._steps.require_sound()
-        own_loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+        own_loss = scalar_of(loss)
         own_part = 0.0 if step.is_stand_in else own_loss * step.weight  # a stand-in's may be NaN
         sums.settle()
         # The best that is known of the mean, should a peer be lost.
@@ -223,6 +221,8 @@ class Training:
         self._end_if_decided()
 
     def _end_if_decided(self) -> None:
+        if self.state.step % EVERY == 0 or self.state.is_finished:
+            self._check_states()
         self._end.bring_forward()
         if self.state.is_finished:
             self._end.call_off()
@@ -275,6 +275,17 @@ class Training:
         self._steps.close()
         self._end.close()
         self._parallel.close()
+
+
+def scalar_of(loss: torch.Tensor | float) -> float:
+    """What `commit` was given. Raises: UsageError where it is no scalar."""
+    try:
+        return float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+    except (TypeError, ValueError, RuntimeError) as error:
+        given = "None" if loss is None else kind_of(loss)
+        if isinstance(loss, torch.Tensor):
+            given = f"a tensor of shape {tuple(loss.shape)}"
+        raise UsageError(f"commit() was given {given}: give the mean loss over this rank's batch, a scalar") from error
 
 
 def require_no_step_flags(config: Config) -> None:

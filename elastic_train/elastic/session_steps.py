@@ -93,6 +93,14 @@ class SessionSteps:
                 "optimizer's step"
             )
 
+    def require_none(self, what: str) -> None:
+        """Raises: UsageError where a step is in hand, between which `what` belongs."""
+        if self.in_hand is not None:
+            raise UsageError(
+                f"{what} was called while step {self._worker.state.step + 1} is in hand: call it on every rank after "
+                "commit(), before the next batch is asked for"
+            )
+
     def begin(self) -> Share:
         """The next step is in hand; returns this rank's share of it."""
         self._watcher.do(Activity.COMPUTE)

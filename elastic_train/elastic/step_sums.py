@@ -25,7 +25,7 @@ from elastic_train.training.step import NO_VOTES, Votes
 from elastic_train.world import World
 
 EVERY = 100
-"""steps from one that waits for all ranks, to compare the extras, to the next, where no snapshots are taken"""
+"""steps from one that waits for all ranks, to compare what must be equal, to the next"""
 LONG_STEP_SECONDS = 1.0
 """steps that take as long wait for all ranks: it costs little, and a grace period may be short"""
 
@@ -178,8 +178,9 @@ class StepSums:
         )
 
     def _is_waited_for(self) -> bool:
-        """Whether all ranks wait in the step in hand, for a snapshot or to compare the extras."""
-        return (self._state.step + 1) % self._every == 0
+        """Whether all ranks wait in the step in hand, for a snapshot or to compare the extras and the states."""
+        step = self._state.step + 1
+        return step % self._every == 0 or step % EVERY == 0
 
     # --- after it -----------------------------------------------------------------------------------------------------
 

@@ -14,29 +14,44 @@ from elastic_train.rules import Activity
 from elastic_train.world import World
 
 AGAIN_SECONDS = 10.0
+EARLY_SECONDS = 60.0
+"""that others have waited in a collective for a worker, which may take its time, when that is told"""
 
 
 class StuckThread:
-    """Warns once each time that this worker's training thread is at one thing of its own for longer than it may.
+    """Warns once each time that this worker's training thread is at one thing of its own for longer than it may, and
+    once in all where others have waited long for it.
 
-    The others expel it for that, if they wait for it. Alone it has nobody to judge it, and whoever wants to join waits.
+    The others expel it for the former, if they wait for it. Alone it has nobody to judge it, and whoever wants to join
+    waits.
 
     Args:
+        waited: for how many seconds others have been waiting in a collective, by what is heard of them.
         where: the place in the code at which the training thread is.
     """
 
-    def __init__(self, own: OwnHeartbeat, warn: Callable[[str], None], where: Callable[[], str] | None = None) -> None:
-        self._own, self._warn = own, warn
+    def __init__(
+        self,
+        own: OwnHeartbeat,
+        warn: Callable[[str], None],
+        waited: Callable[[World], float],
+        where: Callable[[], str] | None = None,
+    ) -> None:
+        self._own, self._warn, self._waited = own, warn, waited
         self._where = place_of_main_thread if where is None else where
         self._said_at: float | None = None
         """seconds that it had been at it when that was said last"""
+        self._was_early = False
 
     def look(self, world: World | None) -> str | None:
         """From time to time, on any thread but that one; `world` is the present one. Never blocks. Returns, every
         AGAIN_SECONDS, what those who come to the join queue meanwhile should know, too; else None."""
         activity, seconds, limit = self._own.at()
-        if world is None or world.is_spare or activity is not Activity.COMPUTE or seconds <= limit:
+        if world is None or world.is_spare or activity is not Activity.COMPUTE or seconds <= min(limit, EARLY_SECONDS):
             self._said_at = None
+            return None
+        if seconds <= limit:
+            self._look_early(world, seconds, limit)
             return None
         is_new = self._said_at is None or seconds < self._said_at
         if self._said_at is not None and not is_new and seconds < self._said_at + AGAIN_SECONDS:
@@ -49,9 +64,21 @@ class StuckThread:
             f"(--stall-timeout): {self._where()}; {follows}"
         )
         if is_new:
-            # On a thread of its own: what the training thread waits for may be the disk that the line goes to.
-            threading.Thread(target=self._warn, args=(line,), name="stuck", daemon=True).start()
+            self._tell(line)
         return line
+
+    def _look_early(self, world: World, seconds: float, limit: float) -> None:
+        if self._was_early or (waited := self._waited(world)) <= EARLY_SECONDS:
+            return
+        self._was_early = True
+        self._tell(
+            f"others have waited in a collective for {waited:.0f} s, and this worker has been at one thing for "
+            f"{seconds:.0f} s: {self._where()}; they go on without it after {limit:.0f} s (--stall-timeout)"
+        )
+
+    def _tell(self, line: str) -> None:
+        # On a thread of its own: what the training thread waits for may be the disk that the line goes to.
+        threading.Thread(target=self._warn, args=(line,), name="stuck", daemon=True).start()
 
 
 def place_of_main_thread() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.extras_check import ExtrasCheck
@@ -20,6 +21,7 @@ from elastic_train.elastic.process_group import is_communication_error
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.session import Training
 from elastic_train.elastic.session_steps import SessionSteps
+from elastic_train.elastic.states_check import StatesCheck
 from elastic_train.elastic.step_sums import StepSums
 from elastic_train.elastic.whole_steps import ALONE, BatchLoss, Beginning, WholeSteps, compare, stand_in_batch, warm_up
 from elastic_train.elastic.worker import Worker
@@ -66,6 +68,9 @@ class Trainer:
         """what this rank said in the last step"""
         self.compares_states = True
         """whether this worker's state hashes to what the others' does"""
+        self.has_told_of_states = False
+        """whether it was said that the ranks' states are not equal, though a world has begun with equal ones"""
+        self._has_looked_for_scheduler = False
         # A SyncBatchNorm would take a sample of the newcomer's into everybody's statistics.
         has_sync = any(isinstance(module, nn.SyncBatchNorm) for module in worker.state.model.modules())
         self.has_room_for_handover = self._is_bundled and worker.config.reduction == "fast" and not has_sync
@@ -215,6 +220,9 @@ class Trainer:
             votes=self._votes,
             stand_in=self._stand_in,
             evaluations=self._evaluations,
+            check_states=lambda: StatesCheck(self, worker, membership, world, whole).compare(
+                end, steps.turn_to_function
+            ),
         )
 
     def _votes(self) -> Votes:
@@ -241,6 +249,9 @@ class Trainer:
     def _note_step(self, *_arguments: Any) -> None:
         if self._training is not None:
             self._training.note_applied()
+        if not self._has_looked_for_scheduler:
+            self._has_looked_for_scheduler = True
+            warn_of_forgotten_scheduler(self._worker)
 
 
 def begin_scalers_anew(state: TrainState) -> None:
@@ -251,3 +262,23 @@ def begin_scalers_anew(state: TrainState) -> None:
             continue
         if extra._scale is not None:  # else `scale` was never called
             extra.update(extra.get_scale())  # the only public way; the scale stays
+
+
+def warn_of_forgotten_scheduler(worker: Worker) -> None:
+    """Where a torch scheduler has taken the optimizer on, and none is saved with it: rank 0 would begin its schedule
+    anew at the next start, and a newcomer at the next join."""
+    state = worker.state
+    # Every scheduler notes there what it began with; torch's documentation names it where one is resumed.
+    has_scheduler = any("initial_lr" in group for group in state.optimizer.param_groups)
+    kept = [*state.extras.values(), *(held for extra in state.extras.values() for held in vars_of(extra))]
+    if has_scheduler and not any(isinstance(one, LRScheduler) for one in kept):
+        worker.reporter.warn(
+            "the optimizer has a scheduler of torch's, which is not saved: it would begin anew where the run is "
+            "continued, and on each node that joins; give it to run(..., extras={'scheduler': scheduler}), or make the "
+            "learning rate a function of training.state.step"
+        )
+
+
+def vars_of(extra: Any) -> list[Any]:
+    """What an object of the user's own holds."""
+    return list(getattr(extra, "__dict__", {}).values())

@@ -52,6 +52,7 @@ class ComparesStates(Protocol):
     """What knows whether this worker's state hashes to what the others' does."""
 
     compares_states: bool
+    has_told_of_states: bool
 
 
 class WholeSteps:
@@ -87,6 +88,11 @@ class WholeSteps:
             if self._begin.handover is not None:
                 self._begin.handover.begin()
         return self._reduction
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether it is still to be compared what the ranks have begun with."""
+        return self._begin.comparison is not None
 
     def step(self, share: Share, loss: BatchLoss, votes: Votes) -> StepResult:
         """One step, which is applied then and not committed. Blocks until every rank has taken part.

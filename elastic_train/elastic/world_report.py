@@ -174,6 +174,13 @@ def describe_change(
     return f"world generation={world.generation}: {workers} at step {state.step + 1}; {what}; {phases} (s)"
 
 
+def describe_losses(change: Change) -> str:
+    """`; lost a/0/12; b/0/7 left (its error in step 19: ...)`, or nothing."""
+    lost, left = (", ".join(member.name for member in some) for some in (change.lost, change.left))
+    why = "" if change.why_left is None else f" ({change.why_left})"
+    return (f"; lost {lost}" if lost else "") + (f"; {left} left{why}" if left else "")
+
+
 def describe_share(config: Config, world_size: int) -> str:
     """Samples of a whole step that a worker has: one number, or the least and the most."""
     parts, unit = (

@@ -179,6 +179,11 @@ class Contacts:
         is_silent = self._monotonic() - heard.heard_at > self._peer_timeout
         return None if is_silent else Heartbeat.from_line(heard.status).member_activity
 
+    def longest_wait(self, world: World) -> float:
+        """Seconds that a worker of `world` whom this member pings has been inside of a collective, by its own word."""
+        found = (self.activity_of(world, rank) for rank in self.training_neighbours(world))
+        return max((one.seconds for one in found if one and one.activity is Activity.REDUCE), default=0.0)
+
     def are_training(self, world: World) -> bool:
         """Whether all workers of `world` whom this member pings have just said that they are in it."""
         ranks = self.training_neighbours(world)

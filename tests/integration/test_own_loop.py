@@ -11,6 +11,7 @@ from textwrap import indent
 import pytest
 import torch
 
+from elastic_train.tools.audit.audit import audit
 from tests.integration.cluster import (
     PYTHON,
     TORCHRUN,
@@ -672,11 +673,43 @@ def train(training):""",
             "a DataLoader was given: give its data set (loader.dataset)",
         ),
         ("parse_flags()", "parse_flags(['--epochs', '3'])", "parse_flags takes a dataclass"),
+        ('{"scheduler": scheduler}', "[scheduler]", "extras is a list: give a dict"),
+        ("training.commit(loss)", "training.commit(torch.ones(3))", "commit() was given a tensor of shape (3,)"),
+        ("optimizer.zero_grad()", "training.keep(0.5)", "keep() was called while step 1 is in hand"),
     ],
-    ids=["wrapped", "extra", "loader", "flags"],
+    ids=["wrapped", "extra", "loader", "flags", "extras", "loss", "keep"],
 )
 def test_wrong_parts_are_refused_in_one_line(cluster: Cluster, old: str, new: str, message: str) -> None:
     assert old in SCRIPT
     [node] = start_workers(cluster, 1, SCRIPT.replace(old, new).replace("BEFORE_COMMIT", "pass"))
     cluster.finish([node], code=2)
     assert message in error_line(node)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "if training.world.rank:\n    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01); optimizer.step()",
+        pytest.param("F.mse_loss(model(inputs), targets).backward(); optimizer.step()", marks=pytest.mark.slow),
+    ],
+    ids=["a step on one rank alone", "a backward pass beside DDP"],
+)
+def test_ranks_that_go_their_own_ways_are_told(cluster: Cluster, mistake: str) -> None:
+    """The code that is trained does it, so it would do it again: training goes on, and nobody takes it for right."""
+    nodes = start_script(cluster, 2, mistake)
+    cluster.finish(nodes)
+    line = "of 2 workers are not equal after step 35, and there is no majority"
+    assert len([node for node in nodes if line in node.text()]) == 1
+    run_dir = cluster.path / "run-2"
+    [event] = events(run_dir, "states_differ")
+    assert (event["is_mended"], event["has_majority"], len(event["wrong"])) == (False, False, 2)
+    found = audit(run_dir)
+    assert found.reasons == ["state: the ranks' weights were not equal after step 35, and training went on"]
+
+
+@pytest.mark.parametrize(("extras", "is_told"), [("extras={}", True), ('extras={"scheduler": scheduler}', False)])
+def test_a_scheduler_that_is_not_saved_is_told(cluster: Cluster, extras: str, is_told: bool) -> None:
+    text = SCRIPT.replace('extras={"scheduler": scheduler}', extras).replace("BEFORE_COMMIT", "pass")
+    [node] = start_workers(cluster, 1, text)
+    cluster.finish([node])
+    assert ("the optimizer has a scheduler of torch's, which is not saved" in node.text()) is is_told

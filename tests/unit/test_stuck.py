@@ -53,7 +53,7 @@ def test_it_says_once_where_it_stands_still(world: World, follows: str) -> None:
     clock, said = Clock(), list[str]()
     own = OwnHeartbeat(Pace(10.0, stall_timeout=20.0), clock)
     own.pace.note_step(0.1)
-    stuck = StuckThread(own, said.append, where=lambda: "it is at data.py:3 (read)")
+    stuck = StuckThread(own, said.append, lambda _world: 0.0, where=lambda: "it is at data.py:3 (read)")
     own.turn_to(Activity.COMPUTE)
     returned = []
     for seconds in (1.0, 18.0, 2.0, 5.0, 5.0, 300.0):
@@ -70,6 +70,22 @@ def test_it_says_once_where_it_stands_still(world: World, follows: str) -> None:
     assert len(settled(said)) == 2, "another thing, and as long"
 
 
+@pytest.mark.parametrize(("waited", "is_told"), [(59.0, False), (61.0, True)])
+def test_it_says_early_that_others_wait(waited: float, is_told: bool) -> None:
+    clock, said = Clock(), list[str]()
+    own = OwnHeartbeat(Pace(10.0), clock)  # before its first commit it may take half an hour
+    stuck = StuckThread(own, said.append, lambda _world: waited, where=lambda: "it is at judge.py:3 (look)")
+    own.turn_to(Activity.COMPUTE)
+    for seconds in (1.0, 60.0, 30.0):
+        clock.now += seconds
+        assert stuck.look(OF_TWO) is None, "who comes to the queue is told nothing yet"
+    expected = (
+        "others have waited in a collective for 61 s, and this worker has been at one thing for 61 s: "
+        "it is at judge.py:3 (look); they go on without it after 1800 s (--stall-timeout)"
+    )
+    assert settled(said) == ([expected] if is_told else []), "once"
+
+
 @pytest.mark.parametrize(
     ("activity", "world"),
     [(Activity.FORM, OF_TWO), (Activity.REDUCE, OF_TWO), (Activity.COMPUTE, None), (Activity.COMPUTE, SPARE)],
@@ -77,7 +93,7 @@ def test_it_says_once_where_it_stands_still(world: World, follows: str) -> None:
 def test_who_waits_for_others_is_not_stuck(activity: Activity, world: World | None) -> None:
     clock, said = Clock(), list[str]()
     own = OwnHeartbeat(Pace(10.0, stall_timeout=20.0), clock)
-    stuck = StuckThread(own, said.append)
+    stuck = StuckThread(own, said.append, lambda _world: 10_000.0)
     own.turn_to(activity)
     clock.now += 10_000.0
     stuck.look(world)
