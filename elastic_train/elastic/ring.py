@@ -23,7 +23,7 @@ from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import FruitlessWorlds, judge, wait_for_nodes
-from elastic_train.elastic.world_report import Interruption, WorldReport, describe_losses
+from elastic_train.elastic.world_report import Interruption, WorldReport, losses_of
 from elastic_train.errors import StatesDiffer, Stopped, first_line
 from elastic_train.rules import Activity, Failure
 from elastic_train.runlog.goodput import Phase
@@ -192,8 +192,8 @@ class Ring:
         """Until there are --min-nodes again."""
         world, limit, worker = self._present, self._worker.config.wait_timeout, self._worker
         worker.reporter.log(
-            f"{world.num_nodes} of at least {world.min_nodes} nodes are here{describe_losses(self._change)}: waiting "
-            f"{limit:.0f} s for others to join"
+            "; ".join([f"{world.num_nodes} of at least {world.min_nodes} nodes are here", *losses_of(self._change)])
+            + f": waiting {limit:.0f} s for others to join"
         )
         worker.state.clock.count_nodes(world.num_nodes)
         self._parts.files.hold_bucket(world, has_state=self._parts.resume.has_state)

@@ -103,7 +103,7 @@ class WorldReport:
             reporter.events.write("restore", source=restored.source, restored_step=restored.step)
             reporter.report(describe_start(self._worker, world, backend, restored))
         else:
-            reporter.report(describe_change(state, world, (lost, left, joined), seconds, change.why_left))
+            reporter.report(describe_change(state, world, change, seconds))
         reporter.report_for_node(
             f"in world generation={world.generation} as rank {world.rank} of {world.world_size}; "
             f"rank 0 on {world.members[0].host} reports"
@@ -153,32 +153,22 @@ def new_incident(
     }
 
 
-def describe_change(
-    state: TrainState,
-    world: World,
-    names: tuple[list[str], list[str], list[str]],
-    seconds: dict[str, float],
-    why_left: str | None = None,
-) -> str:
-    """`world generation=3: 2 workers go on at step 41; lost a/0; detect=0.001 ...`
-
-    Args:
-        names: of the members that were lost, that left, and that joined.
-    """
-    lost, left, joined = (", ".join(one) for one in names)
-    why = "" if why_left is None else f" ({why_left})"
-    parts = [f"lost {lost}" if lost else "", f"{left} left{why}" if left else "", f"took in {joined}" if joined else ""]
-    what = "; ".join(filter(None, parts)) or "the members are the same"
+def describe_change(state: TrainState, world: World, change: Change, seconds: dict[str, float]) -> str:
+    """`world generation=3: 2 workers go on at step 41; lost a/0; detect=0.001 ...`"""
+    joined = ", ".join(member.name for member in change.joined)
+    parts = [*losses_of(change), f"took in {joined}" if joined else ""]
+    same = f"the members are the same{f' ({change.reason})' if change.reason else ''}"
+    what = "; ".join(filter(None, parts)) or same
     workers = f"{world.world_size} workers go on" if world.world_size > 1 else "1 worker goes on"
     phases = " ".join(f"{name}={value:.3f}" for name, value in seconds.items())
     return f"world generation={world.generation}: {workers} at step {state.step + 1}; {what}; {phases} (s)"
 
 
-def describe_losses(change: Change) -> str:
-    """`; lost a/0/12; b/0/7 left (its error in step 19: ...)`, or nothing."""
+def losses_of(change: Change) -> list[str]:
+    """`lost a/0/12`, `b/0/7 left (its error in step 19: ...)`."""
     lost, left = (", ".join(member.name for member in some) for some in (change.lost, change.left))
     why = "" if change.why_left is None else f" ({change.why_left})"
-    return (f"; lost {lost}" if lost else "") + (f"; {left} left{why}" if left else "")
+    return [text for text in (f"lost {lost}" if lost else "", f"{left} left{why}" if left else "") if text]
 
 
 def describe_share(config: Config, world_size: int) -> str:

@@ -286,9 +286,8 @@ class Judge:
             self._blamed(world, activities) if is_judged else self._find_lost(world, " before its first step") or None
         )
         if blamed is not None:
-            waited = self._own.at()[1]
-            why = f"a collective has not ended in {waited:.0f} s though all take part: two cannot reach each other"
-            yield Blame(blamed, why)
+            what = f"a collective has not ended in {self._own.at()[1]:.0f} s though all take part"
+            yield Blame(blamed, f"{what}: two cannot reach each other, or ranks are in different ones")
 
     def look_back(self, world: World) -> Iterator[Mapping[int, str]]:
         """Verdicts on lost members of `world`, which has ended, while the next one is agreed on: of each neighbour, and

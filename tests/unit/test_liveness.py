@@ -558,7 +558,7 @@ def test_a_reduction_that_cannot_end_is_broken_off_without_blame(group: Group) -
     assert min(group.cuts) >= 1
     assert [watcher.verdicts for watcher in group.watchers] == [{}] * 3
     [reason] = {watcher.reason for watcher in group.watchers if watcher.reason != "a member has left the world"}
-    assert reason == "a collective has not ended in 4 s though all take part: two cannot reach each other"
+    assert reason.startswith("a collective has not ended in 4 s though all take part: two cannot reach each other, or")
 
 
 def test_a_reduction_may_end_while_a_member_was_not_heard(group: Group) -> None:
