@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -65,7 +66,7 @@ class Training:
         self._parallel = parallel
         self._whole = whole
         self._end = end
-        self._votes, self._stand_in, self._evaluations, self._check_states = votes, stand_in, evaluations, check_states
+        self._votes, self._stand_in, self._evaluations, self.check_states = votes, stand_in, evaluations, check_states
         self._saved_step = self.state.step
 
     @property
@@ -161,6 +162,7 @@ class Training:
     def evaluate_if_due(self) -> None:
         """Evaluate the model on the test set of a `Task`, by --eval-every; called at the end of an epoch, by every
         rank."""
+        self._end.raise_if_lost()
         self._evaluations.if_due(self.world)
 
     def keep(self, metric: float) -> None:
@@ -222,7 +224,8 @@ class Training:
 
     def _end_if_decided(self) -> None:
         if self.state.step % EVERY == 0 or self.state.is_finished:
-            self._check_states()
+            self.check_states()
+        self._steps.turn_to_function()
         self._end.bring_forward()
         if self.state.is_finished:
             self._end.call_off()
@@ -278,14 +281,16 @@ class Training:
 
 
 def scalar_of(loss: torch.Tensor | float) -> float:
-    """What `commit` was given. Raises: UsageError where it is no scalar."""
-    try:
-        return float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
-    except (TypeError, ValueError, RuntimeError) as error:
-        given = "None" if loss is None else kind_of(loss)
-        if isinstance(loss, torch.Tensor):
-            given = f"a tensor of shape {tuple(loss.shape)}"
-        raise UsageError(f"commit() was given {given}: give the mean loss over this rank's batch, a scalar") from error
+    """What `commit` was given. Raises: UsageError where it is no scalar; what the device has to say."""
+    given = "None" if loss is None else kind_of(loss)
+    if isinstance(loss, torch.Tensor):
+        if loss.numel() == 1:
+            return float(loss.detach())
+        given = f"a tensor of shape {tuple(loss.shape)}"
+    else:
+        with suppress(TypeError, ValueError):
+            return float(loss)
+    raise UsageError(f"commit() was given {given}: give the mean loss over this rank's batch, a scalar")
 
 
 def require_no_step_flags(config: Config) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
+
+import torch
 
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.whole_steps import ComparesStates, WholeSteps, compare
@@ -14,49 +16,52 @@ from elastic_train.training.state_hash import StateComparison
 from elastic_train.world import World
 
 
-class StatesCheck:
-    """Compares hashes after a commit; every rank calls it after the same one. What differs here has been made by the
-    code that is trained, which would do it again from any state: so it is told, once in the life of a worker, and
-    training goes on."""
+class TellsOfStates(ComparesStates, Protocol):
+    """Who remembers over the worlds what was told."""
 
-    def __init__(
-        self, trainer: ComparesStates, worker: Worker, membership: Membership, world: World, whole: WholeSteps
-    ) -> None:
-        self._trainer, self._worker, self._membership = trainer, worker, membership
-        self._world, self._whole = world, whole
+    has_told_of_states: bool
 
-    def compare(self, end: WorldEnd, go_on: Callable[[], None]) -> None:
-        """Blocks until every rank has, and calls `go_on` then. A peer that is lost meanwhile is noted in `end`."""
-        worker, world = self._worker, self._world
-        # What a world has begun with is judged by a comparison of its own.
-        if world.world_size == 1 or self._whole.is_comparing or end.lost is not None:
-            return
-        comparison = StateComparison(
-            worker.state,
-            worker.device,
-            range(world.world_size),
-            with_buffers=worker.config.reduction == "ordered",
-            is_able=self._trainer.compares_states,
-        )
-        comparison.begin()
-        try:
-            compare(comparison, self._trainer, worker, self._membership)
-        except StatesDiffer as differ:
-            if world.rank == 0 and not self._trainer.has_told_of_states:
-                self._trainer.has_told_of_states = True
-                self._tell(differ)
-        except (RuntimeError, FormationFailed) as error:
-            end.note_lost(error)
-        self._membership.watcher.do(Activity.COMPUTE)
-        go_on()
 
-    def _tell(self, differ: StatesDiffer) -> None:
-        reporter, members, step = self._worker.reporter, self._world.members, self._worker.state.step
-        wrong = [members[rank].name for rank in differ.wrong]
-        reporter.events.write("states_differ", wrong=wrong, has_majority=differ.has_majority, is_mended=False)
-        which = f"{', '.join(wrong)} hold others than most" if differ.has_majority else "there is no majority"
-        reporter.warn(
-            f"the weights or optimizer states of {self._world.world_size} workers are not equal after step {step}, and "
-            f"{which}: training goes on, and what is saved is rank 0's. The code that is trained must do the same on "
-            "every rank: one backward() and one optimizer.step() for each batch, and schedulers among the extras"
-        )
+def check_states(
+    trainer: TellsOfStates, worker: Worker, membership: Membership, world: World, whole: WholeSteps, end: WorldEnd
+) -> None:
+    """Compare hashes after a commit; every rank calls it after the same one. Blocks until all have.
+
+    What differs here has been made by the code that is trained, which would do it again from any state: so it is told,
+    once in the life of a worker, and training goes on. A peer that is lost meanwhile is noted in `end`.
+    """
+    # What a world has begun with is judged by a comparison of its own.
+    if world.world_size == 1 or whole.is_comparing or end.lost is not None:
+        return
+    if worker.device.type == "cuda":  # the optimizer may have stepped on a stream of the user's
+        torch.cuda.synchronize(worker.device)
+    comparison = StateComparison(
+        worker.state,
+        worker.device,
+        range(world.world_size),
+        with_buffers=worker.config.reduction == "ordered",
+        is_able=trainer.compares_states,
+    )
+    comparison.begin()
+    try:
+        compare(comparison, trainer, worker, membership)
+    except StatesDiffer as differ:
+        # Machines of two kinds drift apart by rounding, and who has joined may have the state of either.
+        if world.rank == 0 and not trainer.has_told_of_states and comparison.num_kinds == 1:
+            trainer.has_told_of_states = True
+            _tell(differ, worker, world)
+    except (RuntimeError, FormationFailed) as error:
+        end.note_lost(error)
+    membership.watcher.do(Activity.COMPUTE)
+
+
+def _tell(differ: StatesDiffer, worker: Worker, world: World) -> None:
+    wrong = [world.members[rank].name for rank in differ.wrong]
+    worker.reporter.events.write("states_differ", wrong=wrong, has_majority=differ.has_majority, is_mended=False)
+    which = f"{', '.join(wrong)} hold others than most" if differ.has_majority else "there is no majority"
+    worker.reporter.warn(
+        f"the weights or optimizer states of {world.world_size} workers are not equal after step {worker.state.step}, "
+        f"and {which}: training goes on, and what is saved is rank 0's; the next world will go by the majority, or by "
+        "the newest snapshot. The code that is trained must do the same on every rank: one backward() and one "
+        "optimizer.step() for each batch, and schedulers among the extras"
+    )

@@ -41,6 +41,7 @@ class StuckThread:
         self._where = place_of_main_thread if where is None else where
         self._said_at: float | None = None
         """seconds that it had been at it when that was said last"""
+        self._line = ""
         self._was_early = False
 
     def look(self, world: World | None) -> str | None:
@@ -57,15 +58,16 @@ class StuckThread:
         if self._said_at is not None and not is_new and seconds < self._said_at + AGAIN_SECONDS:
             return None
         self._said_at = seconds
+        if not is_new:
+            return self._line  # the same, so that who has it is not told again
         is_alone = world.world_size == 1
         follows = "nobody else trains" if is_alone else "the others go on without it when they have waited as long"
-        line = (
+        self._line = (
             f"this worker has been at one thing for {seconds:.0f} s, and {limit:.0f} s are allowed "
             f"(--stall-timeout): {self._where()}; {follows}"
         )
-        if is_new:
-            self._tell(line)
-        return line
+        self._tell(self._line)
+        return self._line
 
     def _look_early(self, world: World, seconds: float, limit: float) -> None:
         if self._was_early or (waited := self._waited(world)) <= EARLY_SECONDS:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.extras_check import ExtrasCheck
@@ -21,7 +22,7 @@ from elastic_train.elastic.process_group import is_communication_error
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.session import Training
 from elastic_train.elastic.session_steps import SessionSteps
-from elastic_train.elastic.states_check import StatesCheck
+from elastic_train.elastic.states_check import check_states
 from elastic_train.elastic.step_sums import StepSums
 from elastic_train.elastic.whole_steps import ALONE, BatchLoss, Beginning, WholeSteps, compare, stand_in_batch, warm_up
 from elastic_train.elastic.worker import Worker
@@ -29,6 +30,7 @@ from elastic_train.elastic.world_end import StepObserver, WorldEnd, WorldEnds, v
 from elastic_train.errors import StatesDiffer
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity
+from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.reduction import Share
 from elastic_train.training.state import TrainState
 from elastic_train.training.step import NO_VOTES, Outcome, Votes
@@ -122,6 +124,8 @@ class Trainer:
                 state.lock.hold()  # what is done with the state from here on looks after a stop itself
             training.finish()
             self._return_together(world)
+            if not state.is_finished:  # else the last step has done it
+                training.check_states()
         except WorldEnds as end:
             return end.outcome
         except StatesDiffer:  # on every rank alike: nobody is lost
@@ -220,10 +224,14 @@ class Trainer:
             votes=self._votes,
             stand_in=self._stand_in,
             evaluations=self._evaluations,
-            check_states=lambda: StatesCheck(self, worker, membership, world, whole).compare(
-                end, steps.turn_to_function
-            ),
+            check_states=partial(self._check_states, world, whole, end),
         )
+
+    def _check_states(self, world: World, whole: WholeSteps, end: WorldEnd) -> None:
+        # A loop of the user's own may be about to step a scheduler: what another thread saves now would lack that.
+        lock = self._worker.state.lock
+        with lock.released() if self._is_bundled else nullcontext():
+            check_states(self, self._worker, self._membership, world, whole, end)
 
     def _votes(self) -> Votes:
         self.last_votes = votes_of(self._worker, self._membership)
@@ -249,7 +257,7 @@ class Trainer:
     def _note_step(self, *_arguments: Any) -> None:
         if self._training is not None:
             self._training.note_applied()
-        if not self._has_looked_for_scheduler:
+        if not self._has_looked_for_scheduler and self._training is not None and self._training.world.rank == 0:
             self._has_looked_for_scheduler = True
             warn_of_forgotten_scheduler(self._worker)
 
@@ -265,20 +273,14 @@ def begin_scalers_anew(state: TrainState) -> None:
 
 
 def warn_of_forgotten_scheduler(worker: Worker) -> None:
-    """Where a torch scheduler has taken the optimizer on, and none is saved with it: rank 0 would begin its schedule
-    anew at the next start, and a newcomer at the next join."""
+    """Where a torch scheduler has taken the optimizer on, and none can be among what is saved: it would begin anew."""
     state = worker.state
-    # Every scheduler notes there what it began with; torch's documentation names it where one is resumed.
+    # All but ReduceLROnPlateau note there what they began with; torch's documentation names it where one is resumed.
     has_scheduler = any("initial_lr" in group for group in state.optimizer.param_groups)
-    kept = [*state.extras.values(), *(held for extra in state.extras.values() for held in vars_of(extra))]
-    if has_scheduler and not any(isinstance(one, LRScheduler) for one in kept):
+    others = torch.amp.GradScaler | AveragedWeights | torch.optim.Optimizer | nn.Module
+    if has_scheduler and all(isinstance(one, others) for one in state.extras.values()):
         worker.reporter.warn(
             "the optimizer has a scheduler of torch's, which is not saved: it would begin anew where the run is "
             "continued, and on each node that joins; give it to run(..., extras={'scheduler': scheduler}), or make the "
             "learning rate a function of training.state.step"
         )
-
-
-def vars_of(extra: Any) -> list[Any]:
-    """What an object of the user's own holds."""
-    return list(getattr(extra, "__dict__", {}).values())

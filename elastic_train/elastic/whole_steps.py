@@ -52,7 +52,6 @@ class ComparesStates(Protocol):
     """What knows whether this worker's state hashes to what the others' does."""
 
     compares_states: bool
-    has_told_of_states: bool
 
 
 class WholeSteps:

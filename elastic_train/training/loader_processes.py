@@ -135,4 +135,6 @@ def start_loader_process(_worker: int, begun: Semaphore | None = None) -> None:
     torch.set_num_threads(1)
     if begun is not None:
         begun.release()
+        while signal.sigtimedwait(_SIGNALS, 0) is not None:
+            pass  # it came before there was a process group of its own
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

@@ -51,6 +51,8 @@ class StateComparison:
         self._hash = CANNOT_SAY
         self.why_not: str | None = None
         """why this rank could not make a hash"""
+        self.num_kinds = 1
+        """afterwards: of machines, by what they may round otherwise"""
         self.is_lost_in_loading = False
         """afterwards: whether a state that was taken over is not bit for bit the one that was sent"""
 
@@ -89,6 +91,7 @@ class StateComparison:
             RuntimeError, FormationFailed: a peer was lost.
         """
         told = all_gather(torch.tensor([kind_of_machine(self._device), self._hash]))
+        self.num_kinds = len({kind for kind, _ in told})
         able = [rank for rank, (_, value) in enumerate(told) if value != CANNOT_SAY]
         voters = [rank for rank in self._voters if rank in able]
         right = right_hashes([(told[rank][0], told[rank][1]) for rank in voters])

@@ -344,7 +344,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.slow
 def test_any_world_gives_the_same_bits(ran: Path) -> None:
     outcome = assert_same_bits(ran, CNN)
     assert outcome["step"] == 7

@@ -64,9 +64,8 @@ def test_the_norm_of_a_step_is_limited(cluster: Cluster) -> None:
     assert result(run_dir)["step"] == STEPS
 
 
-@pytest.mark.parametrize(
-    "flags", [("--reduction", "ordered"), pytest.param(("--precision", "bf16"), marks=pytest.mark.slow)], ids=" ".join
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [("--reduction", "ordered"), ("--precision", "bf16")], ids=" ".join)
 def test_a_step_of_ones_own_is_not_computed_by_flags(cluster: Cluster, flags: tuple[str, ...]) -> None:
     text = SCRIPT.replace("training.shares()", "training.batches()")
     alone, _ = run_alone(cluster, *flags, text=text)

@@ -31,6 +31,7 @@ def spare_of(cluster: Cluster, nodes: list[Node]) -> Node:
     return wait_until(lambda: next((n for n in nodes if "this worker is a spare" in n.text()), None), "spare")
 
 
+@pytest.mark.slow
 def test_a_spare_steps_in_for_a_killed_worker(cluster: Cluster) -> None:
     """In ordered mode, with two virtual ranks and three workers: the same bits, in a world as large as before."""
     nodes = cluster.start(*TWO_SHARDS, "--max-steps", "600", nodes=3, nnodes="1:3")

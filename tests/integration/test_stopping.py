@@ -151,7 +151,8 @@ def test_second_interrupt_exits_at_once(cluster: Cluster) -> None:
     assert newest_snapshot(cluster.run_dir)[0].step == stopped_at[0]
 
 
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_loss_that_is_not_finite(cluster: Cluster, nproc: int) -> None:
     (cluster.path / "poisoned.py").write_text(POISONED_TASK)
     order = EpochOrder(seed=0, epoch=1, length=256).indices(np.arange(256)).tolist()
