@@ -316,7 +316,7 @@ class Membership:
             lost=tuple(world.members[rank] for rank in decision.lost),
             left=tuple(world.members[rank] for rank in decision.left),
             joined=decision.new,
-            why_left=self.survivors.why_left(world, decision, (self.side.progress() or ((), 0))[1]),
+            why_left=self.survivors.why_left(world, decision, self.side.progress()),
             reason=reason,
             seconds_meet=self._clock() - started,
         )

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
+from elastic_train.branches import Branches
 from elastic_train.elastic.barriers import Limits, Surroundings, expect_answer
 from elastic_train.errors import FormationFailed, LeftOut, StoreUnreachable
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, Fatal, LeftBehind, Liveness, Presence, Wait
@@ -101,12 +102,13 @@ class Survivors:
             self.announce_fatal(world, f"step {step} fails on every member that tries it: {error_text}")
         return verdict
 
-    def why_left(self, world: World, decision: Decision, step: int) -> str | None:
+    def why_left(self, world: World, decision: Decision, progress: tuple[Branches, int] | None) -> str | None:
         """What a member that has left `world` by an error of its own said of it; None where none did.
 
         Args:
-            step: committed steps; members may differ by one.
+            progress: as `OwnSide.progress` gives it; members may differ by a step.
         """
+        step = 0 if progress is None else progress[1]
         nodes = {"/".join(map(str, world.members[rank].node)) for rank in decision.left}
         with suppress(StoreUnreachable):
             for failed_step in (step + 1, step, step + 2) if nodes else ():

@@ -14,7 +14,7 @@ from elastic_train.elastic.process_group import set_group_timeout
 from elastic_train.elastic.restore import Restored, sync_from_freshest
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.trainer import Trainer
-from elastic_train.elastic.whole_steps import Beginning
+from elastic_train.elastic.whole_steps import Beginning, comparison_of
 from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_report import WorldReport
 from elastic_train.errors import StatesDiffer
@@ -22,7 +22,6 @@ from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity
 from elastic_train.runlog.goodput import Phase
 from elastic_train.training.collectives import GROUP_TIMEOUT, STEP_TIMEOUT, gather_json
-from elastic_train.training.state_hash import StateComparison
 from elastic_train.world import World
 
 
@@ -113,7 +112,7 @@ class Resume:
         if self.has_state:
             self._files.note_run(world)
         set_group_timeout(STEP_TIMEOUT)
-        comparison = self._make_comparison(world, voters)
+        comparison = comparison_of(self._worker, self._trainer, world, voters)
         is_handed_over = first_ranks < world.world_size
         begin = Beginning(self._files.finish_claim, handover, comparison, is_handed_over)
         return Resumed(restored, begin, first_ranks)
@@ -205,16 +204,6 @@ class Resume:
             f"{names} may train on, and so does this side from step {state.step} on, as branch {branch.id} "
             "(--on-split go-on): where the two meet, the one with fewer committed steps stops",
             branch=branch.id,
-        )
-
-    def _make_comparison(self, world: World, voters: list[int]) -> StateComparison | None:
-        """Of what all members of a world begin with; None where there is nobody to compare it with."""
-        worker = self._worker
-        if world.world_size == 1:
-            return None
-        is_ordered = worker.config.reduction == "ordered"  # else BatchNorm's statistics are each rank's own
-        return StateComparison(
-            worker.state, worker.device, voters, with_buffers=is_ordered, is_able=self._trainer.compares_states
         )
 
     def lose_step(self, seconds: float) -> None:

@@ -121,11 +121,8 @@ class RunFiles:
     def _why_no_owner(self, generation: int) -> str | None:
         self.wait_for_claim()
         try:
-            with self._remaking:
-                try:
-                    self._worker.directory.ownership.check_owner(self.job_token, generation)
-                except RunDirectoryGone:
-                    self._make_directory(generation)
+            check = self._worker.directory.ownership.check_owner
+            self._in_directory(generation, lambda: check(self.job_token, generation))
         except OwnershipLost:
             raise
         except RunDirectoryError as error:
@@ -189,7 +186,10 @@ class RunFiles:
         worker, is_leader = self._worker, world.is_directory_leader
         timeout = timedelta(seconds=CLAIM_SECONDS_OF_MEMBERS) if has_state else CLAIM_TIMEOUT
         try:
-            self._warning = self._claim_directory(world.generation, is_leader, timeout)
+            claim = partial(worker.directory.ownership.claim, is_leader=is_leader, timeout=timeout)
+            self._warning = self._in_directory(
+                world.generation, lambda: claim(self.job_token, world.generation, worker.host)
+            )
         except (RunDirectoryInUse, OwnershipLost):
             raise
         except RunDirectoryError as error:
@@ -200,13 +200,11 @@ class RunFiles:
             with suppress(OSError):  # it only spares newcomers a look at the endpoints
                 worker.directory.replace_file(MEMBERS_FILE, describe_members(world, worker.launch.run_id))
 
-    def _claim_directory(self, generation: int, is_leader: bool, timeout: timedelta) -> str | None:
-        worker = self._worker
+    def _in_directory(self, generation: int, call: Callable[[], str | None]) -> str | None:
+        """What `call` gives, where the directory is there; else it is made anew. One thread at a time."""
         with self._remaking:
             try:
-                return worker.directory.ownership.claim(
-                    self.job_token, generation, worker.host, is_leader=is_leader, timeout=timeout
-                )
+                return call()
             except RunDirectoryGone:
                 self._make_directory(generation)
                 return None

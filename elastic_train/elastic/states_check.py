@@ -7,12 +7,11 @@ from typing import Protocol
 import torch
 
 from elastic_train.elastic.membership import Membership
-from elastic_train.elastic.whole_steps import ComparesStates, WholeSteps, compare
+from elastic_train.elastic.whole_steps import ComparesStates, WholeSteps, compare, comparison_of
 from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import WorldEnd
 from elastic_train.errors import FormationFailed, StatesDiffer
 from elastic_train.rules import Activity
-from elastic_train.training.state_hash import StateComparison
 from elastic_train.world import World
 
 
@@ -30,18 +29,12 @@ def check_states(
     What differs here has been made by the code that is trained, which would do it again from any state: so it is told,
     once in the life of a worker, and training goes on. A peer that is lost meanwhile is noted in `end`.
     """
+    comparison = comparison_of(worker, trainer, world, range(world.world_size))
     # What a world has begun with is judged by a comparison of its own.
-    if world.world_size == 1 or whole.is_comparing or end.lost is not None:
+    if comparison is None or whole.is_comparing or end.lost is not None:
         return
     if worker.device.type == "cuda":  # the optimizer may have stepped on a stream of the user's
         torch.cuda.synchronize(worker.device)
-    comparison = StateComparison(
-        worker.state,
-        worker.device,
-        range(world.world_size),
-        with_buffers=worker.config.reduction == "ordered",
-        is_able=trainer.compares_states,
-    )
     comparison.begin()
     try:
         compare(comparison, trainer, worker, membership)

@@ -39,9 +39,10 @@ class StuckThread:
     ) -> None:
         self._own, self._warn, self._waited = own, warn, waited
         self._where = place_of_main_thread if where is None else where
-        self._said_at: float | None = None
+        self._line: str | None = None
+        """what is said while it stands still"""
+        self._said_at = 0.0
         """seconds that it had been at it when that was said last"""
-        self._line = ""
         self._was_early = False
 
     def look(self, world: World | None) -> str | None:
@@ -49,25 +50,23 @@ class StuckThread:
         AGAIN_SECONDS, what those who come to the join queue meanwhile should know, too; else None."""
         activity, seconds, limit = self._own.at()
         if world is None or world.is_spare or activity is not Activity.COMPUTE or seconds <= min(limit, EARLY_SECONDS):
-            self._said_at = None
+            self._line = None
             return None
         if seconds <= limit:
             self._look_early(world, seconds, limit)
             return None
-        is_new = self._said_at is None or seconds < self._said_at
-        if self._said_at is not None and not is_new and seconds < self._said_at + AGAIN_SECONDS:
+        if self._line is None or seconds < self._said_at:
+            is_alone = world.world_size == 1
+            follows = "nobody else trains" if is_alone else "the others go on without it when they have waited as long"
+            self._line = (
+                f"this worker has been at one thing for {seconds:.0f} s, and {limit:.0f} s are allowed "
+                f"(--stall-timeout): {self._where()}; {follows}"
+            )
+            self._tell(self._line)
+        elif seconds < self._said_at + AGAIN_SECONDS:
             return None
         self._said_at = seconds
-        if not is_new:
-            return self._line  # the same, so that who has it is not told again
-        is_alone = world.world_size == 1
-        follows = "nobody else trains" if is_alone else "the others go on without it when they have waited as long"
-        self._line = (
-            f"this worker has been at one thing for {seconds:.0f} s, and {limit:.0f} s are allowed "
-            f"(--stall-timeout): {self._where()}; {follows}"
-        )
-        self._tell(self._line)
-        return self._line
+        return self._line  # the same again, so that who has it is not told twice
 
     def _look_early(self, world: World, seconds: float, limit: float) -> None:
         if self._was_early or (waited := self._waited(world)) <= EARLY_SECONDS:

@@ -255,9 +255,10 @@ class Trainer:
             self._membership.watcher.do(Activity.COMPUTE)
 
     def _note_step(self, *_arguments: Any) -> None:
-        if self._training is not None:
-            self._training.note_applied()
-        if not self._has_looked_for_scheduler and self._training is not None and self._training.world.rank == 0:
+        if self._training is None:
+            return
+        self._training.note_applied()
+        if not self._has_looked_for_scheduler and self._training.world.rank == 0:
             self._has_looked_for_scheduler = True
             warn_of_forgotten_scheduler(self._worker)
 

@@ -189,6 +189,18 @@ def _make_reduction(worker: Worker, membership: Membership, world: World) -> Red
     )
 
 
+def comparison_of(
+    worker: Worker, trainer: ComparesStates, world: World, voters: Sequence[int]
+) -> StateComparison | None:
+    """Of the ranks' states; None where there is nobody to compare with. `voters` as StateComparison's."""
+    if world.world_size == 1:
+        return None
+    is_ordered = worker.config.reduction == "ordered"  # else BatchNorm's statistics are each rank's own
+    return StateComparison(
+        worker.state, worker.device, voters, with_buffers=is_ordered, is_able=trainer.compares_states
+    )
+
+
 def compare(comparison: StateComparison, trainer: ComparesStates, worker: Worker, membership: Membership) -> None:
     """Wait for this rank's hash, then for the others'. Raises: as `StateComparison.compare`; FormationFailed."""
     membership.watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time

@@ -156,9 +156,9 @@ def new_incident(
 def describe_change(state: TrainState, world: World, change: Change, seconds: dict[str, float]) -> str:
     """`world generation=3: 2 workers go on at step 41; lost a/0; detect=0.001 ...`"""
     joined = ", ".join(member.name for member in change.joined)
-    parts = [*losses_of(change), f"took in {joined}" if joined else ""]
-    same = f"the members are the same{f' ({change.reason})' if change.reason else ''}"
-    what = "; ".join(filter(None, parts)) or same
+    parts = [*losses_of(change), *([f"took in {joined}"] if joined else [])]
+    why = f" ({change.reason})" if change.reason else ""
+    what = "; ".join(parts) or f"the members are the same{why}"
     workers = f"{world.world_size} workers go on" if world.world_size > 1 else "1 worker goes on"
     phases = " ".join(f"{name}={value:.3f}" for name, value in seconds.items())
     return f"world generation={world.generation}: {workers} at step {state.step + 1}; {what}; {phases} (s)"

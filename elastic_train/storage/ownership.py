@@ -129,18 +129,7 @@ class Ownership:
             self._refuse_if_replaced(job_token, generation)  # said also where the lock cannot be had
             if self._token is not None and not is_leader:
                 return None
-            try:
-                with self._claim_lock(timeout):
-                    self._claim_locked(job_token, generation, host)
-                warning = None
-            except OSError as error:
-                if error.errno not in _FLOCK_MISSING:
-                    raise
-                self._record_owner(job_token, generation, host)
-                warning = (
-                    f"the file system of {self._path} has no flock ({error.strerror}): nothing can notice a second "
-                    "job with the same --run-dir"
-                )
+            warning = self._take_in_turn(job_token, generation, host, timeout, self._refuse_if_replaced)
         except OSError as error:
             if self._token is None and self._lock_fd is not None:
                 close_lock(self._lock_fd)
@@ -155,19 +144,11 @@ class Ownership:
         Raises: OwnershipLost: another job has it by now. RunDirectoryError: it cannot be written to.
         """
         try:
-            with self._claim_lock(CLAIM_TIMEOUT):
-                with contextlib.suppress(RunDirectoryGone):
-                    self._require_own(job_token, generation)
-                if self._lock_fd is not None and not self._has_its_lock:
-                    close_lock(self._lock_fd)
-                    self._lock_fd = None
-                self._take(job_token, generation, host)
+            self._take_in_turn(job_token, generation, host, CLAIM_TIMEOUT, self._let_go_of_gone)
         except RunDirectoryInUse as error:
             raise OwnershipLost(f"{error}; {stops(generation)}") from error
         except OSError as error:
-            if error.errno not in _FLOCK_MISSING:
-                raise unusable(self._path, "cannot be claimed", error) from error
-            self._record_owner(job_token, generation, host)
+            raise unusable(self._path, "cannot be claimed", error) from error
 
     def check_owner(self, job_token: str, generation: int) -> None:
         """Called right before something becomes visible that a replaced process must not write (a snapshot,
@@ -254,9 +235,31 @@ class Ownership:
         finally:
             close_lock(fd)
 
-    def _claim_locked(self, job_token: str, generation: int, host: str) -> None:
-        self._refuse_if_replaced(job_token, generation)
-        self._take(job_token, generation, host)
+    def _take_in_turn(
+        self, job_token: str, generation: int, host: str, timeout: timedelta, look: Callable[[str, int], None]
+    ) -> str | None:
+        """One process after the other, each after its `look`. Returns as `claim`. Raises: OSError; what `look` does."""
+        try:
+            with self._claim_lock(timeout):
+                look(job_token, generation)
+                self._take(job_token, generation, host)
+        except OSError as error:
+            if error.errno not in _FLOCK_MISSING:
+                raise
+            self._record_owner(job_token, generation, host)
+            return (
+                f"the file system of {self._path} has no flock ({error.strerror}): nothing can notice a second "
+                "job with the same --run-dir"
+            )
+        return None
+
+    def _let_go_of_gone(self, job_token: str, generation: int) -> None:
+        """Of the lock in a directory that is gone. Raises: OwnershipLost: another job has what is in its place."""
+        with contextlib.suppress(RunDirectoryGone):
+            self._require_own(job_token, generation)
+        if self._lock_fd is not None and not self._has_its_lock:
+            close_lock(self._lock_fd)
+            self._lock_fd = None
 
     def _take(self, job_token: str, generation: int, host: str) -> None:
         owner = self.read()

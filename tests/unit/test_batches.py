@@ -18,19 +18,11 @@ from elastic_train.training import loader_processes
 from elastic_train.training.batches import pinned, steps
 from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import Task, build_task
-from elastic_train.world import Member, World
+from elastic_train.world import World
+from tests.unit.test_liveness import make_member
 
 CPU = torch.device("cpu")
-MEMBER = Member(
-    host="localhost",
-    local_rank=0,
-    pid=0,
-    agent_pid=0,
-    address=("127.0.0.1", 0),
-    directory_id="",
-    backend="gloo",
-    max_generation=None,
-)
+MEMBER = make_member(0)
 
 
 def read(num_workers: int, rank: int) -> list[list[tuple[Any, Any]]]:
@@ -52,11 +44,15 @@ def test_a_list_of_micro_batches_per_step(rank: int) -> None:
         assert all(micro_batch.step == number for micro_batch, _ in step)
 
 
-def test_loader_processes_change_nothing() -> None:
-    for step, same in zip(read(0, 1), read(2, 1), strict=True):
+def require_equal(steps_of_one: list[list[tuple[Any, Any]]], steps_of_other: list[list[tuple[Any, Any]]]) -> None:
+    for step, same in zip(steps_of_one, steps_of_other, strict=True):
         for (micro_batch, batch), (other, other_batch) in zip(step, same, strict=True):
             assert micro_batch.indices.tolist() == other.indices.tolist()
             assert all(torch.equal(one, another) for one, another in zip(batch, other_batch, strict=True))
+
+
+def test_loader_processes_change_nothing() -> None:
+    require_equal(read(0, 1), read(2, 1))
 
 
 def test_a_loader_process_that_never_begins_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,10 +73,7 @@ def test_a_loader_process_that_never_begins_is_started_again(tmp_path: Path, mon
     others = set(multiprocessing.active_children())
     with pytest.warns(UserWarning, match="1 of 2 loader processes had not begun after 2 s"):
         found = read(2, 1)
-    for step, same in zip(expected, found, strict=True):
-        for (micro_batch, batch), (other, other_batch) in zip(step, same, strict=True):
-            assert micro_batch.indices.tolist() == other.indices.tolist()
-            assert all(torch.equal(one, another) for one, another in zip(batch, other_batch, strict=True))
+    require_equal(expected, found)
     assert set(multiprocessing.active_children()) <= others
 
 

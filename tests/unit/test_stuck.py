@@ -10,18 +10,10 @@ import pytest
 from elastic_train.elastic.stuck import StuckThread, place_of_main_thread
 from elastic_train.protocol.heartbeat import OwnHeartbeat, Pace
 from elastic_train.rules import Activity
-from elastic_train.world import Member, World
+from elastic_train.world import World
+from tests.unit.test_liveness import make_member
 
-MEMBER = Member(
-    host="localhost",
-    local_rank=0,
-    pid=0,
-    agent_pid=0,
-    address=("127.0.0.1", 0),
-    directory_id="",
-    backend="gloo",
-    max_generation=None,
-)
+MEMBER = make_member(0)
 ALONE = World(rank=0, generation=0, members=(MEMBER,))
 OF_TWO = replace(ALONE, members=(MEMBER, MEMBER))
 
