@@ -11,6 +11,7 @@ from pathlib import Path
 
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.tools.audit.audit import CheckOutcome, audit
+from elastic_train.training.state import state_sha256
 from elastic_train.world import host_name
 from tests.drills.planting import (
     damage,
@@ -69,6 +70,27 @@ def test_the_loss_decides_in_fast_mode(run_dir: Path) -> None:
     assert "first half of the steps is 0.5208, undisturbed 0.4600" in only_failure(run_dir, "state")
     edit_json(run_dir / "drill" / "reference.json", lambda found: {**found, "early_loss": None})
     assert "no loss of the one or of the other run" in only_failure(run_dir, "state")
+
+
+def test_batchnorm_in_fast_mode_is_compared_roughly(run_dir: Path) -> None:
+    """Its statistics are of each rank's samples: a quarter of what the undisturbed job's one rank has."""
+    import torch
+
+    weights = {"0.weight": torch.arange(4.0), "0.num_batches_tracked": torch.tensor(7)}
+    shutil.rmtree(snapshot_of(run_dir, LAST_STEP))
+    writer = SnapshotWriter(run_dir / "snapshots", keep=3, host="a", run_uid="uid", task={})
+    position = {"epoch": 2, "samples_done": 4, "generation": 1, "world_size": 2}
+    writer.save({"model": weights}, step=LAST_STEP, **position)
+    mark_as_drill(run_dir)
+    edit_json(run_dir / "drill" / "reference.json", lambda found: {**found, "early_loss": 0.36})
+    fast = {"reduction": "fast"}
+    edit_json(
+        run_dir / "result.json",
+        lambda result: {**result, "config": {**result["config"], **fast}, "state_sha256": state_sha256(weights)},
+    )
+    assert audit(run_dir).passed, audit(run_dir).reasons
+    edit_json(run_dir / "drill" / "reference.json", lambda found: {**found, "early_loss": 0.25})
+    assert "first half of the steps is 0.5208, undisturbed 0.2500" in only_failure(run_dir, "state")
 
 
 def test_what_was_forgotten_late_in_fast_mode(run_dir: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError
 from elastic_train.runlog.reader import Line
@@ -13,11 +14,17 @@ from elastic_train.tools.audit.history import FINISHED, History, writer
 from elastic_train.tools.audit.record import DrillRecord
 from elastic_train.tools.audit.remains_checks import find_snapshots_of
 
+if TYPE_CHECKING:
+    import torch
+
 PHASE_TOLERANCE = 0.05
 """seconds: what rounding may take"""
 LOSS_TOLERANCE = 0.1
 """relative: how far the mean loss of a `fast` run may be from the undisturbed one's; that of a single step tells how
 easy its samples were"""
+BATCHNORM_TOLERANCE = 0.5
+"""the same for a model with BatchNorm, whose statistics are of each rank's samples: 16 where there were 64, which shows
+in every loss. A state that was lost shows all the same"""
 ACCURACY_TOLERANCE = 0.05
 """absolute: how far its test accuracy may be from the undisturbed one's"""
 ENDING_SECONDS = 60.0
@@ -90,19 +97,19 @@ def check_state(history: History) -> Found:
             return "no result yet", findings
         raise Skip(_no_result_yet(history))
     looked_at = []
-    stored = _hash_of_final_snapshot(history, int(result.get("step") or 0))
-    if stored is not None:
+    tolerance, how = LOSS_TOLERANCE, "by its losses"
+    weights = _final_weights(history, int(result.get("step") or 0))
+    if weights is not None:
         looked_at.append("the final snapshot")
-        if stored != result.get("state_sha256"):
-            findings.append(
-                f"the final snapshot has {stored[:16]}, result.json says {str(result.get('state_sha256'))[:16]}"
-            )
+        findings += _other_hash(weights, result)
+        if any(name.endswith("num_batches_tracked") for name in weights):
+            tolerance, how = BATCHNORM_TOLERANCE, "by its losses (roughly: BatchNorm sees each rank's samples)"
     reference = history.drill.reference if history.drill else None
     if history.drill is not None and reference is None:
         findings.append("the undisturbed run failed or was interrupted: there is nothing to compare with")
     if reference is not None:
-        looked_at.append("an undisturbed run" if _is_ordered(result) else "an undisturbed run, by its losses")
-        findings += list(_differences(history, result, reference))
+        looked_at.append("an undisturbed run" if _is_ordered(result) else f"an undisturbed run, {how}")
+        findings += list(_differences(history, result, reference, tolerance))
     if not looked_at and not findings:
         raise Skip("neither a snapshot of the last step nor an undisturbed run to compare with")
     return f"{str(result.get('state_sha256'))[:16]}, compared with {' and '.join(looked_at) or 'nothing'}", findings
@@ -112,7 +119,8 @@ def _is_ordered(result: Line) -> bool:
     return dict(result.get("config") or {}).get("reduction") == "ordered"
 
 
-def _differences(history: History, result: Line, reference: Line) -> Iterable[str]:
+def _differences(history: History, result: Line, reference: Line, tolerance: float) -> Iterable[str]:
+    """`tolerance` is that of losses in fast mode, relative."""
     if result.get("step") != reference.get("step"):
         yield f"step {result.get('step')}, undisturbed {reference.get('step')}"
         return
@@ -125,10 +133,10 @@ def _differences(history: History, result: Line, reference: Line) -> Iterable[st
     if loss is None or undisturbed is None:
         yield "no loss of the one or of the other run"
         return
-    if not math.isclose(loss, undisturbed, rel_tol=LOSS_TOLERANCE):
+    if not math.isclose(loss, undisturbed, rel_tol=tolerance):
         yield f"the mean loss of the first half of the steps is {loss:.4f}, undisturbed {undisturbed:.4f}"
     # What is easily learned has next to no loss left, of which a ratio would tell chance.
-    if _are_apart(history.late_loss, reference.get("late_loss"), LOSS_TOLERANCE, LOSS_TOLERANCE * abs(undisturbed)):
+    if _are_apart(history.late_loss, reference.get("late_loss"), tolerance, tolerance * abs(undisturbed)):
         late = f"{history.late_loss:.4f}, undisturbed {reference['late_loss']:.4f}"
         yield f"the mean loss of the second half of the steps is {late}"
     if _are_apart(result.get("test_accuracy"), reference.get("test_accuracy"), 0.0, ACCURACY_TOLERANCE):
@@ -140,19 +148,24 @@ def _are_apart(one: float | None, other: float | None, relative: float, absolute
     return one is not None and other is not None and not math.isclose(one, other, rel_tol=relative, abs_tol=absolute)
 
 
-def _hash_of_final_snapshot(history: History, step: int) -> str | None:
+def _final_weights(history: History, step: int) -> Mapping[str, torch.Tensor] | None:
     from elastic_train.storage.snapshot import load_state
 
     for info in find_snapshots_of(history)[0]:
         if info.step == step:
             try:
-                state = load_state(info)
+                return dict(load_state(info)["model"])
             except (SnapshotDamaged, SnapshotError):
                 continue  # check_snapshots says so
-            from elastic_train.training.state import state_sha256
-
-            return state_sha256(state["model"])
     return None
+
+
+def _other_hash(weights: Mapping[str, torch.Tensor], result: Line) -> Iterable[str]:
+    from elastic_train.training.state import state_sha256
+
+    stored, told = state_sha256(weights), str(result.get("state_sha256"))
+    if stored != told:
+        yield f"the final snapshot has {stored[:16]}, result.json says {told[:16]}"
 
 
 def check_phases(history: History) -> Found:
