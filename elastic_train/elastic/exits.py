@@ -35,6 +35,9 @@ from elastic_train.world import World
 
 SAVE_SECONDS = 300.0
 """that a worker stays for another one of its node, which saves the state for all of them"""
+UNSAVED = 1
+"""the exit code of a worker that has trained to the end and could not save this state. A loop of one's own is given it:
+`run` returns"""
 
 
 class Exits:
@@ -67,6 +70,7 @@ class Exits:
         reporter.events.write("done", outcome=outcome)
         reporter.report_for_node(f"{outcome.replace('_', ' ')} at step {state.step}")
         measured = "".join(f", test {name} {value}" for name, value in main_metrics(state.test_metrics).items())
+        unsaved = self._saver.unsaved(state)
         if outcome == "already_finished":
             reporter.report(
                 f"the run in {worker.directory.path} is finished: {state.step} steps{measured}. Nothing left to do; "
@@ -78,9 +82,9 @@ class Exits:
             reporter.report(
                 f"finished: {state.step} steps{measured}, {summary['wall_seconds']:.1f} s, "
                 f"{summary['goodput']['ratio']:.0%} of the wall time in training; {worker.directory.result_path}"
-                f"{self._saver.unsaved(state)}"
+                f"{unsaved}{'; the same command goes on from the newest snapshot' if unsaved else ''}"
             )
-        return 0
+        return UNSAVED if unsaved else 0
 
     def finish_as_spare(self, world: World, result: str) -> int:
         """The others have trained to the end: leave the same result.json, where this node's run directory lacks it."""

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
 
 from elastic_train.config import BUNDLED, SHARED, Config, flag, names_of, parse
+from elastic_train.elastic.exits import UNSAVED
 from elastic_train.elastic.run import run_worker
 from elastic_train.elastic.trainer import Program, TrainingFunction
 from elastic_train.elastic.worker import Parts, Worker, build
@@ -114,7 +115,7 @@ def run(
         extras: what else belongs to the state (schedulers, a GradScaler, averaged weights), by name.
 
     Returns:
-        The state at the end, equal on every rank.
+        The state at the end, equal on every rank; also where it could not be saved, which is told.
 
     Raises:
         SystemExit: training is not finished: stopped by a signal with the state saved (143, 130), or an error that
@@ -136,7 +137,7 @@ def run(
     except BaseException:
         stop.uninstall()
         raise
-    if code != 0:
+    if code not in (0, UNSAVED):
         sys.exit(code)  # with the handlers that there are: another signal would change the code of a process that ends
     stop.uninstall()
     return worker.state

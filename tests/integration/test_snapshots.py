@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.integration.cluster import (
+    PYTHON,
     Cluster,
     Node,
     check_ledger,
@@ -304,7 +305,7 @@ def test_full_disk_during_a_snapshot(tiny_disk: Path, cluster: Cluster) -> None:
     """Room for two snapshots of 257 kB, and five to be kept."""
     flags = ("--snapshot-dir", str(tiny_disk), "--snapshot-every", "10", "--keep-snapshots", "5", "--ledger")
     node = cluster.start_alone(*flags, "--max-steps", "120")
-    cluster.finish([node])
+    cluster.finish([node], code=1)
     assert result(cluster.run_dir)["step"] == 120
     written = [event["path"] for event in events(cluster.run_dir, "snapshot")]
     assert [Path(path).parent for path in written] == [tiny_disk] * 2
@@ -316,11 +317,40 @@ def test_full_disk_during_a_snapshot(tiny_disk: Path, cluster: Cluster) -> None:
 
     # What is there is whole: the same command continues from the newer of the two.
     again = cluster.start_alone(*flags, "--max-steps", "125")
-    cluster.finish([again])
+    cluster.finish([again], code=1)
     restored = events(cluster.run_dir, "restore")[-1]
     assert restored["restored_step"] == max(event["snapshot_step"] for event in events(cluster.run_dir, "snapshot"))
     assert result(cluster.run_dir)["step"] == 125
     check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=125)
+
+
+FILES_OF_100_KIB = ("bash", "-c", 'ulimit -f 100; exec "$@"', "bash", PYTHON)
+"""what has room for events, and none for a snapshot"""
+OWN_LOOP = """
+from torch import nn, optim
+from elastic_train import parse_flags, run
+from elastic_train.examples import elastic_ddp
+
+model = nn.Linear(10, 10000)
+optimizer = optim.SGD(model.parameters(), lr=0.01)
+state = run(elastic_ddp.train, model, optimizer, elastic_ddp.parity(bits=10), parse_flags())
+print("returned with step", state.step)
+"""
+
+
+def test_what_was_trained_and_cannot_be_saved_is_no_success(cluster: Cluster) -> None:
+    """A loop of one's own has the state in its hands, and may save it elsewhere."""
+    (cluster.path / "own.py").write_text(OWN_LOOP)
+    flags = ("--max-steps", "20", "--run-dir")
+    bundled = cluster.launch([*FILES_OF_100_KIB, "-m", "elastic_train", *flags, "bundled"], {})
+    own = cluster.launch([*FILES_OF_100_KIB, "own.py", *flags, "own"], {})
+    assert (bundled.wait(), own.wait()) == (1, 0), bundled.text() + own.text()
+    for node, name in ((bundled, "bundled"), (own, "own")):
+        assert "THIS STATE IS NOT SAVED, a warning above says why; the same command goes on from" in node.text()
+        assert outcomes(cluster.path / name) == ["finished"]
+        [warning] = events(cluster.path / name, "warning")
+        assert "File too large" in warning["message"]
+    assert "returned with step 20" in own.text()
 
 
 @pytest.mark.slow
