@@ -35,6 +35,9 @@ from elastic_train.world import World
 
 SAVE_SECONDS = 300.0
 """that a worker stays for another one of its node, which saves the state for all of them"""
+CONTINUE = "start all nodes again to continue"
+MEND_FIRST = "mend that and start all nodes again"
+"""what to do where the user's code has failed, and would fail again"""
 UNSAVED = 1
 """the exit code of a worker that has trained to the end and could not save this state. A loop of one's own is given it:
 `run` returns"""
@@ -192,11 +195,10 @@ class Exits:
         if left is not None and left < 0:
             reporter.warn(f"this node's deadline was {-left:.1f} s ago, by its own clock ({notice.described})")
 
-    def save_for_next_start(self, world: World) -> str:
+    def save_for_next_start(self, world: World, advice: str) -> str:
         """The last commit, each node for itself: nobody knows who lives. Returns what a person should do next."""
         self._worker.state.rollback()
         self._saver.enter(world)
-        advice = "start all nodes again to continue"
         if world.is_first_of_node:
             return self._save_alone(advice)
         _stay_for_first(world, SAVE_SECONDS, lambda: self._worker.stop.is_requested)
@@ -277,7 +279,7 @@ class Exits:
             return
         self._membership.watcher.leave()  # it would take this thread for stuck
         try:
-            said = self.save_for_next_start(world)
+            said = self.save_for_next_start(world, MEND_FIRST)
         except Exception as failed:  # of a broken device, say; what broke it says more
             said = f"the state of step {state.step} could not be saved: {first_line(failed)}"
         error.add_note(f"elastic_train: {said}")

@@ -12,7 +12,7 @@ from elastic_train.config import Config, max_world_size
 from elastic_train.elastic.claims import arbiter_of
 from elastic_train.elastic.connect import Applicant, Return, Waits, connect_worker
 from elastic_train.elastic.earlier_run import EarlierRun
-from elastic_train.elastic.exits import Exits
+from elastic_train.elastic.exits import CONTINUE, MEND_FIRST, Exits
 from elastic_train.elastic.formed_group import FormedGroup
 from elastic_train.elastic.late_stop import LateStop
 from elastic_train.elastic.loop import bundled
@@ -219,11 +219,13 @@ def _through_worlds(ring: Ring, parts: RingParts, *, comes_back: bool) -> int:
     try:
         return ring.run()
     except (StoreUnreachable, StoreRefused, FormationFailed, UsageError, LeftOut) as error:
-        has_state = parts.resume.has_steps if isinstance(error, UsageError) else parts.resume.has_state
+        is_of_code = isinstance(error, UsageError)
+        has_state = parts.resume.has_steps if is_of_code else parts.resume.has_state
         is_to_come_back = isinstance(error, LeftOut) and comes_back
         if isinstance(error, Refused) or is_to_come_back or ring.world is None or not has_state:
             raise
-        raise type(error)(f"{error}; {parts.exits.save_for_next_start(ring.world)}") from error
+        said = parts.exits.save_for_next_start(ring.world, MEND_FIRST if is_of_code else CONTINUE)
+        raise type(error)(f"{error}; {said}") from error
     finally:
         with suppress(OwnershipLost):  # whatever ended this says more
             parts.saver.wait()  # the snapshot in flight is a good one

@@ -125,7 +125,7 @@ def test_an_error_on_every_rank_ends_the_job(cluster: Cluster) -> None:
     # Rank 0, which writes the steps, may be broken off in the one that the others have just committed.
     assert last_step(cluster.run_dir) in (59, 60)
     assert newest_snapshot(cluster.run_dir)[0].step == 60, "no committed step is lost"
-    assert any("elastic_train: the state of step 60 is saved, start all nodes again" in text for text in texts)
+    assert any("elastic_train: the state of step 60 is saved, mend that and start" in text for text in texts)
     assert max(e["generation"] for e in events(cluster.run_dir, "world")) <= 2, "no endless re-forming"
 
 
@@ -134,7 +134,7 @@ def test_an_error_where_one_node_trains_keeps_what_is_committed(cluster: Cluster
     assert node.wait(60) != 0
     traceback, _, note = node.text().partition("RuntimeError: fault error@step")
     assert "Traceback" in traceback
-    assert "elastic_train: the state of step 60 is saved, start all nodes again to continue" in note
+    assert "elastic_train: the state of step 60 is saved, mend that and start all nodes again" in note
     assert newest_snapshot(cluster.run_dir)[0].step == 60
 
 
