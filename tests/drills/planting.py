@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from elastic_train.tools.audit.audit import Audit, CheckOutcome, audit
+from elastic_train.tools.drills.catalogue import FAULTS
 from tests.drills.small_run import (
     MEMBERS,
     START,
@@ -13,6 +14,11 @@ from tests.drills.small_run import (
     edit_lines,
 )
 from tests.processes import flip_a_bit
+
+
+def drawn(name: str) -> Line:
+    """What the line of a fault of the catalogue says of it."""
+    return {"name": name, "effects": sorted(FAULTS[name].effects)}
 
 
 def events_of(run_dir: Path, member: str = MEMBERS[0]) -> Path:

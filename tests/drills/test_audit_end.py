@@ -15,6 +15,7 @@ from elastic_train.training.state import state_sha256
 from elastic_train.world import host_name
 from tests.drills.planting import (
     damage,
+    drawn,
     end_with,
     events_of,
     only_failure,
@@ -139,7 +140,7 @@ def test_a_torn_snapshot_that_was_restored(run_dir: Path) -> None:
     assert f"{MEMBERS[0]} restored the snapshot of step 3, which is damaged" in only_failure(run_dir, "snapshots")
     mark_as_drill(run_dir)
     faults = run_dir / "drill" / "faults.jsonl"
-    edit_lines(faults, lambda lines: [{**lines[0], "name": "damage", "target": name}, lines[1]])
+    edit_lines(faults, lambda lines: [{**lines[0], **drawn("damage"), "target": name}, lines[1]])
     assert audit(run_dir).passed, "the drill damaged it later"
 
 
@@ -148,7 +149,7 @@ def test_a_snapshot_that_the_drill_damaged_and_that_was_restored(run_dir: Path) 
     mark_as_drill(run_dir)
     name = snapshot_of(run_dir, 3).name
     faults = run_dir / "drill" / "faults.jsonl"
-    edit_lines(faults, lambda lines: [{**lines[0], "name": "damage", "target": name}, lines[1]])
+    edit_lines(faults, lambda lines: [{**lines[0], **drawn("damage"), "target": name}, lines[1]])
     restart(run_dir, 3, "snapshot")
     assert f"snapshots: {MEMBERS[0]} restored {name}, which the drill had damaged" in audit(run_dir).reasons
 

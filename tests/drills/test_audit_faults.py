@@ -10,6 +10,7 @@ from elastic_train.tools.audit.audit import CheckOutcome, audit
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.lost_time import lost_time
 from tests.drills.planting import (
+    drawn,
     events_of,
     fail,
     only_failure,
@@ -107,7 +108,7 @@ def test_only_who_kills_everything_may_lose_committed_steps(run_dir: Path) -> No
     mark_as_drill(run_dir)
     assert "restart: 2 committed steps lost" in only_failure(run_dir, "incidents")
     faults = run_dir / "drill" / "faults.jsonl"
-    edit_lines(faults, lambda lines: [{**lines[0], "name": "kill-all"}, lines[1]])
+    edit_lines(faults, lambda lines: [{**lines[0], **drawn("kill-all")}, lines[1]])
     assert audit(run_dir).passed
 
     def restart_again(result: Line) -> Line:
@@ -148,14 +149,14 @@ def test_a_node_that_was_expelled_by_a_fault_that_is_to_pass(run_dir: Path) -> N
     mark_as_drill(run_dir)
     faults = run_dir / "drill" / "faults.jsonl"
     undone = {"what": "undone", "number": 0, "time": START + 1.5}
-    edit_lines(faults, lambda lines: [{**lines[0], "name": "pause", "may_take": []}, undone, lines[1]])
+    edit_lines(faults, lambda lines: [{**lines[0], **drawn("pause"), "may_take": []}, undone, lines[1]])
     assert "c/0/13 of node3 was lost before generation 1" in only_failure(run_dir, "losses")
 
 
 def test_a_standstill_is_that_of_the_next_fault_from_its_injection_on(run_dir: Path) -> None:
     """`slow` is undone between two steps, and the second of them is held up by what is injected then."""
     kill = {"what": "struck", "number": 1, "name": "kill", "step": 3, "limit_seconds": 15.0, "may_take": ["node3"]}
-    slow = {**kill, "number": 0, "name": "slow", "may_take": []}
+    slow = {**kill, "number": 0, **drawn("slow"), "may_take": []}
 
     over = [{"what": "recovered", "number": number, "time": START + 1.9, "seconds": 0.55} for number in (0, 1)]
     undone = {"what": "undone", "number": 0, "time": START + 1.32}
@@ -185,7 +186,7 @@ def test_a_standstill_while_an_etcd_member_is_away(run_dir: Path) -> None:
     assert told.format("5.10") in audit(run_dir).reasons
     change(events_of(run_dir), lambda line: (line["event"], line["step"]) == ("step", 6), time=START + 2.1)
     assert told.format("5.10") in audit(run_dir).reasons, "that one had been in hand"
-    change(run_dir / "drill" / "faults.jsonl", lambda line: line.get("name") == "kill-etcd", name="slow")
+    change(run_dir / "drill" / "faults.jsonl", lambda line: line.get("name") == "kill-etcd", **drawn("slow"))
     assert "fault 1 (slow of ): 5.10 s without a step" in "\n".join(audit(run_dir).reasons)
     delay(events_of(run_dir), -2, lambda line: line["event"] == "step" and line["step"] > 6)
     assert verdicts(audit(run_dir))["losses"] is CheckOutcome.PASS, "a step may take as long as its slowest worker"
@@ -242,7 +243,7 @@ def test_a_node_that_ends_without_a_fault_between_worlds_of_new_processes(run_di
 
 def test_a_node_that_was_to_stop_and_crashed(run_dir: Path) -> None:
     mark_as_drill(run_dir)
-    edit_lines(run_dir / "drill" / "faults.jsonl", lambda lines: [{**lines[0], "name": "stop"}, lines[1]])
+    edit_lines(run_dir / "drill" / "faults.jsonl", lambda lines: [{**lines[0], **drawn("stop")}, lines[1]])
     crashed = "fault 0 (stop of node3): c/0/13 was asked to leave, and was lost"
     assert crashed in only_failure(run_dir, "losses")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from elastic_train.tools.audit.finding import Found, Skip
 from elastic_train.tools.audit.history import FINISHED, History
 from elastic_train.tools.audit.lost_time import lost_time
-from elastic_train.tools.audit.record import DrillRecord, FaultRecord
+from elastic_train.tools.audit.record import DrillRecord, Effect, FaultRecord
 
 STANDSTILL_SECONDS = 1.0
 """what a fault that takes nobody may cost at once, beyond two ordinary steps"""
@@ -98,7 +98,7 @@ def _standstill(times: Sequence[float], limit: float, fault: FaultRecord, faults
         if before < fault.undone_at and after > fault.injected_at
     ]
     longest = max(gaps, default=0.0)
-    if fault.holds_up:
+    if fault.has_done(Effect.HOLDS_UP):
         limit += fault.undone_at - fault.injected_at
     return f"{longest:.2f} s without a step while it lasted, limit {limit:.2f} s" if longest > limit else None
 
@@ -106,7 +106,7 @@ def _standstill(times: Sequence[float], limit: float, fault: FaultRecord, faults
 def _crashed(history: History, fault: FaultRecord) -> Iterator[str]:
     """The workers that were asked to leave and were lost instead."""
     injected_at = fault.injected_at
-    if fault.name != "stop" or injected_at is None or history.drill is None:
+    if Effect.ASKS_TO_LEAVE not in fault.effects or injected_at is None or history.drill is None:
         return
     before = [world for world in history.worlds if world.time <= injected_at][-1:]
     after = [world for world in history.worlds if world.time > injected_at][:1]

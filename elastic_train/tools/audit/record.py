@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,19 @@ def _replace(path: Path, value: Any) -> None:
     write_atomic(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
+class Effect(StrEnum):
+    """What a fault does that the audit has to allow for, or look after."""
+
+    LOSES_STEPS = "loses_steps"
+    """those after the newest snapshot, for everything is killed at once"""
+    HOLDS_UP = "holds_up"
+    """workers themselves cannot go on, or hardly, while it lasts: all wait for them"""
+    DAMAGES = "damages"
+    """the snapshot that is its target"""
+    ASKS_TO_LEAVE = "asks_to_leave"
+    """the target's workers, which must not be lost then"""
+
+
 UNKNOWN = "unknown"
 """the name of a fault of which the line that tells it is missing"""
 
@@ -103,18 +117,13 @@ class FaultRecord:
     """why it was not injected, or why the job did not recover"""
     may_take: tuple[str, ...] = ()
     """the nodes that the job may lose by it"""
+    effects: frozenset[str] = frozenset()
+    """each an Effect"""
     is_withdrawn: bool = False
     """whether what was to come was taken away before its limit: there was nothing to recover from"""
 
-    @property
-    def loses_steps(self) -> bool:
-        """Who kills everything at once loses what came after the last snapshot; no other fault of a drill does."""
-        return self.name in ("kill-all", "damage")
-
-    @property
-    def holds_up(self) -> bool:
-        """Whether workers themselves cannot go on, or hardly, while it lasts: all wait for them."""
-        return self.name in ("pause", "slow")
+    def has_done(self, effect: Effect) -> bool:
+        return effect in self.effects and self.injected_at is not None
 
 
 @dataclass(frozen=True)
@@ -147,16 +156,12 @@ class DrillRecord:
     @property
     def damaged(self) -> frozenset[str]:
         """The names of the snapshots that were damaged on purpose."""
-        return frozenset(
-            fault.target for fault in self.faults if fault.name == "damage" and fault.injected_at is not None
-        )
+        return frozenset(fault.target for fault in self.faults if fault.has_done(Effect.DAMAGES))
 
     def may_lose_steps(self, since: float, until: float) -> bool:
         """Whether everything was killed between two times (Unix seconds)."""
-        return any(
-            fault.loses_steps and fault.injected_at is not None and since <= fault.injected_at <= until
-            for fault in self.faults
-        )
+        lossy = [fault.injected_at for fault in self.faults if fault.has_done(Effect.LOSES_STEPS)]
+        return any(time is not None and since <= time <= until for time in lossy)
 
 
 def read_drill(run_dir: Path) -> DrillRecord | None:
@@ -201,6 +206,7 @@ def fault_records(lines: list[dict[str, Any]]) -> list[FaultRecord]:
                 undone_at=undone.get("time"),
                 reason=skipped.get("reason") or recovered.get("reason"),
                 may_take=tuple(injected.get("may_take", ())),
+                effects=frozenset(injected.get("effects", ())),
                 is_withdrawn="withdrawn" in found,
             )
         )

@@ -9,6 +9,7 @@ from typing import Any
 from elastic_train.errors import SnapshotDamaged, SnapshotError
 from elastic_train.tools.audit.finding import Found, Skip
 from elastic_train.tools.audit.history import History
+from elastic_train.tools.audit.record import Effect
 from elastic_train.wording import count
 
 
@@ -50,7 +51,7 @@ def _written_steps(history: History) -> set[int]:
 def _restored_although_damaged(history: History) -> Iterator[str]:
     """A step of which a whole snapshot was saved anew may be restored again."""
     for fault in history.drill.faults if history.drill is not None else ():
-        if fault.name != "damage" or fault.injected_at is None:
+        if fault.injected_at is None or not fault.has_done(Effect.DAMAGES):
             continue
         since = [line for line in history.events if float(line["time"]) > fault.injected_at]
         for line in since:

@@ -37,3 +37,4 @@ _TABLE: tuple[SignalRow | type[Fault], ...] = (
 )  # fmt: skip
 FAULTS: dict[str, type[Fault]] = {row.name: row.fault() if isinstance(row, SignalRow) else row for row in _TABLE}
 """name -> class"""
+assert len(FAULTS) == len(_TABLE), "a name is there twice"

@@ -185,6 +185,7 @@ class Conductor:
             evidence=evidence,
             limit_seconds=fault.limit_seconds(injection),
             may_take=[place.name for place in fault.may_take(injection)],
+            effects=sorted(fault.effects),
             struck_at=pending.injected_at,
         )
         self._pending.append(pending)

@@ -12,6 +12,7 @@ from typing import ClassVar, cast
 import psutil
 
 from elastic_train.tools.audit.fault_checks import JOIN_LIMIT_SECONDS, RESTART_LIMIT_SECONDS
+from elastic_train.tools.audit.record import Effect
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
 from elastic_train.tools.drills.injection import (
     Absence,
@@ -91,7 +92,8 @@ class SignalRow:
             raise ValueError(f"fault {self.name}: nobody {self.holder!r}; write one of {', '.join(HOLDERS)}")
 
     def fault(self) -> type[Fault]:
-        return cast("type[Fault]", type(self.name, (self.acts,), dict(vars(self))))
+        effects = frozenset({Effect.ASKS_TO_LEAVE} if self.signum == signal.SIGTERM else ())
+        return cast("type[Fault]", type(self.name, (self.acts,), {**vars(self), "effects": effects}))
 
 
 class KillAgain(Fault):
@@ -150,11 +152,13 @@ class Pause(Freeze, Disturbance):
     name = "pause"
     says = "SIGSTOP for half a second: shorter than --peer-timeout, so that nobody is expelled"
     undo_after = 0.5
+    effects = frozenset({Effect.HOLDS_UP})
 
 
 class Slow(Disturbance):
     name = "slow"
     says = "a node's workers run at nice 19, all on one processor, for three seconds"
+    effects = frozenset({Effect.HOLDS_UP})
 
     def inject(self, injection: Injection) -> str:
         workers = workers_of(injection.place)
@@ -206,6 +210,7 @@ class KillAll(Fault):
     says = "every node; as many start again and continue from the newest snapshot"
     size = 0
     undo_after = None
+    effects = frozenset({Effect.LOSES_STEPS})
 
     def limit_seconds(self, injection: Injection) -> float:
         return RESTART_LIMIT_SECONDS
@@ -235,6 +240,7 @@ class KillAll(Fault):
 class Damage(KillAll):
     name = "damage"
     says = "a bit of the newest snapshot is flipped and everything killed: the one before it is used"
+    effects = frozenset({Effect.LOSES_STEPS, Effect.DAMAGES})
 
     def not_yet(self, cluster: Cluster) -> str | None:
         if len(snapshots_of(cluster)) < 2:

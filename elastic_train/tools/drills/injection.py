@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import psutil
 
+from elastic_train.tools.audit.record import Effect
 from elastic_train.tools.drills.backends import C10d
 from elastic_train.tools.drills.cluster import Cluster, Place
 from elastic_train.tools.drills.nodes import is_running, wait_until
@@ -79,10 +80,11 @@ class Fault:
     backend: ClassVar[str | None] = None
     """the only one that it goes with; None: any"""
     undo_after: ClassVar[float | None] = None
-    """seconds from the recovery, or for a fault without one from its injection, to `undo`; None: nothing to undo"""
+    """seconds to `undo`, from the recovery, or without `changes_world` from the end of `inject`; None: it is not undone"""
     snapshots: ClassVar[int] = 0
     """that are written while it lasts"""
-
+    effects: ClassVar[frozenset[Effect]] = frozenset()
+    """what the audit has to know of it"""
     changes_world: ClassVar[bool] = True
     """whether a new generation is what it leads to"""
 

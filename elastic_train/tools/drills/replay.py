@@ -9,7 +9,7 @@ import signal
 import time
 
 from elastic_train.tools.audit.fault_checks import RESTART_LIMIT_SECONDS
-from elastic_train.tools.audit.record import Record
+from elastic_train.tools.audit.record import Effect, Record
 from elastic_train.tools.drills.cluster import Cluster, Place
 from elastic_train.tools.drills.conductor import Conductor, Pending
 from elastic_train.tools.drills.faults import Join
@@ -36,12 +36,14 @@ class Taken(Departure):
 
 class NoticeGiven(Departure):
     name = "stop"
+    effects = frozenset({Effect.ASKS_TO_LEAVE})
 
 
 class LastTaken(Departure):
     """With it goes the state: what came after the newest snapshot is done again."""
 
     name = "kill-all"
+    effects = frozenset({Effect.LOSES_STEPS})
 
     def limit_seconds(self, injection: Injection) -> float:
         return RESTART_LIMIT_SECONDS
@@ -51,6 +53,7 @@ class LastNoticed(LastTaken):
     """It saves the state before it goes."""
 
     name = "stop"
+    effects = NoticeGiven.effects
 
 
 class Replay(Conductor):
