@@ -179,15 +179,6 @@ class Failure(StrEnum):
     """everybody's, for another member met one at the same step: stop all"""
 
 
-def judge_error(is_communication: bool, step: int, first_to_fail: tuple[str, int] | None, me: str) -> Failure:
-    """What to make of an error in `step`; `first_to_fail` is (name, step) of the member that first failed there."""
-    if is_communication:
-        return Failure.PEER
-    if first_to_fail is not None and first_to_fail[0] != me and first_to_fail[1] == step:
-        return Failure.JOB
-    return Failure.OWN
-
-
 def seconds_before_return(num_fruitless: int, peer_timeout: float) -> float:
     """That a member waits before it comes back to those who have gone on without it. One that only some of them can
     reach would else end each of their worlds.

@@ -112,7 +112,7 @@ class Arrival:
             self._log(waiting_for)
         self._around.sleep(QUEUE_POLL_SECONDS)
 
-    def is_ready_for(self, world: World) -> None:
+    def report_ready(self, world: World) -> None:
         """As a newcomer of a world that was prepared: the others may come.
 
         Raises: as `check`. FormationFailed: rank 0 does not answer.

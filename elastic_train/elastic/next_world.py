@@ -14,7 +14,7 @@ from elastic_train.errors import FormationFailed, LeftOut, StoreUnreachable
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, Fatal, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.liveness import Watcher
-from elastic_train.rules import Failure, judge_error, seconds_to_form
+from elastic_train.rules import Failure, seconds_to_form
 from elastic_train.world import Member, World
 
 REPORT_SECONDS = 10.0
@@ -82,11 +82,9 @@ class Survivors:
         self.may_not_go_on: Callable[[str], None] = lambda _why: None
         """called once when this side waits for votes; the state should be saved then"""
 
-    def judge(self, error_text: str, is_communication: bool, step: int, world: World) -> Failure:
-        """Find out whose error ended `step`. An own error is announced: where others have it at the same step, it is
-        the job's."""
-        if is_communication:
-            return Failure.PEER
+    def judge_own(self, error_text: str, step: int, world: World) -> Failure:
+        """Whose error, which is none of the communication library, ended `step`. It is announced: where another node
+        has one in the same step, it is the job's."""
         node = "/".join(map(str, world.me.node))  # two workers of one node are one witness: its disk may be broken
         key = f"failed-{step}"
         first = self._job.heard(world, key)
@@ -96,11 +94,10 @@ class Survivors:
                 first = self._job.world_store(world).create(f"{self._job.world_key(world)}/{key}", mine)
             first = first or mine
             self._job.announce(world, key, first)
-        first_node, failed_step, _ = json.loads(first)
-        verdict = judge_error(False, step, (str(first_node), int(failed_step)), node)
-        if verdict is Failure.JOB:
-            self.announce_fatal(world, f"step {step} fails on every member that tries it: {error_text}")
-        return verdict
+        if json.loads(first)[0] == node:
+            return Failure.OWN
+        self.announce_fatal(world, f"step {step} fails on every member that tries it: {error_text}")
+        return Failure.JOB
 
     def why_left(self, world: World, decision: Decision, progress: tuple[Branches, int] | None) -> str | None:
         """What a member that has left `world` by an error of its own said of it; None where none did.

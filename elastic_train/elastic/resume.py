@@ -14,7 +14,7 @@ from elastic_train.elastic.process_group import set_group_timeout
 from elastic_train.elastic.restore import Restored, sync_from_freshest
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.trainer import Trainer
-from elastic_train.elastic.whole_steps import Beginning, comparison_of
+from elastic_train.elastic.whole_steps import Beginning
 from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_report import WorldReport
 from elastic_train.errors import StatesDiffer
@@ -112,7 +112,7 @@ class Resume:
         if self.has_state:
             self._files.note_run(world)
         set_group_timeout(STEP_TIMEOUT)
-        comparison = comparison_of(self._worker, self._trainer, world, voters)
+        comparison = self._trainer.states.comparison(world, voters)
         is_handed_over = first_ranks < world.world_size
         begin = Beginning(self._files.finish_claim, handover, comparison, is_handed_over)
         return Resumed(restored, begin, first_ranks)
@@ -164,7 +164,7 @@ class Resume:
         restored, num_givers = None, world.world_size - len(change.joined)
         if not self.has_state:
             handover = taking = Taking(state, 0, lambda clock: self._take_state(world, clock))
-            membership.arrival.is_ready_for(world)
+            membership.arrival.report_ready(world)
             num_givers = world.world_size - taking.wait_for_position(membership.arrival.check)
             restored = Restored("peer", state.step, 0)
             self._files.claim(world, has_state=False)  # not before: until they come, the others write as before

@@ -263,7 +263,7 @@ class Ring:
         state.clock.enter(Phase.FORM)
         self._interruption = Interruption("join" if ended is Outcome.SOME_JOIN else "leave")
         # What this worker said in that very step, not what it was told since.
-        return Stage.LEAVE if ended is Outcome.SOME_LEAVE and parts.trainer.last_votes[0] else Stage.MEET
+        return Stage.LEAVE if ended is Outcome.SOME_LEAVE and parts.trainer.last_votes.told_to_stop else Stage.MEET
 
     def stand_by(self) -> Stage:
         """As a spare: until the next world, or the end of the run."""

@@ -21,9 +21,9 @@ from elastic_train.elastic.whole_steps import BatchLoss, WholeSteps
 from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import WorldEnd
 from elastic_train.errors import UsageError
-from elastic_train.training.reduction import Share
+from elastic_train.training.reduction import Share, StepTotals
 from elastic_train.training.state import TrainState
-from elastic_train.training.step import StepResult, Votes
+from elastic_train.training.step import Votes
 from elastic_train.wording import kind_of
 from elastic_train.world import World
 
@@ -198,7 +198,7 @@ class Training:
             self._commit_whole(step.result)
             return
         self._parallel.require_made()
-        has_stepped = self._steps.require_sound()
+        has_stepped = self._steps.begin_commit()
         own_loss = scalar_of(loss)
         own_part = 0.0 if step.is_stand_in else own_loss * step.weight  # a stand-in's may be NaN
         sums.settle()
@@ -215,11 +215,10 @@ class Training:
             sums.follow(totals)
         self._end_if_decided()
 
-    def _commit_whole(self, result: StepResult) -> None:
+    def _commit_whole(self, totals: StepTotals) -> None:
         """Of a step that has brought loss and votes along."""
-        self._steps.commit(result.loss)
-        told_to_stop, leaving, joining = result.votes
-        self._end.follow((told_to_stop, leaving, joining))
+        self._steps.commit(totals.loss)
+        self._end.follow(Votes(*totals.votes))
         self._end_if_decided()
 
     def _end_if_decided(self) -> None:

@@ -13,9 +13,9 @@ from elastic_train.elastic.world_end import StepObserver
 from elastic_train.errors import UsageError
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
-from elastic_train.training.reduction import Share
+from elastic_train.training.reduction import Share, StepTotals
 from elastic_train.training.sampler import MicroBatch
-from elastic_train.training.step import StepResult, seed_model_draws
+from elastic_train.training.step import seed_model_draws
 
 
 @dataclass
@@ -26,7 +26,7 @@ class StepInHand:
     """of this rank's"""
     num_samples: int
     """this rank's"""
-    result: StepResult | None = None
+    result: StepTotals | None = None
     """where it was computed as a whole"""
     is_applied: bool = False
     """the optimizer has stepped"""
@@ -117,7 +117,7 @@ class SessionSteps:
         seed_model_draws(self._worker.config.seed, micro_batch.step, micro_batch.shard, self._worker.device)
         state.lock.let_go()
 
-    def require_sound(self) -> bool:
+    def begin_commit(self) -> bool:
         """The step in hand is about to be committed, and is from here on whatever happens. Returns whether the
         optimizer has stepped; else a GradScaler has skipped it, or gradients add up.
 

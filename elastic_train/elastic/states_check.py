@@ -1,60 +1,86 @@
-"""Whether the ranks of a world still hold the same weights and optimizer state as training goes on."""
+"""Whether the ranks of a world hold the same weights and optimizer state: when it begins, and as training goes on."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 
 from elastic_train.elastic.membership import Membership
-from elastic_train.elastic.whole_steps import ComparesStates, WholeSteps, compare, comparison_of
 from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import WorldEnd
 from elastic_train.errors import FormationFailed, StatesDiffer
+from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity
+from elastic_train.training.state_hash import StateComparison
 from elastic_train.world import World
 
 
-class TellsOfStates(ComparesStates, Protocol):
-    """Who remembers over the worlds what was told."""
+class StateChecks:
+    """Compares this worker's state with the others', in all its worlds."""
 
-    has_told_of_states: bool
+    def __init__(self, worker: Worker, membership: Membership) -> None:
+        self._worker, self._membership = worker, membership
+        self._is_able = True
+        """whether this worker's state hashes to what the others' does"""
+        self._has_told = False
+        """whether it was said that states are not equal, though a world has begun with equal ones"""
 
+    def comparison(self, world: World, voters: Sequence[int]) -> StateComparison | None:
+        """Of the ranks' states; None where there is nobody to compare with. `voters` as StateComparison's."""
+        if world.world_size == 1:
+            return None
+        worker = self._worker
+        is_ordered = worker.config.reduction == "ordered"  # else BatchNorm's statistics are each rank's own
+        return StateComparison(worker.state, worker.device, voters, with_buffers=is_ordered, is_able=self._is_able)
 
-def check_states(
-    trainer: TellsOfStates, worker: Worker, membership: Membership, world: World, whole: WholeSteps, end: WorldEnd
-) -> None:
-    """Compare hashes after a commit; every rank calls it after the same one. Blocks until all have.
+    def finish(self, comparison: StateComparison) -> None:
+        """Wait for this rank's hash, then for the others'. Raises: as `StateComparison.compare`; FormationFailed."""
+        worker, watcher = self._worker, self._membership.watcher
+        watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
+        comparison.finish_hash(self._membership.sockets.require_unbroken)
+        watcher.do(Activity.REDUCE)
+        comparison.compare()
+        optimizer = type(worker.state.optimizer).__name__
+        if comparison.why_not is not None:
+            worker.reporter.warn(
+                f"states are not compared: {optimizer} or the model cannot be hashed: {comparison.why_not}"
+            )
+            self._is_able = False
+        if comparison.is_lost_in_loading:  # on every rank alike
+            worker.reporter.debug(f"states are not compared any more: {optimizer} changes its state when it is loaded")
+            self._is_able = False
 
-    What differs here has been made by the code that is trained, which would do it again from any state: so it is told,
-    once in the life of a worker, and training goes on. A peer that is lost meanwhile is noted in `end`.
-    """
-    comparison = comparison_of(worker, trainer, world, range(world.world_size))
-    # What a world has begun with is judged by a comparison of its own.
-    if comparison is None or whole.is_comparing or end.lost is not None:
-        return
-    if worker.device.type == "cuda":  # the optimizer may have stepped on a stream of the user's
-        torch.cuda.synchronize(worker.device)
-    comparison.begin()
-    try:
-        compare(comparison, trainer, worker, membership)
-    except StatesDiffer as differ:
-        # Machines of two kinds drift apart by rounding, and who has joined may have the state of either.
-        if world.rank == 0 and not trainer.has_told_of_states and comparison.num_kinds == 1:
-            trainer.has_told_of_states = True
-            _tell(differ, worker, world)
-    except (RuntimeError, FormationFailed) as error:
-        end.note_lost(error)
-    membership.watcher.do(Activity.COMPUTE)
+    def check(self, world: World, end: WorldEnd) -> None:
+        """Compare after a commit; every rank calls it after the same one. Blocks until all have.
 
+        What differs here has been made by the code that is trained, which would do it again from any state: so it is
+        told, once in the life of a worker, and training goes on. A peer that is lost meanwhile is noted in `end`.
+        """
+        comparison = self.comparison(world, range(world.world_size))
+        if comparison is None or end.lost is not None:
+            return
+        if self._worker.device.type == "cuda":  # the optimizer may have stepped on a stream of the user's
+            torch.cuda.synchronize(self._worker.device)
+        comparison.begin()
+        try:
+            self.finish(comparison)
+        except StatesDiffer as differ:
+            # Machines of two kinds drift apart by rounding, and who has joined may have the state of either.
+            if world.rank == 0 and not self._has_told and comparison.num_kinds == 1:
+                self._has_told = True
+                self._tell(differ, world)
+        except (RuntimeError, FormationFailed) as error:
+            end.note_lost(error)
+        self._membership.watcher.do(Activity.COMPUTE)
 
-def _tell(differ: StatesDiffer, worker: Worker, world: World) -> None:
-    wrong = [world.members[rank].name for rank in differ.wrong]
-    worker.reporter.events.write("states_differ", wrong=wrong, has_majority=differ.has_majority, is_mended=False)
-    which = f"{', '.join(wrong)} hold others than most" if differ.has_majority else "there is no majority"
-    worker.reporter.warn(
-        f"the weights or optimizer states of {world.world_size} workers are not equal after step {worker.state.step}, "
-        f"and {which}: training goes on, and what is saved is rank 0's; the next world will go by the majority, or by "
-        "the newest snapshot. The code that is trained must do the same on every rank: one backward() and one "
-        "optimizer.step() for each batch, and schedulers among the extras"
-    )
+    def _tell(self, differ: StatesDiffer, world: World) -> None:
+        reporter, wrong = self._worker.reporter, [world.members[rank].name for rank in differ.wrong]
+        reporter.events.write("states_differ", wrong=wrong, has_majority=differ.has_majority, is_mended=False)
+        which = f"{', '.join(wrong)} hold others than most" if differ.has_majority else "there is no majority"
+        reporter.warn(
+            f"the weights or optimizer states of {world.world_size} workers are not equal after step "
+            f"{self._worker.state.step}, and {which}: training goes on, and what is saved is rank 0's; the next world "
+            "will go by the majority, or by the newest snapshot. The code that is trained must do the same on every "
+            "rank: one backward() and one optimizer.step() for each batch, and schedulers among the extras"
+        )

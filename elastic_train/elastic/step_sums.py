@@ -52,8 +52,7 @@ class LateTotals:
 
     @property
     def votes(self) -> Votes:
-        told_to_stop, leaving, joining = self.sums[3:6].tolist()
-        return int(told_to_stop), int(leaving), int(joining)
+        return Votes(*map(int, self.sums[3:6].tolist()))
 
     @property
     def seconds(self) -> float:
@@ -107,8 +106,7 @@ class StepSums:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing speaks against saving the state, once the sums are settled: a loss that is not finite, or a
-        lost peer, after which nobody knows whether it is."""
+        """False after a loss that is not finite, or a lost peer; ask once the sums are settled."""
         return self._diverged is None and self._end.lost is None
 
     def require_finite(self) -> None:

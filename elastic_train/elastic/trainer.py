@@ -22,13 +22,12 @@ from elastic_train.elastic.process_group import is_communication_error
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.session import Training
 from elastic_train.elastic.session_steps import SessionSteps
-from elastic_train.elastic.states_check import check_states
+from elastic_train.elastic.states_check import StateChecks
 from elastic_train.elastic.step_sums import StepSums
-from elastic_train.elastic.whole_steps import ALONE, BatchLoss, Beginning, WholeSteps, compare, stand_in_batch, warm_up
+from elastic_train.elastic.whole_steps import ALONE, BatchLoss, Beginning, WholeSteps, stand_in_batch, warm_up
 from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import StepObserver, WorldEnd, WorldEnds, votes_of
 from elastic_train.errors import StatesDiffer
-from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.reduction import Share
@@ -68,10 +67,7 @@ class Trainer:
         """when the step in hand, or the first one's world, was begun, by the monotonic clock"""
         self.last_votes: Votes = NO_VOTES
         """what this rank said in the last step"""
-        self.compares_states = True
-        """whether this worker's state hashes to what the others' does"""
-        self.has_told_of_states = False
-        """whether it was said that the ranks' states are not equal, though a world has begun with equal ones"""
+        self.states = StateChecks(worker, membership)
         self._has_looked_for_scheduler = False
         # A SyncBatchNorm would take a sample of the newcomer's into everybody's statistics.
         has_sync = any(isinstance(module, nn.SyncBatchNorm) for module in worker.state.model.modules())
@@ -101,14 +97,13 @@ class Trainer:
         state, watcher = self._worker.state, self._membership.watcher
         self._warn_of_kept_modules()
         state.set_modes()  # a function of the user's may have been interrupted in an evaluation of its own
-        if begin.finish_claim is not None and not self._is_bundled:
-            watcher.do(Activity.FORM, FIRST_SECONDS)  # a disk may take its time
-            begin.finish_claim()
+        if not self._is_bundled:  # at once: what is done with the weights is not known
+            begin.wait_for_claim(watcher)
+            if begin.comparison is not None:
+                begin.comparison.begin()
+                self.states.finish(begin.comparison)
             watcher.do(Activity.COMPUTE)
-        if begin.comparison is not None and not self._is_bundled:  # at once: what is done with the weights is not known
-            begin.comparison.begin()
-            compare(begin.comparison, self, self._worker, self._membership)
-            begin = replace(begin, comparison=None)
+            begin = replace(begin, finish_claim=None, comparison=None)
         if self._worker.config.compile or not self._is_bundled:  # it may compile; the shapes of the shares are others
             watcher.pace.expect_first_step()
         self._training = training = self._make_training(world, shares, begin)
@@ -195,7 +190,7 @@ class Trainer:
         """The parts of one world; this rank is in the training function from here on."""
         worker, membership = self._worker, self._membership
         observer = StepObserver(self, worker, membership, world)
-        end = WorldEnd(world, membership.watcher, observer)
+        end = WorldEnd(world, membership)
         sums = StepSums(worker, membership.watcher, world, observer, end, self._extras, self._votes)
         steps = SessionSteps(
             shares,
@@ -208,7 +203,7 @@ class Trainer:
         )
         parallel = OwnParallel(world, worker.device, membership.watcher, steps, sums)
         self._ddp_modules = parallel.made
-        whole = WholeSteps(worker, membership, world, begin, self, self._stand_in)
+        whole = WholeSteps(worker, membership, world, begin, self.states, self._stand_in)
         if self._is_bundled:  # before its first batch
             whole.prepare()
         steps.turn_to_function()
@@ -228,10 +223,12 @@ class Trainer:
         )
 
     def _check_states(self, world: World, whole: WholeSteps, end: WorldEnd) -> None:
+        if whole.is_comparing:  # what the world has begun with is judged by that
+            return
         # A loop of the user's own may be about to step a scheduler: what another thread saves now would lack that.
         lock = self._worker.state.lock
         with lock.released() if self._is_bundled else nullcontext():
-            check_states(self, self._worker, self._membership, world, whole, end)
+            self.states.check(world, end)
 
     def _votes(self) -> Votes:
         self.last_votes = votes_of(self._worker, self._membership)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,16 +14,18 @@ from torch import nn
 from elastic_train.elastic.handover import Handover
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.process_group import is_communication_error
+from elastic_train.elastic.states_check import StateChecks
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import ElasticTrainError, FormationFailed, first_line
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
+from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
 from elastic_train.training.epoch_dataset import EpochDataset
 from elastic_train.training.ordered import OrderedReduction
 from elastic_train.training.reduction import FastReduction, Loss, Reduction, Share, StepTotals, clip_gradients
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state_hash import StateComparison
-from elastic_train.training.step import NO_VOTES, StepResult, Votes, drop_gradients, task_loss, train_step
+from elastic_train.training.step import NO_VOTES, Votes, drop_gradients, task_loss, train_step
 from elastic_train.world import World
 
 BatchLoss = Callable[[nn.Module, Any], torch.Tensor]
@@ -43,26 +45,25 @@ class Beginning:
     is_handed_over: bool = False
     """whether some rank, not this one perhaps, gets its state within the first step"""
 
+    def wait_for_claim(self, watcher: Watcher) -> None:
+        if self.finish_claim is not None:
+            watcher.do(Activity.FORM, FIRST_SECONDS)  # a disk may take its time
+            self.finish_claim()
+
 
 ALONE = Beginning()
 """of a world in which there is nobody to hand the state to, or to compare it with"""
 
 
-class ComparesStates(Protocol):
-    """What knows whether this worker's state hashes to what the others' does."""
-
-    compares_states: bool
-
-
 class WholeSteps:
-    """Computes whole steps in one world. It is the `Reduction` of its steps: the one of --reduction, which tells the
-    watcher when it is over, and counts only if the group was not broken off meanwhile.
+    """Computes whole steps in one world. It is the `Reduction` of its steps: it wraps the one of --reduction.
 
-    gloo raises of itself then; NCCL's collectives, once aborted, end with garbage and no error.
+    It tells the watcher when that ends, and raises if the group was broken off meanwhile: gloo raises of itself then;
+    NCCL's collectives, once aborted, end with garbage and no error.
 
     Args:
         begin: is finished within the first ones.
-        trainer: is told where states cannot be compared.
+        states: compares what the ranks have begun with.
         stand_in: makes a batch of one sample, for a rank that has none in a step; its weight is 0.
     """
 
@@ -72,11 +73,11 @@ class WholeSteps:
         membership: Membership,
         world: World,
         begin: Beginning,
-        trainer: ComparesStates,
+        states: StateChecks,
         stand_in: Callable[[], Any],
     ) -> None:
         self._worker, self._membership, self._world = worker, membership, world
-        self._begin, self._trainer, self._stand_in = begin, trainer, stand_in
+        self._begin, self._states, self._stand_in = begin, states, stand_in
         self._reduction: Reduction | None = None
         self._loss: tuple[BatchLoss, Loss] | None = None
 
@@ -93,7 +94,7 @@ class WholeSteps:
         """Whether it is still to be compared what the ranks have begun with."""
         return self._begin.comparison is not None
 
-    def step(self, share: Share, loss: BatchLoss, votes: Votes) -> StepResult:
+    def step(self, share: Share, loss: BatchLoss, votes: Votes) -> StepTotals:
         """One step, which is applied then and not committed. Blocks until every rank has taken part.
 
         Raises:
@@ -121,7 +122,7 @@ class WholeSteps:
             raise
         self._finish(begin)
         if comparison is not None:
-            compare(comparison, self._trainer, self._worker, self._membership)
+            self._states.finish(comparison)
         self._begin = Beginning(comparison=begin.comparison) if begin.is_handed_over else ALONE
         self._membership.watcher.do(Activity.COMPUTE)  # the optimizer's step waits for nobody
         sockets.require_unbroken()
@@ -130,12 +131,10 @@ class WholeSteps:
 
     def _finish(self, begin: Beginning) -> None:
         """What was under way when the world began, in its first step."""
-        do = self._membership.watcher.do
-        if begin.finish_claim is not None:
-            do(Activity.FORM, FIRST_SECONDS)  # a disk may take its time
-            begin.finish_claim()
+        watcher = self._membership.watcher
+        begin.wait_for_claim(watcher)
         if begin.handover is not None:
-            do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
+            watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
             begin.handover.finish(self._membership.sockets.require_unbroken)
 
     def _clip(self) -> None:
@@ -187,32 +186,3 @@ def _make_reduction(worker: Worker, membership: Membership, world: World) -> Red
         num_votes=len(NO_VOTES),
         do=do,
     )
-
-
-def comparison_of(
-    worker: Worker, trainer: ComparesStates, world: World, voters: Sequence[int]
-) -> StateComparison | None:
-    """Of the ranks' states; None where there is nobody to compare with. `voters` as StateComparison's."""
-    if world.world_size == 1:
-        return None
-    is_ordered = worker.config.reduction == "ordered"  # else BatchNorm's statistics are each rank's own
-    return StateComparison(
-        worker.state, worker.device, voters, with_buffers=is_ordered, is_able=trainer.compares_states
-    )
-
-
-def compare(comparison: StateComparison, trainer: ComparesStates, worker: Worker, membership: Membership) -> None:
-    """Wait for this rank's hash, then for the others'. Raises: as `StateComparison.compare`; FormationFailed."""
-    membership.watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
-    comparison.finish_hash(membership.sockets.require_unbroken)
-    membership.watcher.do(Activity.REDUCE)
-    comparison.compare()
-    optimizer = type(worker.state.optimizer).__name__
-    if comparison.why_not is not None:
-        worker.reporter.warn(
-            f"states are not compared: {optimizer} or the model cannot be hashed: {comparison.why_not}"
-        )
-        trainer.compares_states = False
-    if comparison.is_lost_in_loading:  # on every rank alike
-        worker.reporter.debug(f"states are not compared from here on: {optimizer} changes its state when it is loaded")
-        trainer.compares_states = False

@@ -18,12 +18,11 @@ from elastic_train.errors import (
     UsageError,
     first_line,
 )
-from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import NOW, Activity, Failure
 from elastic_train.training.reduction import Share
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
-from elastic_train.training.step import JOINING, Outcome, Votes
+from elastic_train.training.step import Outcome, Votes
 from elastic_train.world import World
 
 MAX_FRUITLESS_WORLDS = 10
@@ -43,7 +42,8 @@ def votes_of(worker: Worker, membership: Membership) -> Votes:
     membership.note_reduction()
     told_to_stop, leaving = worker.stop.votes()
     # Where no peer is lost a vote ends the world: gloo may never end a collective that is cut while all work on it.
-    return told_to_stop, leaving or int(membership.watcher.store_silence.is_too_long), membership.joins.vote()
+    is_cut_off = membership.watcher.store_silence.is_too_long
+    return Votes(told_to_stop, leaving or int(is_cut_off), membership.joins.vote())
 
 
 class StepObserver:
@@ -51,7 +51,6 @@ class StepObserver:
 
     def __init__(self, clock: StepClock, worker: Worker, membership: Membership, world: World) -> None:
         self._clock, self._worker, self._world = clock, worker, world
-        self._membership = membership
         self._watcher = membership.watcher
         self._reporter = worker.reporter
         self._committed_at = time.monotonic()
@@ -89,10 +88,6 @@ class StepObserver:
         """Since this rank's commit before the step in hand, or since its world began."""
         return time.monotonic() - self._committed_at
 
-    def follow_votes(self, votes: Votes) -> None:
-        """What all have said in a step, once that is known."""
-        self._membership.joins.follow_vote(self._world, votes[JOINING])
-
 
 class WorldEnds(BaseException):
     """Unwinds a training function in which all ranks have agreed to stop; no Exception, which it might catch."""
@@ -109,10 +104,9 @@ class WorldEnd:
     step that is in hand then, on every rank alike; at once (`bring_forward`) where all ranks waited for the votes.
     """
 
-    def __init__(self, world: World, watcher: Watcher, observer: StepObserver) -> None:
+    def __init__(self, world: World, membership: Membership) -> None:
         self._world = world
-        self._watcher = watcher
-        self._observer = observer
+        self._membership = membership
         self.lost: Exception | None = None
         """with what a collective ended between two steps, where a peer was lost"""
         self._outcome: Outcome | None = None
@@ -138,13 +132,12 @@ class WorldEnd:
         """Do what all have decided, after the step in hand."""
         if self._outcome is not None:  # in the last step of a world nobody votes
             return
-        told_to_stop, leaving, joining = votes
-        self._observer.follow_votes(votes)
-        if told_to_stop == self._world.world_size:
+        self._membership.joins.follow_vote(self._world, votes.joining)
+        if votes.told_to_stop == self._world.world_size:
             self._next_outcome = Outcome.STOPPED
-        elif joining == NOW:
+        elif votes.joining == NOW:
             self._next_outcome = Outcome.SOME_JOIN
-        elif leaving:
+        elif votes.leaving:
             self._next_outcome = Outcome.SOME_LEAVE
 
     def bring_forward(self) -> None:
@@ -163,7 +156,7 @@ class WorldEnd:
         if not is_communication_error(error):
             raise error
         self.lost = error
-        self._watcher.announce_broken()
+        self._membership.watcher.announce_broken()
 
     def raise_if_lost(self) -> None:
         """Raises the error by which a peer was lost while the function was not looking."""
@@ -188,8 +181,10 @@ def judge(error: Exception, step: int, world: World, membership: Membership) -> 
             with suppress(StoreUnreachable):
                 membership.survivors.announce_fatal(world, str(error))
         return Failure.JOB
+    if is_communication_error(error):
+        return Failure.PEER
     try:
-        verdict = membership.survivors.judge(first_line(error), is_communication_error(error), step, world)
+        verdict = membership.survivors.judge_own(first_line(error), step, world)
         if verdict is Failure.OWN:
             membership.leave(world, "error")  # so that the others do not wait for this worker
         return verdict

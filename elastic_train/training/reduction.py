@@ -45,7 +45,7 @@ SHARES_BUFFERS = (
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What all ranks know after a step's reduction."""
+    """What all ranks know after a step's reduction, the same on each."""
 
     loss: float
     """mean over all samples of the step"""
@@ -107,7 +107,7 @@ class FastReduction:
         model: nn.Module,
         world: World,
         device: torch.device,
-        num_votes: int = 2,
+        num_votes: int,
         do: Callable[[Activity], None] = lambda _activity: None,
         **options: Any,
     ) -> None:

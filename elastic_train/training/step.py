@@ -5,37 +5,35 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from elastic_train.errors import TrainingDiverged, UsageError
-from elastic_train.training.reduction import Loss, Reduction, Share, freeze_statistics
+from elastic_train.training.reduction import Loss, Reduction, Share, StepTotals, freeze_statistics
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import Task
 from elastic_train.wording import kind_of
 
-Votes = tuple[int, int, int]
-"""what a rank says in each step: it was told to stop, 0 or 1; it leaves now, 0 or 1; what rank 0 knows of newcomers,
-0, SOON or NOW (protocol/plan.py)"""
-NO_VOTES: Votes = (0, 0, 0)
-JOINING = 2
-"""index of the last one"""
+
+class Votes(NamedTuple):
+    """What a rank says in each step, and the sums of that over the ranks."""
+
+    told_to_stop: int = 0
+    """0 or 1"""
+    leaving: int = 0
+    """it leaves now, 0 or 1"""
+    joining: int = 0
+    """what rank 0 knows of newcomers: 0, SOON or NOW (protocol/plan.py)"""
 
 
-@dataclass(frozen=True)
-class StepResult:
-    loss: float
-    """mean over all samples of the step, the same on every rank"""
-    votes: tuple[int, ...]
-    """the ranks' votes, summed; the same on every rank"""
+NO_VOTES = Votes()
 
 
 class Outcome(StrEnum):
@@ -51,8 +49,8 @@ class Outcome(StrEnum):
 
 
 def train_step(
-    state: TrainState, micro_batches: Share, reduction: Reduction, loss: Loss, votes: tuple[int, ...]
-) -> StepResult:
+    state: TrainState, micro_batches: Share, reduction: Reduction, loss: Loss, votes: Sequence[int]
+) -> StepTotals:
     """One optimizer step over the global batch; `state` is not committed yet.
 
     Raises:
@@ -75,7 +73,7 @@ def train_step(
         state.scaler.update()
     else:
         state.optimizer.step()
-    return StepResult(loss=totals.loss, votes=totals.votes)
+    return totals
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:

@@ -202,7 +202,7 @@ class SimParts:
         """In a world that was formed ahead: what all who trained have, and newcomers get with their first step."""
         membership, state = self._membership, self._state
         if not self.has_state:
-            membership.arrival.is_ready_for(world)
+            membership.arrival.report_ready(world)
         try:
             found = self._exchange_states(group)
         except GroupBroken:

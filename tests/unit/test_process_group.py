@@ -26,6 +26,7 @@ from torch.distributed import HashStore, TCPStore
 from elastic_train.config import Config, parse
 from elastic_train.elastic.process_group import is_communication_error, process_group
 from elastic_train.elastic.session_steps import SessionSteps, StepInHand
+from elastic_train.elastic.states_check import StateChecks
 from elastic_train.elastic.trainer import Program, Trainer
 from elastic_train.elastic.whole_steps import ALONE, Beginning, WholeSteps
 from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged
@@ -743,7 +744,7 @@ def test_a_step_that_a_scaler_skips_over_garbage_does_not_count(trainer: Trainer
     scaler.step(state.optimizer)
     scaler.update()
     with pytest.raises(FormationFailed) if has_reduced else nullcontext():
-        assert not steps.require_sound()
+        assert not steps.begin_commit()
     assert step.is_applied is not has_reduced, "else it is committed with the world's end"
 
 
@@ -767,7 +768,7 @@ def whole_steps(
     nothing: Any = None
     membership: Any = SimpleNamespace(sockets=sockets, watcher=SimpleNamespace(do=do))
     worker: Any = SimpleNamespace(config=parse([]), state=SimpleNamespace(optimizer=None))
-    steps = WholeSteps(worker, membership, nothing, begin, nothing, nothing)
+    steps = WholeSteps(worker, membership, nothing, begin, StateChecks(worker, membership), nothing)
     steps._reduction = inner
     return steps
 

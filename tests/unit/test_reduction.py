@@ -127,7 +127,7 @@ def run_case(case: Case, rank: int) -> Outcome:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=case.scale, enabled=True) if case.scale else None
     options = {case.option: True} if case.option else {}
-    reduction = FastReduction(model, local_world(rank, len(case.sizes)), CPU, **options)
+    reduction = FastReduction(model, local_world(rank, len(case.sizes)), CPU, num_votes=2, **options)
     outcome = Outcome()
 
     def loss(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> Tensor:
@@ -170,7 +170,7 @@ def run_with_statistics(rank: int, *others: nn.Module) -> list[tuple[Tensor, Ten
     layer = nn.BatchNorm1d(6)
     found: list[Tensor] = []
     layer.register_forward_pre_hook(lambda module, _inputs: found.append(module.running_mean.clone()))  # type: ignore[operator,union-attr]
-    reduction = FastReduction(nn.Sequential(layer, *others), local_world(rank, WORLD_SIZE), CPU)
+    reduction = FastReduction(nn.Sequential(layer, *others), local_world(rank, WORLD_SIZE), CPU, num_votes=2)
     seen = []
     for step in range(NUM_STEPS):
         share = make_share(TOGETHER["even"], step, rank)
@@ -316,7 +316,7 @@ def test_torch_warns_of_no_option_that_ddp_gets(worked: Path) -> None:
 def test_parts_on_devices_of_several_kinds_are_refused_in_one_line() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
     with pytest.raises(UsageError, match="parts on cpu and meta"):
-        FastReduction(model, local_world(0, 2), CPU)
+        FastReduction(model, local_world(0, 2), CPU, num_votes=2)
 
 
 def test_a_model_on_several_devices_is_left_where_it_is() -> None:

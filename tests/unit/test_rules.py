@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from elastic_train.errors import Refused
 from elastic_train.rules import (
     Activity,
-    Failure,
     MemberActivity,
     common_backend,
     connected,
     disagreement,
     freshest,
     is_cut_off,
-    judge_error,
     next_generation,
     next_members,
     require_agreement,
@@ -249,21 +247,7 @@ def test_each_is_held_to_what_it_said_itself() -> None:
     assert stalled({0: waits_long, 1: patient, 2: computes_long}, GENERATION) == {2}
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-
-def test_judge_error_for_every_combination() -> None:
-    for is_communication, step, name, first_step in itertools.product(
-        [False, True], [6, 7], [None, "me", "other"], [6, 7]
-    ):
-        first = None if name is None else (name, first_step)
-        if is_communication:
-            expected = Failure.PEER
-        elif name == "other" and first_step == step:
-            expected = Failure.JOB
-        else:
-            expected = Failure.OWN
-        assert judge_error(is_communication, step, first, "me") is expected
+# --- waits ------------------------------------------------------------------------------------------------------------
 
 
 def test_who_is_left_out_again_and_again_comes_back_ever_later() -> None:

@@ -80,7 +80,7 @@ class Fault:
     backend: ClassVar[str | None] = None
     """the only one that it goes with; None: any"""
     undo_after: ClassVar[float | None] = None
-    """seconds to `undo`, from the recovery, or without `changes_world` from the end of `inject`; None: it is not undone"""
+    """seconds to `undo`: from the recovery, or without `changes_world` from the end of `inject`; None: never"""
     snapshots: ClassVar[int] = 0
     """that are written while it lasts"""
     effects: ClassVar[frozenset[Effect]] = frozenset()
