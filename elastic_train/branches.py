@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-Address = tuple[str, int]
+from elastic_train.world import Address
+
 BRANCH = "branch"
 """the fact"""
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+Address = tuple[str, int]
+"""(IP or name, port)"""
+Point = Literal["meet", "init", "sync", "send", "step", "commit", "finish", "exit", "proposed", "planned", "formed"]
+"""of a worker's life at which a drill may inject a fault; elastic/fault_seam.py says what each is"""
 
 
 def host_name() -> str:
@@ -25,7 +30,7 @@ class Member:
     pid: int
     agent_pid: int
     """pid of the node's agent (torchrun); 0 without one"""
-    address: tuple[str, int]
+    address: Address
     """where it listens, for nothing but being probed: (IP, port)"""
     directory_id: str
     """names its run directory; members that share one have the same"""
@@ -37,7 +42,7 @@ class Member:
     """what must be equal for all members: task, flags, versions"""
     unreachable: tuple[int, ...] = ()
     """ranks of the last world whose listener it could not reach, where it had reason to look"""
-    store: tuple[str, int] | None = None
+    store: Address | None = None
     """(IP, port) of the store that it serves: the others' process group meets there where it is rank 0"""
     min_nodes: int = 1
     """with fewer nodes than this it does not train"""
@@ -162,6 +167,10 @@ class World:
         """Whether this is the lowest rank among those that share its run directory."""
         mine = self.me.directory_id
         return next(rank for rank, other in enumerate(self.members) if other.directory_id == mine) == self.rank
+
+
+Reach = Callable[[Point, World], None]
+"""told that this worker is at a point, on any thread"""
 
 
 def to_runs(ranks: Iterable[int]) -> str:

@@ -8,13 +8,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from elastic_train.errors import FormationFailed, ReturnedAlone, StoreUnreachable
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
-from elastic_train.world import World
+from elastic_train.world import Reach, World
 
 READY_POLL_SECONDS = 0.00005
 """the same for each member of a world while all of them ask rank 0, which answers some 20,000 times a second"""
@@ -22,13 +21,14 @@ SPARE_POLL_SECONDS = 0.01
 """between two looks of a spare; a part of what a recovery takes that waits for it"""
 
 
-class Limits(Protocol):
-    """What the configuration says of waiting."""
+@dataclass(frozen=True)
+class Waits:
+    """Seconds, by the flags of these names."""
 
-    @property
-    def peer_timeout(self) -> float: ...
-    @property
-    def wait_timeout(self) -> float: ...
+    formation_timeout: float
+    peer_timeout: float
+    wait_timeout: float
+    stall_timeout: float | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Surroundings:
     """waits so long at most for all that was started to end"""
     poll_seconds: float = 0.001
     """between two looks at a store"""
-    reach: Callable[[str, World], None] = lambda _point, _world: None
+    reach: Reach = lambda _point, _world: None
     """told at the points of an agreement and a join at which a drill may inject a fault, on any thread"""
 
 
@@ -58,7 +58,7 @@ class Barriers:
     """
 
     def __init__(
-        self, job: Job, watcher: Watcher, limits: Limits, around: Surroundings, check: Callable[[], None]
+        self, job: Job, watcher: Watcher, limits: Waits, around: Surroundings, check: Callable[[], None]
     ) -> None:
         self._job, self._watcher, self._limits = job, watcher, limits
         self._around, self._check = around, check

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from elastic_train.elastic.background import BackgroundThreads
-from elastic_train.elastic.barriers import Surroundings
+from elastic_train.elastic.barriers import Surroundings, Waits
 from elastic_train.elastic.formed_group import FormedGroup, can_form, form, form_timeout
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.stuck import StuckThread
@@ -35,14 +35,14 @@ from elastic_train.protocol.other_sides import OtherSides
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.probes import Probe, probe_all, refusing
 from elastic_train.protocol.signposts import Signposts, reach
-from elastic_train.protocol.store import Address, TorchStore, connect
+from elastic_train.protocol.store import TorchStore, connect
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.launch import Launch, max_nodes_of
 from elastic_train.runlog.reader import read_json
 from elastic_train.stopping import StopSignal
 from elastic_train.system import close_sockets_at
 from elastic_train.training.group_sockets import GroupSockets
-from elastic_train.world import Member, World
+from elastic_train.world import Address, Member, Reach, World
 
 MEMBERS_FILE = "members.json"
 """in a run directory: where members of the job that writes into it can be found"""
@@ -73,16 +73,6 @@ class Return:
 
 
 @dataclass(frozen=True)
-class Waits:
-    """Seconds; `next_world.Limits`."""
-
-    formation_timeout: float
-    peer_timeout: float
-    wait_timeout: float
-    stall_timeout: float | None = None
-
-
-@dataclass(frozen=True)
 class Applicant:
     """A worker that looks for its job."""
 
@@ -102,7 +92,7 @@ class Applicant:
     goes_on: bool = False
     arbiter: Arbiter | None = None
     """both as `PeerJob`'s; without effect but under c10d"""
-    reach: Callable[[str, World], None] = Surroundings.reach
+    reach: Reach = Surroundings.reach
     """as `Surroundings`'s"""
 
 

@@ -27,12 +27,14 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from elastic_train.errors import UsageError
+from elastic_train.world import Point
 
 VARIABLE = "ELASTIC_TRAIN_FAULT"
 ACTIONS = ("kill", "kill-node", "freeze", "stop", "error", "memory", "hang")
-POINTS = ("meet", "init", "sync", "send", "step", "commit", "finish", "exit", "proposed", "planned", "formed")
+POINTS = get_args(Point)
 CONDITIONS = ("rank", "generation", "step", "local_rank", "host")
 
 
@@ -66,9 +68,8 @@ class FaultSeam:
         self._pending = parse(text)
         self._agent_pid = agent_pid
 
-    def reach(self, point: str, **here: int | str) -> None:
+    def reach(self, point: Point, **here: int | str) -> None:
         """This worker is at `point`; `here` are the values that conditions are compared with."""
-        assert point in POINTS, point
         if not self._pending:
             return
         for fault in self._pending:

@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, Store
 from elastic_train.errors import FormationFailed, first_line
 from elastic_train.rules import seconds_to_form
 from elastic_train.system import copy_of_socket, open_sockets
+from elastic_train.world import Address
 
 BACKEND = "formed"
 """the name under which torch knows a group of this kind"""
@@ -32,7 +33,6 @@ FORM_SECONDS = 10.0
 """at least, for a group that is formed beside another one: nobody waits for it but the thread that forms"""
 ATTEMPTS = 3
 
-Address = tuple[str, int]
 
 _to_install: list[Any] = []
 

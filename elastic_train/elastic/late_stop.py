@@ -65,7 +65,7 @@ class LateStop:
                 reporter.close()
                 self._worker.directory.ownership.release()
         except Exception as error:  # the training thread waits for the end, and nobody else would tell of it
-            reporter.events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
+            reporter.failed(error)
             show_traceback(error, is_debug=self._worker.config.debug)
         finally:
             if code is not None:

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from elastic_train.branches import BRANCH, POSITION, Branch, Branches, Position, id_of, id_on
-from elastic_train.elastic.barriers import Barriers, Limits, Surroundings
+from elastic_train.elastic.barriers import Barriers, Surroundings, Waits
 from elastic_train.elastic.formed_group import FormedGroup
 from elastic_train.elastic.joins import Arrival, Joins
 from elastic_train.elastic.next_world import Forming, Survivors
@@ -146,7 +146,7 @@ class Membership:
     Args:
         job: what the workers share.
         watcher: not yet started.
-        limits: `formation_timeout`, `peer_timeout` and `wait_timeout`, in seconds.
+        limits: how long it waits.
         uid: of this process.
         address: where its pings are answered.
         store_address: of the store that it serves.
@@ -170,7 +170,7 @@ class Membership:
         self,
         job: Job,
         watcher: Watcher,
-        limits: Limits,
+        limits: Waits,
         *,
         uid: str,
         address: tuple[str, int],

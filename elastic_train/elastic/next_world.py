@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from elastic_train.branches import Branches
-from elastic_train.elastic.barriers import Limits, Surroundings, expect_answer
+from elastic_train.elastic.barriers import Surroundings, Waits, expect_answer
 from elastic_train.errors import FormationFailed, LeftOut, StoreUnreachable
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, Fatal, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.job import Job
@@ -67,7 +67,7 @@ class Survivors:
         self,
         job: Job,
         watcher: Watcher,
-        limits: Limits,
+        limits: Waits,
         around: Surroundings,
         *,
         facts: dict[str, str],

@@ -26,7 +26,7 @@ from elastic_train.errors import (
     SnapshotError,
     TaskMismatch,
 )
-from elastic_train.rules import freshest
+from elastic_train.rules import disagreement, freshest
 from elastic_train.storage.past_snapshots import PastSnapshots, require_none_written
 from elastic_train.storage.run_record import RunRecord, run_to_continue
 from elastic_train.storage.snapshot import STATE_FILE, SnapshotInfo, load_state
@@ -301,12 +301,13 @@ def require_line(offers: Sequence[SnapshotInfo], theirs: Position) -> None:
 
 def require_same_task(offer: SnapshotInfo, task: Mapping[str, Any]) -> None:
     """Raises TaskMismatch, naming both values, where a snapshot is of something else than these flags train."""
-    for name in sorted(offer.task.keys() | task.keys()):
-        if offer.task.get(name) != task.get(name):
-            raise TaskMismatch(
-                f"snapshot {offer.path} is of a run with {name} {offer.task.get(name)!r}, the flags say "
-                f"{task.get(name)!r}: give the same, another --run-dir, or --fresh to start anew"
-            )
+    found = disagreement(offer.task, task)
+    if found is not None:
+        name, theirs, ours = found
+        raise TaskMismatch(
+            f"snapshot {offer.path} is of a run with {name} {theirs!r}, the flags say {ours!r}: give the same, another "
+            "--run-dir, or --fresh to start anew"
+        )
 
 
 def _compare_extras(state: TrainState, loaded: Mapping[str, Any], source: str, warn: Warn) -> None:

@@ -226,19 +226,20 @@ class Ring:
             if not parts.resume.has_state:
                 parts.trainer.warm_up()
         self._group.enter(parts.open_group(world, formed))
+        self._has_formed = True
+        membership.watcher.enter(world)
         return Stage.SYNC
 
     def sync(self) -> Stage:
         """Come to one state, and report the world."""
-        world, membership, parts, state = self._present, self._membership, self._parts, self._worker.state
-        formed, self._formed, self._has_formed = self._formed, None, True
-        membership.watcher.enter(world)
+        world, parts, state = self._present, self._parts, self._worker.state
+        formed, self._formed = self._formed, None
         self._worker.reach("sync", world)
         self._resumed = resumed = parts.resume.into(world, self._change, is_formed_ahead=formed is not None)
         state.generation, state.generations = world.generation, state.generations + 1
         init, sync = self._began - parts.trainer.step_started, self._clock() - self._began
         parts.report.stands(
-            world, membership.side.branch, self._change, self._interruption, resumed.restored, init, sync
+            world, self._membership.side.branch, self._change, self._interruption, resumed.restored, init, sync
         )
         return Stage.FINISH if state.is_finished else Stage.TRAIN
 
@@ -335,3 +336,4 @@ STAGES: dict[Stage, Callable[[Ring], Stage | int]] = {
     Stage.STOP: Ring.stop,
     Stage.FINISH: Ring.finish,
 }
+assert STAGES.keys() == set(Stage)

@@ -9,8 +9,9 @@ from datetime import timedelta
 from functools import partial
 
 from elastic_train.config import Config, max_world_size
+from elastic_train.elastic.barriers import Waits
 from elastic_train.elastic.claims import arbiter_of
-from elastic_train.elastic.connect import Applicant, Return, Waits, connect_worker
+from elastic_train.elastic.connect import Applicant, Return, connect_worker
 from elastic_train.elastic.earlier_run import EarlierRun
 from elastic_train.elastic.exits import CONTINUE, MEND_FIRST, Exits
 from elastic_train.elastic.formed_group import FormedGroup
@@ -82,7 +83,7 @@ def run_worker(worker: Worker, program: Program) -> int:
         reporter.log(f"{finished}; nothing left to do")
         return finished.exit_code
     except BaseException as error:
-        reporter.events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
+        reporter.failed(error)
         raise
     finally:
         ends.close()

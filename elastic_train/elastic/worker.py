@@ -43,7 +43,7 @@ from elastic_train.training.ordered import check_model
 from elastic_train.training.state import TrainState, build_optimizer
 from elastic_train.training.tasks import Task, build_task, load_task, make_own_task
 from elastic_train.wording import count, kind_of
-from elastic_train.world import World, host_name
+from elastic_train.world import Point, World, host_name
 
 LOCAL_FLAGS = names_of(PlaceFlags, NodeFlags)
 """flags that members need not agree on"""
@@ -84,7 +84,7 @@ class Worker:
     def snapshot_key(self) -> bytes | None:
         return key_of(self.config)
 
-    def reach(self, point: str, world: World) -> None:
+    def reach(self, point: Point, world: World) -> None:
         """This worker is at a point of the fault seam."""
         self.faults.reach(
             point,
@@ -177,7 +177,7 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
         task.describe()  # reads the test set too: a fault in it should show now
         data = identify(task.train_set, seed=config.seed, collate=task.collate, may_read=config.num_workers == 0)
     except BaseException as error:
-        reporter.events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
+        reporter.failed(error)
         raise
     return Worker(
         config,

@@ -129,6 +129,10 @@ class Reporter:
         prefix = "" if self._world is None or self._world.rank == 0 else f"rank {self._world.rank}: "
         self._print(f"warning: {prefix}{message}")
 
+    def failed(self, error: BaseException) -> None:
+        """This worker ends with it."""
+        self.events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
+
     def debug(self, message: str) -> None:
         if self._log.isEnabledFor(logging.DEBUG):
             self._print(message)

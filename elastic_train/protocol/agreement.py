@@ -29,7 +29,7 @@ from typing import Any
 from elastic_train.errors import FormationFailed
 from elastic_train.protocol.job import Denied, Job
 from elastic_train.rules import next_generation, next_members
-from elastic_train.world import Member, World, from_runs, to_runs
+from elastic_train.world import Member, Reach, World, from_runs, to_runs
 
 NUM_AWAITED = 3
 """of the lower ranks that may propose, those that a member watches: the first of them may be silent"""
@@ -87,9 +87,11 @@ class Decision:
     """what the members know of the job, for the newcomers"""
 
     def to_json(self) -> str:
+        return json.dumps(self.to_fields(), separators=(",", ":"))
+
+    def to_fields(self) -> dict[str, Any]:
         runs = {name: to_runs(getattr(self, name)) for name in ("ranks", "lost", "left")}
-        new = [member.to_fields() for member in self.new]
-        return json.dumps(vars(self) | runs | {"new": new}, separators=(",", ":"))
+        return vars(self) | runs | {"new": [member.to_fields() for member in self.new]}
 
     @staticmethod
     def from_json(text: str) -> Decision:
@@ -212,7 +214,7 @@ class Agreement:
         watched: Callable[[], Collection[int]] | None = None,
         watch_too: Callable[[Collection[int]], None] = lambda _ranks: None,
         witnesses: Callable[[int], Collection[int]] = lambda _rank: (),
-        reach: Callable[[str, World], None] = lambda _point, _world: None,
+        reach: Reach = lambda _point, _world: None,
     ) -> None:
         others = [rank for rank in range(len(world.members)) if rank != world.rank]
         self._watched, self._watch_too, self._witnesses = watched or (lambda: others), watch_too, witnesses

@@ -261,6 +261,6 @@ class Arbitration:
 
 def silent_members(worlds: Sequence[Voters], side: Collection[str]) -> tuple[str, ...]:
     """Members of the worlds since the last settled one that are neither in the side nor proven dead."""
-    everybody = dict.fromkeys(uid for voters in worlds for uid in voters.members if uid not in voters.dead)
+    everybody = dict.fromkeys(uid for voters in worlds for uid in voters.members)
     dead = {uid for voters in worlds for uid in voters.dead}
     return tuple(uid for uid in everybody if uid not in side and uid not in dead)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from elastic_train.errors import FormationFailed, StoreUnreachable
-from elastic_train.protocol.store import Address, Clients, KeyValueStore
-from elastic_train.world import Member, World
+from elastic_train.protocol.store import Clients, KeyValueStore
+from elastic_train.world import Address, Member, World
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ class Newcomers:
         parent = World(0, decision.generation - 1, old) if old else None
         world = decision.world_for(uid, parent, self._max_world_size)
         assert world is not None, "only those in it are told"
-        self._known.voters = tuple(Voters.from_json(one) for one in told["worlds"])
+        self._known.voters = tuple(Voters.from_fields(one) for one in told["worlds"])
         self._arbitration.take_over(told.get("shared", {}))
         self._known.has_state = told.get("settled", False)
         return Admitted(world, decision.facts, came_later=bool(old))
@@ -203,9 +203,9 @@ class Newcomers:
         old = () if world is None else decision.members_after(world)[: len(decision.ranks)]
         after = Voters.of(decision.uid, decision.members_after(world)[: self._max_world_size])  # a spare has no state
         told = {
-            "decision": json.loads(replace(decision, ranks=tuple(range(len(old)))).to_json()),
-            "old": [json.loads(one.to_json()) for one in old],
-            "worlds": [one.without(decision.dead).to_json() for one in self._known.voters] + [after.to_json()],
+            "decision": replace(decision, ranks=tuple(range(len(old)))).to_fields(),
+            "old": [one.to_fields() for one in old],
+            "worlds": [one.without(decision.dead).to_fields() for one in self._known.voters] + [after.to_fields()],
             "shared": self._arbitration.known(self._known.voters),
             "settled": self._known.has_state,
         }

@@ -9,7 +9,8 @@ from datetime import timedelta
 from torch.distributed import Store
 
 from elastic_train.protocol.signposts import CALL_SECONDS
-from elastic_train.protocol.store import Address, KeyValueStore, TorchStore
+from elastic_train.protocol.store import KeyValueStore, TorchStore
+from elastic_train.world import Address
 
 
 class Launcher:

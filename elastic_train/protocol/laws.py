@@ -58,11 +58,11 @@ class Voters:
         """Those that vote: living voters, or all living members where there is none."""
         return self.living or tuple(member for member in self.members if member not in self.dead)
 
-    def to_json(self) -> list[Any]:
+    def to_fields(self) -> list[Any]:
         return [self.world, self.nodes, sorted(self.dead), self.members]
 
     @staticmethod
-    def from_json(value: Any) -> Voters:
+    def from_fields(value: Any) -> Voters:
         world, nodes, dead, members = value
         return Voters(str(world), tuple(nodes), frozenset(dead), tuple(members))
 

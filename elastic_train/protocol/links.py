@@ -23,7 +23,6 @@ from functools import partial
 from elastic_train.protocol.canary import Canary
 from elastic_train.protocol.neighbours import (
     LONGEST_LINE,
-    Address,
     Callers,
     Heard,
     Hearing,
@@ -31,6 +30,7 @@ from elastic_train.protocol.neighbours import (
     head,
     through_suspends,
 )
+from elastic_train.world import Address
 
 CONNECT_SECONDS = 1.0
 """after which an attempt to connect is begun anew, and a connection given up whose other kernel acknowledges nothing:

@@ -19,7 +19,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-Address = tuple[str, int]
+from elastic_train.world import Address
+
 LONGEST_LINE = 65536
 
 

@@ -18,8 +18,8 @@ from contextlib import suppress
 from elastic_train.branches import POSITION, Branch, Position
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.join_queue import Finder, address_of
-from elastic_train.protocol.store import Address, Clients, KeyValueStore
-from elastic_train.world import World
+from elastic_train.protocol.store import Clients, KeyValueStore
+from elastic_train.world import Address, World
 
 SUPERSEDED = "superseded"
 """key in a member's own store: the position of the side for which it stops"""

@@ -23,8 +23,8 @@ from elastic_train.protocol.branch_off import BranchOff
 from elastic_train.protocol.job import SETTLED_REDUCTIONS, Denied, InQueue, Over, Place
 from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting, stores_by_node
 from elastic_train.protocol.known_worlds import Announcements, KnownWorlds, Newcomers
-from elastic_train.protocol.store import Address, Afresh, Clients, KeyValueStore, Notes, OwnStore, entries, scoped
-from elastic_train.world import Member, World
+from elastic_train.protocol.store import Afresh, Clients, KeyValueStore, Notes, OwnStore, entries, scoped
+from elastic_train.world import Address, Member, World
 
 
 class Facts:

@@ -27,7 +27,7 @@ from elastic_train.errors import FormationFailed, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.store import Notes
-from elastic_train.world import Member, World
+from elastic_train.world import Member, Reach, World
 
 HERE_SECONDS = 2.0
 """that rank 0 waits for an answer of the newcomers"""
@@ -52,8 +52,8 @@ class Plan:
     decision: Decision
 
     def to_json(self) -> str:
-        old = [json.loads(member.to_json()) for member in self.old]
-        return json.dumps({"parent": self.parent, "old": old, "decision": json.loads(self.decision.to_json())})
+        old = [member.to_fields() for member in self.old]
+        return json.dumps({"parent": self.parent, "old": old, "decision": self.decision.to_fields()})
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -87,7 +87,7 @@ class Preparation:
         form: Callable[[World], Any],
         clock: Callable[[], float],
         sleep: Callable[[float], None],
-        reach: Callable[[str, World], None] = lambda _point, _world: None,
+        reach: Reach = lambda _point, _world: None,
     ) -> None:
         self._job, self._form, self._clock, self._sleep, self._reach = job, form, clock, sleep, reach
         self.world: World | None = None

@@ -27,8 +27,7 @@ from elastic_train.errors import StoreUnreachable, first_line
 from elastic_train.protocol.names import is_local, look_up
 from elastic_train.protocol.store import KeyValueStore, TorchStore, connect
 from elastic_train.system import close_sockets_at
-
-Address = tuple[str, int]
+from elastic_train.world import Address
 
 NAME_SECONDS = 10.0
 """after which it is asked anew whether an endpoint's name is this machine's"""

@@ -20,7 +20,7 @@ from torch.distributed import Store, TCPStore
 
 from elastic_train.errors import StoreUnreachable, first_line
 from elastic_train.system import copy_of_socket, open_sockets
-from elastic_train.world import Member, World
+from elastic_train.world import Address, Member, World
 
 
 class Notes(Protocol):
@@ -275,7 +275,6 @@ class MemoryStore:
         return self  # a dictionary serves all threads
 
 
-Address = tuple[str, int]
 Answer = TypeVar("Answer")
 NUM_PROPOSERS = 2
 """ranks that keep a connection to everybody: who proposes, and who does when that one is lost"""

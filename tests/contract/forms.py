@@ -24,11 +24,11 @@ from elastic_train.protocol.job import Job
 from elastic_train.protocol.join_queue import Finder, Size
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.signposts import Signposts, reach
-from elastic_train.protocol.store import Address, KeyValueStore, MemoryStore, TorchStore
+from elastic_train.protocol.store import KeyValueStore, MemoryStore, TorchStore
 from elastic_train.rendezvous.etcd_members import EtcdJob
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.tools.drills.nodes import free_port
-from elastic_train.world import Member
+from elastic_train.world import Address, Member
 
 MIN_NODES = 3
 PEER_TIMEOUT = 2.0

@@ -9,8 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from elastic_train.elastic.barriers import Surroundings
-from elastic_train.elastic.connect import Waits
+from elastic_train.elastic.barriers import Surroundings, Waits
 from elastic_train.elastic.membership import Change, Membership
 from elastic_train.errors import JobFinished, LeftOut
 from elastic_train.protocol.liveness import Watcher

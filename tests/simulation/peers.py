@@ -45,8 +45,8 @@ class PeersForm:
         )
 
     def begin(self, founders: Sequence[Worker], decision: Decision) -> None:
-        worlds = [Voters.of(decision.uid, decision.new[: self._simulation.plan.max_world_size]).to_json()]
-        told = json.dumps({"decision": json.loads(decision.to_json()), "old": [], "worlds": worlds})
+        worlds = [Voters.of(decision.uid, decision.new[: self._simulation.plan.max_world_size]).to_fields()]
+        told = json.dumps({"decision": decision.to_fields(), "old": [], "worlds": worlds})
         for worker in founders:
             worker.process.memory.put("admitted", told)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from elastic_train.elastic.barriers import Surroundings
+from elastic_train.elastic.barriers import Surroundings, Waits
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.quarantined import Quarantined
 from elastic_train.errors import JobFinished, LeftOut, SecondJob, StoreUnreachable, Superseded
@@ -30,13 +29,6 @@ AHEAD_SECONDS = 10.0
 MAX_NODES = 16
 POLL_SECONDS = 0.02
 """longer ones make fewer events"""
-
-
-@dataclass(frozen=True)
-class _Limits:
-    peer_timeout: float
-    formation_timeout: float = 60.0
-    wait_timeout: float = 1e9
 
 
 class Worker:
@@ -106,7 +98,7 @@ class Worker:
         self.membership = Membership(
             self.job,
             self.watcher,
-            _Limits(peer_timeout),
+            Waits(60.0, peer_timeout, 1e9),
             uid=self.uid,
             address=process.address,
             store_address=process.address,

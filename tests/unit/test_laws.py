@@ -202,7 +202,7 @@ def test_two_agents_on_one_host_are_two_nodes() -> None:
 @pytest.mark.parametrize("dead", [frozenset(), frozenset("b"), frozenset("abc")])
 def test_what_is_written_is_read(dead: frozenset[str]) -> None:
     voters = world(3, dead)
-    assert Voters.from_json(json.loads(json.dumps(voters.to_json()))) == voters
+    assert Voters.from_fields(json.loads(json.dumps(voters.to_fields()))) == voters
 
 
 # --- deaths -----------------------------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ from elastic_train.protocol.heartbeat import FIRST_SECONDS, Pace, verdicts_of
 from elastic_train.protocol.laws import IN_TIME
 from elastic_train.protocol.links import Links
 from elastic_train.protocol.liveness import Watcher
-from elastic_train.protocol.neighbours import STANDARD, Address, Heard, Topology
+from elastic_train.protocol.neighbours import STANDARD, Heard, Topology
 from elastic_train.protocol.probes import Probe, probe, probe_all, refusing
 from elastic_train.rules import Activity
-from elastic_train.world import Member, World
+from elastic_train.world import Address, Member, World
 
 PEER_TIMEOUT = 2.0
 STALL_TIMEOUT = 5.0

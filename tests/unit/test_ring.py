@@ -21,7 +21,7 @@ from elastic_train.elastic.whole_steps import ALONE
 from elastic_train.elastic.world_end import MAX_FRUITLESS_WORLDS
 from elastic_train.errors import FormationFailed, StatesDiffer, Stopped, StoreUnreachable
 from elastic_train.rules import Failure
-from elastic_train.training.step import Outcome
+from elastic_train.training.step import NO_VOTES, Outcome, Votes
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
 
@@ -47,7 +47,7 @@ class Fake:
         self.now = 0.0
         self.has_state = False
         self.step_started = 0.0
-        self.last_votes = (0, 0, 0)
+        self.last_votes = NO_VOTES
         self.is_open = False
         self.held: weakref.ref[Thing] | None = None
         self.error_of_end: Exception | None = None
@@ -122,7 +122,7 @@ class Fake:
                 wait_for_left_out=noting("wait for left out"),
                 stand_by=noting("stand by"),
             ),
-            survivors=SimpleNamespace(judge=noting("judge", Failure.PEER)),
+            survivors=SimpleNamespace(judge_own=noting("judge", Failure.OWN)),
             next_world=self.next_world,
             leave=noting("tell that it leaves"),
         )
@@ -214,9 +214,7 @@ def test_a_lost_peer_leads_to_the_next_world() -> None:
     assert fake.ring().run() == 0
     calls = [call for call in fake.calls if " -> " not in call]
     broken = calls.index("broken")
-    assert calls[broken : broken + 7] == [
-        "broken", "group broken off", "group gone", "judge", "lose step", "agree", "lost",
-    ]  # fmt: skip
+    assert calls[broken : broken + 6] == ["broken", "group broken off", "group gone", "lose step", "agree", "lost"]
     assert fake.told["agree"] == [{"has_formed": True, "is_by_vote": False, "is_planned": False}]
     assert fake.calls.count("find") == 1
 
@@ -233,7 +231,7 @@ def test_what_ends_an_agreement_is_not_judged() -> None:
     fake = Fake(train=[LOST], agree=[StoreUnreachable("the store is gone")])
     with pytest.raises(StoreUnreachable):
         fake.ring().run()
-    assert fake.calls.count("judge") == 1, "that of the lost peer"
+    assert fake.calls.count("broken") == 1, "the lost peer's"
 
 
 @pytest.mark.parametrize("verdict", [Failure.OWN, Failure.JOB])
@@ -256,7 +254,7 @@ def test_a_world_that_ends_by_a_vote(outcome: Outcome, is_planned: bool) -> None
 
 def test_who_was_told_to_stop_leaves_alone() -> None:
     fake = Fake(train=[Outcome.SOME_LEAVE])
-    fake.last_votes = (1, 1, 0)
+    fake.last_votes = Votes(told_to_stop=1, leaving=1)
     assert fake.ring().run() == 143
     assert fake.stages[-2:] == ["train -> leave", "leave -> 143"]
 
@@ -386,14 +384,14 @@ def test_what_ends_the_wait_for_nodes_is_not_judged() -> None:
     fake = Fake(train=[LOST], agree=[(few, Change()), FormationFailed("nobody came")])
     with pytest.raises(FormationFailed, match="nobody came"):
         fake.ring().run()
-    assert fake.calls.count("judge") == 1
+    assert fake.calls.count("broken") == 1
 
 
 @pytest.mark.parametrize("way", ["finish", "stop", "leave"])
 def test_a_peer_that_is_lost_on_the_way_out_leads_to_the_next_world(way: str) -> None:
     outcome = {"finish": Outcome.FINISHED, "stop": Outcome.STOPPED, "leave": Outcome.SOME_LEAVE}[way]
     fake = Fake(train=[outcome, outcome], **{way: [FormationFailed("a peer is lost")]})
-    fake.last_votes = (1, 1, 0)
+    fake.last_votes = Votes(told_to_stop=1, leaving=1)
     assert fake.ring().run() in (0, 143)
     assert fake.calls.count(way) == 2
 

@@ -27,13 +27,13 @@ from elastic_train.protocol.launcher import Launcher
 from elastic_train.protocol.names import is_local
 from elastic_train.protocol.signposts import (
     STRANGER_SECONDS,
-    Address,
     Signposts,
     Stranger,
     reach,
     serve,
 )
 from elastic_train.tools.drills.nodes import free_port
+from elastic_train.world import Address
 from tests.processes import freeze
 
 DEADLINE = 30.0

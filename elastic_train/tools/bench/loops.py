@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
-from elastic_train.elastic.connect import Applicant, Waits, connect_worker
+from elastic_train.elastic.barriers import Waits
+from elastic_train.elastic.connect import Applicant, connect_worker
 from elastic_train.elastic.loop import bundled
 from elastic_train.elastic.membership import new_token
 from elastic_train.elastic.own_loop import OwnTask

@@ -21,8 +21,8 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from elastic_train.elastic.barriers import Surroundings
-from elastic_train.elastic.connect import OWN_SECONDS, Waits, answering
+from elastic_train.elastic.barriers import Surroundings, Waits
+from elastic_train.elastic.connect import OWN_SECONDS, answering
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.standing import standing_in
 from elastic_train.errors import FormationFailed, first_line
@@ -34,10 +34,10 @@ from elastic_train.protocol.liveness import Watcher, ping_interval
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.probes import refusing
 from elastic_train.protocol.signposts import reach
-from elastic_train.protocol.store import Address, KeyValueStore, TorchStore
+from elastic_train.protocol.store import KeyValueStore, TorchStore
 from elastic_train.rules import NOW, Activity
 from elastic_train.training.group_sockets import GroupSockets
-from elastic_train.world import Member, World
+from elastic_train.world import Address, Member, World
 
 HOST = "127.0.0.1"
 PEER_TIMEOUT = 60.0

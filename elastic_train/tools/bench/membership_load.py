@@ -27,11 +27,11 @@ from elastic_train.errors import ElasticTrainError
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.laws import Voters
 from elastic_train.protocol.liveness import ping_interval
-from elastic_train.protocol.store import NUM_PROPOSERS, Address
+from elastic_train.protocol.store import NUM_PROPOSERS
 from elastic_train.tools.bench import table
 from elastic_train.tools.bench.members import PEER_TIMEOUT, Crew, Sent, interval_for
 from elastic_train.tools.bench.table import BenchRow
-from elastic_train.world import Member
+from elastic_train.world import Address, Member
 
 QUICK = (2, 8, 32)
 THOROUGH = (2, 8, 32, 128, 512)
@@ -111,8 +111,8 @@ class Crews:
     def form(self) -> None:
         """A first world that everybody is told."""
         decision = Decision(0, "bench-0", (), tuple(self._members))
-        worlds = [Voters.of(decision.uid, decision.new).to_json()]
-        text = json.dumps({"decision": json.loads(decision.to_json()), "old": [], "worlds": worlds})
+        worlds = [Voters.of(decision.uid, decision.new).to_fields()]
+        text = json.dumps({"decision": decision.to_fields(), "old": [], "worlds": worlds})
         for crew in self.crews:
             crew.pipe.send(text)
         self._wait_for_world()

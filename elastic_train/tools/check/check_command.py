@@ -86,7 +86,8 @@ def wanted_of(arguments: argparse.Namespace, launch: Launch, environ: Mapping[st
 def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.Namespace) -> Gathered:
     """Everything that the rules look at; of this worker alone where no world comes about."""
     # Here, for they import torch, and a wrong flag should be told before that.
-    from elastic_train.elastic.connect import Applicant, Waits, connect_worker
+    from elastic_train.elastic.barriers import Waits
+    from elastic_train.elastic.connect import Applicant, connect_worker
     from elastic_train.elastic.worker import default_run_name
     from elastic_train.tools.check.here import look_here, trial_place
     from elastic_train.tools.check.together import look_together, meet_others

@@ -10,7 +10,6 @@ from elastic_train.tools.drills.etcd_faults import EtcdSignalFault
 from elastic_train.tools.drills.faults import SignalRow
 from elastic_train.tools.drills.injection import Fault
 
-# The order is part of what a seed draws.
 _TABLE: tuple[SignalRow | type[Fault], ...] = (
     SignalRow("kill", "SIGKILL to every process of a node"),
     SignalRow("kill-rank-0", "the same to the node that has rank 0", holder="has rank 0"),
