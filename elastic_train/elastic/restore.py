@@ -9,35 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from itertools import chain
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from elastic_train.branches import Branches, Position, branches_of, describe, is_on, restarted
+from elastic_train.branches import Position, describe, is_on, restarted
 from elastic_train.elastic.handover import Check, hand_out
 from elastic_train.elastic.loading import load
 from elastic_train.errors import (
-    BranchesMixed,
     Refused,
     SnapshotDamaged,
     SnapshotError,
     TaskMismatch,
 )
 from elastic_train.rules import disagreement, freshest
+from elastic_train.storage.offers import Offer, newest_offer, parted, require_one_line
 from elastic_train.storage.past_snapshots import PastSnapshots, require_none_written
 from elastic_train.storage.run_record import RunRecord, run_to_continue
-from elastic_train.storage.snapshot import STATE_FILE, SnapshotInfo, load_state
+from elastic_train.storage.snapshot import SnapshotInfo, load_state
 from elastic_train.training.collectives import gather_json
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_hash import frozen_of, hash_of
 from elastic_train.world import World
 
-
-class Warn(Protocol):
-    def __call__(self, message: str) -> None: ...
+Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -84,14 +82,14 @@ def restore(
         SnapshotError: it verifies and still cannot be read; or none can be seen, and a state was lost, or the run had
             snapshots that nobody has.
     """
-    told = gather_json({"offers": list(map(describe_offer, offers)), "record": record.to_fields()})
-    seen = [offer for entry in told for offer in entry["offers"]]
+    told = gather_json({"offers": [vars(Offer.of(offer)) for offer in offers], "record": record.to_fields()})
+    offered = [list(map(Offer.from_fields, entry["offers"])) for entry in told]
     superseded: tuple[str, ...] = ()
     if is_new_run:
-        choice = run_to_continue([RunRecord.from_fields(entry["record"]) for entry in told], seen)
+        choice = run_to_continue([RunRecord.from_fields(entry["record"]) for entry in told], list(chain(*offered)))
         run_uid, superseded = choice.uid or run_uid, choice.superseded
-    by_rank = [[offer for offer in entry["offers"] if offer["run"] == run_uid] for entry in told]
-    require_one_line([offer for mine in by_rank for offer in mine])
+    by_rank = [[offer for offer in mine if offer.run == run_uid] for mine in offered]
+    require_one_line(list(chain(*by_rank)))
     others = [offer for offer in offers if offer.run_uid != run_uid]
     offers = [offer for offer in offers if offer.run_uid == run_uid]
     if others:
@@ -126,7 +124,7 @@ def _restore_newest(
     state: TrainState,
     world: World,
     offers: list[SnapshotInfo],
-    by_rank: list[list[dict[str, Any]]],
+    by_rank: list[list[Offer]],
     superseded: tuple[str, ...],
     *,
     task: Mapping[str, Any],
@@ -137,7 +135,7 @@ def _restore_newest(
 
     Args:
         offers: of the run, those that this rank can see.
-        by_rank: what `describe_offer` says of each rank's; those that are read leave it.
+        by_rank: of the run, of each rank; those that are read leave it.
         superseded: uids of runs that this one is in the place of, beside those that the snapshot names.
 
     Returns:
@@ -147,13 +145,13 @@ def _restore_newest(
         TaskMismatch, SnapshotError: as `restore`, of the newest one.
     """
     while True:
-        best = newest_offer([offer for mine in by_rank for offer in mine])
+        best = newest_offer(list(chain(*by_rank)))
         if best is None:
             return None
-        have_it = [rank for rank, mine in enumerate(by_rank) if any(_is_same(offer, best) for offer in mine)]
+        have_it = [rank for rank, mine in enumerate(by_rank) if any(map(best.is_same, mine))]
         found: dict[str, Any] = {}
         if world.rank in have_it:
-            offer = next(offer for offer in offers if _is_same(describe_offer(offer), best))
+            offer = next(offer for offer in offers if best.is_same(Offer.of(offer)))
             if world.rank == have_it[0] or isinstance(offer.path, Path):  # on a disk of its own
                 found = _read(state, offer, task, warn)
         told = gather_json(found)
@@ -164,34 +162,20 @@ def _restore_newest(
                 raise SnapshotError(entry["incompatible"])
         whole = [rank for rank, entry in enumerate(told) if "read" in entry]
         if not whole:
-            by_rank = [[offer for offer in mine if not _is_same(offer, best)] for mine in by_rank]
+            by_rank = [[offer for offer in mine if not best.is_same(offer)] for mine in by_rank]
             continue
-        if world.rank == 0:
-            _warn_of_parted([offer for mine in by_rank for offer in mine], best, warn)
+        if world.rank == 0 and (other := parted(list(chain(*by_rank)), best)) is not None:
+            warn(
+                f"host {other.host} has a snapshot of step {other.step} of this run, {other.path}, and host "
+                f"{best.host} one of step {best.step}: the one was begun again without what the other had trained. "
+                f"The run goes on from step {best.step}"
+            )
         state.superseded = tuple(sorted({*state.superseded, *superseded}))
         without = [rank for rank in range(world.world_size) if rank not in whole]
         hand_out(state, [whole[0], *without], check)
         if state.generation is None:  # else this process has counted its own time all along
             state.clock.load_state_dict(told[whole[0]]["read"])
         return whole[0]
-
-
-def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two ranks' offers are one snapshot, or copies of it."""
-    return bool(one["age"] == other["age"] and one["file"] == other["file"])
-
-
-def _warn_of_parted(seen: Sequence[Mapping[str, Any]], best: Mapping[str, Any], warn: Warn) -> None:
-    parted = [
-        one for one in seen if not is_on(branches_of(one["restarts"]), one["step"], branches_of(best["restarts"]))
-    ]
-    if parted:
-        other = max(parted, key=itemgetter("step"))
-        warn(
-            f"host {other['host']} has a snapshot of step {other['step']} of this run, {other['path']}, and host "
-            f"{best['host']} one of step {best['step']}: the one was begun again without what the other had trained. "
-            f"The run goes on from step {best['step']}"
-        )
 
 
 def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn: Warn) -> dict[str, Any]:
@@ -243,49 +227,6 @@ def _hash_or_none(frozen: Mapping[str, Tensor]) -> int | None:
         return hash_of(frozen) if frozen else None
     except (RuntimeError, TypeError, NotImplementedError):
         return None
-
-
-def newest_offer(offers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The newest by (generation, step). Of several that were trained without each other, as they were begun again on
-    different nodes, generations say nothing: the one that has come furthest."""
-    heads: dict[Branches, Mapping[str, Any]] = {}
-    for offer in sorted(offers, key=lambda one: tuple(one["age"])):
-        heads[branches_of(offer["restarts"])] = offer
-    ends = [
-        head
-        for line, head in heads.items()
-        if not any(line != other and is_on(line, head["step"], other) for other in heads)
-    ]
-    return max(ends or heads.values(), key=lambda head: (head["step"], *head["age"]), default=None)
-
-
-def describe_offer(offer: SnapshotInfo) -> dict[str, Any]:
-    """What the members tell each other of a snapshot."""
-    return {
-        "age": list(offer.age_key),
-        "file": vars(offer.files[STATE_FILE]),
-        "restarts": [list(one) for one in offer.restarts],
-        "run": offer.run_uid,
-        "step": offer.step,
-        "branches": offer.branches,
-        "host": offer.host,
-        "path": str(offer.path),
-    }
-
-
-def require_one_line(offers: Sequence[Mapping[str, Any]]) -> None:
-    """Raises BranchesMixed where one of all members' offers is not on the way to the newest of its run."""
-    newest = max(offers, key=lambda one: tuple(one["age"]), default=None)
-    for one in offers:
-        if newest is None or one["run"] != newest["run"]:
-            continue
-        mine, line = branches_of(one["branches"]), branches_of(newest["branches"])
-        if not is_on(mine, one["step"], line):
-            raise BranchesMixed(
-                f"host {newest['host']} has a snapshot of step {newest['step']} on {describe(line)}, and host "
-                f"{one['host']} one of step {one['step']} on {describe(mine)} of the same run: move those of one of "
-                f"the two out of sight, e.g. {one['path']}, and start again"
-            )
 
 
 def require_line(offers: Sequence[SnapshotInfo], theirs: Position) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from elastic_train.errors import RunsMixed
 from elastic_train.runlog.reader import read_json
+from elastic_train.storage.offers import Offer
 
 RUN_FILE = "run.json"
 
@@ -66,31 +67,28 @@ class Choice:
     """all that are known not to be continued"""
 
 
-def run_to_continue(records: Sequence[RunRecord], offers: Sequence[Mapping[str, Any]]) -> Choice:
+def run_to_continue(records: Sequence[RunRecord], offers: Sequence[Offer]) -> Choice:
     """The run to continue, of those whose snapshots can be seen: the only one, or that of the run directories.
 
     Args:
         records: of all members' run directories.
-        offers: all members' snapshots, by `run`, `age`, `step`, `host` and `path`.
+        offers: all members'.
 
     Raises:
         RunsMixed: snapshots of several runs can be seen, and nothing says which is meant.
     """
     superseded = {uid for record in records for uid in record.superseded}
     if any(record.is_fresh for record in records):
-        superseded |= {offer["run"] for offer in offers}
-    newest = {
-        offer["run"]: offer
-        for offer in sorted(offers, key=lambda offer: tuple(offer["age"]))
-        if offer["run"] not in superseded
-    }
+        superseded |= {offer.run for offer in offers}
+    by_age = sorted(offers, key=lambda offer: offer.age)
+    newest = {offer.run: offer for offer in by_age if offer.run not in superseded}
     known = {record.uid for record in records} & newest.keys()
     candidates = sorted(known or newest)
     if len(candidates) > 1:
         one, other = (newest[uid] for uid in candidates[:2])
         raise RunsMixed(
-            f"there are snapshots of two runs: host {one['host']} has {one['path']} of step {one['step']}, and host "
-            f"{other['host']} {other['path']} of step {other['step']}: move those of one of the two out of sight and "
+            f"there are snapshots of two runs: host {one.host} has {one.path} of step {one.step}, and host "
+            f"{other.host} {other.path} of step {other.step}: move those of one of the two out of sight and "
             "start again, give another --run-dir, or --fresh to begin anew"
         )
     return Choice(candidates[0] if candidates else None, tuple(sorted(superseded)))

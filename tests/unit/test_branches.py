@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from elastic_train.branches import MOST_RESTARTS, Branch, Branches, Position, is_on, parting_step, restarted
-from elastic_train.elastic.restore import describe_offer, newest_offer, require_line, require_one_line
+from elastic_train.elastic.restore import require_line
 from elastic_train.errors import BranchesMixed, Refused, StoreUnreachable
 from elastic_train.protocol.other_sides import SUPERSEDED, OtherSides
 from elastic_train.protocol.store import MemoryStore
+from elastic_train.storage.offers import Offer, newest_offer, require_one_line
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, set_aside
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.world import World
@@ -53,8 +54,8 @@ def test_restarts_are_told_apart_by_what_is_remembered_of_them() -> None:
     assert not is_on((("parted", 1000),), 1001, line)
 
 
-def offer(restarts: Branches, generation: int, step: int) -> dict[str, Any]:
-    return {"restarts": [list(one) for one in restarts], "age": [generation, step], "step": step}
+def offer(restarts: Branches, generation: int, step: int) -> Offer:
+    return Offer("uid", (generation, step), "a", "/a", restarts)
 
 
 def test_the_newest_is_the_furthest_of_those_that_were_trained_without_each_other() -> None:
@@ -237,10 +238,10 @@ def test_a_restore_refuses_snapshots_of_two_branches(tmp_path: Path) -> None:
     write(tmp_path, 100, LINE)
     write(tmp_path, 300, FIRST, host="b", generation=3)
     assert [offer.branches for offer in offers(tmp_path)] == [FIRST, LINE]
-    require_one_line(list(map(describe_offer, offers(tmp_path))))
+    require_one_line(list(map(Offer.of, offers(tmp_path))))
     write(tmp_path, 500, LINE, generation=2)
     with pytest.raises(BranchesMixed) as raised:
-        require_one_line(list(map(describe_offer, offers(tmp_path))))
+        require_one_line(list(map(Offer.of, offers(tmp_path))))
     said = str(raised.value)
     assert "host b has a snapshot of step 300 on branch b, and host a one of step 500" in said
     assert str(tmp_path / "step-000000000500-gen-0002-a") in said, "what to move away"

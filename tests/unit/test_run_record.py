@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from elastic_train.errors import RunsMixed
+from elastic_train.storage.offers import Offer
 from elastic_train.storage.run_record import NO_RUN, RUN_FILE, RunRecord, read_record, run_to_continue
 
 
-def offer(run: str, generation: int, step: int, host: str = "a") -> dict[str, Any]:
-    return {"run": run, "age": [generation, step], "step": step, "host": host, "path": f"/{host}/{run}/{step}"}
+def offer(run: str, generation: int, step: int, host: str = "a") -> Offer:
+    return Offer(run, (generation, step), host, f"/{host}/{run}/{step}")
 
 
 OLD, NEW = RunRecord("old"), RunRecord("new", superseded=("old",))
