@@ -74,20 +74,17 @@ class RingParts:
     exits: Exits
 
 
-class Ring:
-    """One worker's way. A stage is a method that returns the next one, or the worker's exit code; STAGES has them all.
-
-    Args:
-        clock, sleep: monotonic, in seconds.
-    """
+class Stages:
+    """What one worker does. A stage is a method that returns the next one, or the worker's exit code; STAGES has them
+    all."""
 
     def __init__(
         self,
         worker: Worker,
         membership: Membership,
         parts: RingParts,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
     ) -> None:
         self.world: World | None = None
         """the present one, one that waits for nodes included; while the next is agreed on, the one before"""
@@ -100,65 +97,29 @@ class Ring:
         """of the world before"""
         self._failure: str | None = None
         """what broke the present world"""
-        self._is_inside = False
+        self.is_inside = False
         """a world, whose errors are judged"""
         self._has_formed = False
         """the process group of the present world stands, or stood"""
         self._formed: FormedGroup | None = None
         """ahead of the present world, until its state is there"""
-        self._group = PresentGroup()
+        self.group = PresentGroup()
         self._resumed: Resumed | None = None
         """until training begins: at the finish, nothing was trained where it is still there"""
         self._result: str | None = None
         """of the run, which has ended without this spare"""
-        self._began = clock()
+        self.began = clock()
         """the present stage"""
-
-    def run(self) -> int:
-        """Through as many worlds as it takes. Returns the exit code of the worker.
-
-        Raises:
-            Stopped: this worker was told to stop, and has no state. JobFinished: the others were through before.
-            StoreUnreachable, FormationFailed, LeftOut: it cannot go on.
-            What is the worker's own error, or the job's.
-        """
-        self._worker.state.clock.enter(Phase.FORM)
-        stage: Stage | int = Stage.MEET
-        try:
-            while isinstance(stage, Stage):
-                self._began = self._clock()
-                following = self._guarded(stage)
-                self._log(stage, following)
-                stage = following
-            return stage
-        finally:
-            self._group.close(sys.exception())
-
-    def _guarded(self, stage: Stage) -> Stage | int:
-        run_stage = STAGES[stage]  # a stage without its row is no error of what is trained
-        try:
-            return run_stage(self)
-        except Exception as error:  # of any kind: the code that is trained raises what it likes
-            if not self._is_inside:
-                raise
-            self._break_off(error)
-        # Out here the error is gone, and with it the last reference to the group: its sockets are closed.
-        return Stage.MEET
-
-    def _log(self, stage: Stage, following: Stage | int) -> None:
-        where = "" if self.world is None else f" generation={self.world.generation} rank={self.world.rank}"
-        at = f"step={self._worker.state.step} ({self._clock() - self._began:.3f} s)"
-        self._worker.reporter.debug(f"{stage} -> {following}{where} {at}")
 
     # --- between worlds -----------------------------------------------------------------------------------------------
 
     def meet(self) -> Stage:
         """Agree with the others on the next world. Blocks as long as that takes."""
-        self._group.close()
-        self._is_inside = False
+        self.group.close()
+        self.is_inside = False
         before = self.world
         if before is None:
-            return self._enter(self._parts.find(), Change(seconds_meet=self._clock() - self._began))
+            return self._enter(self._parts.find(), Change(seconds_meet=self._clock() - self.began))
         if self._failure is not None:
             self._parts.resume.lose_step(self._clock() - self._parts.trainer.step_started)
         self._fruitless.note(before, self._worker.state.step, self._failure)
@@ -172,7 +133,7 @@ class Ring:
         except Stopped:
             return Stage.STOP
         if world is before and world.is_spare:  # it is not over
-            self._is_inside, self._failure = True, None
+            self.is_inside, self._failure = True, None
             return Stage.STAND_BY
         if self._failure is not None:
             self._parts.report.lost(self._failure, change)
@@ -183,7 +144,7 @@ class Ring:
         self._failure, self._result, self._has_formed = None, None, False
         if world.num_nodes < world.min_nodes and not self._worker.state.is_finished:
             return Stage.WAIT
-        self._is_inside = True
+        self.is_inside = True
         self._worker.set_environment(world)
         self._parts.trainer.step_started = self._clock()
         return Stage.STAND_BY if world.is_spare else Stage.FORM
@@ -225,7 +186,7 @@ class Ring:
             membership.barriers.wait_for_left_out(world)
             if not parts.resume.has_state:
                 parts.trainer.warm_up()
-        self._group.enter(parts.open_group(world, formed))
+        self.group.enter(parts.open_group(world, formed))
         self._has_formed = True
         membership.watcher.enter(world)
         return Stage.SYNC
@@ -237,7 +198,7 @@ class Ring:
         self._worker.reach("sync", world)
         self._resumed = resumed = parts.resume.into(world, self._change, is_formed_ahead=formed is not None)
         state.generation, state.generations = world.generation, state.generations + 1
-        init, sync = self._began - parts.trainer.step_started, self._clock() - self._began
+        init, sync = self.began - parts.trainer.step_started, self._clock() - self.began
         parts.report.stands(
             world, self._membership.side.branch, self._change, self._interruption, resumed.restored, init, sync
         )
@@ -282,12 +243,12 @@ class Ring:
         self._interruption = Interruption("leave")
         return Stage.MEET if self._result is None else Stage.FINISH
 
-    def _break_off(self, error: Exception) -> None:
+    def break_off(self, error: Exception) -> None:
         """An error has ended the world: find out whose it is. Raises it where it is not a lost peer's."""
         self._membership.watcher.announce_broken()  # before anything else that may take its time
         broken_at, world, resume = self._clock(), self._present, self._parts.resume
         self._formed = self._resumed = None
-        error = self._group.break_off(error)
+        error = self.group.break_off(error)
         verdict = judge(error, self._worker.state.step + 1, world, self._membership)
         if verdict is not Failure.PEER:
             self._parts.exits.fail(error, verdict, world, has_state=resume.has_state)
@@ -309,7 +270,7 @@ class Ring:
 
     def stop(self) -> int:
         """Told to stop. Raises: Stopped where this worker has nothing to save yet."""
-        if self._is_inside:
+        if self.is_inside:
             return self._parts.exits.stop(self._present)
         if not self._parts.resume.has_state:
             self._worker.stop.check()
@@ -325,15 +286,75 @@ class Ring:
         return self.world
 
 
-STAGES: dict[Stage, Callable[[Ring], Stage | int]] = {
-    Stage.MEET: Ring.meet,
-    Stage.WAIT: Ring.wait,
-    Stage.FORM: Ring.form,
-    Stage.SYNC: Ring.sync,
-    Stage.TRAIN: Ring.train,
-    Stage.STAND_BY: Ring.stand_by,
-    Stage.LEAVE: Ring.leave,
-    Stage.STOP: Ring.stop,
-    Stage.FINISH: Ring.finish,
+STAGES: dict[Stage, Callable[[Stages], Stage | int]] = {
+    Stage.MEET: Stages.meet,
+    Stage.WAIT: Stages.wait,
+    Stage.FORM: Stages.form,
+    Stage.SYNC: Stages.sync,
+    Stage.TRAIN: Stages.train,
+    Stage.STAND_BY: Stages.stand_by,
+    Stage.LEAVE: Stages.leave,
+    Stage.STOP: Stages.stop,
+    Stage.FINISH: Stages.finish,
 }
 assert STAGES.keys() == set(Stage)
+
+
+class Ring:
+    """Takes one worker from stage to stage, and so through its worlds.
+
+    Args:
+        clock, sleep: monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        membership: Membership,
+        parts: RingParts,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._worker, self._clock = worker, clock
+        self._stages = Stages(worker, membership, parts, clock, sleep)
+
+    @property
+    def world(self) -> World | None:
+        """As `Stages.world`."""
+        return self._stages.world
+
+    def run(self) -> int:
+        """Through as many worlds as it takes. Returns the exit code of the worker.
+
+        Raises:
+            Stopped: this worker was told to stop, and has no state. JobFinished: the others were through before.
+            StoreUnreachable, FormationFailed, LeftOut: it cannot go on.
+            What is the worker's own error, or the job's.
+        """
+        self._worker.state.clock.enter(Phase.FORM)
+        stage: Stage | int = Stage.MEET
+        try:
+            while isinstance(stage, Stage):
+                self._stages.began = self._clock()
+                following = self._guarded(stage)
+                self._log(stage, following)
+                stage = following
+            return stage
+        finally:
+            self._stages.group.close(sys.exception())
+
+    def _guarded(self, stage: Stage) -> Stage | int:
+        run_stage = STAGES[stage]  # a stage without its row is no error of what is trained
+        try:
+            return run_stage(self._stages)
+        except Exception as error:  # of any kind: the code that is trained raises what it likes
+            if not self._stages.is_inside:
+                raise
+            self._stages.break_off(error)
+        # Out here the error is gone, and with it the last reference to the group: its sockets are closed.
+        return Stage.MEET
+
+    def _log(self, stage: Stage, following: Stage | int) -> None:
+        where = "" if self.world is None else f" generation={self.world.generation} rank={self.world.rank}"
+        at = f"step={self._worker.state.step} ({self._clock() - self._stages.began:.3f} s)"
+        self._worker.reporter.debug(f"{stage} -> {following}{where} {at}")

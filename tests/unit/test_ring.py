@@ -303,8 +303,8 @@ def test_too_few_nodes_wait_for_others() -> None:
     assert ring.run() == 0
     broken = fake.stages.index("train -> meet")
     assert fake.stages[broken : broken + 3] == ["train -> meet", "meet -> wait", "wait -> form"]
-    assert ring._change.lost == (lost,), "the world that waited has trained nothing"
-    assert ring._change.joined == (lost,)
+    assert ring._stages._change.lost == (lost,), "the world that waited has trained nothing"
+    assert ring._stages._change.joined == (lost,)
     assert "hold bucket" in fake.calls, "nobody else says that the job lives"
     assert fake.paid_nodes == [1], "those that are gone are not paid while it waits"
 
@@ -370,7 +370,7 @@ def test_what_a_step_held_is_gone_where_its_group_ends_with_an_error_too() -> No
         fake.error_of_end = None
         return agree(world, **flags)
 
-    ring._membership.next_world = agree_once  # type: ignore[method-assign]
+    ring._stages._membership.next_world = agree_once  # type: ignore[method-assign]
     gc.disable()
     try:
         assert ring.run() == 0
