@@ -12,13 +12,13 @@ from operator import itemgetter
 from pathlib import Path
 
 from elastic_train.branches import BRANCH, Branch, id_of, is_on
-from elastic_train.config import as_json
 from elastic_train.elastic.connect import Return
 from elastic_train.elastic.handover import Check
 from elastic_train.elastic.ledger_repair import write_lines_again
 from elastic_train.elastic.membership import Membership, new_token, versions
 from elastic_train.elastic.process_group import choose_backend, gpu_of
 from elastic_train.elastic.restore import Restored, require_line, restore
+from elastic_train.elastic.result import config_of
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_report import new_incident
@@ -69,7 +69,7 @@ class EarlierRun:
         self._look(is_needed=self._back is None and membership.published("run_uid") is None)
         worker.reporter.events.write(
             "start",
-            config=as_json(config),
+            config=config_of(worker),
             versions=versions(),
             device=str(worker.device),
             task=worker.task.describe(),

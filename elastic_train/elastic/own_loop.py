@@ -46,6 +46,8 @@ NOT_FOR_OWN_LOOPS = names_of(*BUNDLED)
 class OwnTask(Task):
     """What the parts around the loop need to know of a training that is not theirs."""
 
+    unused_flags = frozenset(NOT_FOR_OWN_LOOPS)
+
     def __init__(self, name: str, model: nn.Module, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
         self.name = name
         self._model = model

@@ -17,6 +17,11 @@ from elastic_train.training.state import state_sha256
 from elastic_train.world import World
 
 
+def config_of(worker: Worker) -> dict[str, Any]:
+    """The flags that count for what this worker trains, by name."""
+    return {name: value for name, value in as_json(worker.config).items() if name not in worker.task.unused_flags}
+
+
 def write_result(worker: Worker, world: World, files: RunFiles, *, has_trained: bool) -> bytes:
     """Write result.json; every rank calls it. Returns its bytes, the same on every rank.
 
@@ -70,5 +75,5 @@ def result(worker: Worker) -> dict[str, Any]:
         "goodput": phases,
         "bill": worker.reporter.bill(state),
         "incidents": state.incidents,
-        "config": as_json(worker.config),
+        "config": config_of(worker),
     }

@@ -287,8 +287,7 @@ def warn_of_flags(config: Config, task: Task, length: int, reporter: Reporter) -
         length: of the training set, in samples.
     """
     plain = Config()
-    bundled = ("dataset", "model", "data_dir", "download") if config.task is not None else ()
-    for name in (name for name in bundled if getattr(config, name) != getattr(plain, name)):
+    for name in (name for name in sorted(task.unused_flags) if getattr(config, name) != getattr(plain, name)):
         reporter.warn(f"{flag(name)} is for the bundled tasks: {task.name} does not see it; give it a flag of its own")
     if length < config.global_batch_size:
         reporter.warn(

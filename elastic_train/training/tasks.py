@@ -63,6 +63,8 @@ class Task:
 
     name: str = "Task"
     """Set to the class's name where it does not set its own."""
+    unused_flags: frozenset[str] = frozenset({"dataset", "model", "data_dir", "download"})
+    """fields of Config that it does not see"""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -195,6 +197,7 @@ class ImageClassification(Task):
     """A bundled data set with a model by name. `seed` is what augmentation is made from."""
 
     name = "image-classification"
+    unused_flags = frozenset()
 
     def __init__(
         self,

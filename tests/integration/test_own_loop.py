@@ -86,6 +86,8 @@ def test_a_node_is_killed_and_another_one_joins(cluster: Cluster) -> None:
     end = result(cluster.run_dir)
     steps = epochs * LENGTH // BATCH
     assert end["step"] == steps
+    assert end["config"]["epochs"] == epochs
+    assert not {"dataset", "model", "lr"} & end["config"].keys(), "they say nothing of this loop"
     check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=steps)
     check_steps(cluster.run_dir, steps)
     assert [incident["cause"] for incident in end["incidents"]] == ["peer_lost", "join"]

@@ -19,6 +19,7 @@ def test_a_task_with_flags_survives_a_killed_node(cluster: Cluster) -> None:
     end = result(cluster.run_dir)
     assert [incident["cause"] for incident in end["incidents"]] == ["peer_lost"]
     assert (end["config"]["bits"], end["config"]["hidden"]) == (10, 64)
+    assert not {"dataset", "model"} & end["config"].keys(), "they say nothing of this one"
     check_ledger([cluster.run_dir], length=1024, batch=64, steps=160)
 
 
