@@ -21,6 +21,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn, TypeVar, overload
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
@@ -203,6 +204,11 @@ def _check_config(config: Config) -> None:
 
 def _check_parts(model: nn.Module, extras: Mapping[str, Any]) -> None:
     """Raises: UsageError for what would fail, or be saved under other names, only later."""
+    if dist.is_initialized():
+        raise UsageError(
+            "there is a process group already: leave init_process_group() out, for run() makes one for each world, and "
+            "training.world has rank and world_size"
+        )
     if isinstance(model, nn.DataParallel | DistributedDataParallel):
         raise UsageError(
             f"the model is wrapped in {type(model).__name__}: give model.module, and train what training.parallel() "

@@ -22,7 +22,7 @@ from elastic_train.errors import SnapshotError, UsageError
 from elastic_train.observe.metrics import Metrics
 from elastic_train.observe.reporting import Reporter
 from elastic_train.protocol.addresses import parse_endpoints
-from elastic_train.rendezvous.launch import Launch, max_nodes_of
+from elastic_train.rendezvous.launch import Launch, alone_warning, max_nodes_of
 from elastic_train.rendezvous.slurm import unused_tasks_warning
 from elastic_train.runlog.events import EventLog, Ledger
 from elastic_train.stopping import StopSignal
@@ -173,7 +173,7 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
         task = make_task(config) if parts is None else parts.task
         state = make_state(config, task, device) if parts is None else parts.state
         check_state(config, task, state)
-        warn_of_flags(config, task, state.length, reporter)
+        warn_of_flags(config, launch, task, state.length, reporter)
         task.describe()  # reads the test set too: a fault in it should show now
         data = identify(task.train_set, seed=config.seed, collate=task.collate, may_read=config.num_workers == 0)
     except BaseException as error:
@@ -280,7 +280,7 @@ def check_state(config: Config, task: Task, state: TrainState) -> None:
         check_model(state.model)
 
 
-def warn_of_flags(config: Config, task: Task, length: int, reporter: Reporter) -> None:
+def warn_of_flags(config: Config, launch: Launch, task: Task, length: int, reporter: Reporter) -> None:
     """Warn where the machines can do more than they are asked for, and where flags do less than they say.
 
     Args:
@@ -294,7 +294,7 @@ def warn_of_flags(config: Config, task: Task, length: int, reporter: Reporter) -
             f"--global-batch-size {config.global_batch_size} is more than the {length} samples of the training set: "
             f"each step has {length}"
         )
-    if warning := unused_tasks_warning(os.environ):
+    for warning in filter(None, (unused_tasks_warning(os.environ), alone_warning(launch, os.environ))):
         reporter.warn(warning)
     if config.parallel == "dp":
         reporter.warn(

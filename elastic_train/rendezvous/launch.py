@@ -36,6 +36,12 @@ MARKERS = (C10D_VARIABLE, SETTINGS_VARIABLE, MIN_NODES_VARIABLE, NODE_VARIABLE)
 """what an agent sets for its workers"""
 
 
+NO_PLUG_IN = (
+    "the torchrun plug-in of elastic_train is missing (pip install it on every node), or did not see that the program "
+    "is ours (set ELASTIC_TRAIN=1)"
+)
+
+
 @dataclass(frozen=True)
 class C10dSettings:
     """What an agent's command line says of a c10d rendezvous; its workers find each other by it."""
@@ -166,14 +172,20 @@ def c10d_settings(environ: Mapping[str, str], agent_pid: int | None, store_endpo
     num_nodes = int(environ.get("GROUP_WORLD_SIZE", "1"))
     if num_nodes > 1:
         raise FormationFailed(
-            f"torchrun's own rendezvous has joined {num_nodes} nodes, where the loss of one ends all: the torchrun "
-            "plug-in of elastic_train is missing (pip install it on every node), or did not see that the program is "
-            "ours (set ELASTIC_TRAIN=1)"
+            f"torchrun's own rendezvous has joined {num_nodes} nodes, where the loss of one ends all: {NO_PLUG_IN}"
         )
     if endpoints is None:
         return None
     min_nodes, max_nodes = parse_nnodes(option(arguments, environ, "nnodes") or "1:1")
     return C10dSettings(endpoints, min_nodes, max_nodes, last_call=LAST_CALL_SECONDS)
+
+
+def alone_warning(launch: Launch, environ: Mapping[str, str]) -> str | None:
+    """Where torchrun's own c10d rendezvous has started this node, and no other one can come."""
+    arguments = None if launch.is_open or launch.agent_pid is None else arguments_of_agent(launch.agent_pid)
+    if arguments is None or not asks_for_c10d(arguments, environ) or max_nodes_of(launch, environ) == 1:
+        return None
+    return f"this node trains alone, and no other can join it: {NO_PLUG_IN}"
 
 
 def _derived_node_id(environ: Mapping[str, str], agent_pid: int | None) -> str:

@@ -678,8 +678,13 @@ def train(training):""",
         ('{"scheduler": scheduler}', "[scheduler]", "extras is a list: give a dict"),
         ("training.commit(loss)", "training.commit(torch.ones(3))", "commit() was given a tensor of shape (3,)"),
         ("optimizer.zero_grad()", "training.keep(0.5)", "keep() was called while step 1 is in hand"),
+        (
+            "torch.manual_seed(0)",
+            "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)",
+            "there is a process group already",
+        ),
     ],
-    ids=["wrapped", "extra", "loader", "flags", "extras", "loss", "keep"],
+    ids=["wrapped", "extra", "loader", "flags", "extras", "loss", "keep", "group"],
 )
 def test_wrong_parts_are_refused_in_one_line(cluster: Cluster, old: str, new: str, message: str) -> None:
     assert old in SCRIPT

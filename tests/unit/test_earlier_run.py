@@ -70,7 +70,7 @@ def look(
         reporter=SimpleNamespace(warn=warnings.append, events=SimpleNamespace(write=meet)),
         state=SimpleNamespace(run_uid=""),
         device="cpu",
-        task=SimpleNamespace(describe=dict),
+        task=SimpleNamespace(unused_flags=frozenset(), describe=dict),
         imported_at=0.0,
         built_at=0.0,
     )

@@ -50,6 +50,7 @@ from elastic_train.rendezvous.launch import (
     NODE_VARIABLE,
     C10dSettings,
     Launch,
+    alone_warning,
     max_nodes_of,
 )
 from elastic_train.world import World
@@ -523,6 +524,21 @@ def test_worlds_that_are_fixed(command: str, agent: list[str]) -> None:
     for store_endpoint in (None, "h:1"):
         launch = Launch.from_environment(ENVIRON, store_endpoint)
         assert (launch.c10d, launch.etcd, launch.node_id) == (None, None, "")
+
+
+def test_a_node_that_nobody_can_join_says_so(agent: list[str]) -> None:
+    """torchrun's own c10d took it for another's program, say a wrapper of ours."""
+    agent += shlex.split("--rdzv-backend=c10d --rdzv-endpoint h:1 --nnodes 1:4 wrapper.sh")
+    warning = alone_warning(Launch.from_environment(OF_ONE_NODE, None), OF_ONE_NODE)
+    assert warning is not None
+    assert "no other can join it" in warning
+    assert "set ELASTIC_TRAIN=1" in warning
+    hooked = OF_WORKERS | {C10D_VARIABLE: C10dSettings(("h:1",), 1, 4, 0.5).to_json()}
+    assert alone_warning(Launch.from_environment(hooked, None), hooked) is None
+    agent[:] = shlex.split("--rdzv-backend=c10d --rdzv-endpoint h:1 --nnodes 1 wrapper.sh")
+    assert alone_warning(Launch.from_environment(OF_ONE_NODE, None), OF_ONE_NODE) is None
+    agent[:] = ["--standalone", "wrapper.sh"]
+    assert alone_warning(Launch.from_environment(OF_ONE_NODE, None), OF_ONE_NODE) is None
 
 
 def test_launch_under_c10d() -> None:

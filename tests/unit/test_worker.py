@@ -215,7 +215,8 @@ def test_a_store_endpoint_is_read_where_it_is_not_used_too() -> None:
 )
 def test_flags_that_do_less_than_they_say_are_warned_of(flags: dict[str, Any], length: int, told: list[str]) -> None:
     said: list[str] = []
-    warn_of_flags(Config(**flags), build_task("digits", "mlp", Path(), 0), length, SimpleNamespace(warn=said.append))  # type: ignore[arg-type]
+    task = Task() if "task" in flags else build_task("digits", "mlp", Path(), 0)
+    warn_of_flags(Config(**flags), Launch(), task, length, SimpleNamespace(warn=said.append))  # type: ignore[arg-type]
     assert len(said) == len(told)
     assert all(line.startswith(start) for line, start in zip(said, told, strict=True))
 
