@@ -166,10 +166,15 @@ def watcher_of(applicant: Applicant, own: Endpoints, membership: Callable[[], Me
             membership().joins.tell_queue(world, f"{world.me.name}: {line}")
         membership().tend(world, is_spokesman)
 
+    def cut() -> None:
+        if not watcher.verdicts:
+            stuck.look_apart()
+        own.sockets.shut()
+
     watcher = Watcher(
         own.links,
         waits.peer_timeout,
-        own.sockets.shut,
+        cut,
         tend,
         store_grace=None if launch.etcd is None else launch.etcd.grace,
         warn=applicant.warn,

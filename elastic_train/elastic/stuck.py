@@ -19,8 +19,8 @@ EARLY_SECONDS = 60.0
 
 
 class StuckThread:
-    """Warns once each time that this worker's training thread is at one thing of its own for longer than it may, and
-    once in all where others have waited long for it.
+    """Warns once each time that this worker's training thread is at one thing of its own for longer than it may, once
+    in all where others have waited long for it, and once where all have waited for each other.
 
     The others expel it for the former, if they wait for it. Alone it has nobody to judge it, and whoever wants to join
     waits.
@@ -43,7 +43,7 @@ class StuckThread:
         """what is said while it stands still"""
         self._said_at = 0.0
         """seconds that it had been at it when that was said last"""
-        self._was_early = False
+        self._was_early = self._was_apart = False
 
     def look(self, world: World | None) -> str | None:
         """From time to time, on any thread but that one; `world` is the present one. Never blocks. Returns, every
@@ -75,6 +75,19 @@ class StuckThread:
         self._tell(
             f"others have waited in a collective for {waited:.0f} s, and this worker has been at one thing for "
             f"{seconds:.0f} s: {self._where()}; they go on without it after {limit:.0f} s (--stall-timeout)"
+        )
+
+    def look_apart(self) -> None:
+        """The world is broken off and nobody to blame: tell once where this worker has waited in a collective. Never
+        blocks."""
+        activity, seconds, limit = self._own.at()
+        has_waited = activity is Activity.REDUCE and seconds > limit / 2  # another one may have broken it off
+        if self._was_apart or not has_waited:
+            return
+        self._was_apart = True
+        self._tell(
+            f"a collective has not ended in {seconds:.0f} s though all take part in one: {self._where()}. Where "
+            "another worker names another place, the code that is trained calls a collective on some ranks alone"
         )
 
     def _tell(self, line: str) -> None:

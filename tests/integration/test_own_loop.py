@@ -588,6 +588,21 @@ def test_a_function_that_returns_early_ends_the_training(cluster: Cluster) -> No
 
 
 @pytest.mark.slow
+def test_a_collective_on_one_rank_alone_is_told_with_its_place(cluster: Cluster) -> None:
+    alone = "        if epoch + training.world.rank == 0: training.keep(0.5)\n        scheduler.step()"
+    text = SCRIPT.replace("        scheduler.step()", alone).replace("BEFORE_COMMIT", "pass")
+    nodes = start_workers(cluster, 2, text, "--peer-timeout", "2", "--keep-best", "1", "--epochs", "2")
+    cluster.finish(nodes)
+    places = [
+        {place for line in node.text().splitlines() if "all take part in one: it is at" in line
+         for place in re.findall(r"script\.py:(\d+) \(train\)", line)}
+        for node in nodes
+    ]  # fmt: skip
+    assert all(len(found) == 1 for found in places), places
+    assert places[0] != places[1]
+
+
+@pytest.mark.slow
 def test_a_rank_that_returns_alone_is_told_and_nothing_is_lost(cluster: Cluster) -> None:
     """What decides it is known on rank 0 alone: the others would wait for --stall-timeout in a step without it."""
     at_9 = "training.commit(loss)\nif training.state.step == 9 and training.world.rank == RANK: return\ncontinue"

@@ -149,7 +149,7 @@ def test_the_workers_of_one_node_agree_on_the_file(tmp_path: Path) -> None:
 
 def test_a_run_directory_that_fails_here_is_told_as_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, ended = make_worker(tmp_path), []
-    worker.reporter.events.write = lambda event, **fields: ended.append((event, fields["outcome"]))
+    worker.reporter.failed = lambda error: ended.append(str(error))
     worker.reporter.close = lambda: ended.append("close")
     worker.directory.ownership = SimpleNamespace(release=lambda: ended.append("release"))
     worker.bucket, worker.config.notices = None, "file:gone"
@@ -160,4 +160,4 @@ def test_a_run_directory_that_fails_here_is_told_as_elsewhere(tmp_path: Path, mo
     monkeypatch.setattr(Relay, "clear", fail)
     with pytest.raises(OSError, match="stale"):
         run_worker(worker, lambda *_: None)
-    assert ended == [("done", "failed"), "close", "release"]
+    assert ended == ["stale file handle", "close", "release"]

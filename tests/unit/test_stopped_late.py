@@ -46,6 +46,7 @@ class Life:
         reporter = SimpleNamespace(
             events=events, warn=lambda message: self.calls.append(("warning", message)), report=lambda _message: None,
             report_for_node=lambda _message: None, close=self.part("close"),
+            failed=lambda error: self.calls.append(("failed", str(error))),
         )  # fmt: skip
         self.stop = SimpleNamespace(
             cause=signal.SIGTERM, why="SIGTERM", notice=None, settle=lambda: None, is_requested=True,
@@ -213,7 +214,7 @@ def test_others_have_gone_on(raises: dict[str, Exception]) -> None:
 
 def test_a_bug_ends_it_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     calls = Life(make_stepping(), save=ValueError("a bug")).run()
-    assert calls[-2:] == [("done", "failed", "ValueError: a bug"), ("end", 1)]
+    assert calls[-2:] == [("failed", "a bug"), ("end", 1)]
     assert "a bug" in capsys.readouterr().err
 
 

@@ -37,6 +37,22 @@ class Clock:
         return self.now
 
 
+def test_where_all_wait_for_each_other_it_says_once_where_it_waits() -> None:
+    clock, said = Clock(), list[str]()
+    own = OwnHeartbeat(Pace(10.0), clock)
+    stuck = StuckThread(own, said.append, lambda _world: 0.0, where=lambda: "it is at mine.py:3 (train)")
+    limit = own.pace.limit(Activity.REDUCE)
+    for activity, seconds in ((Activity.COMPUTE, limit), (Activity.REDUCE, 1.0), (Activity.REDUCE, limit)):
+        own.turn_to(activity)
+        clock.now += seconds
+        stuck.look_apart()
+        stuck.look_apart()
+    assert settled(said) == [
+        f"a collective has not ended in {limit:.0f} s though all take part in one: it is at mine.py:3 (train). Where "
+        "another worker names another place, the code that is trained calls a collective on some ranks alone"
+    ]
+
+
 @pytest.mark.parametrize(
     ("world", "follows"),
     [(ALONE, "nobody else trains"), (OF_TWO, "the others go on without it when they have waited as long")],
