@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from elastic_train.branches import Position, describe, id_of, parting_step
@@ -21,11 +21,13 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.errors import (
     ElasticTrainError,
     LeftOut,
+    NewerGeneration,
     OwnershipLost,
     StoreUnreachable,
     Superseded,
     first_line,
 )
+from elastic_train.observe.reporting import Reporter
 from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rules import Activity, Failure
 from elastic_train.runlog.goodput import Phase
@@ -38,20 +40,18 @@ SAVE_SECONDS = 300.0
 CONTINUE = "start all nodes again to continue"
 MEND_FIRST = "mend that and start all nodes again"
 """what to do where the user's code has failed, and would fail again"""
+NOT_WHOLE = "its state is of no commit, and is not saved"
 UNSAVED = 1
-"""the exit code of a worker that has trained to the end and could not save this state. A loop of one's own is given it:
-`run` returns"""
+"""the exit code of a worker that has trained to the end, or was told to stop, and could not save this state. At the end
+a loop of one's own is given it: `run` returns"""
 
 
 class Exits:
     """What a worker does before it ends, so that the state is safe and nobody waits for it."""
 
     def __init__(self, worker: Worker, membership: Membership, saver: Saver, trainer: Trainer, files: RunFiles) -> None:
-        self._worker = worker
-        self._membership = membership
-        self._saver = saver
-        self._trainer = trainer
-        self._files = files
+        self._worker, self._membership, self._files = worker, membership, files
+        self._saver, self._trainer = saver, trainer
 
     def finish(self, world: World, outcome: str, *, is_saved: bool) -> int:
         """Training is through: the last snapshot, result.json, and no agent left waiting. Every rank calls it."""
@@ -130,7 +130,7 @@ class Exits:
         started, self._worker.state.stopped_at = time.monotonic(), self._worker.state.step
         self._saver.enter(world)
         if world.is_first_of_node:
-            with suppress(OwnershipLost):  # the others may be a generation further
+            with told(self._worker.reporter):
                 self._saver.save_and_wait(self._worker.state)
                 self._saver.wait()
         return self._say_stopped(time.monotonic() - started)
@@ -160,7 +160,7 @@ class Exits:
         if state.is_step_open:
             state.clock.reassign(time.monotonic() - self._trainer.step_started, Phase.TRAIN, Phase.LOST)
         if world.is_first_of_node and state.step > 0:
-            with suppress(OwnershipLost):  # the others may be a generation further
+            with told(self._worker.reporter):
                 self._saver.save_beside(state)
         self._files.leave_bucket_alone(world)
         code = self._say_stopped(time.monotonic() - started)
@@ -182,7 +182,7 @@ class Exits:
             f"{what} at step {state.step} (epoch {state.epoch + 1} of {worker.config.epochs}, {state.samples_done} of "
             f"{state.length} samples){unsaved}; the same command continues from {where}"
         )
-        return 128 + worker.stop.cause
+        return UNSAVED if unsaved else 128 + worker.stop.cause
 
     def _write_why(self, **fields: float) -> None:
         """The signal, or the notice, by which this worker ends, and how long it had left."""
@@ -198,6 +198,8 @@ class Exits:
     def save_for_next_start(self, world: World, advice: str) -> str:
         """The last commit, each node for itself: nobody knows who lives. Returns what a person should do next."""
         self._worker.state.rollback()
+        if not self._worker.state.is_whole:
+            return NOT_WHOLE
         self._saver.enter(world)
         if world.is_first_of_node:
             return self._save_alone(advice)
@@ -275,7 +277,7 @@ class Exits:
         """The code that is trained has failed on all who tried: the commits before are kept for when it is mended.
         What came of it is said below the error's traceback."""
         state = self._worker.state
-        if state.step == 0 or not state.is_whole:
+        if state.step == 0:
             return
         self._membership.watcher.leave()  # it would take this thread for stuck
         try:
@@ -293,6 +295,18 @@ class Exits:
 
     def _describe_saved(self, advice: str) -> str:
         return f"the state of step {self._worker.state.step} is saved, {advice}"
+
+
+@contextmanager
+def told(reporter: Reporter) -> Iterator[None]:
+    """What is saved inside the block may be another job's by now, which is told; or the others', a generation further,
+    who save it."""
+    try:
+        yield
+    except NewerGeneration:
+        pass
+    except OwnershipLost as error:
+        reporter.warn(str(error))
 
 
 def _discarded(worker: Worker, winner: Position) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from elastic_train.elastic.exits import Exits
+from elastic_train.elastic.exits import NOT_WHOLE, Exits
 from elastic_train.elastic.noticed import end_agent
 from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.worker import Worker
@@ -55,7 +55,8 @@ class LateStop:
         code: int | None = 1
         try:
             world = self._world()
-            is_worth_it = world is not None and state.is_whole and self._is_sound()
+            is_asked = world is not None and self._worker.stop.is_requested
+            is_worth_it = is_asked and state.is_whole and self._is_sound()
             # The notice may have ended meanwhile: what waits for the time that is left cannot be called off any more.
             if world is None or not is_worth_it or not self._worker.stop.settle_if_requested():
                 state.lock.give_back()
@@ -86,7 +87,7 @@ class LateStop:
         except TrainingDiverged as diverged:
             return str(diverged)
         if not state.is_whole:
-            return "its state is of no commit, and is not saved"
+            return NOT_WHOLE
         return self._exits.save_for_nobody(world)
 
     def _is_sound(self) -> bool:

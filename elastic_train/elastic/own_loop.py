@@ -122,7 +122,8 @@ def run(
 
     Raises:
         SystemExit: training is not finished: stopped by a signal with the state saved (143, 130), or an error that
-            training cannot get past (1, 2), which was told in one line.
+            training cannot get past (1, 2), which was told in one line. Or it is, by the others (0): this worker was a
+            spare, came too late or was left out, and does not have what they have trained.
         What the training function raises, where no others train on. Where they do, its traceback is shown, this
             worker's agent is told to stop, and SystemExit(1) follows.
     """
@@ -140,7 +141,7 @@ def run(
     except BaseException:
         stop.uninstall()
         raise
-    if code not in (0, UNSAVED):
+    if code not in (0, UNSAVED) or not worker.state.is_finished:
         sys.exit(code)  # with the handlers that there are: another signal would change the code of a process that ends
     stop.uninstall()
     return worker.state

@@ -9,7 +9,7 @@ from typing import Any
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.snapshot_schedule import SnapshotSchedule
 from elastic_train.elastic.worker import Worker
-from elastic_train.errors import OwnershipLost, SnapshotError
+from elastic_train.errors import NewerGeneration, OwnershipLost, SnapshotError
 from elastic_train.observe.reporting import Reporter
 from elastic_train.runlog.goodput import Phase
 from elastic_train.snapshot_interval import interval_of
@@ -42,14 +42,11 @@ class Saver:
     ) -> None:
         self._worker = worker
         self._reporter: Reporter = worker.reporter
-        self._files = files
-        self._written = written
-        self._now = now
+        self._files, self._written, self._now = files, written, now
         self._interval = interval_of(worker.config.snapshot_every)
         self._schedule = SnapshotSchedule(self._interval, now=now)
-        self._has_noted_due = False
+        self._has_noted_due, self._entered_at = False, 0.0
         self._world: World | None = None
-        self._entered_at = 0.0
         self._best_step = -1
         """of the newest best state that was dealt with"""
         self._saved_by_all: tuple[int, int] | None = None
@@ -78,7 +75,7 @@ class Saver:
                 self._note_due(self._world, state)
             return False
         self._files.raise_if_replaced()
-        is_new_best = self._is_new_best(state)
+        is_new_best = self.is_new_best(state)
         if self._interval.steps == 0 and not is_new_best:
             return False
         is_writing = self._snapshots is not None and self._snapshots.is_busy()
@@ -92,7 +89,7 @@ class Saver:
             return False  # it is saved at the end anyway
         return is_new_best or (self._schedule.is_overdue and not self._writer().is_busy())
 
-    def _is_new_best(self, state: TrainState) -> bool:
+    def is_new_best(self, state: TrainState) -> bool:
         """Whether the weights of this very step are the best so far, and are to be kept."""
         best = state.ratings.best
         is_best = best is not None and best[0] == state.step
@@ -126,7 +123,7 @@ class Saver:
     def save(self, state: TrainState) -> None:
         """In the background; returns when the state is copied."""
         with state.clock.during(Phase.SNAPSHOT):
-            if self._is_new_best(state):
+            if self.is_new_best(state):
                 self._make_room_for_best(state)
             started_at = self._now()
             if self._writer().save_in_background(state.state_dict(), **self._position(state)):
@@ -187,12 +184,15 @@ class Saver:
 
     def save_beside(self, state: TrainState, fleet: Fleet | None = None) -> bool:
         """The same on another thread than the one that trains, which does not wait for it. Nothing else is told of."""
+        self._failed_step = state.step
         try:
             self._report(self._writer().save(state.state_dict(), **self._position(state), fleet=fleet))
         except SnapshotError as error:
             self._reporter.warn(str(error))
-            self._failed_step = state.step
             return False
+        except NewerGeneration:  # the others have it, and save it
+            self._failed_step = -1
+            raise
         self._failed_step = -1
         return True
 

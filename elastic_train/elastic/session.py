@@ -237,7 +237,7 @@ class Training:
         self.state.lock.hold()
         self._end.raise_if_lost()
         state, saver = self.state, self._saver
-        if self._saved_step != state.step:
+        if self._saved_step != state.step or saver.is_new_best(state):  # keep() may have come since
             self._saved_step = state.step
             if saver.is_due(state):
                 self._sums.settle()  # only this rank does, where a snapshot was put off: what it finds has to wait
@@ -267,9 +267,9 @@ class Training:
         self._sums.give_up()
         self._sums.require_finite()
 
-    def commit_what_is_applied(self) -> None:
+    def commit_what_is_applied(self, error: str | None = None) -> None:
         """As `SessionSteps.commit_what_is_applied`."""
-        self._steps.commit_what_is_applied()
+        self._steps.commit_what_is_applied(error)
 
     def close(self) -> None:
         """Lets go of everything that belongs to the world."""

@@ -56,6 +56,7 @@ class SessionSteps:
     Args:
         shares: this rank's part of each step.
         is_own_code: whether what is done between two steps is the user's own.
+        is_alone: whether no other rank trains.
         require_unbroken: raises FormationFailed where the process group was broken off; waits for the device.
     """
 
@@ -68,6 +69,7 @@ class SessionSteps:
         sums: StepSums,
         *,
         is_own_code: bool,
+        is_alone: bool,
         require_unbroken: Callable[[], None],
     ) -> None:
         self._shares = iter(shares)
@@ -75,7 +77,7 @@ class SessionSteps:
         self._watcher = watcher
         self._observer = observer
         self._sums = sums
-        self._is_own_code = is_own_code
+        self._is_own_code, self._is_alone = is_own_code, is_alone
         self._require_unbroken = require_unbroken
         self.in_hand: StepInHand | None = None
 
@@ -145,15 +147,19 @@ class SessionSteps:
         if self._is_own_code and state.extras.keys() <= {"ema"}:  # else the function may be about to step a scheduler
             state.lock.let_go()
 
-    def commit_what_is_applied(self) -> None:
-        """A peer was lost, and the step before is settled. Where the weights are those after the step in hand, the step
-        is done. Does not block."""
+    def commit_what_is_applied(self, error: str | None = None) -> None:
+        """The world is over, by an `error` of the user's code or else a lost peer, and the step before is settled.
+        Where the weights are those after the step in hand, the step is done. Does not block."""
         if self.in_hand is None or not self.in_hand.is_applied:
             return
+        has_all = self._is_alone or self.in_hand.has_reduced or self.in_hand.result is not None
+        if error is not None and not has_all:  # the gradients were this rank's own
+            return
         state = self._worker.state
+        what, then = (f"{error} came", "") if error else ("a peer was lost", "; move collectives out of there")
         self._worker.reporter.warn(
-            f"a peer was lost between the optimizer's step and the commit of step {state.step + 1}: what the loop "
-            "does in between (a scheduler's step) may be missing once; move collectives out of there"
+            f"{what} between the optimizer's step and the commit of step {state.step + 1}, which counts: what the loop "
+            f"does in between (a scheduler's step) may be missing once{then}"
         )
         # Its loss was not told; that of the step before stands in.
         self.commit(state.last_loss or 0.0)

@@ -27,7 +27,7 @@ from elastic_train.elastic.step_sums import StepSums
 from elastic_train.elastic.whole_steps import ALONE, BatchLoss, Beginning, WholeSteps, stand_in_batch, warm_up
 from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import StepObserver, WorldEnd, WorldEnds, votes_of
-from elastic_train.errors import StatesDiffer
+from elastic_train.errors import StatesDiffer, TrainingDiverged
 from elastic_train.rules import Activity
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.reduction import Share
@@ -77,10 +77,9 @@ class Trainer:
         self._ddp_modules: list[weakref.ref[DistributedDataParallel]] = []
         """of the newest world"""
         optimizer = worker.state.optimizer
-        self._hooks = () if self._is_bundled else (
-            optimizer.register_step_pre_hook(self._require_unbroken),
-            optimizer.register_step_post_hook(self._note_step),
-        )  # fmt: skip
+        if not self._is_bundled:
+            worker.state.before_update = self._require_unbroken
+        self._hooks = () if self._is_bundled else (optimizer.register_step_post_hook(self._note_step),)
 
     @property
     def _is_bundled(self) -> bool:
@@ -131,6 +130,8 @@ class Trainer:
             if is_communication_error(error):
                 training.commit_what_is_applied()
                 begin_scalers_anew(state)
+            elif not isinstance(error, TrainingDiverged):  # what is saved then is of a commit
+                training.commit_what_is_applied(type(error).__name__)
             raise
         finally:
             training.close()
@@ -183,6 +184,7 @@ class Trainer:
 
     def close(self) -> None:
         """It trains no more: nothing of it stays attached to the state."""
+        self._worker.state.before_update = lambda: None
         for hook in self._hooks:
             hook.remove()
 
@@ -199,6 +201,7 @@ class Trainer:
             observer,
             sums,
             is_own_code=not self._is_bundled,
+            is_alone=world.world_size == 1,
             require_unbroken=self._require_unbroken,
         )
         parallel = OwnParallel(world, worker.device, membership.watcher, steps, sums)
@@ -242,7 +245,7 @@ class Trainer:
             )
         self._ddp_modules = []
 
-    def _require_unbroken(self, *_arguments: Any) -> None:
+    def _require_unbroken(self) -> None:
         """NCCL's collectives, once aborted, end with garbage and no error: it must not reach the weights, nor count for
         an overflow."""
         if self._training is None:

@@ -104,9 +104,10 @@ class TrainState:
         if not model.training:  # as a whole; then that is no choice of layers
             model.train()
         self._modes = [(module, module.training) for module in model.modules()]
-        self.kept_buffers = KeptBuffers(model)
-        self._kept_scales = KeptScales(self.extras.values())
+        self.kept_buffers, self._kept_scales = KeptBuffers(model), KeptScales(self.extras.values())
         self._is_step_open = self._is_updating = False
+        self.before_update: Callable[[], None] = lambda: None
+        """called before the optimizer's step; what it raises leaves the weights those of the last commit"""
         optimizer.register_step_pre_hook(self._note_update)
         self._schedule, self._has_own_optimizer = schedule, has_own_optimizer
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
@@ -124,8 +125,7 @@ class TrainState:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the weights are those of a commit: not from the optimizer's step to the commit that follows, nor
-        after a loading that failed half way."""
+        """False from the optimizer's step to the commit that follows, and after a loading that failed half way."""
         return not self._is_updating
 
     @property
@@ -144,6 +144,7 @@ class TrainState:
         return min(self.global_batch_size, self.length - self.samples_done)
 
     def _note_update(self, *_arguments: Any) -> None:
+        self.before_update()
         self.lock.hold()
         self._is_updating = True
 
@@ -208,8 +209,7 @@ class TrainState:
             group["lr"] = base_lr * factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only, so that `torch.load(weights_only=True)` can read it. Of a step that has begun
-        it holds nothing, until the optimizer's step."""
+        """What `torch.load(weights_only=True)` can read; of a step that has begun nothing, until the optimizer's."""
         model = self.model.state_dict()
         if self._is_step_open:
             self.kept_buffers.put_into(model)

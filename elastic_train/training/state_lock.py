@@ -20,11 +20,13 @@ class StateLock:
         self._lock.acquire()
         self._is_held = True
         """by the thread that trains, by its own account"""
+        self._taker: int | None = None
+        """the other thread that has it: what it does with the state may call for the lock"""
 
     def hold(self) -> None:
         """The state may change from now on, or be saved by this thread. Blocks where another thread has the lock, for
         ever unless that gives it back; signals are handled meanwhile. Calling it again is a no-op."""
-        if not self._is_held:
+        if not self._is_held and self._taker != threading.get_ident():
             self._lock.acquire()
             self._is_held = True
 
@@ -45,8 +47,12 @@ class StateLock:
 
     def acquire(self, timeout: float) -> bool:
         """For another thread: whether it has the lock now. Blocks up to `timeout` seconds until it is let go of."""
-        return self._lock.acquire(timeout=max(0.0, timeout))
+        is_taken = self._lock.acquire(timeout=max(0.0, timeout))
+        if is_taken:
+            self._taker = threading.get_ident()
+        return is_taken
 
     def give_back(self) -> None:
         """For the thread that has acquired it: there was nothing to save."""
+        self._taker = None
         self._lock.release()

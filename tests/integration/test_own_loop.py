@@ -11,6 +11,9 @@ from textwrap import indent
 import pytest
 import torch
 
+from elastic_train.config import Config
+from elastic_train.elastic import own_loop
+from elastic_train.elastic.worker import Worker
 from elastic_train.tools.audit.audit import audit
 from tests.integration.cluster import (
     PYTHON,
@@ -25,6 +28,7 @@ from tests.integration.cluster import (
     newest_snapshot,
     outcomes,
     result,
+    snapshot_names,
     wait_for_step,
     wait_until,
 )
@@ -577,6 +581,51 @@ def test_workers_whose_gradients_nobody_averages_do_not_train(cluster: Cluster) 
     for node in nodes:
         assert node.wait() == 2
         assert "nobody averages the gradients of the 2 workers" in error_line(node)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "code"),
+    [("raise ValueError('my mistake')", 1), pytest.param("training.commit(torch.ones(3))", 2, marks=pytest.mark.slow)],
+)
+def test_an_error_after_the_optimizers_step_loses_nothing_and_does_no_step_twice(
+    cluster: Cluster, mistake: str, code: int
+) -> None:
+    """The weights cannot be taken back: that step counts."""
+    (undisturbed,) = start_script(cluster, 1)
+    cluster.finish([undisturbed])
+    expected = result(cluster.path / "run-1")["state_sha256"]
+    flags = ("--snapshot-every", "0", "--run-dir", str(cluster.path / "again"))
+    (node,) = start_script(cluster, 1, f"if training.state.step == 9: {mistake}", *flags)
+    assert node.wait() == code
+    assert "the commit of step 10, which counts" in node.text()
+    assert "the state of step 10 is saved, mend that and start all nodes again" in node.text()
+    cluster.finish(start_script(cluster, 1, "pass", *flags))
+    assert result(cluster.path / "again")["state_sha256"] == expected
+    check_ledger([cluster.path / "again"], length=98, batch=16, steps=35)
+
+
+def test_who_comes_when_all_is_trained_gets_no_model(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spare, or a node that waits to be admitted, has not what the others have trained, and must not save it."""
+
+    def finished_without_it(worker: Worker, _program: object) -> int:
+        worker.directory.ownership.release()
+        return 0
+
+    monkeypatch.setattr(own_loop, "run_worker", finished_without_it)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 1))
+    with pytest.raises(SystemExit) as ended:
+        own_loop.run(lambda _training: None, model, optimizer, data, Config(run_dir=cluster.run_dir))
+    assert ended.value.code == 0
+
+
+def test_the_best_may_be_rated_at_the_top_of_the_loop(cluster: Cluster) -> None:
+    keep = "for epoch in training.epochs():\n        training.keep(float(epoch == 2))"
+    text = SCRIPT.replace("for epoch in training.epochs():", keep).replace("BEFORE_COMMIT", "pass")
+    (node,) = start_workers(cluster, 1, text, "--snapshot-every", "0", "--keep-best", "1", "--keep-snapshots", "1")
+    cluster.finish([node])
+    assert [int(name.split("-")[1]) for name in snapshot_names(cluster.path / "run-1")] == [14, 35]
 
 
 @pytest.mark.slow

@@ -353,6 +353,17 @@ def test_what_was_trained_and_cannot_be_saved_is_no_success(cluster: Cluster) ->
     assert "returned with step 20" in own.text()
 
 
+def test_a_stop_whose_state_cannot_be_saved_is_no_orderly_one(cluster: Cluster) -> None:
+    node = cluster.launch([*FILES_OF_100_KIB, "-m", "elastic_train", "--run-dir", str(cluster.run_dir)], {})
+    wait_for_step(cluster.run_dir, 5)
+    node.signal(signal.SIGTERM)
+    assert node.wait() == 1
+    assert (
+        "THIS STATE IS NOT SAVED, a warning above says why; the same command continues from the newest" in node.text()
+    )
+    assert outcomes(cluster.run_dir) == ["stopped"]
+
+
 @pytest.mark.slow
 def test_leftover_of_a_dead_writer_is_removed(prepared: Path, cluster: Cluster) -> None:
     """Also where its process id is in use again, as is usual in containers: by us."""

@@ -320,6 +320,20 @@ def test_layers_that_are_frozen_stay_frozen() -> None:
     assert all(module.training for module in whole.modules()), "as a whole that is no choice of layers"
 
 
+def test_a_state_stays_whole_where_its_update_is_refused() -> None:
+    """A peer was lost in the backward pass, say: no weight is touched."""
+    state = make_state()
+
+    def refuse() -> None:
+        raise RuntimeError("the group was broken off")
+
+    state.before_update = refuse
+    state.remember()
+    with pytest.raises(RuntimeError):
+        state.optimizer.step()
+    assert state.is_whole
+
+
 def test_a_state_is_whole_but_from_the_optimizer_s_step_to_the_commit() -> None:
     state = make_state()
     assert state.is_whole

@@ -167,3 +167,16 @@ def test_a_loop_of_ones_own_holds_it_from_its_optimizers_step_on(does_step: bool
         assert not state.lock.acquire(0.0)
     state.commit(1.0)
     assert not state.lock.acquire(0.0)
+
+
+def test_who_has_taken_it_may_finish_a_step_with_it() -> None:
+    """A step without an optimizer's step, whose commit hangs: the thread that trains has let go of it."""
+    state = make_state()
+    state.remember()
+    state.lock.let_go()
+    assert state.lock.acquire(0.0)
+    state.commit(1.0)
+    state.lock.give_back()
+    with trainer(lambda: state.commit(1.0)):
+        pass
+    assert state.step == 2

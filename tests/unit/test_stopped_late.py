@@ -18,7 +18,7 @@ import pytest
 from elastic_train.elastic.exits import Exits
 from elastic_train.elastic.late_stop import LateStop
 from elastic_train.elastic.run_files import RunFiles
-from elastic_train.errors import OwnershipLost, StoreUnreachable, TrainingDiverged
+from elastic_train.errors import NewerGeneration, OwnershipLost, StoreUnreachable, TrainingDiverged
 from elastic_train.preemption import PreemptionNotice
 from elastic_train.runlog.goodput import Phase, PhaseClock
 from elastic_train.storage.places import OwnedBucket
@@ -212,6 +212,29 @@ def test_others_have_gone_on(raises: dict[str, Exception]) -> None:
     assert calls[-1] == ("end", 143)
 
 
+def test_what_belongs_to_another_job_by_now_is_told() -> None:
+    calls = Life(make_stepping(), save=OwnershipLost("another job has it")).run()
+    assert ("warning", "another job has it") in calls
+    calls = Life(make_stepping(), save=NewerGeneration("the others have it")).run()
+    assert not any(call[0] == "warning" for call in calls), "they save it"
+
+
+def test_a_state_that_cannot_be_saved_is_no_orderly_stop() -> None:
+    life = Life(make_stepping())
+    life.late._exits._saver.unsaved = lambda _state: "; NOT SAVED"  # type: ignore[method-assign]
+    assert life.run()[-1] == ("end", 1)
+
+
+def test_weights_of_no_commit_are_not_saved_for_the_next_start() -> None:
+    """An error has ended the run within an optimizer's step."""
+    state = make_stepping()
+    next(iter(state.model.parameters())).grad = None
+    state.optimizer.step()
+    life = Life(state)
+    assert life.late._exits.save_for_next_start(SINGLE, "again") == "its state is of no commit, and is not saved"
+    assert "save and wait" not in life.calls
+
+
 def test_a_bug_ends_it_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     calls = Life(make_stepping(), save=ValueError("a bug")).run()
     assert calls[-2:] == [("failed", "a bug"), ("end", 1)]
@@ -236,7 +259,7 @@ def test_a_notice_that_ends_when_it_is_late_ends_nobody() -> None:
     """The timer has fired, and cannot be called off."""
     life = Life(make_stepping())
     life.stop.is_requested = False
-    assert life.run() == ["settle"]
+    assert life.run() == [], "nor takes a step's votes away"
     assert life.is_given_back
     state = make_stepping()
     state.optimizer.step()
