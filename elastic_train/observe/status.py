@@ -132,6 +132,7 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
     state, notes = _state(run_dir, generation, current, newcomers, now, is_alive, is_drill=is_drill)
     world = [line for worker in current for line in worker.lines if int_of(line, "generation") == generation]
     newest = max(world, key=time_of, default=None)
+    is_there = state in THERE and _classify(current, now, is_alive) in THERE  # newcomers wait where the others are dead
     coming = [worker for worker in newcomers if all(line["event"] != "done" for line in worker.lines)]  # not refused
     start = max((line for worker in current + coming for line in worker.lines if line["event"] == "start"),
                 key=time_of, default={})  # fmt: skip
@@ -173,8 +174,8 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         incidents=_incidents(workers, current_result, now),
         warnings=tuple(dict.fromkeys([*_warnings(workers), *problems])),
         is_drill=is_drill,
-        capacity=capacity_of(workers, world, now, is_alive, is_there=state in THERE, is_over=state in OVER),
-        quarantined=quarantines_of(world, now) if state in THERE else (),
+        capacity=capacity_of(workers, world, now, is_alive, is_there=is_there, is_over=state in OVER),
+        quarantined=quarantines_of(world, now) if is_there else (),
         result_path=run_dir / "result.json" if result is not None else None,
         goodput_ratio=float_of(dict_of(current_result or {}, "goodput"), "ratio"),
         bill=newest_bill(current_result, world),

@@ -184,3 +184,12 @@ def test_json_is_one_look(files: Files, capsys: pytest.CaptureFixture[str]) -> N
     inside(files, num_nodes=1)
     assert main(["status", str(files.run_dir), "--json", "--watch"]) == 2
     assert "--watch: not allowed with argument --json" in capsys.readouterr().err
+
+
+def test_a_node_that_waits_for_the_dead(files: Files) -> None:
+    """All were killed, and one was started again: --min-nodes keeps it waiting, and the others are missing."""
+    inside(files, num_nodes=2, max_nodes=3)
+    files.worker(4, "again", started=NOW - 0.5)
+    found = read_status(files.run_dir, NOW, lambda start: start["host"] == "again")
+    assert found.state is RunState.STARTING
+    assert (found.capacity.train, found.capacity.could_train, found.capacity.wanted) == (0, 1, 2)
