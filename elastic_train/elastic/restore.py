@@ -80,32 +80,44 @@ def restore(
         RunsMixed: snapshots of two runs can be seen. BranchesMixed: snapshots of two branches of the run can be seen.
         TaskMismatch: the newest snapshot is of another task, seed, batch size, ...; names both values.
         SnapshotError: it verifies and still cannot be read; or none can be seen, and a state was lost, or the run had
-            snapshots that nobody has.
+            snapshots that nobody has, though some of another run can be seen.
     """
     told = gather_json({"offers": [vars(Offer.of(offer)) for offer in offers], "record": record.to_fields()})
     offered = [list(map(Offer.from_fields, entry["offers"])) for entry in told]
     superseded: tuple[str, ...] = ()
     if is_new_run:
-        choice = run_to_continue([RunRecord.from_fields(entry["record"]) for entry in told], list(chain(*offered)))
+        records = [RunRecord.from_fields(entry["record"]) for entry in told]
+        choice = run_to_continue(records, list(chain(*offered)))
         run_uid, superseded = choice.uid or run_uid, choice.superseded
+        unseen = {one.uid for one in records} - {"", run_uid, *superseded}
+        if choice.uid is not None and unseen:  # what they hold would be lost sight of
+            _require_none_written(past() if record.uid in unseen else None, "those that are seen are of another run: ")
     by_rank = [[offer for offer in mine if offer.run == run_uid] for mine in offered]
     require_one_line(list(chain(*by_rank)))
-    others = [offer for offer in offers if offer.run_uid != run_uid]
-    offers = [offer for offer in offers if offer.run_uid == run_uid]
-    if others:
+    if others := [offer for offer in offers if offer.run_uid != run_uid]:
         warn(f"snapshots of another run are not used: {others[0].path} and the like")
+    offers = [offer for offer in offers if offer.run_uid == run_uid]
     from_rank = _restore_newest(state, world, offers, by_rank, superseded, task=task, warn=warn, check=check)
     if from_rank is not None:
         state.restarts = restarted(state.restarts, gather_json(token_hex(4))[0], state.step)
         return Restored("snapshot", state.step, from_rank)
     if lost is not None:
         raise SnapshotError(f"{lost}, and no snapshot of their run can be seen here")
-    found = None if record.uid in superseded else past()  # else it tells of the run in whose place this one is
-    told = gather_json(None if found is None else found.to_fields())
-    require_none_written([PastSnapshots.from_fields(fields) for fields in told if fields is not None])
+    # Of a run in whose place this one is the directory may tell as well.
+    _require_none_written(None if record.uid in superseded else past())
     state.run_uid, state.superseded = run_uid, superseded
     _begin(state, world, check)
     return Restored("scratch", 0, 0)
+
+
+def _require_none_written(found: PastSnapshots | None, why: str = "") -> None:
+    """`found` is what this rank's run directory says. Every rank calls it. Raises: SnapshotError, which begins with
+    `why`, where one of all had snapshots."""
+    told = gather_json(None if found is None else found.to_fields())
+    try:
+        require_none_written([PastSnapshots.from_fields(fields) for fields in told if fields is not None])
+    except SnapshotError as error:
+        raise SnapshotError(f"{why}{error}") from error
 
 
 def _begin(state: TrainState, world: World, check: Check) -> None:

@@ -198,6 +198,9 @@ def describe_start(worker: Worker, world: World, backend: str, restored: Restore
         if restored.source == "scratch"
         else f"from the {restored.source} of step {restored.step}, in epoch {epoch} of {config.epochs}"
     )
+    lost = state.incidents[-1].get("committed_steps_lost") if restored.source == "snapshot" and state.incidents else 0
+    if lost:
+        where += f" ({lost} committed steps that came after it are done again)"
     workers = count(world.world_size, "worker")
     if world.num_spares:
         workers += f" and {count(world.num_spares, 'spare')}"

@@ -273,3 +273,14 @@ def test_an_attempt_that_saved_nothing_is_no_part_of_the_wall(run_dir: Path) -> 
 def test_a_result_that_is_no_json(run_dir: Path) -> None:
     (run_dir / "result.json").write_text('{"step": 7, ')
     assert "finished, but result.json is damaged" in only_failure(run_dir, "end")
+
+
+def test_a_killed_node_leaves_the_lock_of_its_own_directory(run_dir: Path) -> None:
+    """Nobody holds it any more."""
+    (run_dir / ".owner-abc.lock").touch()
+    assert verdicts(audit(run_dir))["leftovers"] is CheckOutcome.PASS, "one of this run was"
+    for member in MEMBERS:
+        edit_lines(
+            events_of(run_dir, member), lambda lines: [*lines, {**lines[-1], "event": "done", "outcome": "stopped"}]
+        )
+    assert ".owner-abc.lock is a temporary file" in "\n".join(audit(run_dir).reasons)

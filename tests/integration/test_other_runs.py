@@ -52,6 +52,29 @@ def test_fresh_is_fresh_where_snapshots_lie_elsewhere(cluster: Cluster) -> None:
     assert {info.step for info in find_snapshots(elsewhere, warn=pytest.fail)} == {10, 20}
 
 
+def test_a_run_directory_does_not_become_another_runs(cluster: Cluster) -> None:
+    """Its own snapshots would be lost sight of."""
+    mine, theirs = cluster.path / "mine", cluster.path / "theirs"
+    train(cluster, theirs, 30)
+    train(cluster, mine, 20, "--lr", "0.01")
+    record = (mine / "run.json").read_bytes()
+    told = refusal(cluster, mine, "--snapshot-dir", str(theirs / "snapshots"))
+    assert "those that are seen are of another run: host" in told
+    assert "a snapshot of step 20 of this run" in told
+    assert (mine / "run.json").read_bytes() == record
+
+
+def test_what_is_done_again_is_told(cluster: Cluster) -> None:
+    """The newest snapshots lie elsewhere, and the flag that says where was forgotten."""
+    elsewhere = cluster.path / "elsewhere"
+    train(cluster, cluster.run_dir, 20)
+    shutil.copytree(cluster.run_dir / "snapshots", elsewhere)
+    train(cluster, cluster.run_dir, 50, "--snapshot-dir", str(elsewhere))
+    told = train(cluster, cluster.run_dir, 60)
+    assert "from the snapshot of step 20" in told
+    assert "(30 committed steps that came after it are done again)" in told
+
+
 @pytest.mark.slow
 def test_an_absent_node_does_not_bring_back_the_run_that_fresh_has_replaced(cluster: Cluster) -> None:
     here, there = cluster.path / "here", cluster.path / "there"

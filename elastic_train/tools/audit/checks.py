@@ -23,7 +23,7 @@ CHECKS: tuple[tuple[str, str, Callable[[History], Found]], ...] = (
     ("ledger", "every sample exactly once per epoch", check_ledger),
     ("steps", "committed steps never decrease", check_steps),
     ("generations", "one membership per generation, in a chain", check_generations),
-    ("incidents", "every incident within its limit, no committed step lost", check_incidents),
+    ("incidents", "every incident within its limit, no committed step lost but by a restart", check_incidents),
     ("phases", "the phases sum to the wall", check_phases),
     ("state", "the final weights agree", check_state),
     ("snapshots", "snapshots are whole, none that is torn was restored", check_snapshots),

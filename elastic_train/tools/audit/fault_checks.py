@@ -56,6 +56,8 @@ def check_incidents(history: History) -> Found:
             )
     worst = max((outage.seconds for outage in outages if outage.cause == "peer_lost"), default=None)
     told = "" if worst is None else f"; longest outage by a lost peer {worst:.2f} s"
+    done_again = sum(int(entry.get("committed_steps_lost") or 0) for entry in incidents)
+    told += f"; {done_again} committed steps done again" if done_again else ""
     counts = ((num_incidents, "incident"), (len(faults), "fault"), (len(outages), "outage"))
     return ", ".join(count(n, what) for n, what in counts) + told, findings
 

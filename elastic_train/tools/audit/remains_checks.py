@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError
 from elastic_train.tools.audit.finding import Found, Skip
-from elastic_train.tools.audit.history import History
+from elastic_train.tools.audit.history import History, writer
 from elastic_train.tools.audit.record import Effect
 from elastic_train.wording import count
 
@@ -94,8 +94,12 @@ def check_leftovers(history: History) -> Found:
         raise Skip("the run has not finished")
     from elastic_train.observe.status_files import process_is_alive
 
+    # Who is killed in a run directory of its own leaves its lock there, which nobody holds.
+    was_killed = {writer(line) for line in history.of("start")} - {writer(line) for line in history.of("done")}
     findings = [
-        f"{name} is a temporary file" for name in (*history.names, *_names_elsewhere(history)) if _is_temporary(name)
+        f"{name} is a temporary file"
+        for name in (*history.names, *_names_elsewhere(history))
+        if _is_temporary(name) and not (was_killed and Path(name).name.startswith(".owner-"))
     ]
     for line in history.of("start"):
         if process_is_alive(line):
