@@ -90,9 +90,9 @@ class Saver:
         return is_new_best or (self._schedule.is_overdue and not self._writer().is_busy())
 
     def is_new_best(self, state: TrainState) -> bool:
-        """Whether the weights of this very step are the best so far, and are to be kept."""
-        best = state.ratings.best
-        is_best = best is not None and best[0] == state.step
+        """Whether the weights of this very step are the best so far, and this worker is to keep them."""
+        best, world = state.ratings.best, self._world
+        is_best = best is not None and best[0] == state.step and world is not None and world.rank == 0
         return bool(self._worker.config.keep_best) and is_best and self._best_step != state.step
 
     def _adapt(self, state: TrainState) -> None:

@@ -237,13 +237,12 @@ class Training:
         self.state.lock.hold()
         self._end.raise_if_lost()
         state, saver = self.state, self._saver
-        if self._saved_step != state.step or saver.is_new_best(state):  # keep() may have come since
-            self._saved_step = state.step
-            if saver.is_due(state):
-                self._sums.settle()  # only this rank does, where a snapshot was put off: what it finds has to wait
-                self._steps.turn_to_function()
-                if self._sums.is_sound:
-                    saver.save(state)
+        is_new, self._saved_step = self._saved_step != state.step, state.step
+        if saver.is_due(state) if is_new else saver.is_new_best(state):  # keep() may have come since
+            self._sums.settle()  # only this rank does, where a snapshot was put off: what it finds has to wait
+            self._steps.turn_to_function()
+            if self._sums.is_sound:
+                saver.save(state)
         self._end.raise_if_over()
 
     # --- for Trainer --------------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ class SnapshotSchedule:
         self._is_overdue = False
         self._started_at: float | None = None
         """of the newest snapshot; before that, of this worker's first world"""
-        self._step = -1
         self._step_at: float | None = None
         self._was_writing = False
         self._idle: deque[float] = deque(maxlen=IDLE_STEPS)
@@ -75,9 +74,9 @@ class SnapshotSchedule:
             is_writing: a snapshot is being written.
         """
         now = self._now()
-        if step != self._step and self._step_at is not None:
+        if self._step_at is not None:
             (self._busy if is_writing or self._was_writing else self._idle).append(now - self._step_at)
-        self._step, self._step_at, self._was_writing = step, now, is_writing
+        self._step_at, self._was_writing = now, is_writing
         if self._interval.steps is not None:
             is_due = self._interval.steps > 0 and step % self._interval.steps == 0
         else:

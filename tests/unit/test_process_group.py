@@ -38,6 +38,7 @@ from elastic_train.tools.drills.nodes import wait_until
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.reduction import StepTotals
 from elastic_train.training.sampler import MicroBatch
+from elastic_train.training.state import TrainState
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
 
@@ -712,7 +713,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     torch.nn.init.ones_(model.weight)
     task = SimpleNamespace(train_set=torch.utils.data.TensorDataset(torch.ones(1)), collate=list)
     worker: Any = SimpleNamespace(
-        state=SimpleNamespace(optimizer=torch.optim.SGD(model.parameters(), lr=0.1), model=model, step=3),
+        state=TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), length=8, global_batch_size=4, epochs=2),
         device=torch.device("cuda"),
         task=task,
         config=Config(),
@@ -758,6 +759,7 @@ def trainer_steps(trainer: Trainer) -> SessionSteps:
         nothing,
         nothing,
         is_own_code=True,
+        is_alone=False,
         require_unbroken=trainer._require_unbroken,
     )
 
