@@ -210,7 +210,8 @@ class EarlierRun:
             is_new_run=lost is None and (self._is_first_round or self._membership.published("run_uid") is None),
             lost=lost,
             record=self._record,
-            past=lambda: self._past(is_leader=world.is_directory_leader),
+            past=lambda: self._past(self._own_past(world)),
+            own_past=lambda: self._own_past(world),
             warn=worker.reporter.warn,
             check=check,
         )
@@ -251,10 +252,13 @@ class EarlierRun:
             f"{'are' if is_further else 'were'} done again{remedy}"
         )
 
-    def _past(self, *, is_leader: bool) -> PastSnapshots | None:
-        """What this worker's run directory says of snapshots of the run, and the bucket's owner."""
-        tells = is_leader and not self._is_replaced
-        past = read_past_snapshots(self._worker.directory.events_dir) if tells else None
+    def _own_past(self, world: World) -> PastSnapshots | None:
+        """What this worker's run directory says of snapshots of the run."""
+        tells = world.is_directory_leader and not self._is_replaced
+        return read_past_snapshots(self._worker.directory.events_dir) if tells else None
+
+    def _past(self, past: PastSnapshots | None) -> PastSnapshots | None:
+        """The same, with what the bucket's owner says."""
         owner = self._owner
         if owner is None or owner.newest is None or owner.run_uid in self._record.superseded:
             return past

@@ -71,14 +71,14 @@ class Exits:
         self._membership.barriers.end_together(world)
         worker.reach("exit", world)
         reporter.events.write("done", outcome=outcome)
-        reporter.report_for_node(f"{outcome.replace('_', ' ')} at step {state.step}")
         measured = "".join(f", test {name} {value}" for name, value in main_metrics(state.test_metrics).items())
         unsaved = self._saver.unsaved(state)
+        reporter.report_for_node(f"{outcome.replace('_', ' ')} at step {state.step}{unsaved}")
         if outcome == "already_finished":
             reporter.report(
                 f"the run in {worker.directory.path} is finished: {state.step} steps{measured}. Nothing left to do; "
                 f"a larger {'--epochs' if worker.config.max_steps is None else '--max-steps'} trains on, "
-                "--fresh starts anew"
+                f"--fresh starts anew{unsaved}"
             )
         else:
             summary = json.loads(data)
@@ -177,7 +177,7 @@ class Exits:
         reporter.events.write("done", outcome="stopped")
         what, unsaved = f"stopped by {worker.stop.why}", self._saver.unsaved(state)
         where = "the newest snapshot" if unsaved else "here"
-        reporter.report_for_node(f"{what} at step {state.step}")
+        reporter.report_for_node(f"{what} at step {state.step}{unsaved}")
         reporter.report(
             f"{what} at step {state.step} (epoch {state.epoch + 1} of {worker.config.epochs}, {state.samples_done} of "
             f"{state.length} samples){unsaved}; the same command continues from {where}"

@@ -28,7 +28,7 @@ from elastic_train.errors import (
 from elastic_train.rules import disagreement, freshest
 from elastic_train.storage.offers import Offer, newest_offer, parted, require_one_line
 from elastic_train.storage.past_snapshots import PastSnapshots, require_none_written
-from elastic_train.storage.run_record import RunRecord, run_to_continue
+from elastic_train.storage.run_record import Choice, RunRecord, run_to_continue
 from elastic_train.storage.snapshot import SnapshotInfo, load_state
 from elastic_train.training.collectives import gather_json
 from elastic_train.training.state import TrainState
@@ -59,6 +59,7 @@ def restore(
     lost: str | None,
     record: RunRecord,
     past: Callable[[], PastSnapshots | None],
+    own_past: Callable[[], PastSnapshots | None],
     warn: Warn,
     check: Check,
 ) -> Restored:
@@ -74,6 +75,7 @@ def restore(
         record: which run this rank's run directory belongs to.
         past: asked where there is no snapshot: what this rank's run directory says of some; None on ranks that lead
             none.
+        own_past: the same without what the owner of a bucket says.
         check: is called while this rank waits for a state, and raises where the group was broken off.
 
     Raises:
@@ -89,9 +91,7 @@ def restore(
         records = [RunRecord.from_fields(entry["record"]) for entry in told]
         choice = run_to_continue(records, list(chain(*offered)))
         run_uid, superseded = choice.uid or run_uid, choice.superseded
-        unseen = {one.uid for one in records} - {"", run_uid, *superseded}
-        if choice.uid is not None and unseen:  # what they hold would be lost sight of
-            _require_none_written(past() if record.uid in unseen else None, "those that are seen are of another run: ")
+        _require_own_run(choice, records, record, own_past)
     by_rank = [[offer for offer in mine if offer.run == run_uid] for mine in offered]
     require_one_line(list(chain(*by_rank)))
     if others := [offer for offer in offers if offer.run_uid != run_uid]:
@@ -110,14 +110,27 @@ def restore(
     return Restored("scratch", 0, 0)
 
 
-def _require_none_written(found: PastSnapshots | None, why: str = "") -> None:
-    """`found` is what this rank's run directory says. Every rank calls it. Raises: SnapshotError, which begins with
-    `why`, where one of all had snapshots."""
+def _require_own_run(
+    choice: Choice, records: Sequence[RunRecord], record: RunRecord, own_past: Callable[[], PastSnapshots | None]
+) -> None:
+    """Every rank calls it. Raises: SnapshotError where no run directory is of the run that is chosen by its snapshots,
+    and one of them had some, which would be lost sight of."""
+    uids = {one.uid for one in records} - {"", *choice.superseded}
+    if choice.uid is None or not uids or choice.uid in uids:
+        return
+    found = own_past() if record.uid in uids else None
+    known = max(filter(None, gather_json(None if found is None else found.known)), default=None)
+    if known is not None:
+        raise SnapshotError(
+            f"{known[2]}, and those that are seen here are of another run: give the --snapshot-dir of this run, or "
+            "another --run-dir to go on with the other one"
+        )
+
+
+def _require_none_written(found: PastSnapshots | None) -> None:
+    """As `require_none_written`, of what every rank has found. Every rank calls it."""
     told = gather_json(None if found is None else found.to_fields())
-    try:
-        require_none_written([PastSnapshots.from_fields(fields) for fields in told if fields is not None])
-    except SnapshotError as error:
-        raise SnapshotError(f"{why}{error}") from error
+    require_none_written([PastSnapshots.from_fields(fields) for fields in told if fields is not None])
 
 
 def _begin(state: TrainState, world: World, check: Check) -> None:

@@ -249,7 +249,8 @@ class Stages:
         broken_at, world, resume = self._clock(), self._present, self._parts.resume
         self._formed = self._resumed = None
         error = self.group.break_off(error)
-        verdict = judge(error, self._worker.state.step + 1, world, self._membership)
+        step = self._worker.state.step + (not self._parts.trainer.was_applied)  # the one in hand
+        verdict = judge(error, step, world, self._membership)
         if verdict is not Failure.PEER:
             self._parts.exits.fail(error, verdict, world, has_state=resume.has_state)
         self._failure = first_line(error)

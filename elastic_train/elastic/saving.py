@@ -75,7 +75,7 @@ class Saver:
                 self._note_due(self._world, state)
             return False
         self._files.raise_if_replaced()
-        is_new_best = self.is_new_best(state)
+        is_new_best = self._is_new_best(state)
         if self._interval.steps == 0 and not is_new_best:
             return False
         is_writing = self._snapshots is not None and self._snapshots.is_busy()
@@ -89,10 +89,10 @@ class Saver:
             return False  # it is saved at the end anyway
         return is_new_best or (self._schedule.is_overdue and not self._writer().is_busy())
 
-    def is_new_best(self, state: TrainState) -> bool:
-        """Whether the weights of this very step are the best so far, and this worker is to keep them."""
-        best, world = state.ratings.best, self._world
-        is_best = best is not None and best[0] == state.step and world is not None and world.rank == 0
+    def _is_new_best(self, state: TrainState) -> bool:
+        """Whether the weights of this very step are the best so far, and are to be kept."""
+        best = state.ratings.best
+        is_best = best is not None and best[0] == state.step
         return bool(self._worker.config.keep_best) and is_best and self._best_step != state.step
 
     def _adapt(self, state: TrainState) -> None:
@@ -123,7 +123,7 @@ class Saver:
     def save(self, state: TrainState) -> None:
         """In the background; returns when the state is copied."""
         with state.clock.during(Phase.SNAPSHOT):
-            if self.is_new_best(state):
+            if self._is_new_best(state):
                 self._make_room_for_best(state)
             started_at = self._now()
             if self._writer().save_in_background(state.state_dict(), **self._position(state)):

@@ -103,7 +103,8 @@ class Training:
         What the function does after an epoch's last batch is done once, unless a peer is lost in that very code.
         """
         while not self.state.is_finished:
-            self._between_steps()
+            # What keep() says of this very step comes before the first batch: one snapshot, which knows of it.
+            self._between_steps(is_saved_later=self._worker.config.keep_best > 0)
             yield self.state.epoch
 
     def batches(self) -> Iterator[Any]:
@@ -233,16 +234,17 @@ class Training:
         """A line for the person who watches; only rank 0 prints it."""
         self._worker.reporter.report(message)
 
-    def _between_steps(self) -> None:
+    def _between_steps(self, *, is_saved_later: bool = False) -> None:
         self.state.lock.hold()
         self._end.raise_if_lost()
         state, saver = self.state, self._saver
-        is_new, self._saved_step = self._saved_step != state.step, state.step
-        if saver.is_due(state) if is_new else saver.is_new_best(state):  # keep() may have come since
-            self._sums.settle()  # only this rank does, where a snapshot was put off: what it finds has to wait
-            self._steps.turn_to_function()
-            if self._sums.is_sound:
-                saver.save(state)
+        if self._saved_step != state.step and not is_saved_later:
+            self._saved_step = state.step
+            if saver.is_due(state):
+                self._sums.settle()  # only this rank does, where a snapshot was put off: what it finds has to wait
+                self._steps.turn_to_function()
+                if self._sums.is_sound:
+                    saver.save(state)
         self._end.raise_if_over()
 
     # --- for Trainer --------------------------------------------------------------------------------------------------
@@ -266,9 +268,9 @@ class Training:
         self._sums.give_up()
         self._sums.require_finite()
 
-    def commit_what_is_applied(self, error: str | None = None) -> None:
+    def commit_what_is_applied(self, error: str | None = None) -> bool:
         """As `SessionSteps.commit_what_is_applied`."""
-        self._steps.commit_what_is_applied(error)
+        return self._steps.commit_what_is_applied(error)
 
     def close(self) -> None:
         """Lets go of everything that belongs to the world."""

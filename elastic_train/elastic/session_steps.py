@@ -133,37 +133,40 @@ class SessionSteps:
         step.is_applied = True
         return has_stepped
 
-    def commit(self, loss: float, late: LateTotals | None = None) -> None:
-        """The step in hand counts. `late` are its sums where they are not waited for; they give its loss then."""
+    def commit(self, loss: float, late: LateTotals | None = None, *, is_told: bool = True) -> None:
+        """The step in hand counts. `late` are its sums where they are not waited for; they give its loss then. It has
+        an event unless others, of whom nobody knows, may do it again."""
         step, state = self.required(), self._worker.state
         self.in_hand = None
         step.unfreeze()
         state.commit(loss)
         self._sums.late = late
-        if late is None:
+        if late is None and is_told:
             self._observer.report_commit(state, loss, step.first)
         self._observer.note_commit()
         self.turn_to_function()
         if self._is_own_code and state.extras.keys() <= {"ema"}:  # else the function may be about to step a scheduler
             state.lock.let_go()
 
-    def commit_what_is_applied(self, error: str | None = None) -> None:
+    def commit_what_is_applied(self, error: str | None = None) -> bool:
         """The world is over, by an `error` of the user's code or else a lost peer, and the step before is settled.
-        Where the weights are those after the step in hand, the step is done. Does not block."""
+        Where the weights are those after the step in hand, the step is done. Returns whether it is. Does not block."""
         if self.in_hand is None or not self.in_hand.is_applied:
-            return
-        has_all = self._is_alone or self.in_hand.has_reduced or self.in_hand.result is not None
-        if error is not None and not has_all:  # the gradients were this rank's own
-            return
+            return False
         state = self._worker.state
+        has_all = self._is_alone or self.in_hand.has_reduced or self.in_hand.result is not None
+        # Else the gradients were this rank's own; or it is why the error was raised that the weights are none.
+        if error is not None and not (has_all and all(one.isfinite().all() for one in state.model.parameters())):
+            return False
         what, then = (f"{error} came", "") if error else ("a peer was lost", "; move collectives out of there")
         self._worker.reporter.warn(
             f"{what} between the optimizer's step and the commit of step {state.step + 1}, which counts: what the loop "
             f"does in between (a scheduler's step) may be missing once{then}"
         )
         # Its loss was not told; that of the step before stands in.
-        self.commit(state.last_loss or 0.0)
+        self.commit(state.last_loss or 0.0, is_told=error is None or self._is_alone)
         state.lock.hold()
+        return True
 
     def turn_to_function(self) -> None:
         """What the user's own code does between steps, on one rank perhaps, may take its time."""

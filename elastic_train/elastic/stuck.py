@@ -81,8 +81,9 @@ class StuckThread:
         """The world is broken off and nobody to blame: tell once where this worker has waited in a collective. Never
         blocks."""
         activity, seconds, limit = self._own.at()
-        has_waited = activity is Activity.REDUCE and seconds > limit / 2  # another one may have broken it off
-        if self._was_apart or not has_waited:
+        waited = min(seconds, self._own.seconds_all_inside)
+        # Another member may have broken it off, a moment before this one would have.
+        if self._was_apart or activity is not Activity.REDUCE or waited <= limit / 2:
             return
         self._was_apart = True
         self._tell(

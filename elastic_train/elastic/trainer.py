@@ -65,6 +65,8 @@ class Trainer:
         self._stand_in = stand_in_batch(worker)
         self.step_started = time.monotonic()
         """when the step in hand, or the first one's world, was begun, by the monotonic clock"""
+        self.was_applied = False
+        """whether the step in which the user's code has failed counts all the same"""
         self.last_votes: Votes = NO_VOTES
         """what this rank said in the last step"""
         self.states = StateChecks(worker, membership)
@@ -94,6 +96,7 @@ class Trainer:
             What the training function raises.
         """
         state, watcher = self._worker.state, self._membership.watcher
+        self.was_applied = False
         self._warn_of_kept_modules()
         state.set_modes()  # a function of the user's may have been interrupted in an evaluation of its own
         if not self._is_bundled:  # at once: what is done with the weights is not known
@@ -131,7 +134,7 @@ class Trainer:
                 training.commit_what_is_applied()
                 begin_scalers_anew(state)
             elif not isinstance(error, TrainingDiverged):  # what is saved then is of a commit
-                training.commit_what_is_applied(type(error).__name__)
+                self.was_applied = training.commit_what_is_applied(type(error).__name__)
             raise
         finally:
             training.close()

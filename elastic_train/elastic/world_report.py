@@ -198,7 +198,8 @@ def describe_start(worker: Worker, world: World, backend: str, restored: Restore
         if restored.source == "scratch"
         else f"from the {restored.source} of step {restored.step}, in epoch {epoch} of {config.epochs}"
     )
-    lost = state.incidents[-1].get("committed_steps_lost") if restored.source == "snapshot" and state.incidents else 0
+    has_more = restored.source == "snapshot" and not state.is_finished
+    lost = state.incidents[-1].get("committed_steps_lost") if has_more and state.incidents else 0
     if lost:
         where += f" ({lost} committed steps that came after it are done again)"
     workers = count(world.world_size, "worker")

@@ -254,6 +254,11 @@ class OwnHeartbeat:
         activity, since, limit = self._activity
         return activity, self._monotonic() - since, self.pace.limit(activity) if limit is None else limit
 
+    @property
+    def seconds_all_inside(self) -> float:
+        """For how long nobody has been outside of the reduction, as far as it has heard."""
+        return self._monotonic() - self.outside.at
+
     def line(self, head: str, world: World | None) -> str:
         """The next one.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.tools.audit.audit import CheckOutcome, audit
+from elastic_train.tools.audit.node_directories import as_one_run
 from elastic_train.training.state import state_sha256
 from elastic_train.world import host_name
 from tests.drills.planting import (
@@ -275,10 +276,14 @@ def test_a_result_that_is_no_json(run_dir: Path) -> None:
     assert "finished, but result.json is damaged" in only_failure(run_dir, "end")
 
 
-def test_a_killed_node_leaves_the_lock_of_its_own_directory(run_dir: Path) -> None:
-    """Nobody holds it any more."""
-    (run_dir / ".owner-abc.lock").touch()
-    assert verdicts(audit(run_dir))["leftovers"] is CheckOutcome.PASS, "one of this run was"
-    ended = {"event": "done", "outcome": "stopped"}
-    edit_lines(events_of(run_dir, MEMBERS[2]), lambda lines: [*lines, {**lines[-1], **ended}])
-    assert ".owner-abc.lock is a temporary file" in "\n".join(audit(run_dir).reasons)
+def test_a_killed_node_leaves_the_lock_of_its_own_directory(run_dir: Path, tmp_path: Path) -> None:
+    """Nobody holds it any more. One that ended in order leaves none."""
+    (tmp_path / "node3" / "events").mkdir(parents=True)
+    shutil.move(events_of(run_dir, MEMBERS[2]), tmp_path / "node3" / "events")
+    (tmp_path / "node3" / ".owner-abc.lock").touch()
+    with as_one_run([run_dir, tmp_path / "node3"]) as whole:
+        assert verdicts(audit(whole))["leftovers"] is CheckOutcome.PASS
+    (run_dir / ".owner-def.lock").touch()
+    with as_one_run([run_dir, tmp_path / "node3"]) as whole:
+        assert ".owner-def.lock is a temporary file" in "\n".join(audit(whole).reasons)
+        assert ".owner-abc.lock" not in "\n".join(audit(whole).reasons)

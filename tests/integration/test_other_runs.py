@@ -59,8 +59,8 @@ def test_a_run_directory_does_not_become_another_runs(cluster: Cluster) -> None:
     train(cluster, mine, 20, "--lr", "0.01")
     record = (mine / "run.json").read_bytes()
     told = refusal(cluster, mine, "--snapshot-dir", str(theirs / "snapshots"))
-    assert "those that are seen are of another run: host" in told
-    assert "a snapshot of step 20 of this run" in told
+    assert "wrote a snapshot of step 20 of this run" in told
+    assert "those that are seen here are of another run: give the --snapshot-dir of this run" in told
     assert (mine / "run.json").read_bytes() == record
 
 

@@ -623,9 +623,11 @@ def test_who_comes_when_all_is_trained_gets_no_model(cluster: Cluster, monkeypat
 def test_the_best_may_be_rated_at_the_top_of_the_loop(cluster: Cluster) -> None:
     keep = "for epoch in training.epochs():\n        training.keep(float(epoch == 2))"
     text = SCRIPT.replace("for epoch in training.epochs():", keep).replace("BEFORE_COMMIT", "pass")
-    (node,) = start_workers(cluster, 1, text, "--snapshot-every", "0", "--keep-best", "1", "--keep-snapshots", "1")
-    cluster.finish([node])
-    assert [int(name.split("-")[1]) for name in snapshot_names(cluster.path / "run-1")] == [14, 35]
+    for every in ("0", "7"):  # 7: a regular one is due at that very step
+        run_dir = cluster.path / f"every-{every}"
+        flags = ("--snapshot-every", every, "--keep-best", "1", "--keep-snapshots", "1", "--run-dir", str(run_dir))
+        cluster.finish(start_workers(cluster, 1, text, *flags))
+        assert [int(name.split("-")[1]) for name in snapshot_names(run_dir)] == [14, 35]
 
 
 @pytest.mark.slow

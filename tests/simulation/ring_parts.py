@@ -98,6 +98,7 @@ class SimParts:
         self._deaths = Deaths() if worker.simulation.plan.quarantine else None
         self.step_started = 0.0
         self.last_votes: Votes = NO_VOTES
+        self.was_applied = False
 
     # --- ways in and out ----------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_arms import MemoryArm, Stored
 from elastic_train.storage.store_urls import parse_url
 from tests.unit.test_state import make_state
+from tests.unit.test_stopped_late import SINGLE
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_a_disk_that_was_away_does_not_bring_a_superseded_run_back(bucket: Owned
     events = tmp_path / "run" / "events"
     events.mkdir(exist_ok=True)
     (events / "n1.jsonl").write_text('{"event": "snapshot", "snapshot_step": 5, "generation": 0, "host": "n1"}\n')
-    assert earlier._past(is_leader=True) is None, "what the disk tells is of the run before"
+    assert earlier._past(earlier._own_past(SINGLE)) is None, "what the disk tells is of the run before"
 
 
 def test_a_run_that_had_snapshots_in_the_bucket_does_not_begin_anew_where_none_is_seen(
@@ -119,7 +120,7 @@ def test_a_run_that_had_snapshots_in_the_bucket_does_not_begin_anew_where_none_i
     other.owner.enter("job of Y", 1, "Y", (), is_writer=False)
     other.owner.check()
     warnings: list[str] = []
-    past = look(other, tmp_path / "empty", warnings=warnings)._past(is_leader=False)
+    past = look(other, tmp_path / "empty", warnings=warnings)._past(None)
     assert len(warnings) == 2
     assert past is not None
     with pytest.raises(
@@ -129,11 +130,11 @@ def test_a_run_that_had_snapshots_in_the_bucket_does_not_begin_anew_where_none_i
     ):
         require_none_written([past])
     named = look(other, tmp_path / "empty", published="a run that --fresh began", warnings=[])
-    assert named._past(is_leader=False) is None
+    assert named._past(None) is None
     other.owner.enter("job of Y", 2, "Z", ("Y",), is_writer=False)
     other.owner.check()
     begun = look(other, tmp_path / "empty", warnings=[])
-    assert begun._past(is_leader=False) is None, "the run that is named now has none"
+    assert begun._past(None) is None, "the run that is named now has none"
 
 
 class GoneArm(MemoryArm):

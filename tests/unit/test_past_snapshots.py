@@ -125,6 +125,7 @@ def test_what_a_directory_says_of_a_run_that_fresh_has_replaced_does_not_count(s
             lost=None,
             record=RunRecord("old", superseded),
             past=lambda: PastSnapshots((1, 20, "host a wrote a snapshot of step 20"), None, ""),
+            own_past=lambda: None,
             warn=pytest.fail,
             check=lambda: None,
         )

@@ -67,6 +67,7 @@ def bring(state: TrainState, rank: int, offers: list[SnapshotInfo], warnings: li
         lost=None,
         record=NO_RUN,
         past=lambda: None,
+        own_past=lambda: None,
         warn=warnings.append,
         check=lambda: None,
     )

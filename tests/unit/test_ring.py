@@ -48,6 +48,7 @@ class Fake:
         self.has_state = False
         self.step_started = 0.0
         self.last_votes = NO_VOTES
+        self.was_applied = False
         self.is_open = False
         self.held: weakref.ref[Thing] | None = None
         self.error_of_end: Exception | None = None

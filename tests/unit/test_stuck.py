@@ -42,6 +42,11 @@ def test_where_all_wait_for_each_other_it_says_once_where_it_waits() -> None:
     own = OwnHeartbeat(Pace(10.0), clock)
     stuck = StuckThread(own, said.append, lambda _world: 0.0, where=lambda: "it is at mine.py:3 (train)")
     limit = own.pace.limit(Activity.REDUCE)
+    own.turn_to(Activity.REDUCE)
+    clock.now += limit
+    own.outside.hear((1, 1), clock.now - 1.0)
+    stuck.look_apart()
+    assert settled(said) == [], "another one has come a moment ago"
     for activity, seconds in ((Activity.COMPUTE, limit), (Activity.REDUCE, 1.0), (Activity.REDUCE, limit)):
         own.turn_to(activity)
         clock.now += seconds

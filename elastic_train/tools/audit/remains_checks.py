@@ -94,12 +94,11 @@ def check_leftovers(history: History) -> Found:
         raise Skip("the run has not finished")
     from elastic_train.observe.status_files import process_is_alive
 
-    # Who is killed in a run directory of its own leaves its lock there, which nobody holds.
-    was_killed = {writer(line) for line in history.of("start")} - {writer(line) for line in history.of("done")}
+    ended = {writer(line).replace("/", "-") for line in history.of("done")}
     findings = [
         f"{name} is a temporary file"
         for name in (*history.names, *_names_elsewhere(history))
-        if _is_temporary(name) and not (was_killed and Path(name).name.startswith(".owner-"))
+        if _is_temporary(name) and not _is_of_killed(history.run_dir / name, ended)
     ]
     for line in history.of("start"):
         if process_is_alive(line):
@@ -108,6 +107,12 @@ def check_leftovers(history: History) -> Found:
         own = history.drill.leftovers
         findings += ["the drill did not look for what it left"] if own is None else own
     return "processes of this machine, temporary files", findings
+
+
+def _is_of_killed(path: Path, ended: set[str]) -> bool:
+    """Whether it is the lock, which nobody holds, of a run directory whose workers were all killed."""
+    events = path.resolve().parent / "events"
+    return path.name.startswith(".owner-") and ended.isdisjoint(one.stem for one in events.glob("*.jsonl"))
 
 
 def _is_temporary(name: str) -> bool:
