@@ -29,8 +29,8 @@ from tests.object_stores import (
     s3_server,
 )
 
-QUICK = Tries(total=3.0, attempt=8.0, silence=1.0, longest_wait=0.1)
-"""a machine that is busy must not be taken for a store that is silent"""
+QUICK = Tries(total=3.0, attempt=60.0, silence=1.0, longest_wait=0.1)
+"""a machine that is busy, with the libraries of the first request too, must not be taken for a store that is silent"""
 
 
 @pytest.fixture(scope="module")
