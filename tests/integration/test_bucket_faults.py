@@ -29,7 +29,7 @@ from tests.object_stores import (
     s3_server,
 )
 
-QUICK = Tries(total=3.0, attempt=60.0, silence=1.0, longest_wait=0.1)
+QUICK = Tries(total=10.0, attempt=60.0, silence=1.0, longest_wait=0.1)
 """a machine that is busy, with the libraries of the first request too, must not be taken for a store that is silent"""
 
 
