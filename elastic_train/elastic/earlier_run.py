@@ -11,7 +11,7 @@ from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 
-from elastic_train.branches import BRANCH, Branch, id_of, is_on
+from elastic_train.branches import BRANCH, Branch, id_of
 from elastic_train.elastic.connect import Return
 from elastic_train.elastic.handover import Check
 from elastic_train.elastic.ledger_repair import write_lines_again
@@ -27,6 +27,7 @@ from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.rendezvous.launch import max_nodes_of
 from elastic_train.runlog.goodput import process_start_ticks, seconds_since_process_start
 from elastic_train.storage.bucket_owner import BucketRecord
+from elastic_train.storage.offers import parted
 from elastic_train.storage.past_snapshots import NOTHING_SEEN, PastSnapshots, read_past_snapshots
 from elastic_train.storage.run_record import RUN_FILE, RunRecord, read_record
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, set_aside
@@ -234,14 +235,9 @@ class EarlierRun:
     def warn_of_parted(self) -> None:
         """The others have begun again from an older state than this node's disk had then, which came too late."""
         worker, state = self._worker, self._worker.state
-        parted = [
-            offer
-            for offer in self._offers
-            if offer.run_uid == state.run_uid and not is_on(offer.restarts, offer.step, state.restarts)
-        ]
-        if worker.launch.local_rank != 0 or not parted:
+        newest = parted((offer for offer in self._offers if offer.run_uid == state.run_uid), state.restarts)
+        if worker.launch.local_rank != 0 or newest is None:
             return
-        newest = max(parted, key=lambda offer: offer.step)
         is_further = newest.step > state.step
         remedy = (
             ". To go on from that snapshot instead, stop all nodes and start them all at once" if is_further else ""

@@ -189,7 +189,7 @@ def _restore_newest(
         if not whole:
             by_rank = [[offer for offer in mine if not best.is_same(offer)] for mine in by_rank]
             continue
-        if world.rank == 0 and (other := parted(list(chain(*by_rank)), best)) is not None:
+        if world.rank == 0 and (other := parted(chain(*by_rank), best.restarts)) is not None:
             warn(
                 f"host {other.host} has a snapshot of step {other.step} of this run, {other.path}, and host "
                 f"{best.host} one of step {best.step}: the one was begun again without what the other had trained. "

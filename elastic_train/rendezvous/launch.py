@@ -34,8 +34,6 @@ MIN_NODES_VARIABLE = "ELASTIC_TRAIN_MIN_NODES"
 NODE_VARIABLE = "ELASTIC_TRAIN_NODE"
 MARKERS = (C10D_VARIABLE, SETTINGS_VARIABLE, MIN_NODES_VARIABLE, NODE_VARIABLE)
 """what an agent sets for its workers"""
-
-
 NO_PLUG_IN = (
     "the torchrun plug-in of elastic_train is missing (pip install it on every node), or did not see that the program "
     "is ours (set ELASTIC_TRAIN=1)"

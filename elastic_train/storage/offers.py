@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic_train.branches import Branches, branches_of, describe, is_on
 from elastic_train.errors import BranchesMixed
@@ -45,6 +45,9 @@ class Offer:
         return (self.age, self.file) == (other.age, other.file)
 
 
+Snapshot = TypeVar("Snapshot", Offer, SnapshotInfo)
+
+
 def newest_offer(offers: Sequence[Offer]) -> Offer | None:
     """The newest by (generation, step). Of several that were trained without each other, as they were begun again on
     different nodes, generations say nothing: the one that has come furthest."""
@@ -69,7 +72,8 @@ def require_one_line(offers: Sequence[Offer]) -> None:
             )
 
 
-def parted(offers: Sequence[Offer], best: Offer) -> Offer | None:
-    """The furthest of those that are not on the way to `best`: trained without what that was begun again from."""
-    others = [one for one in offers if not is_on(one.restarts, one.step, best.restarts)]
+def parted(offers: Iterable[Snapshot], restarts: Branches) -> Snapshot | None:
+    """The furthest of those that are not on the way to a state with such restarts: trained without what it was begun
+    again from."""
+    others = [one for one in offers if not is_on(one.restarts, one.step, restarts)]
     return max(others, key=lambda one: one.step, default=None)
