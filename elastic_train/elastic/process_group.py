@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
 import torch
@@ -57,14 +57,12 @@ def process_group(
     try:
         if formed is None:
             limit = form_timeout or timedelta(seconds=seconds_to_form(world.world_size))
-            _make_group(world, make_store, backend, sockets, device if has_nccl else None, limit)
+            _make_group(world, make_store, backend, sockets, limit, device if has_nccl else None)
         else:
             sockets.take(formed.sockets)
             install(formed)
         set_group_timeout(timeout)
-        if has_nccl:
-            _wait_for_nccl(device)
-        with nullcontext() if has_nccl else broken_off_by(sockets):
+        with broken_off_by(sockets):
             yield
     except BaseException:
         sockets.shut()  # whatever still holds the group, `release` is to close its connections
@@ -73,10 +71,11 @@ def process_group(
         group = dist.group.WORLD
         if group is None:
             _count_groups_anew()
-        sockets.wait_for_abort()
-        dist.destroy_process_group()
-        sockets.forget(group)
-        sys.excepthook = excepthook
+        try:
+            _destroy(group, sockets)
+        finally:
+            sockets.forget(group)
+            sys.excepthook = excepthook
 
 
 class PresentGroup:
@@ -122,6 +121,11 @@ def _set_nccl_variables() -> None:
     # NCCL connects now, all of them at once. Else it would in the first large reduction, which a rank may come to
     # late, by a first batch or a compilation that takes minutes: the timeout above is for that, too.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+    # Where torch's watchdog sees a lost peer before we abort, it tells all by the store to write down what was under
+    # way, and the group's end waits for that: more than a minute (torch 2.11). Who joins later reads it, too, and
+    # torch's monitor ends that process after 8 minutes.
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+    os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
 
 
 def _make_group(
@@ -129,24 +133,24 @@ def _make_group(
     make_store: Callable[[], Store],
     backend: str,
     sockets: GroupSockets,
-    device: torch.device | None,
     timeout: timedelta,
+    nccl_device: torch.device | None,
 ) -> None:
     """Raises: FormationFailed, as `process_group`."""
     sockets.begin()
     try:
-        dist.init_process_group(
-            backend,
-            store=make_store(),
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=timeout,
-            device_id=device,
-        )
-        sockets.complete(dist.group.WORLD if "nccl" in backend else None)
+        store = make_store()
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
+        group = dist.group.WORLD
+        # From here on sockets are NCCL's. They are left alone: half closed, beside its abort, they had NCCL 2.28 break
+        # its process's memory. So `device_id` is not given above, where NCCL would connect.
+        sockets.complete(None if nccl_device is None else group)
         # Until here a member that died after the list was made costs this timeout only. No barrier(), which would be
         # NCCL's where a device is given, and have no timeout.
         dist.all_reduce(torch.zeros(1))
+        if nccl_device is not None:
+            assert group is not None, "it was made"
+            _connect_nccl(group, nccl_device, store, sockets)
     except RuntimeError as error:
         raise FormationFailed(
             f"no process group of {world.world_size} workers within {timeout.total_seconds():.0f} s: "
@@ -154,12 +158,29 @@ def _make_group(
         ) from error
 
 
-def _wait_for_nccl(device: torch.device | None) -> None:
-    """Until its communicator stands; the group may be aborted meanwhile. Raises: FormationFailed."""
+def _connect_nccl(group: dist.ProcessGroup, device: torch.device, store: Store, sockets: GroupSockets) -> None:
+    """Blocks until NCCL's communicator stands: an abort meanwhile waits for it, too, for torch holds a lock. Where a
+    member dies NCCL sees that; where its network is lost, it takes TORCH_NCCL_NONBLOCKING_TIMEOUT. Raises:
+    FormationFailed."""
+    store.set_timeout(timedelta(seconds=float(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"])))  # of rank 0's id
+    group.bound_device_id = device  # as `device_id` of init_process_group
     try:
         dist.all_reduce(torch.zeros(1, device=device))
+        sockets.require_unbroken(device)
     except RuntimeError as error:
         raise FormationFailed(f"no communicator of NCCL: {first_line(error)}") from error
+
+
+def _destroy(group: dist.ProcessGroup | None, sockets: GroupSockets) -> None:
+    sockets.wait_for_abort()
+    try:
+        dist.destroy_process_group()
+    except RuntimeError:  # of NCCL, which bids its peers farewell: one of them is gone, and was not missed yet
+        if group is None:
+            raise
+        sockets.abort(group)
+        sockets.wait_for_abort()
+        dist.destroy_process_group()
 
 
 def _count_groups_anew() -> None:
@@ -203,5 +224,11 @@ def choose_backend(device: torch.device) -> str:
 
 
 def gpu_of(device: torch.device) -> str | None:
-    """The UUID of a CUDA device; None for the CPU. A launcher may have given each worker one GPU, number 0 to all."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    """The UUID of a CUDA device; None for the CPU. A launcher may have given each worker one GPU, number 0 to all.
+
+    With `NCCL_HOSTID`, where that is set: NCCL has workers share a GPU where it takes them for those of two machines.
+    """
+    if device.type != "cuda":
+        return None
+    uuid, host_id = str(torch.cuda.get_device_properties(device).uuid), os.environ.get("NCCL_HOSTID")
+    return f"{uuid} of {host_id}" if host_id else uuid

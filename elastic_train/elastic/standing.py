@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import torch
 
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.process_group import process_group
@@ -12,11 +15,14 @@ from elastic_train.world import World
 
 
 @contextmanager
-def standing_in(membership: Membership, world: World, *, has_group: bool = True) -> Iterator[None]:
+def standing_in(
+    membership: Membership, world: World, *, has_group: bool = True, device: torch.device | None = None
+) -> Iterator[None]:
     """Inside the block `world` stands and is watched. Every member enters it; blocks until all have.
 
     Args:
         has_group: whether it has a process group, which is destroyed on the way out.
+        device: this worker's; not needed where the world's backend is gloo.
 
     Raises:
         FormationFailed: not all came; or RuntimeError of the communication library.
@@ -27,7 +33,8 @@ def standing_in(membership: Membership, world: World, *, has_group: bool = True)
     group: AbstractContextManager[None] = nullcontext()
     if has_group:
         backend = common_backend(world.workers)
-        group = process_group(world, lambda: membership.group_store(world), backend, membership.sockets)
+        make_store = partial(membership.group_store, world)
+        group = process_group(world, make_store, backend, membership.sockets, device=device)
     with group:
         watcher.enter(world)
         try:

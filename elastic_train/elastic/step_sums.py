@@ -220,7 +220,7 @@ class StepSums:
         self._watcher.do(Activity.REDUCE)
         try:
             if totals.work is not None:
-                wait(totals.work)
+                wait(totals.work, totals.sums)
         except (RuntimeError, FormationFailed) as error:
             self._end.note_lost(error)
             return False

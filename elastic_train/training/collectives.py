@@ -6,9 +6,9 @@ half received: a rank that waits for these waits until the group's timeout. A me
 hung up meets this often. So the training thread does not wait inside gloo: it looks up now and then, and leaves a group
 that hangs behind (`GroupSockets.require_hope`).
 
-With NCCL, which has an abort, works are waited for as usual, those on the CPU too. So are, inside of DDP, its copies of
-first weights, what its options make it exchange, sparse gradients, and buckets and buffers on a GPU under gloo. For
-these the watcher's `give_up` is what is left.
+NCCL has an abort, and its works are waited for as usual. So are, inside of DDP, its copies of first weights, what its
+options make it exchange, sparse gradients, and buckets and buffers on a GPU under gloo. For these the watcher's
+`give_up` is what is left.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ LOOK_SECONDS = 0.25
 
 
 class Breakable(Protocol):
+    has_nccl: bool
+    """whether NCCL carries the tensors of a GPU"""
+
     def require_hope(self) -> None:
         """Raises: FormationFailed where the process group was broken off and does not end what was under way."""
 
@@ -70,13 +73,19 @@ def broken_off_by(breakable: Breakable) -> Iterator[None]:
         _present, group.is_over = None, True
 
 
-def wait(work: Any) -> None:
-    """Until an asynchronous collective is done (with NCCL: the stream waits for it).
+def wait(work: Any, tensor: Tensor) -> None:
+    """Until an asynchronous collective of `tensor` is done (with NCCL: the stream waits for it).
 
     Raises:
         FormationFailed: the group was broken off, and does not end. RuntimeError: from the communication library.
     """
-    _wait(work, _present)
+    _wait(work, _group_of(tensor))
+
+
+def _group_of(tensor: Tensor) -> _Group | None:
+    """The one whose collectives of it may hang; None where NCCL's abort ends them."""
+    is_nccl = _present is not None and _present.breakable.has_nccl and tensor.is_cuda
+    return None if is_nccl else _present
 
 
 def _wait(work: Any, group: _Group | None) -> None:
@@ -96,18 +105,18 @@ def _wait(work: Any, group: _Group | None) -> None:
 
 def all_reduce(tensor: Tensor) -> None:
     """The sum over the ranks, in place. Raises as `wait`."""
-    wait(dist.all_reduce(tensor, async_op=True))
+    wait(dist.all_reduce(tensor, async_op=True), tensor)
 
 
 def broadcast(tensor: Tensor, source: int) -> None:
     """That of rank `source`, in place. Raises as `wait`."""
-    wait(dist.broadcast(tensor, source, async_op=True))
+    wait(dist.broadcast(tensor, source, async_op=True), tensor)
 
 
 def all_gather(numbers: Tensor) -> list[list[int]]:
     """Every rank's `numbers` (whole, on the CPU, as many on every rank), by rank. Raises as `wait`."""
     found = [torch.zeros_like(numbers) for _ in range(dist.get_world_size())]
-    wait(dist.all_gather(found, numbers, async_op=True))
+    wait(dist.all_gather(found, numbers, async_op=True), numbers)
     return [one.tolist() for one in found]
 
 
@@ -131,16 +140,17 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
         for work in dist.batch_isend_irecv(operations):
             work.wait(*limit)
 
-    if _present is None:
+    group = _group_of(operations[0].tensor)
+    if group is None:
         complete()
     else:
-        _helper.run(complete, _present)
+        _helper.run(complete, group)
 
 
 def reduced(work: Any, tensor: Tensor) -> Future[Tensor]:
     """`tensor` once an all-reduce of it is done, as DDP's communication hook returns it. Fails with a RuntimeError that
     quotes what `wait` raises."""
-    group = _present
+    group = _group_of(tensor)
     over: Future[None] = Future()
     errors: list[Exception] = []
 

@@ -80,7 +80,7 @@ def share_buffers(model: nn.Module, world: World, sockets: GroupSockets) -> None
     received = [buffer.clone() for buffer in buffers]
     for buffer in received:
         broadcast(buffer, 0)
-    sockets.require_unbroken()
+    sockets.require_unbroken(next((buffer.device for buffer in received if buffer.is_cuda), None))
     for buffer, of_rank_0 in zip(buffers, received, strict=True):
         buffer.copy_(of_rank_0)
 

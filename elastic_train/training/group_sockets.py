@@ -63,7 +63,8 @@ class GroupSockets:
     members are alive, votes end a world.
 
     NCCL has an abort, after which what was under way ends with garbage and no error: a caller that uses the result of
-    a collective asks `require_unbroken` first.
+    a collective asks `require_unbroken` first. It takes half a second: so often NCCL's threads look up (2.28). NCCL's
+    own sockets are not among those here.
 
     A group that is over is kept until `release`: gloo takes 20 to 40 ms to end one, for its threads look up every
     10 ms, and the next world need not wait for that.
@@ -123,7 +124,8 @@ class GroupSockets:
             self._before, self._shut_at, self._hangs = open_sockets(), None, False
 
     def complete(self, nccl: dist.ProcessGroup | None = None) -> None:
-        """The group stands; what is opened from now on does not belong to it. `nccl` is it, if NCCL is in it."""
+        """The group stands, but for NCCL's part; what is opened from now on does not belong to it. `nccl` is it, if
+        NCCL is in it."""
         with self._lock:
             self._sockets, self._before, self._nccl = self._present(), None, nccl
             self.has_nccl = nccl is not None
@@ -136,13 +138,13 @@ class GroupSockets:
             self.has_nccl = False
 
     def forget(self, group: dist.ProcessGroup | None = None) -> None:
-        """The group is over; torch does not know it any more. NCCL's ends at once."""
+        """The group is over; torch does not know it any more."""
         with self._lock:
             if self._hangs:
                 # A thread of it hangs, for which its end would wait: it has none, not even at the end of the process.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
                 leave_behind(group)
-            elif group is not None and self._nccl is None:
+            elif group is not None:
                 self._over.append(group)
             self._sockets, self._before, self._nccl = {}, None, None
 
@@ -173,9 +175,7 @@ class GroupSockets:
             if self._shut_at is None:
                 self._shut_at = time.monotonic()
             if self._nccl is not None:
-                # On a thread of its own: it may wait until every rank aborts (NVIDIA/nccl#1013).
-                self._abort = threading.Thread(target=self._nccl.abort, name="abort", daemon=True)
-                self._abort.start()
+                self.abort(self._nccl)
                 self._nccl = None
             for fd, name in self._present().items():
                 with suppress(OSError):
@@ -187,9 +187,14 @@ class GroupSockets:
                     self._kept[name] = connection
                     connection.shutdown(socket.SHUT_RD)
 
+    def abort(self, nccl: dist.ProcessGroup) -> None:
+        """On a thread of its own: it may wait until every rank aborts (NVIDIA/nccl#1013)."""
+        self._abort = threading.Thread(target=nccl.abort, name="abort", daemon=True)
+        self._abort.start()
+
     def wait_for_abort(self) -> None:
-        """Until NCCL's abort, if there was one, has ended: torch would destroy what it still works on. In torch 2.15
-        neither takes a lock. Blocks for `ABORT_SECONDS` at most."""
+        """Until NCCL's abort, if there was one, has ended: torch would destroy what it still works on. Blocks for
+        `ABORT_SECONDS` at most."""
         with self._lock:
             abort, self._abort, self._nccl = self._abort, None, None  # from here on there is nothing to abort
         if abort is not None:

@@ -117,7 +117,7 @@ class FastReduction:
         self._totals = nn.Parameter(torch.zeros(1 + num_votes, device=device))
         self._no_votes = torch.zeros(1 + num_votes, device=device)
         self._rides_along = not any(options.values())
-        self._works: list[Any] = []
+        self._works: list[tuple[Any, torch.Tensor]] = []
         self._divisor = 1
         self._do = do
         self._waits_in_forward = self._waits_in_backward = False
@@ -174,7 +174,7 @@ class FastReduction:
                     else:
                         scaled.backward()  # type: ignore[no-untyped-call]
         while self._works:
-            wait(self._works.pop(0))
+            wait(*self._works.pop(0))
         if self._world_size > 1 and self._rides_along:
             assert self._totals.grad is not None, "the last micro-batch has set it"
             totals = self._totals.grad
@@ -209,7 +209,7 @@ def share_buffers(model: nn.Module) -> None:
     flats = [(buffers, torch.cat([one.reshape(-1) for one in buffers])) for buffers in _by_type(model.buffers())]
     works = [dist.broadcast(flat, 0, async_op=True) for _, flat in flats]
     for (buffers, flat), work in zip(flats, works, strict=True):
-        wait(work)
+        wait(work, flat)
         if dist.get_rank() > 0:
             for buffer, part in zip(buffers, torch.split(flat, [one.numel() for one in buffers]), strict=True):
                 buffer.data.copy_(part.view(buffer.shape))  # a graph may have saved it, and not need what it was
@@ -223,7 +223,7 @@ def _by_type(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _begin_sum(
-    works: list[Any], bucket: dist.GradBucket, do: Callable[[Activity], None]
+    works: list[tuple[Any, torch.Tensor]], bucket: dist.GradBucket, do: Callable[[Activity], None]
 ) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook: the sum over the ranks has begun. It takes place in the bucket, of which the gradients
     are views; a sparse one DDP waits for."""
@@ -236,7 +236,7 @@ def _begin_sum(
     if gradients.is_sparse:
         future = work.get_future().then(lambda done: done.value()[0])
         return future
-    works.append(work)
+    works.append((work, gradients))
     future = torch.futures.Future()
     future.set_result(gradients)
     return future

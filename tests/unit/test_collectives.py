@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 from elastic_train.errors import FormationFailed
@@ -136,7 +138,12 @@ class Work:
             raise self.error
 
 
+SENT = torch.zeros(1)
+
+
 class Group:
+    has_nccl = False
+
     def __init__(self) -> None:
         self.patience = 10
 
@@ -149,16 +156,29 @@ class Group:
 @pytest.mark.parametrize("looks", [0, 1, 2])
 def test_a_slow_collective_is_waited_for(looks: int) -> None:
     with broken_off_by(Group()):
-        wait(Work(looks))
+        wait(Work(looks), SENT)
 
 
 @pytest.mark.parametrize("looks", [0, 1, 2])
 def test_the_error_of_a_collective_is_its_own(looks: int) -> None:
     with broken_off_by(Group()), pytest.raises(RuntimeError, match="Connection closed by peer"):
-        wait(Work(looks, RuntimeError("Connection closed by peer")))
+        wait(Work(looks, RuntimeError("Connection closed by peer")), SENT)
 
 
 def test_who_has_no_hope_left_does_not_wait() -> None:
     work: Any = Work(1000)
     with broken_off_by(Group()), pytest.raises(FormationFailed, match="broken off"):
-        wait(work)
+        wait(work, SENT)
+
+
+def test_nccl_waits_without_a_limit_and_the_cpu_beside_it_with_one() -> None:
+    """A limit would have NCCL block the processor; gloo, which carries the CPU's tensors, has no abort."""
+    limits: list[timedelta | None] = []
+    work: Any = SimpleNamespace(wait=lambda limit=None: limits.append(limit))
+    group = Group()
+    group.has_nccl = True
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    with broken_off_by(group):
+        wait(work, SENT)
+        wait(work, on_gpu)
+    assert limits == [timedelta(seconds=0.25), None]

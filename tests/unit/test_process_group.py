@@ -616,6 +616,7 @@ class AbortableGroup:
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.aborted = threading.Event()
+        self.bound_device_id: torch.device | None = None
         self._seconds = seconds
 
     def abort(self) -> None:
@@ -653,6 +654,8 @@ def test_nccl_gets_this_workers_device_and_is_destroyed_when_its_abort_has_ended
     monkeypatch.setattr(torch, "zeros", lambda _size, device=None: device)
     monkeypatch.setattr(dist, "all_reduce", reduced.append)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: order.append(group.aborted.is_set()))
+    synchronized: list[torch.device] = []
+    monkeypatch.setattr(GroupSockets, "require_unbroken", lambda _self, device: synchronized.append(device))
     monkeypatch.setattr("elastic_train.elastic.process_group.set_group_timeout", lambda _timeout: None)
     sockets, device = GroupSockets(), torch.device("cuda", 2)
     world = World(0, 0, tuple(make_member(rank) for rank in range(2)))
@@ -660,13 +663,38 @@ def test_nccl_gets_this_workers_device_and_is_destroyed_when_its_abort_has_ended
     def lose_a_peer() -> None:
         with process_group(world, HashStore, "cpu:gloo,cuda:nccl", sockets, device=device):
             assert os.environ[variable] == "0"
-            assert made["device_id"] == device
+            assert "device_id" not in made, "NCCL connects when the sockets of the group are known: its own are no part"
+            assert group.bound_device_id == device
             assert reduced == [None, device], "NCCL's communicator stands before anything rests on it"
+            assert synchronized == [device]
+            assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
             raise RuntimeError("NCCL communicator was aborted")
 
     with pytest.raises(RuntimeError, match="was aborted"):
         lose_a_peer()
     assert order == [True]
+
+
+def test_an_end_of_nccl_that_a_lost_peer_spoils_is_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By fakes. torch would else know the group for ever, and refuse each one after it."""
+    group, ends = AbortableGroup(), []
+
+    def destroy() -> None:
+        ends.append(group.aborted.is_set())
+        if not group.aborted.is_set():
+            raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
+
+    monkeypatch.setattr(dist, "init_process_group", lambda _backend, **_options: None)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=group))
+    monkeypatch.setattr(torch, "zeros", lambda _size, device=None: device)
+    monkeypatch.setattr(dist, "all_reduce", lambda _tensor: None)
+    monkeypatch.setattr(dist, "destroy_process_group", destroy)
+    monkeypatch.setattr(GroupSockets, "require_unbroken", lambda _self, _device: None)
+    monkeypatch.setattr("elastic_train.elastic.process_group.set_group_timeout", lambda _timeout: None)
+    world = World(0, 0, tuple(make_member(rank) for rank in range(2)))
+    with process_group(world, HashStore, "cpu:gloo,cuda:nccl", GroupSockets(), device=torch.device("cuda", 0)):
+        pass
+    assert ends == [False, True]
 
 
 @pytest.mark.parametrize("seconds", [None, "7"])

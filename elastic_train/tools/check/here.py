@@ -20,7 +20,7 @@ import torch
 
 from elastic_train.config import Config
 from elastic_train.elastic.membership import versions
-from elastic_train.elastic.process_group import choose_backend, choose_device
+from elastic_train.elastic.process_group import choose_backend, choose_device, gpu_of
 from elastic_train.elastic.worker import make_state, make_task
 from elastic_train.errors import ElasticTrainError, SnapshotError, UsageError, first_line
 from elastic_train.notices.clouds import find_cloud
@@ -140,7 +140,9 @@ def describe_gpu(device: torch.device) -> Gpu | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     properties: Any = torch.cuda.get_device_properties(device)
-    return Gpu(uuid=str(properties.uuid), name=properties.name, free_bytes=free, total_bytes=total)
+    uuid = gpu_of(device)
+    assert uuid is not None, "a GPU has one"
+    return Gpu(uuid=uuid, name=properties.name, free_bytes=free, total_bytes=total)
 
 
 @dataclass

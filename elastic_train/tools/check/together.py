@@ -148,10 +148,11 @@ def measure(membership: Membership, world: World, shared: SharedFacts, report: C
         FormationFailed, or RuntimeError of the communication library.
     """
     backend = common_backend(world.workers)
-    with standing_in(membership, world):
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
+    with standing_in(membership, world, device=device):
         report(f"rank = {dist.get_rank()}, world_size = {dist.get_world_size()}, backend = {backend}")
         offset, error = measure_clock(world)
-        seconds = measure_all_reduce(world, "cuda" if "nccl" in backend else "cpu")
+        seconds = measure_all_reduce(world, device)
         return replace(shared, clock_offset=offset, clock_error=error, all_reduce_seconds=seconds)
 
 
@@ -179,15 +180,14 @@ def measure_clock(world: World) -> tuple[float, float]:
     return best
 
 
-def measure_all_reduce(world: World, kind: str) -> float:
+def measure_all_reduce(world: World, device: torch.device) -> float:
     """Seconds of an all-reduce over all workers, the best of three: the first one connects."""
-    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     data = torch.ones(ALL_REDUCE_BYTES // 4, device=device)
     found = []
     for _ in range(3):
         started = time.perf_counter()
         dist.all_reduce(data)
-        if kind == "cuda":
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
         found.append(time.perf_counter() - started)
     if float(data[-1]) != float(world.world_size) ** 3:

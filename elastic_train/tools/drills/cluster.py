@@ -112,7 +112,8 @@ class Cluster:
             Path.cwd(),
             clean_environment()
             | self._program.environment
-            | {PACE_VARIABLE: str(self._pace_file), "TMPDIR": self._temporary.name},
+            | {PACE_VARIABLE: str(self._pace_file), "TMPDIR": self._temporary.name}
+            | {"NCCL_HOSTID": place.name},  # as a machine of its own: NCCL then has nodes share this one's GPU
             name=place.name,
             host=network.host_name(place.index) if network else None,
             prefix=[

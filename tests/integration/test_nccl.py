@@ -1,0 +1,101 @@
+"""Deaths, freezes and joins on NCCL, with a real GPU: where there is one, workers share it as those of several machines
+would their own, by a different NCCL_HOSTID each."""
+
+from __future__ import annotations
+
+import signal
+
+import psutil
+import pytest
+import torch
+
+from elastic_train.tools.audit.audit import audit
+from tests.integration.cluster import (
+    Cluster,
+    Node,
+    events,
+    last_step,
+    result,
+    running,
+    wait_for_step,
+    wait_until,
+    worlds,
+)
+from tests.integration.test_in_place import ENDLESS, check_run, check_steps, rank_of
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+NCCL = "cpu:gloo,cuda:nccl"
+
+
+def start_on_nccl(cluster: Cluster, nodes: int, *flags: str, steps: int) -> list[Node]:
+    """Nodes that share a GPU; returns at once."""
+    return [
+        node
+        for number in range(len(cluster.nodes), len(cluster.nodes) + nodes)
+        for node in cluster.start(
+            *ENDLESS, "--max-steps", str(steps), *flags, nnodes="1:3", conf="last_call_timeout=60",
+            env={"NCCL_HOSTID": f"machine-{number}"},
+        )
+    ]  # fmt: skip
+
+
+def world_on_nccl(cluster: Cluster, *flags: str, steps: int) -> list[Node]:
+    """A world of three that has committed some steps."""
+    nodes = start_on_nccl(cluster, 3, *flags, steps=steps)
+    wait_until(lambda: last_step(cluster.run_dir) >= 40, "step 40", 120)
+    assert {(e["world_size"], e["backend"]) for e in events(cluster.run_dir, "world")} == {(3, NCCL)}
+    return nodes
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("flags", [("--reduction", "ordered"), ()], ids=["ordered", "fast"])
+def test_a_kill_and_a_join_on_nccl(cluster: Cluster, flags: tuple[str, ...], rank: int) -> None:
+    steps = 1200
+    nodes = world_on_nccl(cluster, *flags, steps=steps)
+    victim = next(node for node in nodes if rank_of(cluster, node) == rank)
+    victim.kill()
+    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 2, "world of 2", 30)
+    joined = start_on_nccl(cluster, 1, *flags, steps=steps)
+    cluster.finish([node for node in nodes if node is not victim] + joined)
+    end = check_run(cluster, steps)
+    assert [size for _, size in worlds(cluster.run_dir)] == [3, 2, 3]
+    assert {e["backend"] for e in events(cluster.run_dir, "world")} == {NCCL}
+    for e in events(cluster.run_dir, "world"):
+        if e["rank"] == 0:
+            print(e["cause"], e["world_size"], e["seconds"])
+    if flags:
+        path = cluster.path / "undisturbed"
+        path.mkdir()
+        with running(path) as alone:
+            alone.finish([alone.start_alone(*ENDLESS, "--max-steps", str(steps), *flags)])
+            expected = result(alone.run_dir)
+        assert end["state_sha256"] == expected["state_sha256"]
+
+
+def test_a_frozen_worker_on_nccl_is_left_behind_and_comes_back(cluster: Cluster) -> None:
+    nodes = world_on_nccl(cluster, steps=1_000_000)
+    victim = next(node for node in nodes if rank_of(cluster, node) == 1)
+    [worker] = victim.workers()
+    frozen = [worker, psutil.Process(victim.process.pid)]
+    for process in frozen:
+        process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 2, "world of 2", 30)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 50)
+    for process in frozen:
+        process.send_signal(signal.SIGCONT)
+    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 3, "world of 3 again", 60)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 50)
+    assert [one.pid for one in victim.workers()] == [worker.pid]
+    for node in nodes:
+        node.signal(signal.SIGTERM)
+    for node in nodes:
+        node.wait(60)
+    for e in events(cluster.run_dir, "world"):
+        if e["rank"] == 0:
+            print(e["cause"], e["world_size"], e["seconds"])
+    found = audit(cluster.run_dir)
+    assert found.passed, "\n".join(found.reasons)
+    check_steps(cluster.run_dir, last_step(cluster.run_dir))
