@@ -68,7 +68,8 @@ def next_generation(seen: Collection[int | None]) -> int:
 
 
 def common_backend(members: Sequence[Member]) -> str:
-    """NCCL only where every member has a GPU of its own; gloo carries CUDA tensors where some share one."""
+    """NCCL only where every member has a GPU of its own, as NCCL sees it (`gpu_of`); gloo carries CUDA tensors where
+    some share one."""
     gpus = [member.gpu for member in members if member.gpu is not None]
     backends = {member.backend for member in members}
     return backends.pop() if len(backends) == 1 and len(set(gpus)) == len(gpus) else "gloo"

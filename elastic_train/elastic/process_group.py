@@ -19,8 +19,8 @@ from elastic_train.training.collectives import GROUP_TIMEOUT, broken_off_by
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.world import World
 
-NCCL_SECONDS = "60"
-"""that NCCL may take for a communicator; some seconds on many GPUs"""
+NCCL_SECONDS = "30"
+"""that NCCL may take for a communicator, and that a death meanwhile may cost; it takes some seconds on many GPUs"""
 
 
 @contextmanager
@@ -122,8 +122,9 @@ def _set_nccl_variables() -> None:
     # late, by a first batch or a compilation that takes minutes: the timeout above is for that, too.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     # Where torch's watchdog sees a lost peer before we abort, it tells all by the store to write down what was under
-    # way, and the group's end waits for that: more than a minute (torch 2.11). Who joins later reads it, too, and
-    # torch's monitor ends that process after 8 minutes.
+    # way and sleeps four times that long, a minute, for which the group's end waits (torch 2.11). Who joins later
+    # would read it, too, and torch's monitor end that process after 8 minutes.
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "0"
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
     os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
 

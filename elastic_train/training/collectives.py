@@ -17,7 +17,7 @@ import array
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
@@ -42,6 +42,9 @@ LOOK_SECONDS = 0.25
 class Breakable(Protocol):
     has_nccl: bool
     """whether NCCL carries the tensors of a GPU"""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Entered where the thread that trains waits for its peers, and begins nothing meanwhile."""
 
     def require_hope(self) -> None:
         """Raises: FormationFailed where the process group was broken off and does not end what was under way."""
@@ -71,6 +74,7 @@ def broken_off_by(breakable: Breakable) -> Iterator[None]:
         yield
     finally:
         _present, group.is_over = None, True
+        _helper.end()
 
 
 def wait(work: Any, tensor: Tensor) -> None:
@@ -79,7 +83,9 @@ def wait(work: Any, tensor: Tensor) -> None:
     Raises:
         FormationFailed: the group was broken off, and does not end. RuntimeError: from the communication library.
     """
-    _wait(work, _group_of(tensor))
+    group = _group_of(tensor)
+    with nullcontext() if group is None else group.breakable.waiting():
+        _wait(work, group)
 
 
 def _group_of(tensor: Tensor) -> _Group | None:
@@ -101,6 +107,12 @@ def _wait(work: Any, group: _Group | None) -> None:
                 break  # with its own error, or since the wait was over
         group.require_hope()
     work.wait()
+
+
+def numbers(tensor: Tensor) -> list[Any]:
+    """`tensor.tolist()`, for what has been reduced: blocks until the device has it, or NCCL was aborted."""
+    with nullcontext() if _present is None else _present.breakable.waiting():
+        return tensor.tolist()
 
 
 def all_reduce(tensor: Tensor) -> None:
@@ -140,11 +152,20 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
         for work in dist.batch_isend_irecv(operations):
             work.wait(*limit)
 
-    group = _group_of(operations[0].tensor)
-    if group is None:
+    if _present is None:
         complete()
-    else:
+    elif (group := _group_of(operations[0].tensor)) is not None:
         _helper.run(complete, group)
+    else:
+        stream = torch.cuda.current_stream(operations[0].tensor.device)
+
+        def complete_on_stream() -> None:
+            with torch.cuda.stream(stream):
+                complete()
+
+        # Of a batch that fails half way NCCL and torch keep what had begun, for each thread, and would go on with it in
+        # the next world, when it is freed: so the thread is one that ends with the world.
+        _helper.run(complete_on_stream, None)
 
 
 def reduced(work: Any, tensor: Tensor) -> Future[Tensor]:
@@ -172,7 +193,7 @@ def reduced(work: Any, tensor: Tensor) -> Future[Tensor]:
 
 
 class _Helper:
-    """A thread that waits in the place of the training thread; a new one when it hangs."""
+    """A thread that waits in the place of the training thread; a new one for each world, and when it hangs."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] | None = None
@@ -184,8 +205,14 @@ class _Helper:
             threading.Thread(target=_do, args=(self._tasks,), name="communication", daemon=True).start()
         self._tasks.put(task)
 
-    def run(self, task: Callable[[], None], group: _Group) -> None:
-        """Blocks until it is done. Raises what it raises, and as `wait`."""
+    def end(self) -> None:
+        """The thread ends when all that was given is done."""
+        if self._tasks is not None:
+            self._tasks.put(None)
+            self._tasks = None
+
+    def run(self, task: Callable[[], None], group: _Group | None) -> None:
+        """Blocks until it is done. Raises what it raises, and as `wait` where it may hang in `group`."""
         errors: list[Exception] = []
         is_done = threading.Event()
 
@@ -199,11 +226,10 @@ class _Helper:
         self.give(attempt)
         while not is_done.wait(LOOK_SECONDS):
             try:
-                group.require_hope()
+                if group is not None:
+                    group.require_hope()
             except FormationFailed:
-                assert self._tasks is not None, "it was given a task"
-                self._tasks.put(None)  # should it ever come so far
-                self._tasks = None
+                self.end()  # should it ever come so far
                 raise
         if errors:
             raise errors.pop()

@@ -10,7 +10,8 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from elastic_train.system import copy_of_socket, open_sockets
 
 ABORT_SECONDS = 60.0
 """that NCCL's abort is waited for; it may wait until every rank aborts (NVIDIA/nccl#1013)"""
+ENQUEUE_SECONDS = 1.0
+"""that an abort waits for the thread that trains to come to an end with what it gives NCCL"""
 KEEP_SECONDS = 0.5
 """that the connections of a group that is broken off stay, and that gloo has to end; most often it takes a few ms"""
 
@@ -90,6 +93,7 @@ class GroupSockets:
         self.has_nccl = False
         """whether the present group, or the last one, has NCCL in it"""
         self._abort: threading.Thread | None = None
+        self._is_waiting = threading.Event()
         # A forked DataLoader process holds copies, and would hide this process's death from its peers.
         os.register_at_fork(after_in_child=self._close_all)
 
@@ -113,9 +117,20 @@ class GroupSockets:
         Raises: FormationFailed where the process group was broken off.
         """
         if device is not None and self.has_nccl and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.current_stream(device).synchronize()
+            with self.waiting():
+                torch.cuda.current_stream(device).synchronize()
         if self.is_shut:
             raise FormationFailed("the process group was broken off")
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The thread that trains waits for its peers inside the block, and gives NCCL nothing: what it is about to give
+        would be freed under it by an abort."""
+        self._is_waiting.set()
+        try:
+            yield
+        finally:
+            self._is_waiting.clear()
 
     def begin(self) -> None:
         """What is opened from now on belongs to the group that is being made."""
@@ -189,7 +204,13 @@ class GroupSockets:
 
     def abort(self, nccl: dist.ProcessGroup) -> None:
         """On a thread of its own: it may wait until every rank aborts (NVIDIA/nccl#1013)."""
-        self._abort = threading.Thread(target=nccl.abort, name="abort", daemon=True)
+
+        def abort() -> None:
+            self._is_waiting.wait(ENQUEUE_SECONDS)
+            with suppress(RuntimeError):  # while NCCL connects, torch gives it a second; the group's end waits for it
+                nccl.abort()
+
+        self._abort = threading.Thread(target=abort, name="abort", daemon=True)
         self._abort.start()
 
     def wait_for_abort(self) -> None:
@@ -198,7 +219,8 @@ class GroupSockets:
         with self._lock:
             abort, self._abort, self._nccl = self._abort, None, None  # from here on there is nothing to abort
         if abort is not None:
-            abort.join(ABORT_SECONDS)
+            with self.waiting():
+                abort.join(ABORT_SECONDS)
 
     def _is_spared(self, connection: socket.socket) -> bool:
         is_ip = connection.family in (socket.AF_INET, socket.AF_INET6)

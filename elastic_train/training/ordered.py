@@ -47,6 +47,7 @@ from torch import Tensor, nn
 
 from elastic_train.errors import UsageError
 from elastic_train.rules import Activity
+from elastic_train.training.collectives import numbers
 from elastic_train.training.determinism import name_nondeterministic_operator
 from elastic_train.training.ordered_buffers import Buffers
 from elastic_train.training.ordered_rows import Leaf, Row
@@ -180,7 +181,7 @@ class OrderedReduction:
         started = time.perf_counter()
         message = self._reduce([row for _, row in stack], message)
         self.exchange_seconds += time.perf_counter() - started
-        entries = iter(message.tolist())
+        entries = iter(numbers(message))
         loss_sum = tree_sum([next(entries) for _ in range(self._virtual_ranks)])
         totals = StepTotals(loss_sum / micro_batches[0][0].step_samples, tuple(int(next(entries)) for _ in votes))
         for parameter, grad in zip(self._parameters, result.grads, strict=True):

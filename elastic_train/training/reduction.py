@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_train.errors import UsageError
 from elastic_train.rules import Activity
-from elastic_train.training.collectives import all_reduce, wait
+from elastic_train.training.collectives import all_reduce, numbers, wait
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.world import World
 
@@ -182,7 +182,7 @@ class FastReduction:
             all_reduce(totals)
             totals /= self._divisor
         # The only place where a step waits for the device. Where DDP divides, votes are not quite integers.
-        mean_loss, *all_votes = totals.tolist()
+        mean_loss, *all_votes = numbers(totals)
         return StepTotals(mean_loss, tuple(round(vote) for vote in all_votes))
 
     def _make_totals(self, votes: Sequence[int]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from elastic_train.training.kept import KeptBuffers, KeptScales
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.sampler import steps_per_epoch
 from elastic_train.training.state_lock import StateLock
+from elastic_train.training.step_start import StepStart
 
 
 class Stateful(Protocol):
@@ -98,7 +99,7 @@ class TrainState:
         """where this run was split on the way to this state, and where it was begun again from a snapshot"""
         self.fingerprint: dict[str, Any] = {}
         """what the bits of an ordered run depend on, as it was where its newest steps were trained"""
-        self.clock, self.lock = PhaseClock(), StateLock()
+        self.clock, self.lock, self.step_start = PhaseClock(), StateLock(), StepStart(model)
         self.length, self.global_batch_size, self.num_epochs = length, global_batch_size, epochs
         self.last_step = total_steps(length, global_batch_size, epochs, max_steps)
         if not model.training:  # as a whole; then that is no choice of layers
@@ -157,6 +158,7 @@ class TrainState:
         self._is_step_open = True
         self.kept_buffers.keep()
         self._kept_scales.keep()
+        self.step_start.note()
 
     def rollback(self) -> bool:
         """Back to the last commit, after a step that failed in its reduction: the weights were not touched yet.
@@ -274,9 +276,8 @@ class TrainState:
         self.last_commits = list(run.get("last_commits", ()))
         self.test_metrics = dict(run.get("test_metrics", {}))
         self.ratings.load_state_dict(run.get("ratings", {}))
-        self.evaluated_step = int(run.get("evaluated_step", -1))
         self.incidents, self.generations = list(run["incidents"]), int(run["generations"])
-        self.stopped_at = int(run.get("stopped_at", -1))
+        self.evaluated_step, self.stopped_at = int(run.get("evaluated_step", -1)), int(run.get("stopped_at", -1))
         self.branches, self.restarts = branches_of(run.get("branches", ())), branches_of(run.get("restarts", ()))
         self.fingerprint = dict(run.get("fingerprint", {}))
         self._apply_schedule()

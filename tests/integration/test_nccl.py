@@ -24,6 +24,7 @@ from tests.integration.cluster import (
 from tests.integration.test_in_place import ENDLESS, check_run, check_steps, rank_of
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
@@ -50,8 +51,14 @@ def world_on_nccl(cluster: Cluster, *flags: str, steps: int) -> list[Node]:
     return nodes
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("flags", [("--reduction", "ordered"), ()], ids=["ordered", "fast"])
+def print_seconds(cluster: Cluster) -> None:
+    for event in events(cluster.run_dir, "world"):
+        if event["rank"] == 0:
+            seconds = ", ".join(f"{phase} {taken:.3f}" for phase, taken in event["seconds"].items())
+            print(f"{event['cause']} to {event['world_size']} workers: {seconds} s; torch {torch.__version__}")
+
+
+@pytest.mark.parametrize(("rank", "flags"), [(0, ()), (1, ("--reduction", "ordered"))], ids=["fast", "ordered"])
 def test_a_kill_and_a_join_on_nccl(cluster: Cluster, flags: tuple[str, ...], rank: int) -> None:
     steps = 1200
     nodes = world_on_nccl(cluster, *flags, steps=steps)
@@ -63,9 +70,7 @@ def test_a_kill_and_a_join_on_nccl(cluster: Cluster, flags: tuple[str, ...], ran
     end = check_run(cluster, steps)
     assert [size for _, size in worlds(cluster.run_dir)] == [3, 2, 3]
     assert {e["backend"] for e in events(cluster.run_dir, "world")} == {NCCL}
-    for e in events(cluster.run_dir, "world"):
-        if e["rank"] == 0:
-            print(e["cause"], e["world_size"], e["seconds"])
+    print_seconds(cluster)
     if flags:
         path = cluster.path / "undisturbed"
         path.mkdir()
@@ -93,9 +98,7 @@ def test_a_frozen_worker_on_nccl_is_left_behind_and_comes_back(cluster: Cluster)
         node.signal(signal.SIGTERM)
     for node in nodes:
         node.wait(60)
-    for e in events(cluster.run_dir, "world"):
-        if e["rank"] == 0:
-            print(e["cause"], e["world_size"], e["seconds"])
+    print_seconds(cluster)
     found = audit(cluster.run_dir)
     assert found.passed, "\n".join(found.reasons)
     check_steps(cluster.run_dir, last_step(cluster.run_dir))

@@ -7,16 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from elastic_train.errors import FormationFailed
-from elastic_train.training.collectives import broken_off_by, wait
+from elastic_train.training.collectives import broken_off_by, exchange, numbers, wait
 from elastic_train.training.group_sockets import KEEP_SECONDS
 
 MEMBER = """
@@ -146,6 +150,13 @@ class Group:
 
     def __init__(self) -> None:
         self.patience = 10
+        self.is_waiting = False
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.is_waiting = True
+        yield
+        self.is_waiting = False
 
     def require_hope(self) -> None:
         self.patience -= 1
@@ -182,3 +193,44 @@ def test_nccl_waits_without_a_limit_and_the_cpu_beside_it_with_one() -> None:
         wait(work, SENT)
         wait(work, on_gpu)
     assert limits == [timedelta(seconds=0.25), None]
+
+
+def test_a_batch_of_messages_on_nccl_is_begun_on_a_thread_that_ends_with_the_world(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By fakes. NCCL and torch keep a batch that has failed half way, for each thread, and go on with it later."""
+    threads: list[threading.Thread] = []
+    streams: list[Any] = []
+    tensor: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+
+    def begin(operations: list[Any]) -> list[Any]:
+        threads.append(threading.current_thread())
+        if len(threads) == 4:
+            raise RuntimeError("NCCL communicator was aborted on rank 1")
+        return []
+
+    monkeypatch.setattr(dist, "P2POp", lambda *arguments: SimpleNamespace(tensor=arguments[1]))
+    monkeypatch.setattr(dist, "batch_isend_irecv", begin)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the trainer's, {device}")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(streams.append(stream)))
+    for _ in range(2):
+        group = Group()
+        group.has_nccl = True
+        with broken_off_by(group):
+            exchange([(tensor, 1)], [])
+            with nullcontext() if len(threads) < 2 else pytest.raises(RuntimeError, match="aborted"):
+                exchange([(tensor, 1)], [(tensor, 1)])
+        threads[-1].join(10)
+    assert threads[0] is threads[1] is not threading.current_thread()
+    assert threads[2] is not threads[0]
+    assert not threads[0].is_alive()
+    assert streams == ["the trainer's, cuda:1"] * 4
+
+
+def test_whoever_reads_what_was_reduced_lets_an_abort_begin() -> None:
+    seen = []
+    tensor: Any = SimpleNamespace(tolist=lambda: seen.append(group.is_waiting) or [1.0])
+    group = Group()
+    with broken_off_by(group):
+        assert numbers(tensor) == [1.0]
+    assert (seen, group.is_waiting) == ([True], False)

@@ -638,6 +638,23 @@ def test_breaking_off_aborts_nccl_and_is_remembered_until_the_next_group() -> No
     assert not sockets.is_shut
 
 
+def test_an_abort_waits_for_the_end_of_what_nccl_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would free that under the thread that trains; which may hang in it, so it waits for a moment only."""
+    sockets, group = GroupSockets(), AbortableGroup()
+    sockets.begin()
+    sockets.complete(group)  # type: ignore[arg-type]
+    sockets.shut()
+    assert not group.aborted.wait(0.2)
+    with sockets.waiting():
+        assert group.aborted.wait(10)
+    sockets.wait_for_abort()
+    monkeypatch.setattr("elastic_train.training.group_sockets.ENQUEUE_SECONDS", 0.1)
+    sockets.begin()
+    sockets.complete(another := AbortableGroup())  # type: ignore[arg-type]
+    sockets.shut()
+    assert another.aborted.wait(10), "nobody waits"
+
+
 @pytest.mark.parametrize("value", [None, "1", "2", "3"])
 def test_nccl_gets_this_workers_device_and_is_destroyed_when_its_abort_has_ended(
     monkeypatch: pytest.MonkeyPatch, value: str | None
@@ -667,7 +684,8 @@ def test_nccl_gets_this_workers_device_and_is_destroyed_when_its_abort_has_ended
             assert group.bound_device_id == device
             assert reduced == [None, device], "NCCL's communicator stands before anything rests on it"
             assert synchronized == [device]
-            assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+            for name in ("WAIT_TIMEOUT_DUMP_MILSEC", "DUMP_ON_TIMEOUT", "ENABLE_MONITORING"):
+                assert os.environ[f"TORCH_NCCL_{name}"] == "0", "its watchdog would hold the group's end up"
             raise RuntimeError("NCCL communicator was aborted")
 
     with pytest.raises(RuntimeError, match="was aborted"):
@@ -725,8 +743,8 @@ def test_a_communicator_of_nccl_that_does_not_come_is_a_world_that_has_not_forme
     with pytest.raises(FormationFailed, match="NCCL timeout"), form:
         pytest.fail("a world without NCCL")
     assert group.aborted.is_set(), "what others of it wait for is broken off"
-    assert (os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"], os.environ[variable]) == ("1", seconds or "60")
-    assert os.environ["NCCL_RUNTIME_CONNECT"] == "0", "else the 60 s are for the first large reduction as well"
+    assert (os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"], os.environ[variable]) == ("1", seconds or "30")
+    assert os.environ["NCCL_RUNTIME_CONNECT"] == "0", "else the 30 s are for the first large reduction as well"
 
 
 @pytest.fixture
