@@ -35,6 +35,7 @@ from elastic_train.tools.commands import (
 from elastic_train.wording import flags_in, unrecognized
 
 Command = Callable[[argparse.Namespace], int]
+OF_EACH_NODE = "of each node, where they do not share one"
 Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"  # in quotes: it cannot be subscripted when it runs
 
 
@@ -124,7 +125,7 @@ def _add_status(commands: Commands) -> None:
     status = _add(
         commands, "status", show_status, "where a run stands, from its files alone; also of one that is alive"
     )
-    status.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    status.add_argument("run_dir", metavar="RUN_DIR", nargs="+", type=Path, help=OF_EACH_NODE)
     how = status.add_mutually_exclusive_group()
     how.add_argument("--watch", action="store_true", help="again and again, until the run has ended or Ctrl-C")
     how.add_argument("--json", action="store_true", help="one object, for programs such as an autoscaler")
@@ -188,12 +189,10 @@ def _add_drill(commands: Commands) -> None:
 
 def _add_audit_and_report(commands: Commands) -> None:
     auditing = _add(commands, "audit", run_audit, "whether a run kept the promises: every check, from its files alone")
-    auditing.add_argument(
-        "run_dir", metavar="RUN_DIR", nargs="+", type=Path, help="of each node, where they do not share one"
-    )
+    auditing.add_argument("run_dir", metavar="RUN_DIR", nargs="+", type=Path, help=OF_EACH_NODE)
 
     report = _add(commands, "report", write_report, "RUN_DIR/report.html, one page about a run that needs no network")
-    report.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    report.add_argument("run_dir", metavar="RUN_DIR", nargs="+", type=Path, help=OF_EACH_NODE)
     report.add_argument("--output", metavar="FILE", type=Path, help="where else, for a run that one may only read")
     report.add_argument("--open", action="store_true", help="show it in a browser")
 

@@ -101,6 +101,10 @@ class Status:
     notes: tuple[str, ...] = ()
 
 
+def missing(run_dir: Path) -> RunDirectoryError:
+    return RunDirectoryError(f"{run_dir} does not exist; --run-dir of the training says where the run is")
+
+
 def read_status(run_dir: Path, now: float, is_alive: IsAlive | None = None) -> Status:
     """Where the run in `run_dir` stood at `now` (Unix seconds).
 
@@ -111,7 +115,7 @@ def read_status(run_dir: Path, now: float, is_alive: IsAlive | None = None) -> S
         names = set(os.listdir(run_dir))
         workers = read_workers(run_dir / "events")
     except FileNotFoundError as error:
-        raise RunDirectoryError(f"{run_dir} does not exist; --run-dir of the training says where the run is") from error
+        raise missing(run_dir) from error
     except OSError as error:
         raise RunDirectoryError(f"{run_dir} cannot be read: {error.strerror}") from error
     if not workers and not names & {"owner.json", "drill", "snapshots", "result.json", ".claim.lock"}:
@@ -185,7 +189,10 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
 
 def _missing(world: list[Line], result: Line | None, current_result: Line | None) -> Iterator[str]:
     if world and not any(int_of(line, "rank") == 0 for line in world):
-        yield "rank 0 writes its events elsewhere: what it alone knows (steps, loss) is missing here"
+        yield (
+            "rank 0 writes its events elsewhere: what it alone knows (steps, loss) is missing here; give its run "
+            "directory, too"
+        )
     if result is not None and current_result is None:
         yield f"result.json is of an earlier end, at step {int_of(result, 'step')}"
 

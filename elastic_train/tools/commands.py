@@ -33,12 +33,12 @@ def show_status(arguments: argparse.Namespace) -> int:
 
         watch_status(arguments.run_dir, sys.stdout)
         return 0
-    from elastic_train.observe.status import read_status
     from elastic_train.observe.status_json import to_json
     from elastic_train.observe.status_table import show
+    from elastic_train.tools.audit.node_directories import read_status_of
 
     now = time.time()
-    status = read_status(arguments.run_dir, now)
+    status = read_status_of(arguments.run_dir, now)
     if arguments.json:
         print(to_json(status))
     else:
@@ -86,10 +86,13 @@ def run_audit(arguments: argparse.Namespace) -> int:
 def write_report(arguments: argparse.Namespace) -> int:
     from elastic_train.tools.audit.audit import audit_history
     from elastic_train.tools.audit.history import read_history
-    from elastic_train.tools.audit.report import write_report
+    from elastic_train.tools.audit.node_directories import as_one_run
+    from elastic_train.tools.audit.report import FILE, write_report
 
-    history = read_history(arguments.run_dir)
-    path = write_report(history, audit_history(history), arguments.output).absolute()
+    with as_one_run(arguments.run_dir) as run_dir:
+        history = read_history(run_dir)
+        path = arguments.output or arguments.run_dir[0] / FILE
+        path = write_report(history, audit_history(history), path).absolute()
     print(path)
     if arguments.open:
         import webbrowser

@@ -7,11 +7,17 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from elastic_train.errors import RunDirectoryError
 from elastic_train.storage.snapshot_writer import SnapshotWriter
-from elastic_train.tools.audit.audit import CheckOutcome, audit
-from elastic_train.tools.audit.node_directories import as_one_run
+from elastic_train.tools.audit.audit import CheckOutcome, audit, audit_history, conclude
+from elastic_train.tools.audit.history import read_history
+from elastic_train.tools.audit.node_directories import as_one_run, read_status_of
+from elastic_train.tools.audit.report import write_report
 from elastic_train.training.state import state_sha256
 from elastic_train.world import host_name
 from tests.drills.planting import (
@@ -287,3 +293,38 @@ def test_a_killed_node_leaves_the_lock_of_its_own_directory(run_dir: Path, tmp_p
     with as_one_run([run_dir, tmp_path / "node3"]) as whole:
         assert ".owner-def.lock is a temporary file" in "\n".join(audit(whole).reasons)
         assert ".owner-abc.lock" not in "\n".join(audit(whole).reasons)
+
+
+def test_one_directory_of_several_tells_that_it_is_a_part(run_dir: Path, tmp_path: Path) -> None:
+    """Its page and its verdict are of what this node saw; of all directories together they are of the run."""
+    other = tmp_path / "node3"
+    (other / "events").mkdir(parents=True)
+    shutil.move(events_of(run_dir, MEMBERS[2]), other / "events")
+    part = audit(run_dir)
+    assert part.elsewhere == (MEMBERS[2],)
+    assert f"1 worker of this run ({MEMBERS[2]}) wrote into run directories of their own" in part.notes[0]
+    assert part.notes[0] in "\n".join(conclude(part))
+    with as_one_run([run_dir, other]) as whole:
+        history = read_history(whole)
+        assert audit_history(history).notes == []
+        text = write_report(history, audit_history(history), tmp_path / "page.html").read_text()
+    assert f"<title>{run_dir.name} - elastic_train</title>" in text
+    assert "run directories of their own" in write_report(read_history(run_dir), part).read_text()
+
+
+def test_status_of_several_directories_is_of_one_run(run_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "node3"
+    whole = read_status_of([run_dir], START + 3.0)
+    (other / "events").mkdir(parents=True)
+    shutil.move(events_of(run_dir, MEMBERS[2]), other / "events")
+    shutil.move(run_dir / "result.json", other)
+    together = read_status_of([run_dir, other], START + 3.0)
+    assert together.notes[0] == f"told together with {other}"
+    assert together.result_path == (other / "result.json").resolve()
+    same = replace(together, notes=whole.notes, result_path=whole.result_path)
+    assert same == whole
+
+
+def test_a_directory_that_is_not_there_is_named(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="nowhere does not exist"), as_one_run([run_dir, tmp_path / "nowhere"]):
+        pytest.fail("half a run")

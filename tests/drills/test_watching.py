@@ -51,7 +51,7 @@ def test_it_follows_a_run_to_its_end(run_dir: Path, file: io.StringIO) -> None:
                 events.writelines(lines)
             lines.clear()
 
-    status = watch_status(run_dir, file, sleep=sleep, now=lambda: START + 3.0)
+    status = watch_status([run_dir], file, sleep=sleep, now=lambda: START + 3.0)
     assert status.state is RunState.FINISHED
     assert len(refreshes) == 1
     assert "running" in refreshes[0]
@@ -70,7 +70,7 @@ def test_its_goodput_is_that_of_the_page_to_the_end(tmp_path: Path) -> None:
     write_small_run(tmp_path / "run")
     add_monotonic(tmp_path / "run")
     file = io.StringIO()
-    watch_status(tmp_path / "run", file, now=lambda: START + 3.0)
+    watch_status([tmp_path / "run"], file, now=lambda: START + 3.0)
     assert "; goodput: 0.545 (lost" in file.getvalue()
 
 
@@ -79,13 +79,13 @@ def test_large_numbers_are_whole(run_dir: Path) -> None:
         text = path.read_text()
         path.write_text(text.replace('"samples_done": 10', '"samples_done": 10000').replace("10}", "10000}"))
     file = io.StringIO()
-    watch_status(run_dir, file, now=lambda: START + 3.0)
+    watch_status([run_dir], file, now=lambda: START + 3.0)
     assert re.search(r"samples/s: \d{1,3}(,\d{3})+;", file.getvalue()), file.getvalue()
 
 
 def test_goodput_is_not_read_all_the_time(run_dir: Path) -> None:
     clock = [0.0]
-    goodput = GoodputSoFar(run_dir, now=lambda: clock[0])
+    goodput = GoodputSoFar([run_dir], now=lambda: clock[0])
     first = goodput.read()
     assert first is not None
     assert first.startswith("0.545 so far (lost: peer_lost 0.5 s")

@@ -14,6 +14,7 @@ from elastic_train.tools.audit.finding import Found, Skip
 from elastic_train.tools.audit.history import History, mixed_branches, read_history
 from elastic_train.tools.audit.lost_time import lost_time, span_of
 from elastic_train.tools.audit.trace_bill import bill_of_run
+from elastic_train.wording import count
 
 SHOWN_FINDINGS = 5
 
@@ -44,6 +45,8 @@ class Audit:
     checks: tuple[Check, ...]
     is_of_a_live_run: bool = False
     """its end is still to come"""
+    elsewhere: tuple[str, ...] = ()
+    """workers of the run that write into another directory: without theirs this is a part of it"""
 
     @property
     def passed(self) -> bool:
@@ -55,6 +58,18 @@ class Audit:
     def reasons(self) -> list[str]:
         """One line per finding, the check's name first."""
         return [f"{check.name}: {finding}" for check in self.checks for finding in check.findings]
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the verdict should know."""
+        notes = ["the run is still running: this says nothing of its end"] if self.is_of_a_live_run else []
+        if self.elsewhere:
+            some = ", ".join(self.elsewhere[:SHOWN_FINDINGS])
+            notes.append(
+                f"{count(len(self.elsewhere), 'worker')} of this run ({some}) wrote into run directories of their own: "
+                "this tells of a part of it; give all of them, RUN_DIR..."
+            )
+        return notes
 
 
 def audit(run_dir: Path) -> Audit:
@@ -72,7 +87,8 @@ def audit_history(history: History) -> Audit:
     if mixed is not None:
         promise = "one line of training"
         return Audit((Check("branches", promise, CheckOutcome.FAIL, "nothing else was looked at", (mixed,)),))
-    return Audit(tuple(_run(name, promise, check, history) for name, promise, check in CHECKS), _is_live(history))
+    checks = tuple(_run(name, promise, check, history) for name, promise, check in CHECKS)
+    return Audit(checks, _is_live(history), history.elsewhere)
 
 
 def _is_live(history: History) -> bool:
@@ -119,8 +135,7 @@ def conclude(found: Audit) -> list[str]:
     num_skipped = sum(check.verdict is CheckOutcome.SKIPPED for check in found.checks)
     if num_skipped:
         lines.append(f"{num_skipped} of {len(found.checks)} checks were skipped: there was nothing to look at")
-    if found.is_of_a_live_run:
-        lines.append("the run is still running: this says nothing of its end")
+    lines += found.notes
     if found.passed:
         return [*lines, "PASS"]
     return [*lines, "FAIL", *(f"  {reason}" for reason in found.reasons or ["nothing could be checked"])]

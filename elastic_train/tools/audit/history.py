@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from elastic_train.errors import RunDirectoryError
+from elastic_train.observe.status import missing
 from elastic_train.runlog.reader import Line, member_of, read_json, read_with_torn
 from elastic_train.tools.audit.clocks import set_right
 from elastic_train.tools.audit.record import DrillRecord, read_drill
@@ -207,6 +208,12 @@ class History:
         return [_world(number, lines, restores.get(number, {})) for number, lines in sorted(found.items())]
 
     @cached_property
+    def elsewhere(self) -> tuple[str, ...]:
+        """Members of its worlds of whom there is no file: they wrote into run directories of their own."""
+        here = {writer(line) for line in self.events}
+        return tuple(dict.fromkeys(member for world in self.worlds for member in world.members if member not in here))
+
+    @cached_property
     def without_ledger(self) -> frozenset[int]:
         """Generations of which a member was started without --ledger."""
         starts: dict[str, list[Line]] = {}
@@ -274,6 +281,14 @@ def writer(line: Line) -> str:
     return str(line["writer"])
 
 
+def require_run(run_dir: Path) -> None:
+    """Raises: RunDirectoryError: there is no run in it."""
+    if not run_dir.is_dir():
+        raise missing(run_dir)
+    if not (run_dir / "events").is_dir():
+        raise RunDirectoryError(f"{run_dir} holds no run: there is no events/ in it")
+
+
 def read_history(run_dir: Path) -> History:
     """Read every file of a run. Takes a second per some hundred thousand lines.
 
@@ -281,8 +296,7 @@ def read_history(run_dir: Path) -> History:
         RunDirectoryError: there is no run in it, or it cannot be read.
     """
     try:
-        if not (run_dir / "events").is_dir():
-            raise RunDirectoryError(f"{run_dir} holds no run: there is no events/ in it")
+        require_run(run_dir)
         names = tuple(sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*")))
         torn: list[str] = []
         files = [

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from elastic_train.errors import RunDirectoryError
+from elastic_train.observe.status import Status, read_status
 from elastic_train.storage.run_record import read_record
+from elastic_train.tools.audit.history import require_run
 
 FOLDERS = ("events", "ledger")
 """in which each worker has files of its own name"""
@@ -28,13 +31,34 @@ def as_one_run(run_dirs: Sequence[Path]) -> Iterator[Path]:
     if len(set(runs.values())) > 1:
         raise RunDirectoryError(f"{' and '.join(map(str, runs))} are not all of one run: give those of one job's nodes")
     with tempfile.TemporaryDirectory(prefix="elastic-train-audit-") as name:
-        folder = Path(name)
+        folder = Path(name, run_dirs[0].resolve().name)  # a page about it is named so
+        folder.mkdir()
         for run_dir in run_dirs:
-            if not (run_dir / "events").is_dir():
-                raise RunDirectoryError(f"{run_dir} holds no run: it has no events/")
+            require_run(run_dir)
             for path in sorted(run_dir.resolve().iterdir()):
                 _show(path, folder / path.name)
         yield folder
+
+
+def read_status_of(run_dirs: Sequence[Path], now: float) -> Status:
+    """As `read_status`, of the run that all of them tell of; its paths are those of the first that has such a file.
+
+    Raises: RunDirectoryError, as `as_one_run` and `read_status`.
+    """
+    with as_one_run(run_dirs) as folder:
+        status = read_status(folder, now)
+        if len(run_dirs) == 1:
+            return status
+        snapshot, result = status.snapshot, status.result_path
+        return replace(
+            status,
+            run_dir=run_dirs[0],
+            snapshot=replace(snapshot, path=snapshot.path.resolve())
+            if snapshot is not None and isinstance(snapshot.path, Path)
+            else snapshot,
+            result_path=None if result is None else result.resolve(),
+            notes=(f"told together with {', '.join(map(str, run_dirs[1:]))}", *status.notes),
+        )
 
 
 def _show(path: Path, place: Path) -> None:

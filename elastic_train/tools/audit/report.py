@@ -65,7 +65,7 @@ TEMPLATE = _template_environment().get_template("report.html")
 
 
 def write_report(history: History, found: Audit, path: Path | None = None) -> Path:
-    """Write the page to `path`, by default report.html in the directory of the run. Returns the path.
+    """Write the page to `path`, by default `FILE` in the directory of the run. Returns the path.
 
     Raises:
         RunDirectoryError: the file cannot be written.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from elastic_train.errors import RunDirectoryError
-from elastic_train.observe.status import RunState, Status, read_status
+from elastic_train.observe.status import RunState, Status
 from elastic_train.observe.status_table import as_table, describe
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.lost_time import lost_time
+from elastic_train.tools.audit.node_directories import as_one_run, read_status_of
 
 REFRESH_SECONDS = 1.0
 GOODPUT_EVERY_SECONDS = 5.0
@@ -28,8 +29,8 @@ LIVE = (RunState.STARTING, RunState.RUNNING, RunState.SILENT)
 class GoodputSoFar:
     """The goodput of a live run, taken anew now and then: it takes all events, and the more there are the longer."""
 
-    def __init__(self, run_dir: Path, now: Callable[[], float] = time.monotonic) -> None:
-        self._run_dir, self._now = run_dir, now
+    def __init__(self, run_dirs: Sequence[Path], now: Callable[[], float] = time.monotonic) -> None:
+        self._run_dirs, self._now = run_dirs, now
         self._text: str | None = None
         self._next = now()
 
@@ -39,7 +40,8 @@ class GoodputSoFar:
         if is_over or self._now() >= self._next:
             started = self._now()
             try:
-                lost = lost_time(read_history(self._run_dir))
+                with as_one_run(self._run_dirs) as run_dir:
+                    lost = lost_time(read_history(run_dir))
             except RunDirectoryError:  # moved aside by a new start
                 return self._text
             told = [f"{cause} {seconds:.1f} s" for cause, seconds in lost.by_cause.items() if seconds >= 0.05]
@@ -50,7 +52,10 @@ class GoodputSoFar:
 
 
 def watch_status(
-    run_dir: Path, file: TextIO, sleep: Callable[[float], None] = time.sleep, now: Callable[[], float] = time.time
+    run_dirs: Sequence[Path],
+    file: TextIO,
+    sleep: Callable[[float], None] = time.sleep,
+    now: Callable[[], float] = time.time,
 ) -> Status:
     """Show where a run stands, again and again, until it has ended; what it was then. Blocks.
 
@@ -59,15 +64,15 @@ def watch_status(
     Raises:
         RunDirectoryError: there is no run in it, or it cannot be read.
     """
-    goodput = GoodputSoFar(run_dir)
+    goodput = GoodputSoFar(run_dirs)
     if not file.isatty():
-        return _print_lines(run_dir, file, goodput, sleep, now)
+        return _print_lines(run_dirs, file, goodput, sleep, now)
     from rich.console import Console
     from rich.live import Live
 
     with Live(console=Console(file=file), auto_refresh=False) as live:
         while True:
-            status = read_status(run_dir, now())
+            status = read_status_of(run_dirs, now())
             live.update(as_table(status, _rows(status, goodput, now())), refresh=True)
             if status.state not in LIVE:
                 return status
@@ -91,11 +96,15 @@ def _in_brief(status: Status) -> dict[str, str]:
 
 
 def _print_lines(
-    run_dir: Path, file: TextIO, goodput: GoodputSoFar, sleep: Callable[[float], None], now: Callable[[], float]
+    run_dirs: Sequence[Path],
+    file: TextIO,
+    goodput: GoodputSoFar,
+    sleep: Callable[[float], None],
+    now: Callable[[], float],
 ) -> Status:
     last: tuple[object, ...] | None = None
     while True:
-        status = read_status(run_dir, now())
+        status = read_status_of(run_dirs, now())
         key = (status.state, status.generation, status.step)
         if key != last:
             last = key
