@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from elastic_train.branches import Position, describe, id_of, parting_step
@@ -160,7 +160,7 @@ class Exits:
         if state.is_step_open:
             state.clock.reassign(time.monotonic() - self._trainer.step_started, Phase.TRAIN, Phase.LOST)
         if world.is_first_of_node and state.step > 0:
-            with told(self._worker.reporter), state.step_start.copying() if state.is_step_open else nullcontext():
+            with told(self._worker.reporter):
                 self._saver.save_beside(state)
         self._files.leave_bucket_alone(world)
         code = self._say_stopped(time.monotonic() - started)

@@ -62,6 +62,8 @@ class LateStop:
                 state.lock.give_back()
                 code = None
             else:
+                if state.is_step_open:
+                    state.step_start.copy_beside()
                 code = self._exits.stop_late(world)
                 reporter.close()
                 self._worker.directory.ownership.release()

@@ -151,6 +151,7 @@ def _make_group(
         dist.all_reduce(torch.zeros(1))
         if nccl_device is not None:
             assert group is not None, "it was made"
+            set_group_timeout(_nccl_timeout())
             _connect_nccl(group, nccl_device, store, sockets)
     except RuntimeError as error:
         raise FormationFailed(
@@ -163,13 +164,18 @@ def _connect_nccl(group: dist.ProcessGroup, device: torch.device, store: Store, 
     """Blocks until NCCL's communicator stands: an abort meanwhile waits for it, too, for torch holds a lock. Where a
     member dies NCCL sees that; where its network is lost, it takes TORCH_NCCL_NONBLOCKING_TIMEOUT. Raises:
     FormationFailed."""
-    store.set_timeout(timedelta(seconds=float(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"])))  # of rank 0's id
+    store.set_timeout(_nccl_timeout())  # of rank 0's id
     group.bound_device_id = device  # as `device_id` of init_process_group
     try:
         dist.all_reduce(torch.zeros(1, device=device))
         sockets.require_unbroken(device)
     except RuntimeError as error:
+        sockets.abort(group)  # an abort before found nothing, where it came while the communicator was being made
         raise FormationFailed(f"no communicator of NCCL: {first_line(error)}") from error
+
+
+def _nccl_timeout() -> timedelta:
+    return timedelta(seconds=float(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]))
 
 
 def _destroy(group: dist.ProcessGroup | None, sockets: GroupSockets) -> None:

@@ -175,7 +175,7 @@ class HostBuffers:
         import torch
 
         # Pinned for a GPU: all its copies then run behind one another without a wait after each. But not beside a step
-        # (StepStart.copying): to pin memory CUDA waits for what runs, which may hang in a reduction.
+        # (StepStart.copy_beside): to pin memory CUDA waits for what runs, which may hang in a reduction.
         is_pinned = tensor.is_cuda and threading.current_thread() is threading.main_thread()
         return torch.empty_like(tensor, device="cpu", pin_memory=is_pinned, requires_grad=False)
 

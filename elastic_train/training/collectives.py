@@ -44,7 +44,7 @@ class Breakable(Protocol):
     """whether NCCL carries the tensors of a GPU"""
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Entered where the thread that trains waits for its peers, and begins nothing meanwhile."""
+        """Entered where the thread that trains waits for its device, and begins nothing meanwhile."""
 
     def require_hope(self) -> None:
         """Raises: FormationFailed where the process group was broken off and does not end what was under way."""
@@ -83,9 +83,7 @@ def wait(work: Any, tensor: Tensor) -> None:
     Raises:
         FormationFailed: the group was broken off, and does not end. RuntimeError: from the communication library.
     """
-    group = _group_of(tensor)
-    with nullcontext() if group is None else group.breakable.waiting():
-        _wait(work, group)
+    _wait(work, _group_of(tensor))
 
 
 def _group_of(tensor: Tensor) -> _Group | None:
@@ -111,8 +109,16 @@ def _wait(work: Any, group: _Group | None) -> None:
 
 def numbers(tensor: Tensor) -> list[Any]:
     """`tensor.tolist()`, for what has been reduced: blocks until the device has it, or NCCL was aborted."""
-    with nullcontext() if _present is None else _present.breakable.waiting():
+    if not tensor.is_cuda:
         return tensor.tolist()
+    # By pinned memory: a copy to other memory holds a lock of CUDA's until it has ended, and a thread that saves the
+    # last commit meanwhile would wait for that (pytorch/pytorch#143825).
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    on_host.copy_(tensor, non_blocking=True)
+    has_come = torch.cuda.current_stream(tensor.device).record_event()
+    with nullcontext() if _present is None else _present.breakable.waiting():
+        has_come.synchronize()
+    return on_host.tolist()
 
 
 def all_reduce(tensor: Tensor) -> None:
@@ -160,8 +166,9 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
         stream = torch.cuda.current_stream(operations[0].tensor.device)
 
         def complete_on_stream() -> None:
-            with torch.cuda.stream(stream):
-                complete()
+            torch.cuda.set_device(stream.device)  # `torch.cuda.stream` would go back to 0, and make a context there
+            torch.cuda.set_stream(stream)
+            complete()
 
         # Of a batch that fails half way NCCL and torch keep what had begun, for each thread, and would go on with it in
         # the next world, when it is freed: so the thread is one that ends with the world.
@@ -232,6 +239,7 @@ class _Helper:
                 self.end()  # should it ever come so far
                 raise
         if errors:
+            self.end()
             raise errors.pop()
 
 

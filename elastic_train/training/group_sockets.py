@@ -124,13 +124,15 @@ class GroupSockets:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The thread that trains waits for its peers inside the block, and gives NCCL nothing: what it is about to give
-        would be freed under it by an abort."""
+        """The thread that trains waits for its device inside the block, and gives NCCL nothing. An abort that has begun
+        there ends before it goes on: what it gives would be freed under it."""
         self._is_waiting.set()
         try:
             yield
         finally:
             self._is_waiting.clear()
+            if (abort := self._abort) is not None:
+                abort.join(ABORT_SECONDS)
 
     def begin(self) -> None:
         """What is opened from now on belongs to the group that is being made."""

@@ -108,7 +108,7 @@ class OrderedReduction:
         """`do` is told in every step when this rank begins to wait for others.
 
         Raises:
-            UsageError: as `check_model`.
+            UsageError: as `check_model`. RuntimeError: a peer is lost.
         """
         check_model(model)
         self._do = do
@@ -123,6 +123,8 @@ class OrderedReduction:
         self._exchange = TreeExchange(world.rank, world.world_size, virtual_ranks)
         # gloo moves CUDA tensors through the host one collective at a time, and not at all point to point.
         self._is_staged = device.type == "cuda" and world.world_size > 1 and not _has_nccl()
+        if device.type == "cuda" and world.world_size > 1 and not self._is_staged:
+            self._exchange.connect(device)
         self._staging: dict[tuple[int, int], Tensor] = {}
         self._names: list[str] = []
         self._parameters: list[nn.Parameter] = []

@@ -95,6 +95,14 @@ class TreeExchange:
     def memory_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._received.values())
 
+    def connect(self, device: torch.device) -> None:
+        """NCCL connects two ranks in their first messages, and a rank that is late there by more than its timeout, by a
+        first batch or a compilation, would be a lost one: so these come now. Every rank calls it."""
+        ones, received = torch.ones(1, device=device), torch.empty(self._world_size, device=device)
+        self._transport(
+            [(ones, peer) for peer in self._peers], [(received[peer : peer + 1], peer) for peer in self._peers]
+        )
+
     def complete(self, partials: Sequence[Tensor], message: Tensor | None = None) -> None:
         """The sum over all leaves, in place of this rank's first partial sum; every rank calls it.
 

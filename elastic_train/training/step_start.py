@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-
 import torch
 from torch import nn
+
+BEFORE_OTHERS = -1
+"""priority of a stream: from a pool of its own, none of which NCCL has"""
 
 
 class StepStart:
@@ -19,23 +19,24 @@ class StepStart:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._events: dict[torch.device, torch.cuda.Event] | None = None
+        self._places: list[tuple[torch.cuda.Stream, torch.cuda.Event]] | None = None
+        """for each GPU: where copies beside a step run, and where the step begins"""
 
     def note(self) -> None:
         """A step begins. On the thread that trains; does not block."""
-        if self._events is None:
+        if self._places is None:
             devices = {parameter.device for parameter in self._model.parameters() if parameter.is_cuda}
-            self._events = {device: torch.cuda.Event() for device in devices}  # type: ignore[no-untyped-call]
-        for device, event in self._events.items():
-            event.record(torch.cuda.current_stream(device))
+            self._places = [
+                (torch.cuda.Stream(device, priority=BEFORE_OTHERS), torch.cuda.Event())  # type: ignore[no-untyped-call]
+                for device in devices
+            ]
+        for stream, event in self._places:
+            event.record(torch.cuda.current_stream(stream.device))
 
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Inside the block, what another thread has the devices copy comes behind the last commit, and beside the step
-        in hand."""
-        with ExitStack() as streams:
-            for device, event in (self._events or {}).items():
-                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                stream.wait_event(event)
-                streams.enter_context(torch.cuda.stream(stream))
-            yield
+    def copy_beside(self) -> None:
+        """What this thread has the devices do from now on comes behind the last commit, and beside the step in hand.
+        Not on the thread that trains."""
+        for stream, event in self._places or ():
+            stream.wait_event(event)
+            torch.cuda.set_device(stream.device)
+            torch.cuda.set_stream(stream)

@@ -211,8 +211,9 @@ def test_a_batch_of_messages_on_nccl_is_begun_on_a_thread_that_ends_with_the_wor
 
     monkeypatch.setattr(dist, "P2POp", lambda *arguments: SimpleNamespace(tensor=arguments[1]))
     monkeypatch.setattr(dist, "batch_isend_irecv", begin)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the trainer's, {device}")
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(streams.append(stream)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(torch.cuda, "set_device", streams.append)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: streams.append(stream.device))
     for _ in range(2):
         group = Group()
         group.has_nccl = True
@@ -224,13 +225,19 @@ def test_a_batch_of_messages_on_nccl_is_begun_on_a_thread_that_ends_with_the_wor
     assert threads[0] is threads[1] is not threading.current_thread()
     assert threads[2] is not threads[0]
     assert not threads[0].is_alive()
-    assert streams == ["the trainer's, cuda:1"] * 4
+    assert streams == [tensor.device] * 8
 
 
-def test_whoever_reads_what_was_reduced_lets_an_abort_begin() -> None:
-    seen = []
-    tensor: Any = SimpleNamespace(tolist=lambda: seen.append(group.is_waiting) or [1.0])
+def test_whoever_reads_what_was_reduced_lets_an_abort_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By fakes. In pinned memory: a copy to other memory would keep CUDA from a thread that saves the last commit."""
+    seen: list[Any] = []
     group = Group()
+    host = SimpleNamespace(copy_=lambda _source, non_blocking: seen.append(non_blocking), tolist=lambda: [1.0])
+    event = SimpleNamespace(synchronize=lambda: seen.append(group.is_waiting))
+    monkeypatch.setattr(torch, "empty", lambda _shape, dtype, pin_memory: seen.append(pin_memory) or host)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(record_event=lambda: event))
+    tensor: Any = SimpleNamespace(is_cuda=True, shape=(1,), dtype=torch.float32, device="cuda:0")
     with broken_off_by(group):
         assert numbers(tensor) == [1.0]
-    assert (seen, group.is_waiting) == ([True], False)
+        assert numbers(SENT) == [0.0]
+    assert (seen, group.is_waiting) == ([True, True, True], False)
