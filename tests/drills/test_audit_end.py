@@ -39,6 +39,7 @@ from tests.drills.small_run import (
     edit_json,
     edit_lines,
     mark_as_drill,
+    write_lines,
 )
 
 # --- the state --------------------------------------------------------------------------------------------------------
@@ -328,3 +329,42 @@ def test_status_of_several_directories_is_of_one_run(run_dir: Path, tmp_path: Pa
 def test_a_directory_that_is_not_there_is_named(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="nowhere does not exist"), as_one_run([run_dir, tmp_path / "nowhere"]):
         pytest.fail("half a run")
+
+
+def test_what_fresh_has_replaced_is_another_run(run_dir: Path) -> None:
+    """One node was told --fresh. The directory of another has the run before as well, whose rank 0 was elsewhere or is
+    moved aside."""
+    for path in [*(run_dir / "events").iterdir(), *(run_dir / "ledger").iterdir()]:
+        edit_lines(
+            path,
+            lambda lines: [{**one, "generation": g if (g := one["generation"]) is None else g + 2} for one in lines],
+        )
+    events = events_of(run_dir)
+    change(events, lambda line: line["event"] == "start", config={**config_of_start(events), "fresh": True})
+    old: Line = {
+        "time": START - 50.0,
+        "event": "start",
+        "rank": 0,
+        "generation": None,
+        "step": 0,
+        "pid": 5,
+        "host": "b",
+    }
+    members = ["b/0/5", "a/0/4"]
+    world = {**old, "event": "world", "generation": 1, "cause": "start", "members": members, "seconds": {}}
+    step = {**old, "event": "step", "generation": 1, "step": 5, "epoch": 1, "loss": 1.0, "world_size": 2}
+    saved = {**old, "event": "snapshot", "generation": 1, "step": 5, "snapshot_step": 5, "path": "/s/5"}
+    restored = {**world, "event": "restore", "source": "scratch", "restored_step": 0}
+    write_lines(run_dir / "events" / "b-0-5.jsonl", [old, world, restored, step, saved])
+    found = audit(run_dir)
+    assert found.reasons == []
+    assert found.elsewhere == ()
+    change(events, lambda line: line["event"] == "start", config={**config_of_start(events), "fresh": False})
+    assert "generation 2 begins at step 0, from scratch, but the snapshot of step 5" in "\n".join(
+        audit(run_dir).reasons
+    )
+
+
+def config_of_start(events: Path) -> Line:
+    start: Line = json.loads(events.read_text().splitlines()[0])
+    return dict(start["config"])

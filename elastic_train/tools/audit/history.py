@@ -16,6 +16,7 @@ from elastic_train.errors import RunDirectoryError
 from elastic_train.observe.status import missing
 from elastic_train.runlog.reader import Line, member_of, read_json, read_with_torn
 from elastic_train.tools.audit.clocks import set_right
+from elastic_train.tools.audit.one_run import of_one_run
 from elastic_train.tools.audit.record import DrillRecord, read_drill
 
 FINISHED = frozenset({"finished", "already_finished"})
@@ -307,9 +308,7 @@ def read_history(run_dir: Path) -> History:
     except OSError as error:
         raise RunDirectoryError(f"{run_dir} cannot be read: {error.strerror}") from error
     set_right(files)
-    if discarded := _discarded_worlds(files):
-        files = [[line for line in lines if not _is_discarded(line, discarded)] for lines in files]
-        ledger = [line for line in ledger if not _is_discarded(line, discarded)]
+    files, ledger = of_one_run(files, ledger)
     return History(
         run_dir=run_dir,
         events=tuple(sorted(itertools.chain.from_iterable(files), key=lambda line: float(line["time"]))),
@@ -319,28 +318,6 @@ def read_history(run_dir: Path) -> History:
         drill=read_drill(run_dir),
         names=names,
     )
-
-
-_Place = tuple[str, int]
-"""who wrote a line, and in which generation"""
-
-
-def _discarded_worlds(files: Sequence[Sequence[Line]]) -> set[_Place]:
-    """Of branches that have stopped where they met one with more steps: as their members have said."""
-    lines = [line for file in files for line in file]
-    said = [line["discarded"] for line in lines if line["event"] == "warning" and line.get("discarded")]
-    return {
-        (writer(line), int(line["generation"]))
-        for line in lines
-        if line["event"] == "world"
-        and any(line.get("branch") == one["branch"] and int(line["step"]) >= int(one["first"]) - 1 for one in said)
-    }
-
-
-def _is_discarded(line: Line, worlds: set[_Place]) -> bool:
-    if line.get("event") in ("start", "warning", "signal", "done") or line.get("generation") is None:
-        return False
-    return (writer(line), int(line["generation"])) in worlds
 
 
 def mixed_branches(history: History) -> str | None:
