@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from elastic_train.branches import Branches
 from elastic_train.elastic.barriers import Surroundings, Waits, expect_answer
@@ -23,6 +24,8 @@ ASK_SECONDS = 1.0
 """after which a member that was told nothing asks the others"""
 ASK_AGAIN_SECONDS = 0.001
 """and again, for each member of the world: all of them may ask the same ones"""
+CONTACT_SECONDS = 2.5
+"""after which whoever hears this member again has said so: who waits for contact looks once a second"""
 PROOF_SECONDS = 0.5
 """that the proposer of a large world waits for others to prove a death that it sees"""
 
@@ -144,7 +147,8 @@ class Survivors:
         def has_run_out(factor: float) -> bool:
             return self._around.monotonic() - counted_from > factor * limit
 
-        agreement = self._agreement(world, has_formed, has_run_out)
+        is_early = partial(self._is_before, started + CONTACT_SECONDS)
+        agreement = self._agreement(world, has_formed, has_run_out, is_early)
         lacking: Lacking | None = None
         # Where some did not come and nobody was lost, they may have gone on before this member came.
         is_late = not has_formed and self._watcher.reason is None
@@ -169,7 +173,7 @@ class Survivors:
                 self._require_no_better()
                 counted_from = now
                 self._watcher.forgive()
-                agreement = self._agreement(world, has_formed, has_run_out)
+                agreement = self._agreement(world, has_formed, has_run_out, is_early)
             agreement.asks_others = bool(found.votes) or now >= next_ask
             if now >= next_ask:
                 next_ask = now + len(world.members) * ASK_AGAIN_SECONDS
@@ -185,7 +189,12 @@ class Survivors:
             is_refused = not found.votes and not found.ranks  # its ballot was too old, and the next one is not
             self._around.sleep(self._around.poll_seconds if lacking is None or is_refused else 1.0)
 
-    def _agreement(self, world: World, has_formed: bool, has_run_out: Callable[[float], bool]) -> Agreement:
+    def _is_before(self, time: float) -> bool:
+        return self._around.monotonic() < time
+
+    def _agreement(
+        self, world: World, has_formed: bool, has_run_out: Callable[[float], bool], is_early: Callable[[], bool]
+    ) -> Agreement:
         watcher, contacts = self._watcher, self._watcher.contacts
         is_anybody_known_dead = bool(watcher.verdicts) or any(map(contacts.is_refused, world.members))
         unreachable = contacts.lost_neighbours(world)
@@ -211,7 +220,8 @@ class Survivors:
             draw_uid=self._around.draw_uid,
             watched=lambda: contacts.watched,
             watch_too=contacts.watch_too,
-            witnesses=lambda rank: contacts.witnesses(world, rank) if self._around.monotonic() < proven_by else (),
+            witnesses=lambda rank: contacts.witnesses(world, rank) if self._is_before(proven_by) else (),
+            is_early=is_early,
             reach=self._around.reach,
         )
         return agreement

@@ -48,7 +48,7 @@ def save_result(worker: Worker, data: bytes) -> None:
     try:
         write_atomic(path, data)
     except OSError as error:
-        worker.reporter.warn(f"{path} cannot be written: {error.strerror}; the final snapshot has the state")
+        worker.reporter.warn(f"{path} cannot be written: {error.strerror}: this end has none")
 
 
 def existing_result(path: Path, step: int) -> bytes | None:

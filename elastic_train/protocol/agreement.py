@@ -197,6 +197,7 @@ class Agreement:
         watched: ranks of which this member sees whether they live; the others by default.
         watch_too: of these, too, from now on.
         witnesses: ranks that may prove the death of one that is gone, and that this member has not watched in time.
+        is_early: whether what others say of this member may be of before: it was suspended, and has contact again.
         reach: told, as `proposed`, before the store is asked to decide, for the faults of drills.
     """
 
@@ -214,6 +215,7 @@ class Agreement:
         watched: Callable[[], Collection[int]] | None = None,
         watch_too: Callable[[Collection[int]], None] = lambda _ranks: None,
         witnesses: Callable[[int], Collection[int]] = lambda _rank: (),
+        is_early: Callable[[], bool] = lambda: False,
         reach: Reach = lambda _point, _world: None,
     ) -> None:
         others = [rank for rank in range(len(world.members)) if rank != world.rank]
@@ -221,7 +223,7 @@ class Agreement:
         self._job, self._world, self._mine = job, world, presence
         self._status, self._is_heard = status, is_heard
         self._newcomers, self._facts, self._draw_uid = newcomers, facts, draw_uid
-        self._reach = reach
+        self._reach, self._is_early = reach, is_early
         self._present: dict[int, Presence] = {world.rank: presence}
         self._is_told = False
         self.asks_others = False
@@ -297,6 +299,10 @@ class Agreement:
         missing = [rank for rank in found if rank not in self._present and rank not in left and rank not in out]
         doubtful = [rank for rank, told in self._present.items() if told.unreachable and rank != world.rank]
         self._note_present(list(filter(self._is_heard, dict.fromkeys([*missing, *doubtful]))))
+        alive = [rank for rank, status in found.items() if status is Liveness.ALIVE and rank in self._present]
+        missed_by = [rank for rank in alive if world.rank in self._present[rank].unreachable]
+        if missed_by and self._is_early():
+            return Wait(tuple(missed_by))
         verdict = next_members(len(world.members), self._present, left, out)
         if verdict.waiting_for:
             return Wait(verdict.waiting_for)

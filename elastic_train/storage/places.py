@@ -15,6 +15,7 @@ from elastic_train.storage.atomic_files import fsync_directory, write_atomic
 from elastic_train.storage.bucket import Bucket
 from elastic_train.storage.bucket_owner import BucketOwner
 from elastic_train.storage.object_store import ObjectStore
+from elastic_train.storage.run_snapshots import snapshots_in
 from elastic_train.storage.snapshot import (
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -27,7 +28,6 @@ from elastic_train.storage.snapshot import (
     is_snapshot,
     open_verified,
     read_info,
-    snapshots_in,
     verify,
 )
 from elastic_train.storage.store_urls import StoreUrl, is_url, parse_url

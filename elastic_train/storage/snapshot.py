@@ -26,7 +26,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, cast
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
 
 from elastic_train.branches import Branches, branches_of
 from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of, first_line
@@ -381,16 +381,3 @@ def is_snapshot(path: SnapshotPlace | SnapshotFolder) -> TypeGuard[SnapshotPlace
     if not isinstance(path, Path):
         return hasattr(path, "open_verified")
     return (path / MANIFEST_FILE).exists() or (path / STATE_FILE).exists()
-
-
-def snapshots_in(path: SnapshotPlace | SnapshotFolder) -> SnapshotFolder:
-    """The folder of snapshots that a path, which is no snapshot, names: itself, or that of a run directory.
-
-    Raises:
-        SnapshotError: there is no such folder.
-    """
-    if not isinstance(path, Path):
-        return cast("RemoteFolder", path)
-    if not path.is_dir():
-        raise SnapshotError(f"{path} is no directory; give a run directory or its snapshots/")
-    return path / "snapshots" if (path / "snapshots").is_dir() else path

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from elastic_train.errors import SnapshotError, UsageError
 from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.storage.dcp import is_dcp, read_dcp, write_dcp
+from elastic_train.storage.run_snapshots import snapshots_in
 from elastic_train.storage.snapshot import (
     SnapshotFolder,
     SnapshotInfo,
@@ -22,7 +23,6 @@ from elastic_train.storage.snapshot import (
     load_state,
     newest_whole,
     read_info,
-    snapshots_in,
 )
 from elastic_train.storage.state_bytes import deserialize_state
 

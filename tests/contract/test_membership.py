@@ -51,6 +51,7 @@ def agreement(
     status: dict[int, Liveness],
     newcomers: Sequence[Member] = (),
     reach: Callable[[str, World], None] = lambda _point, _world: None,
+    is_early: Callable[[], bool] = lambda: False,
 ) -> Agreement:
     return Agreement(
         job,
@@ -62,6 +63,7 @@ def agreement(
         facts={"token": "t"},
         draw_uid=form.draw_uid,
         reach=reach,
+        is_early=is_early,
     )
 
 
@@ -150,6 +152,25 @@ def test_the_others_go_on_without_the_dead(form: Form, dead: set[int]) -> None:
     assert decision.ranks == tuple(rest)
     assert decision.lost == tuple(sorted(dead))
     assert set(decision.dead) == {worlds[rank].me.uid for rank in dead}
+
+
+def test_whoever_was_suspended_waits_for_those_who_could_not_reach_it(form: Form) -> None:
+    """They have said so meanwhile, and one of a pair that is cut off is left out; soon they say otherwise."""
+    jobs, worlds = begin(form)
+    form.kill(worlds[0].me.pid)
+    dead = {0: Liveness.DEAD}
+    jobs[2].say_present(worlds[2], Presence(worlds[2].generation, unreachable=(1,)).to_json())
+    thawed = agreement(form, jobs[1], worlds[1], dead, is_early=lambda: True)
+
+    def look() -> bool:
+        found = thawed.look()
+        assert isinstance(found, Wait)
+        return found == Wait((2,))
+
+    assert eventually(form, look)
+    assert look(), "as long as that may be of before"
+    jobs[2].say_present(worlds[2], Presence(worlds[2].generation).to_json())
+    assert agree(form, jobs, worlds, [1, 2], dead).ranks == (1, 2)
 
 
 def test_who_leaves_is_not_lost(form: Form) -> None:
