@@ -193,6 +193,30 @@ def test_a_frozen_node_is_left_behind_and_comes_back_in_its_own_process(cluster:
 
 
 @pytest.mark.slow
+def test_a_thawed_node_goes_on_with_the_one_that_waits_for_it(cluster: Cluster) -> None:
+    """One is frozen, and before that is found out rank 0 dies: the third waits, as the other may train on."""
+    if cluster.etcd is not None:
+        pytest.skip("under etcd the third one goes on")
+    nodes = start_world(cluster, 3, "--peer-timeout", "10", steps=1_000_000)
+    by_rank = {rank_of(cluster, node): node for node in nodes}
+    frozen = [*by_rank[1].workers(), psutil.Process(by_rank[1].process.pid)]
+    for process in frozen:
+        process.send_signal(signal.SIGSTOP)
+    by_rank[0].kill()
+    wait_until(lambda: "waiting for contact" in by_rank[2].text(), "wait", 40)
+    for process in frozen:
+        process.send_signal(signal.SIGCONT)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 50, 8)
+    assert [size for _, size in worlds(cluster.run_dir)] == [3, 2]
+    for rank in (1, 2):
+        by_rank[rank].signal(signal.SIGTERM)
+    for rank in (1, 2):
+        by_rank[rank].wait(60)
+    found = audit(cluster.run_dir)
+    assert found.passed, "\n".join(found.reasons)
+
+
+@pytest.mark.slow
 def test_of_two_nodes_the_first_freezes_and_the_other_goes_on(cluster: Cluster) -> None:
     """Under c10d by a claim in the run directory that they share; the first comes back."""
     nodes = start_world(cluster, 2, steps=1_000_000)
