@@ -273,7 +273,7 @@ class Judge:
                 is_by_vote = has_ended_by_vote(heard.status)
                 if is_by_vote and not world.is_spare and Heartbeat.from_line(heard.status).seconds < self._peer_timeout:
                     continue  # this member reads the same votes in a moment
-                yield Blame(verdicts, is_by_vote=is_by_vote)
+                yield Blame(verdicts, "another worker has broken it off, or has left", is_by_vote=is_by_vote)
                 if not contacts.is_sparse:
                     return
                 continue

@@ -342,7 +342,7 @@ def test_a_member_that_is_out_ends_the_world_of_all_though_nobody_is_blamed(grou
     group.turn()
     assert min(group.cuts[0], group.cuts[2]) >= 1
     assert [watcher.verdicts for watcher in group.watchers] == [{}] * 3
-    assert group.watchers[0].reason == group.watchers[2].reason == "a member has left the world"
+    assert group.watchers[0].reason == group.watchers[2].reason == "another worker has broken it off, or has left"
 
 
 def test_a_vote_breaks_off_nobody_who_is_still_to_read_it(group: Group) -> None:
@@ -393,7 +393,7 @@ def test_a_vote_ends_the_world_of_a_spare() -> None:
     group.enter()
     group.watchers[0].announce_broken(is_by_vote=True)
     group.turn()
-    assert group.watchers[2].reason == "a member has left the world"
+    assert group.watchers[2].reason == "another worker has broken it off, or has left"
     assert group.cuts[1] == 0
 
 
@@ -557,7 +557,7 @@ def test_a_reduction_that_cannot_end_is_broken_off_without_blame(group: Group) -
     group.pass_time(PEER_TIMEOUT + 1.0 + 3 * INTERVAL)
     assert min(group.cuts) >= 1
     assert [watcher.verdicts for watcher in group.watchers] == [{}] * 3
-    [reason] = {watcher.reason for watcher in group.watchers if watcher.reason != "a member has left the world"}
+    [reason] = {watcher.reason for watcher in group.watchers if watcher.reason != "another worker has broken it off, or has left"}
     assert reason.startswith("a collective has not ended in 4 s though all take part: two cannot reach each other, or")
 
 
