@@ -557,7 +557,11 @@ def test_a_reduction_that_cannot_end_is_broken_off_without_blame(group: Group) -
     group.pass_time(PEER_TIMEOUT + 1.0 + 3 * INTERVAL)
     assert min(group.cuts) >= 1
     assert [watcher.verdicts for watcher in group.watchers] == [{}] * 3
-    [reason] = {watcher.reason for watcher in group.watchers if watcher.reason != "another worker has broken it off, or has left"}
+    [reason] = {
+        watcher.reason
+        for watcher in group.watchers
+        if watcher.reason != "another worker has broken it off, or has left"
+    }
     assert reason.startswith("a collective has not ended in 4 s though all take part: two cannot reach each other, or")
 
 
