@@ -77,6 +77,7 @@ class EarlierRun:
             started_ticks=process_start_ticks(),
             max_nodes=max_nodes_of(launch, os.environ),
             **({} if self._back is None else {"was": self._back.uid}),
+            **({} if self._fresh_record is None else {"is_anew": True}),
             seconds=startup_seconds(worker),
         )
         seen = [self._traces.generation, *(offer.generation for offer in self._offers)]

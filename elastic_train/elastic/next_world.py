@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 from elastic_train.branches import Branches
 from elastic_train.elastic.barriers import Surroundings, Waits, expect_answer
@@ -25,7 +24,7 @@ ASK_SECONDS = 1.0
 ASK_AGAIN_SECONDS = 0.001
 """and again, for each member of the world: all of them may ask the same ones"""
 CONTACT_SECONDS = 2.5
-"""after which whoever hears this member again has said so: who waits for contact looks once a second"""
+"""after this member was suspended: whoever hears it again has said so by then, for who waits looks once a second"""
 PROOF_SECONDS = 0.5
 """that the proposer of a large world waits for others to prove a death that it sees"""
 
@@ -147,14 +146,21 @@ class Survivors:
         def has_run_out(factor: float) -> bool:
             return self._around.monotonic() - counted_from > factor * limit
 
-        is_early = partial(self._is_before, started + CONTACT_SECONDS)
+        looked, early_until = started, started + CONTACT_SECONDS
+
+        def is_early() -> bool:
+            return self._is_before(early_until)
+
         agreement = self._agreement(world, has_formed, has_run_out, is_early)
         lacking: Lacking | None = None
         # Where some did not come and nobody was lost, they may have gone on before this member came.
         is_late = not has_formed and self._watcher.reason is None
         reports, next_ask = ReportTimes(started), started if is_late else started + ASK_SECONDS
         while True:
+            if (now := self._around.monotonic()) - looked > CONTACT_SECONDS:  # it was suspended meanwhile
+                early_until = now + CONTACT_SECONDS
             found = agreement.look()
+            looked = self._around.monotonic()
             if isinstance(found, Decided | Fatal):
                 return found
             if isinstance(found, LeftBehind):

@@ -169,7 +169,7 @@ def _connect_nccl(group: dist.ProcessGroup, device: torch.device, store: Store, 
     try:
         dist.all_reduce(torch.zeros(1, device=device))
         sockets.require_unbroken(device)
-    except RuntimeError as error:
+    except (RuntimeError, FormationFailed) as error:
         sockets.abort(group)  # an abort before found nothing, where it came while the communicator was being made
         raise FormationFailed(f"no communicator of NCCL: {first_line(error)}") from error
 

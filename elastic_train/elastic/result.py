@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,18 @@ from elastic_train.runlog.goodput import goodput
 from elastic_train.runlog.reader import parse
 from elastic_train.runlog.strict_json import file_of
 from elastic_train.storage.atomic_files import write_atomic
+from elastic_train.storage.store_urls import is_url
 from elastic_train.training.collectives import barrier, broadcast_bytes, gather_json
 from elastic_train.training.state import state_sha256
 from elastic_train.world import World
 
 
 def config_of(worker: Worker) -> dict[str, Any]:
-    """The flags that count for what this worker trains, by name."""
-    return {name: value for name, value in as_json(worker.config).items() if name not in worker.task.unused_flags}
+    """The flags that count for what this worker trains, by name; where snapshots are, whoever reads it."""
+    told = {name: value for name, value in as_json(worker.config).items() if name not in worker.task.unused_flags}
+    if isinstance(given := told.get("snapshot_dir"), str) and not is_url(given):
+        told["snapshot_dir"] = os.path.abspath(given)
+    return told
 
 
 def write_result(worker: Worker, world: World, files: RunFiles, *, has_trained: bool) -> bytes:

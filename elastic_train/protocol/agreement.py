@@ -299,10 +299,6 @@ class Agreement:
         missing = [rank for rank in found if rank not in self._present and rank not in left and rank not in out]
         doubtful = [rank for rank, told in self._present.items() if told.unreachable and rank != world.rank]
         self._note_present(list(filter(self._is_heard, dict.fromkeys([*missing, *doubtful]))))
-        alive = [rank for rank, status in found.items() if status is Liveness.ALIVE and rank in self._present]
-        missed_by = [rank for rank in alive if world.rank in self._present[rank].unreachable]
-        if missed_by and self._is_early():
-            return Wait(tuple(missed_by))
         verdict = next_members(len(world.members), self._present, left, out)
         if verdict.waiting_for:
             return Wait(verdict.waiting_for)
@@ -311,6 +307,10 @@ class Agreement:
         if unproven:
             self._note_present(sorted(set().union(*unproven.values()) - {world.rank}))
             return Wait(tuple(sorted(unproven)))
+        alive = [rank for rank, status in found.items() if status is Liveness.ALIVE and rank in self._present]
+        missed_by = [rank for rank in alive if world.rank in self._present[rank].unreachable]
+        if missed_by and self._is_early():
+            return Wait(tuple(missed_by))
         newcomers = tuple(self._newcomers())
         seen = [self._present[rank].max_generation for rank in verdict.members]
         decision = Decision(

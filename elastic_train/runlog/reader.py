@@ -52,7 +52,7 @@ def read_events(path: Path, tail_bytes: int = 256 * 1024) -> list[Line]:
     of them need not be parsed. What a call has read, later ones of this process need not read again. Raises OSError."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
-        rare = _rare_lines.setdefault((path, status.st_ino), _RareLines())
+        rare = _rare_lines.setdefault((path.resolve(), status.st_ino), _RareLines())
         file.seek(rare.offset)
         while rare.offset < status.st_size - tail_bytes:
             raw = file.readline()

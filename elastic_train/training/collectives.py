@@ -113,11 +113,10 @@ def numbers(tensor: Tensor) -> list[Any]:
         return tensor.tolist()
     # By pinned memory: a copy to other memory holds a lock of CUDA's until it has ended, and a thread that saves the
     # last commit meanwhile would wait for that (pytorch/pytorch#143825).
-    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    on_host.copy_(tensor, non_blocking=True)
-    has_come = torch.cuda.current_stream(tensor.device).record_event()
     with nullcontext() if _present is None else _present.breakable.waiting():
-        has_come.synchronize()
+        on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # may wait, the first time
+        on_host.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).record_event().synchronize()
     return on_host.tolist()
 
 

@@ -124,8 +124,9 @@ class GroupSockets:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The thread that trains waits for its device inside the block, and gives NCCL nothing. An abort that has begun
-        there ends before it goes on: what it gives would be freed under it."""
+        """The thread that trains waits inside the block, for its device or an abort, and gives NCCL nothing. An abort
+        that has begun there ends before it goes on, for `ABORT_SECONDS` at most: what it gives would be freed under
+        it."""
         self._is_waiting.set()
         try:
             yield
@@ -207,7 +208,11 @@ class GroupSockets:
     def abort(self, nccl: dist.ProcessGroup) -> None:
         """On a thread of its own: it may wait until every rank aborts (NVIDIA/nccl#1013)."""
 
+        before = self._abort
+
         def abort() -> None:
+            if before is not None:
+                before.join()
             self._is_waiting.wait(ENQUEUE_SECONDS)
             with suppress(RuntimeError):  # while NCCL connects, torch gives it a second; the group's end waits for it
                 nccl.abort()

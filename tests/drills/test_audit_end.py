@@ -303,14 +303,14 @@ def test_one_directory_of_several_tells_that_it_is_a_part(run_dir: Path, tmp_pat
     shutil.move(events_of(run_dir, MEMBERS[2]), other / "events")
     part = audit(run_dir)
     assert part.elsewhere == (MEMBERS[2],)
-    assert f"1 worker of this run ({MEMBERS[2]}) wrote into run directories of their own" in part.notes[0]
+    assert f"of 1 worker of this run ({MEMBERS[2]}) there is no file here" in part.notes[0]
     assert part.notes[0] in "\n".join(conclude(part))
     with as_one_run([run_dir, other]) as whole:
         history = read_history(whole)
         assert audit_history(history).notes == []
         text = write_report(history, audit_history(history), tmp_path / "page.html").read_text()
     assert f"<title>{run_dir.name} - elastic_train</title>" in text
-    assert "run directories of their own" in write_report(read_history(run_dir), part).read_text()
+    assert "there is no file here" in write_report(read_history(run_dir), part).read_text()
 
 
 def test_status_of_several_directories_is_of_one_run(run_dir: Path, tmp_path: Path) -> None:
@@ -334,37 +334,26 @@ def test_a_directory_that_is_not_there_is_named(run_dir: Path, tmp_path: Path) -
 def test_what_fresh_has_replaced_is_another_run(run_dir: Path) -> None:
     """One node was told --fresh. The directory of another has the run before as well, whose rank 0 was elsewhere or is
     moved aside."""
-    for path in [*(run_dir / "events").iterdir(), *(run_dir / "ledger").iterdir()]:
-        edit_lines(
-            path,
-            lambda lines: [{**one, "generation": g if (g := one["generation"]) is None else g + 2} for one in lines],
-        )
     events = events_of(run_dir)
-    change(events, lambda line: line["event"] == "start", config={**config_of_start(events), "fresh": True})
-    old: Line = {
-        "time": START - 50.0,
-        "event": "start",
-        "rank": 0,
-        "generation": None,
-        "step": 0,
-        "pid": 5,
-        "host": "b",
-    }
+    change(events, lambda line: line["event"] == "start", is_anew=True)
+    old: Line = {"time": START - 50.0, "event": "start", "rank": 0, "generation": None, "step": 0, "pid": 5}
+    old |= {"host": "b"}
     members = ["b/0/5", "a/0/4"]
-    world = {**old, "event": "world", "generation": 1, "cause": "start", "members": members, "seconds": {}}
-    step = {**old, "event": "step", "generation": 1, "step": 5, "epoch": 1, "loss": 1.0, "world_size": 2}
-    saved = {**old, "event": "snapshot", "generation": 1, "step": 5, "snapshot_step": 5, "path": "/s/5"}
+    world = {**old, "event": "world", "generation": 0, "cause": "start", "members": members, "seconds": {}}
+    step = {**old, "event": "step", "generation": 0, "step": 5, "epoch": 1, "loss": 1.0, "world_size": 2}
+    saved = {**old, "event": "snapshot", "generation": 0, "step": 5, "snapshot_step": 5, "path": "/s/5"}
     restored = {**world, "event": "restore", "source": "scratch", "restored_step": 0}
     write_lines(run_dir / "events" / "b-0-5.jsonl", [old, world, restored, step, saved])
     found = audit(run_dir)
     assert found.reasons == []
     assert found.elsewhere == ()
-    change(events, lambda line: line["event"] == "start", config={**config_of_start(events), "fresh": False})
-    assert "generation 2 begins at step 0, from scratch, but the snapshot of step 5" in "\n".join(
-        audit(run_dir).reasons
-    )
+    change(events, lambda line: line["event"] == "start", is_anew=False)
+    assert audit(run_dir).reasons != []
 
 
-def config_of_start(events: Path) -> Line:
-    start: Line = json.loads(events.read_text().splitlines()[0])
-    return dict(start["config"])
+def test_a_run_that_began_with_fresh_hides_nothing_of_its_own(run_dir: Path) -> None:
+    """A process that is started again says --fresh again, and moves nothing aside."""
+    config = {**json.loads(events_of(run_dir).read_text().splitlines()[0])["config"], "fresh": True}
+    change(events_of(run_dir), lambda line: line["event"] == "start", is_anew=True, config=config)
+    restart(run_dir, 0, "scratch", snapshot=7)
+    assert "from scratch, but the snapshot of step 7 had been saved" in "\n".join(audit(run_dir).reasons)

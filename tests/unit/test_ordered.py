@@ -187,6 +187,7 @@ def reduced(group: GlooThreads, num_leaves: int, leaves: list[list[Tensor]], chu
 
     def call(rank: int) -> list[bytes]:
         exchange = TreeExchange(rank, group.world_size, num_leaves, group.transport(rank), chunk)
+        exchange.connect(torch.device("cpu"))
         message = torch.zeros(num_leaves, dtype=torch.float64)
         totals = []
         for position in range(len(leaves[0])):

@@ -46,7 +46,7 @@ class Audit:
     is_of_a_live_run: bool = False
     """its end is still to come"""
     elsewhere: tuple[str, ...] = ()
-    """workers of the run that write into another directory: without theirs this is a part of it"""
+    """workers of the run of whom there is no file: they may have written into another directory"""
 
     @property
     def passed(self) -> bool:
@@ -66,8 +66,8 @@ class Audit:
         if self.elsewhere:
             some = ", ".join(self.elsewhere[:SHOWN_FINDINGS])
             notes.append(
-                f"{count(len(self.elsewhere), 'worker')} of this run ({some}) wrote into run directories of their own: "
-                "this tells of a part of it; give all of them, RUN_DIR..."
+                f"of {count(len(self.elsewhere), 'worker')} of this run ({some}) there is no file here: this tells of "
+                "a part of it; where nodes have run directories of their own, give all of them, RUN_DIR..."
             )
         return notes
 

@@ -210,7 +210,7 @@ class History:
 
     @cached_property
     def elsewhere(self) -> tuple[str, ...]:
-        """Members of its worlds of whom there is no file: they wrote into run directories of their own."""
+        """Members of its worlds of whom there is no file: they may have run directories of their own."""
         here = {writer(line) for line in self.events}
         return tuple(dict.fromkeys(member for world in self.worlds for member in world.members if member not in here))
 

@@ -8,11 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from elastic_train.errors import RunDirectoryError
+from elastic_train.errors import RunDirectoryError, cause_of
 from elastic_train.observe.status import Status, read_status
+from elastic_train.runlog.reader import int_of, read_json
 from elastic_train.storage.run_record import read_record
 from elastic_train.tools.audit.history import require_run
 
+RESULT_FILE = "result.json"
 FOLDERS = ("events", "ledger")
 """in which each worker has files of its own name"""
 
@@ -20,9 +22,10 @@ FOLDERS = ("events", "ledger")
 @contextlib.contextmanager
 def as_one_run(run_dirs: Sequence[Path]) -> Iterator[Path]:
     """A directory that shows the files of all of them, for as long as the block lasts; of one, itself. What each has
-    for itself, such as result.json, is that of the first one that has it.
+    for itself is that of the first one that has it; of result.json, the one of most steps.
 
-    Raises: RunDirectoryError where one is no run, two are of different runs, or two tell of the same worker.
+    Raises: RunDirectoryError where one is no run or cannot be read, two are of different runs, or two tell of the same
+        worker.
     """
     if len(run_dirs) == 1:
         yield run_dirs[0]
@@ -35,8 +38,11 @@ def as_one_run(run_dirs: Sequence[Path]) -> Iterator[Path]:
         folder.mkdir()
         for run_dir in run_dirs:
             require_run(run_dir)
-            for path in sorted(run_dir.resolve().iterdir()):
-                _show(path, folder / path.name)
+            try:
+                for path in sorted(run_dir.resolve().iterdir()):
+                    _show(path, folder / path.name)
+            except OSError as error:
+                raise RunDirectoryError(f"{run_dir} cannot be read: {cause_of(error)}") from error
         yield folder
 
 
@@ -57,19 +63,26 @@ def read_status_of(run_dirs: Sequence[Path], now: float) -> Status:
             if snapshot is not None and isinstance(snapshot.path, Path)
             else snapshot,
             result_path=None if result is None else result.resolve(),
+            warnings=tuple(text.replace(str(folder), str(run_dirs[0])) for text in status.warnings),
             notes=(f"told together with {', '.join(map(str, run_dirs[1:]))}", *status.notes),
         )
 
 
+def _step_of(path: Path) -> int:
+    return int_of(read_json(path) or {}, "step") or 0
+
+
 def _show(path: Path, place: Path) -> None:
     if not path.is_dir():
-        if not place.exists():
+        if path.name == RESULT_FILE and place.is_symlink() and _step_of(path) > _step_of(place):
+            place.unlink()
+        if not place.is_symlink():
             place.symlink_to(path)
         return
     place.mkdir(exist_ok=True)
     for child in path.iterdir():
         shown = place / child.name
-        if not shown.exists():
+        if not shown.is_symlink():
             shown.symlink_to(child)
         elif path.name in FOLDERS:
             raise RunDirectoryError(
