@@ -132,7 +132,9 @@ class GroupSockets:
             yield
         finally:
             self._is_waiting.clear()
-            if (abort := self._abort) is not None:
+            with self._lock:  # one that another thread is about to begin has begun then
+                abort = self._abort
+            if abort is not None:
                 abort.join(ABORT_SECONDS)
 
     def begin(self) -> None:
