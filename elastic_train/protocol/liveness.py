@@ -75,16 +75,16 @@ class WatcherThread:
 
     def _run(self) -> None:
         next_turn = 0.0
-        while not self._is_stopping:
-            try:
+        try:
+            while not self._is_stopping:
                 if self._is_turn_due or self._monotonic() >= next_turn:
                     self._is_turn_due, next_turn = False, self._monotonic() + self._interval
                     self._turn()
                 seconds = 0.0 if self._is_turn_due else next_turn - self._monotonic()
                 self._is_turn_due |= self._links.turn(max(0.0, seconds))
-            except Exception as error:  # the end of this thread; the training thread raises it
-                self._crash = error
-                return
+            self._links.turn(0.0)  # its last word may not be sent yet: without it who leaves would have died
+        except Exception as error:  # the end of this thread; the training thread raises it
+            self._crash = error
 
 
 class Watcher:

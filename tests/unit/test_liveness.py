@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ from elastic_train.protocol.agreement import Liveness
 from elastic_train.protocol.heartbeat import FIRST_SECONDS, Pace, verdicts_of
 from elastic_train.protocol.laws import IN_TIME
 from elastic_train.protocol.links import Links
-from elastic_train.protocol.liveness import Watcher
+from elastic_train.protocol.liveness import Watcher, WatcherThread
 from elastic_train.protocol.neighbours import STANDARD, Heard, Topology
 from elastic_train.protocol.probes import Probe, probe, probe_all, refusing
 from elastic_train.rules import Activity
@@ -942,6 +944,27 @@ def test_the_thread_answers_tends_and_stops() -> None:
     watcher.thread.stop()
     assert threading.active_count() == before
     assert probe(links.address) is Probe.REFUSED
+
+
+def test_a_last_word_is_sent_before_the_thread_ends() -> None:
+    """A worker says that it leaves, and ends at once: without that word it would have died, in the others' eyes."""
+    is_in_turn, is_woken, sent = threading.Event(), threading.Event(), []
+    told = ["trains"]
+
+    def turn(_seconds: float) -> bool:
+        sent.append(told[-1])
+        is_in_turn.set()
+        assert is_woken.wait(DEADLINE)
+        return False
+
+    links: Any = SimpleNamespace(turn=turn, wake=is_woken.set, close=lambda: None)
+    thread = WatcherThread(links, lambda: None, 60.0, DEADLINE, time.monotonic)
+    thread.start()
+    assert is_in_turn.wait(DEADLINE)
+    told.append("leaves")
+    thread.stop()
+    thread.check()
+    assert sent == ["trains", "leaves"]
 
 
 def test_a_watcher_that_never_found_its_job_ends() -> None:
