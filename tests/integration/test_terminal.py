@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.integration.cluster import Cluster, events, wait_until, worlds
+from tests.processes import cpu_seconds_of_torch
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
@@ -72,8 +73,8 @@ def test_one_bar_on_the_terminal_of_rank_0(cluster: Cluster, screens: list[Scree
         wait_until(lambda screen=screen: "meeting at" in screen.text, "announcement")
         took = time.monotonic() - started_at
         busy = agent.cpu_times()
-        # On a machine that is busy with other things the seconds of this process count.
-        assert took < 3 or busy.user + busy.system < 3, f"silent for {took:.1f} s"
+        # On a machine that is busy with other things the seconds of this process count, and how slow it makes torch.
+        assert took < 3 or busy.user + busy.system < max(3.0, 2 * cpu_seconds_of_torch()), f"silent for {took:.1f} s"
         assert f"localhost:{cluster.port}" in screen.text
         assert "2 to 4 nodes" in screen.text
         assert "training starts 2 s after 2 nodes have come" in screen.text
