@@ -22,6 +22,7 @@ from elastic_train.observe.bill import newest_bill
 from elastic_train.observe.capacity import NO_CAPACITY, Capacity, capacity_of, quarantines_of
 from elastic_train.observe.status_files import IsAlive, WorkerLines, drill_is_alive, process_is_alive, read_workers
 from elastic_train.runlog.reader import Line, dict_of, float_of, int_of, read_json, time_of
+from elastic_train.storage.run_snapshots import folder_by
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots
 from elastic_train.storage.store_urls import is_url
 from elastic_train.wording import count, duration
@@ -274,10 +275,8 @@ def _members(world: list[Line], current: list[WorkerLines]) -> tuple[str, ...]:
 
 
 def _newest_snapshot(run_dir: Path, config: Line, problems: list[str]) -> SnapshotInfo | None:
-    given = config.get("snapshot_dir")
-    directory = Path(given) if isinstance(given, str) else run_dir / "snapshots"
     try:
-        return next(iter(find_snapshots(directory, warn=problems.append)), None)
+        return next(iter(find_snapshots(folder_by(config, run_dir), warn=problems.append)), None)
     except SnapshotError as error:
         problems.append(str(error))
         return None

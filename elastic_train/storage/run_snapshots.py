@@ -28,23 +28,27 @@ def snapshots_in(path: SnapshotPlace | SnapshotFolder) -> SnapshotFolder:
     if not path.is_dir():
         raise SnapshotError(f"{path} is no directory; give a run directory or its snapshots/")
     try:
-        told = _told_snapshot_dir(path)
+        config = _newest_config(path)
     except OSError as error:
         raise SnapshotError(f"{path} cannot be read: {cause_of(error)}") from error
-    if is_url(told):
-        raise SnapshotError(f"the snapshots of {path} are at {told} (--snapshot-dir): give that")
-    if told is not None:
-        return Path(told)
-    return path / "snapshots" if (path / "snapshots").is_dir() else path
+    if is_url(given := config.get("snapshot_dir")):
+        raise SnapshotError(f"the snapshots of {path} are at {given} (--snapshot-dir): give that")
+    folder = folder_by(config, path)
+    return folder if given is not None or folder.is_dir() else path
 
 
-def _told_snapshot_dir(run_dir: Path) -> str | None:
-    """The --snapshot-dir with which the run was last trained; None where it had none, or there is no run."""
+def folder_by(config: Line, run_dir: Path) -> Path:
+    """Where the snapshots of a run are by its flags; one that is not there, for a URL."""
+    given = config.get("snapshot_dir")
+    return Path(given) if isinstance(given, str) else run_dir / "snapshots"
+
+
+def _newest_config(run_dir: Path) -> Line:
+    """The flags with which the run was last trained; none where there is no run."""
     files = list((run_dir / "events").glob("*.jsonl"))
     trained = [path for path in files if any(int_of(line, "generation") is not None for line in newest_first(path))]
     starts = [line for path in trained or files for line in _head(path) if line.get("event") == "start"]
-    told = dict_of(max(starts, key=time_of, default={}), "config").get("snapshot_dir")
-    return told if isinstance(told, str) else None
+    return dict_of(max(starts, key=time_of, default={}), "config")
 
 
 def _head(path: Path) -> Iterator[Line]:

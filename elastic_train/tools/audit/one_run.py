@@ -13,12 +13,12 @@ def of_one_run(files: Sequence[Sequence[Line]], ledger: Sequence[Line]) -> tuple
     """The events of each process, by one clock, and the ledger, without lines that are not the run's."""
     began = max((float(line["time"]) for lines in files for line in lines if line.get("is_anew")), default=-math.inf)
     replaced = {str(lines[0]["writer"]) for lines in files if lines and float(lines[-1]["time"]) < began}
-    kept = [[line for line in lines if str(line["writer"]) not in replaced] for lines in files]
-    discarded = _discarded_worlds(kept)
-    return (
-        [[line for line in lines if not _is_discarded(line, discarded)] for lines in kept],
-        [line for line in ledger if str(line["writer"]) not in replaced and not _is_discarded(line, discarded)],
-    )
+    kept = [list(lines) for lines in files if lines and str(lines[0]["writer"]) not in replaced]
+    kept_ledger = [line for line in ledger if str(line["writer"]) not in replaced] if replaced else list(ledger)
+    if discarded := _discarded_worlds(kept):
+        kept = [[line for line in lines if not _is_discarded(line, discarded)] for lines in kept]
+        kept_ledger = [line for line in kept_ledger if not _is_discarded(line, discarded)]
+    return kept, kept_ledger
 
 
 _Place = tuple[str, int]

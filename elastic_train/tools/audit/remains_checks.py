@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError
+from elastic_train.storage.run_snapshots import folder_by
 from elastic_train.tools.audit.finding import Found, Skip
 from elastic_train.tools.audit.history import History, writer
 from elastic_train.tools.audit.record import Effect
@@ -73,8 +74,7 @@ def _keeps_snapshots_here(history: History) -> bool:
 
 def snapshots_of(history: History) -> Path:
     """The folder of its snapshots; one that is not there, for a URL: an audit reads files, and asks no store."""
-    given = history.config.get("snapshot_dir")
-    return Path(given) if isinstance(given, str) else history.run_dir / "snapshots"
+    return folder_by(history.config, history.run_dir)
 
 
 def find_snapshots_of(history: History) -> tuple[list[Any], list[str]]:
