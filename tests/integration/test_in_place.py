@@ -160,20 +160,30 @@ def test_only_the_agent_is_killed(cluster: Cluster) -> None:
     check_run(cluster, 600)
 
 
-def test_a_frozen_node_is_left_behind_and_comes_back_in_its_own_process(cluster: Cluster) -> None:
-    nodes = start_world(cluster, 3, steps=1_000_000)
-    victim = next(node for node in nodes[1:] if rank_of(cluster, node) != 0)
-    [worker] = victim.workers()
-    frozen = [worker, psutil.Process(victim.process.pid)]
+def freeze_and_thaw(cluster: Cluster, node: Node, patience: float) -> psutil.Process:
+    """One of three nodes is left behind, and comes back, each followed by some steps. Returns its worker, the same.
+
+    Args:
+        patience: seconds that the others may take to go on, and half of what it may take to come back.
+    """
+    [worker] = node.workers()
+    frozen = [worker, psutil.Process(node.process.pid)]
     for process in frozen:
         process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 2, "world of 2", 15)
+    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 2, "world of 2", patience)
     wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 50)
     for process in frozen:
         process.send_signal(signal.SIGCONT)
-    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 3, "world of 3 again", 30)
+    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 3, "world of 3 again", 2 * patience)
     wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 50)
-    assert [one.pid for one in victim.workers()] == [worker.pid]
+    assert [one.pid for one in node.workers()] == [worker.pid]
+    return worker
+
+
+def test_a_frozen_node_is_left_behind_and_comes_back_in_its_own_process(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 3, steps=1_000_000)
+    victim = next(node for node in nodes[1:] if rank_of(cluster, node) != 0)
+    worker = freeze_and_thaw(cluster, victim, 15)
     stay = [one for node in nodes if node is not victim for one in node.workers()]
     for count in (psutil.Process.num_threads, psutil.Process.num_fds):
         assert count(worker) <= max(map(count, stay)) + 2, "nothing of the member that it was is left"

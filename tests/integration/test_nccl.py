@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import signal
 
-import psutil
 import pytest
 import torch
 
@@ -17,11 +16,10 @@ from tests.integration.cluster import (
     last_step,
     result,
     running,
-    wait_for_step,
     wait_until,
     worlds,
 )
-from tests.integration.test_in_place import ENDLESS, check_run, check_steps, rank_of
+from tests.integration.test_in_place import ENDLESS, check_run, check_steps, freeze_and_thaw, rank_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -82,18 +80,7 @@ def test_a_kill_and_a_join_on_nccl(cluster: Cluster, flags: tuple[str, ...], ran
 
 def test_a_frozen_worker_on_nccl_is_left_behind_and_comes_back(cluster: Cluster) -> None:
     nodes = world_on_nccl(cluster, steps=1_000_000)
-    victim = next(node for node in nodes if rank_of(cluster, node) == 1)
-    [worker] = victim.workers()
-    frozen = [worker, psutil.Process(victim.process.pid)]
-    for process in frozen:
-        process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 2, "world of 2", 30)
-    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 50)
-    for process in frozen:
-        process.send_signal(signal.SIGCONT)
-    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 3, "world of 3 again", 60)
-    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 50)
-    assert [one.pid for one in victim.workers()] == [worker.pid]
+    freeze_and_thaw(cluster, next(node for node in nodes if rank_of(cluster, node) == 1), 30)
     for node in nodes:
         node.signal(signal.SIGTERM)
     for node in nodes:
