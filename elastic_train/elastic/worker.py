@@ -235,10 +235,12 @@ def key_of(config: Config) -> bytes | None:
 
 def make_directory(config: Config, run_id: str) -> RunDirectory:
     """Raises: RunDirectoryError where it, or --snapshot-dir, cannot be written to."""
-    directory = RunDirectory(config.run_dir or Path("runs") / default_run_name(run_id))
+    given = config.snapshot_dir
+    folder = Path(given) if given is not None and bucket_of(config) is None else None
+    directory = RunDirectory(config.run_dir or Path("runs") / default_run_name(run_id), folder)
     directory.create()
-    if config.snapshot_dir is not None and bucket_of(config) is None:
-        require_writable(Path(config.snapshot_dir), "--snapshot-dir")
+    if folder is not None:
+        require_writable(folder, "--snapshot-dir")
     return directory
 
 

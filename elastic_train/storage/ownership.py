@@ -1,4 +1,4 @@
-"""Who may write into the run directory.
+"""Who may write into the run directory, and into the folder of a --snapshot-dir.
 
 All workers of one job write into it at once, from one node or from several, and say so with one `job_token`. Another
 job is refused while a process of the first one lives; once none does, or all of them are stopped (SIGSTOP), it takes
@@ -81,11 +81,18 @@ def close_lock(fd: int) -> None:
 
 
 class Ownership:
-    """Which job has one run directory, and this process's claim on it. Not for use by several threads at once, except
-    `check_owner`, which any thread may call."""
+    """Which job has one directory, and this process's claim on it. Not for use by several threads at once, except
+    `check_owner`, which any thread may call.
 
-    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
-        self._path = path
+    Args:
+        name: of the directory in messages; `flag`, by which another one is chosen.
+    """
+
+    def __init__(
+        self, path: Path, name: str | None = None, flag: str = "--run-dir", *, now: Callable[[], float] = time.time
+    ) -> None:
+        self._path, self._flag = path, flag
+        self._name = name or f"run directory {path}"
         self._record_path = path / OWNER_RECORD
         self._now = now
         self._lock_fd: int | None = None
@@ -122,9 +129,7 @@ class Ownership:
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", job_token):
             raise ValueError(f"job_token {job_token!r} cannot be part of a file name")
         if self._token not in (None, job_token):
-            raise ValueError(
-                f"RunDirectory({str(self._path)!r}) is claimed for job {self._token} already, not for {job_token}"
-            )
+            raise ValueError(f"{self._name} is claimed for job {self._token} already, not for {job_token}")
         try:
             self._refuse_if_replaced(job_token, generation)  # said also where the lock cannot be had
             if self._token is not None and not is_leader:
@@ -134,7 +139,7 @@ class Ownership:
             if self._token is None and self._lock_fd is not None:
                 close_lock(self._lock_fd)
                 self._lock_fd = None
-            raise unusable(self._path, "cannot be claimed", error) from error
+            raise unusable(self._name, "cannot be claimed", error, self._flag) from error
         self._token = job_token
         return warning
 
@@ -148,7 +153,7 @@ class Ownership:
         except RunDirectoryInUse as error:
             raise OwnershipLost(f"{error}; {stops(generation)}") from error
         except OSError as error:
-            raise unusable(self._path, "cannot be claimed", error) from error
+            raise unusable(self._name, "cannot be claimed", error, self._flag) from error
 
     def check_owner(self, job_token: str, generation: int) -> None:
         """Called right before something becomes visible that a replaced process must not write (a snapshot,
@@ -162,11 +167,10 @@ class Ownership:
         try:
             owner = self._require_own(job_token, generation)
         except OSError as error:
-            raise unusable(self._path, "does not let its owner record be read", error) from error
+            raise unusable(self._name, "does not let its owner record be read", error, self._flag) from error
         if owner.generation > generation:
             raise NewerGeneration(
-                f"run directory {self._path} now belongs to generation {owner.generation} ({owner}); "
-                f"{stops(generation)}"
+                f"{self._name} now belongs to generation {owner.generation} ({owner}); {stops(generation)}"
             )
 
     def read(self) -> Owner | None:
@@ -198,13 +202,13 @@ class Ownership:
         except FileNotFoundError:
             raise self._gone(generation) from None
         if owner is None:
-            raise OwnershipLost(f"run directory {self._path} has no valid {OWNER_RECORD} any more; {stops(generation)}")
+            raise OwnershipLost(f"{self._name} has no valid {OWNER_RECORD} any more; {stops(generation)}")
         if owner.job_token != job_token:
-            raise OwnershipLost(f"run directory {self._path} now belongs to another job ({owner}); {stops(generation)}")
+            raise OwnershipLost(f"{self._name} now belongs to another job ({owner}); {stops(generation)}")
         return owner
 
     def _gone(self, generation: int) -> RunDirectoryGone:
-        return RunDirectoryGone(f"run directory {self._path} was removed or moved; {stops(generation)}")
+        return RunDirectoryGone(f"{self._name} was removed or moved; {stops(generation)}")
 
     @property
     def _has_its_lock(self) -> bool:
@@ -228,8 +232,8 @@ class Ownership:
                 pid = flock_holder(fd)
                 who = "a process of another host or container" if pid is None else f"pid {pid} of {host_name()}"
                 raise RunDirectoryError(
-                    f"run directory {self._path} cannot be claimed: {who} has held {CLAIM_LOCK} "
-                    f"for {timeout.total_seconds():g} s; stop that process, or choose another --run-dir"
+                    f"{self._name} cannot be claimed: {who} has held {CLAIM_LOCK} "
+                    f"for {timeout.total_seconds():g} s; stop that process, or choose another {self._flag}"
                 )
             yield
         finally:
@@ -249,7 +253,7 @@ class Ownership:
             self._record_owner(job_token, generation, host)
             return (
                 f"the file system of {self._path} has no flock ({error.strerror}): nothing can notice a second "
-                "job with the same --run-dir"
+                f"job with the same {self._flag}"
             )
         return None
 
@@ -266,7 +270,11 @@ class Ownership:
         if owner is None or owner.job_token != job_token:
             # Where the record is ours the others were judged before; one of them may have been stopped then and
             # run now, on its way to finding out.
-            _judge_others(self._path, job_token, owner, host)
+            other = _living_other(self._path, job_token, owner, host)
+            if other is not None:
+                raise RunDirectoryInUse(
+                    f"{self._name} is in use by another job ({other}); stop that job, or choose another {self._flag}"
+                )
         if self._lock_fd is None:
             self._lock_job(job_token, host)
         for leftover in self._path.glob(f".{OWNER_RECORD}.tmp-*"):  # of a process killed during its claim
@@ -311,9 +319,9 @@ class Ownership:
         write_atomic(self._record_path, json.dumps(record).encode() + b"\n")
 
 
-def _judge_others(run_dir: Path, job_token: str, owner: Owner | None, host: str) -> None:
-    """Remove the locks of jobs that are over; raise RunDirectoryInUse for one that lives."""
-    for path in sorted(run_dir.iterdir()):
+def _living_other(directory: Path, job_token: str, owner: Owner | None, host: str) -> str | None:
+    """Remove the locks of jobs that are over; tell of one that lives."""
+    for path in sorted(directory.iterdir()):
         match = _OWNER_LOCK.fullmatch(path.name)
         if match is None or match["token"] == job_token:
             continue
@@ -338,14 +346,13 @@ def _judge_others(run_dir: Path, job_token: str, owner: Owner | None, host: str)
         who = str(named) if named is not None else f"unknown, see {path.name}"
         if holders and not living:
             who += ", which has ended but left a child process behind"
-        raise RunDirectoryInUse(
-            f"run directory {run_dir} is in use by another job ({who}); stop that job, or choose another --run-dir"
-        )
+        return who
+    return None
 
 
-def unusable(path: Path, what: str, error: OSError) -> RunDirectoryError:
-    """The error to raise where a run directory cannot be used."""
-    return RunDirectoryError(f"run directory {path} {what}: {cause_of(error)}; choose another --run-dir")
+def unusable(name: str, what: str, error: OSError, flag: str = "--run-dir") -> RunDirectoryError:
+    """The error to raise where a directory cannot be used."""
+    return RunDirectoryError(f"{name} {what}: {cause_of(error)}; choose another {flag}")
 
 
 def stops(generation: int) -> str:

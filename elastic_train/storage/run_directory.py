@@ -16,6 +16,7 @@ from pathlib import Path
 from elastic_train.errors import RunDirectoryError
 from elastic_train.runlog.reader import int_of, newest_first, time_of
 from elastic_train.storage.atomic_files import create_once, fsync_directory
+from elastic_train.storage.owned_snapshots import OwnershipWithSnapshots
 from elastic_train.storage.ownership import CLAIM_LOCK, OWNER_RECORD, Ownership, close_lock, open_for_lock, unusable
 
 _IDENTITY = ".directory-id"
@@ -41,13 +42,26 @@ class Traces:
 
 class RunDirectory:
     """The paths in one run directory, and what is done to all of it; `ownership` says who may write into it. Not for
-    use by several threads at once, except `ownership.check_owner`, which any thread may call."""
+    use by several threads at once, except `ownership.check_owner`, which any thread may call.
 
-    def __init__(self, path: str | os.PathLike[str], *, now: Callable[[], float] = time.time) -> None:
+    Args:
+        snapshots: the folder where they lie instead (--snapshot-dir), which is owned with the directory.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], snapshots: Path | None = None, *, now: Callable[[], float] = time.time
+    ) -> None:
         self.path = Path(path).absolute()
         self._now = now
-        self.ownership = Ownership(self.path, now=now)
+        self.ownership = self._make_ownership(None if snapshots is None else snapshots.absolute())
         self._known_identity = ""
+
+    def _make_ownership(self, snapshots: Path | None) -> Ownership:
+        if snapshots is None or snapshots.resolve() == self.snapshots_dir.resolve():
+            return Ownership(self.path, now=self._now)
+        is_of_run = snapshots.name == self.snapshots_dir.name and (snapshots.parent / _IDENTITY).exists()
+        place = snapshots.parent if is_of_run else snapshots
+        return OwnershipWithSnapshots(self.path, snapshots, place, now=self._now)
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
@@ -85,7 +99,7 @@ class RunDirectory:
             if not os.access(self.path, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
-            raise unusable(self.path, "cannot be written to", error) from error
+            raise unusable(f"run directory {self.path}", "cannot be written to", error) from error
 
     def replace_file(self, name: str, data: bytes) -> None:
         """Write a file that only helps: readers see it whole, and a power cut may lose it. Raises OSError."""
@@ -109,7 +123,7 @@ class RunDirectory:
             while len(data := path.read_bytes()) < _IDENTITY_LENGTH and time.monotonic() < deadline:
                 time.sleep(0.01)  # its maker is about to write it, see `create_once`
         except OSError as error:
-            raise unusable(self.path, "cannot be written to", error) from error
+            raise unusable(f"run directory {self.path}", "cannot be written to", error) from error
         identity = data.decode(errors="replace")
         if not re.fullmatch(f"[0-9a-f]{{{_IDENTITY_LENGTH}}}", identity):  # it becomes part of a path
             raise RunDirectoryError(f"{path} is damaged ({identity!r}): remove it, or choose another --run-dir")
@@ -126,7 +140,7 @@ class RunDirectory:
             with contextlib.suppress(FileExistsError):
                 create_once(self.path / _IDENTITY, self._known_identity.encode())
         except OSError as error:
-            raise unusable(self.path, "cannot be written to", error) from error
+            raise unusable(f"run directory {self.path}", "cannot be written to", error) from error
         self.ownership.claim_anew(job_token, generation, host)
 
     def move_aside(self) -> Path | None:
@@ -158,7 +172,7 @@ class RunDirectory:
             if target is not None:
                 with contextlib.suppress(OSError):
                     target.rmdir()  # succeeds where nothing was moved
-            raise unusable(self.path, "cannot be moved aside for --fresh", error) from error
+            raise unusable(f"run directory {self.path}", "cannot be moved aside for --fresh", error) from error
         return target
 
     def traces(self) -> Traces:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def starts(run_dir: Path) -> list[tuple[str, int]]:
 def test_fresh_is_fresh_where_snapshots_lie_elsewhere(cluster: Cluster) -> None:
     elsewhere = cluster.path / "elsewhere"
     train(cluster, cluster.run_dir, 40, "--snapshot-dir", str(elsewhere))
-    before = sorted(path.name for path in elsewhere.iterdir())
+    before = sorted(info.path.name for info in find_snapshots(elsewhere, warn=pytest.fail))
     told = train(cluster, cluster.run_dir, 20, "--snapshot-dir", str(elsewhere), "--fresh")
     assert starts(cluster.run_dir) == [("scratch", 0)]
     [aside] = [path for path in elsewhere.iterdir() if path.name.startswith("before-")]
@@ -62,6 +63,24 @@ def test_a_run_directory_does_not_become_another_runs(cluster: Cluster) -> None:
     assert "wrote a snapshot of step 20 of this run" in told
     assert "those that are seen here are of another run: give the --snapshot-dir of this run" in told
     assert (mine / "run.json").read_bytes() == record
+
+
+def test_two_jobs_at_one_folder_of_snapshots(cluster: Cluster) -> None:
+    """A node with a wrong endpoint and a run directory of its own would go on from the other job's snapshot."""
+    elsewhere, other = cluster.path / "elsewhere", cluster.path / "other"
+    flags = (*FLAGS, "--snapshot-dir", str(elsewhere), "--epochs", "100000")
+    first = cluster.start_alone(*flags)
+    wait_until(lambda: bool(events(cluster.run_dir, "snapshot")), "a snapshot", 60.0)
+    second = cluster.start_alone(*flags, run_dir=other)
+    cluster.finish([second], code=1)
+    assert f"snapshot directory {elsewhere} is in use by another job (host " in error_line(second)
+    assert events(other, "step") == []
+    first.signal(signal.SIGTERM)
+    cluster.finish([first], code=143)
+    third = cluster.start_alone(*flags, "--max-steps", "1", run_dir=cluster.path / "third")
+    cluster.finish([third])
+    [found] = starts(cluster.path / "third")
+    assert found == ("snapshot", max(int(event["step"]) for event in events(cluster.run_dir, "step")))
 
 
 def test_what_is_done_again_is_told(cluster: Cluster) -> None:
