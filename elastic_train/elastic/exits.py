@@ -16,6 +16,7 @@ from elastic_train.elastic.process_group import set_group_timeout
 from elastic_train.elastic.result import save_result, write_result
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
+from elastic_train.elastic.saving_together import save_together
 from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import (
@@ -116,7 +117,7 @@ class Exits:
         state.stopped_at = state.step
         set_group_timeout(GROUP_TIMEOUT)
         started = time.monotonic()
-        self._saver.save_with_all(world, state, lambda: watcher.headless is not None)
+        save_together(self._worker, self._saver, world, lambda: watcher.headless is not None)
         self._saver.wait()
         save_seconds = time.monotonic() - started
         self._files.leave_bucket(world)
@@ -133,6 +134,7 @@ class Exits:
             with told(self._worker.reporter):
                 self._saver.save_and_wait(self._worker.state)
                 self._saver.wait()
+        self._files.leave_bucket_alone(world)
         return self._say_stopped(time.monotonic() - started)
 
     def leave(self, world: World) -> int:

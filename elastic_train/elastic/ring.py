@@ -216,6 +216,8 @@ class Stages:
         try:
             ended = parts.trainer.run(world, parts.batches(world, resumed.first_ranks), resumed.begin)
         except StatesDiffer as differ:
+            if not differ.has_majority:
+                parts.saver.wait()  # else it is visible in the midst of a restore, and deletes what is read there
             parts.resume.drop_wrong_states(world, differ, self._clock() - parts.trainer.step_started)
             self._interruption = Interruption("states_differ")
             return Stage.MEET

@@ -132,13 +132,13 @@ class RunFiles:
         return None
 
     def check_before_visible(self, generation: int) -> None:
-        """Called when a snapshot is about to become visible; asks the bucket. Raises: as `check_owner`.
-        SnapshotError: the directory cannot be written. ObjectStoreError: the bucket does not answer."""
+        """Called when a snapshot is about to become visible; asks the bucket, where it goes to one. Raises: as
+        `check_owner`. SnapshotError: the directory cannot be written. ObjectStoreError: the bucket does not answer."""
         why = self._why_no_owner(generation)
-        if why is not None:
-            raise SnapshotError(why)
         if self._bucket is not None:
             self._bucket.owner.check()
+        elif why is not None:
+            raise SnapshotError(why)
 
     def release(self) -> None:
         """This worker is no member of the job any more."""

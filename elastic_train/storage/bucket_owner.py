@@ -276,10 +276,11 @@ class BucketOwner:
     def _put(
         self, stop: threading.Event | None, store: ObjectStore | None = None, timeout_seconds: float = -1.0
     ) -> None:
-        store, mine = store or self._store, self._mine
-        assert mine is not None, "a world has been entered"
+        store = store or self._store
         if not self._lock.acquire(timeout=timeout_seconds):
             return
+        mine = self._mine  # not before: a world that was entered meanwhile has put its own generation
+        assert mine is not None, "a world has been entered"
         try:
             while stop is None or not stop.is_set():
                 if self._version is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -232,6 +233,23 @@ def test_the_writer_renews_by_itself(store: ObjectStore, monkeypatch: pytest.Mon
     Machine(store, "two").take("other", 7)
     one.owner.enter("job", 6, "run", (), is_writer=True)
     wait_until(lambda: one.owner._lost is not None, "it finds out that it was replaced", 10.0)
+
+
+def test_a_renewal_that_waits_for_its_turn_has_the_newest_world(store: ObjectStore) -> None:
+    """The thread that saves waits while the first renewal of a newer world is under way."""
+    one = Machine(store, "one")
+    one.take("job", 3)
+    one.owner.check()
+    with one.owner._lock:
+        saving = threading.Thread(target=one.owner.check)
+        saving.start()
+        saving.join(0.2)
+        assert saving.is_alive()
+        one.enter("job", 4)
+    saving.join(10.0)
+    record = one.owner.read()
+    assert record is not None
+    assert record.generation == 4
 
 
 def test_a_survivor_holds_it_between_worlds(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,7 @@ class Fake:
             finish_claim=lambda: None,
             hold_bucket=noting("hold bucket"),
             enter=lambda _world: None,
+            wait=noting("wait for the one in flight"),
             stands=noting("stands"),
             stands_by=noting("stands by"),
             lost=noting("lost"),
@@ -251,6 +252,16 @@ def test_a_world_that_ends_by_a_vote(outcome: Outcome, is_planned: bool) -> None
     assert fake.ring().run() == 0
     assert fake.told["agree"] == [{"has_formed": True, "is_by_vote": True, "is_planned": is_planned}]
     assert not {"broken", "lose step", "lost"} & set(fake.calls)
+
+
+@pytest.mark.parametrize(("wrong", "waits"), [([1], True), ([0, 1], False)])
+def test_before_a_snapshot_is_restored_the_one_in_flight_is_there(wrong: list[int], waits: bool) -> None:
+    """It would be visible in the midst of that, and its writer delete the one that is read."""
+    has_majority = not waits
+    fake = Fake(train=[StatesDiffer(wrong, 3, has_majority=has_majority), Outcome.FINISHED])
+    fake.ring().run()
+    calls = [call for call in fake.calls if call in ("wait for the one in flight", "drop wrong states")]
+    assert calls == (["wait for the one in flight"] if waits else []) + ["drop wrong states"]
 
 
 def test_who_was_told_to_stop_leaves_alone() -> None:

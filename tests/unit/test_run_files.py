@@ -12,7 +12,7 @@ import pytest
 
 from elastic_train.elastic import run_files
 from elastic_train.elastic.run_files import RunFiles
-from elastic_train.errors import RunDirectoryError, RunDirectoryInUse
+from elastic_train.errors import RunDirectoryError, RunDirectoryInUse, SnapshotError
 from elastic_train.storage.ownership import Ownership
 from elastic_train.storage.run_directory import RunDirectory
 from elastic_train.world import Member, World
@@ -63,6 +63,28 @@ def test_nobody_waits_for_a_disk_before_something_is_written(disk: SlowDisk) -> 
     owner = disk.directory.ownership.read()
     assert owner is not None
     assert owner.generation == 3
+
+
+def test_a_run_directory_that_fails_keeps_no_snapshot_from_a_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own owner is asked instead; below the directory nothing is written without."""
+    disk = SlowDisk(tmp_path, monkeypatch)
+    disk.let_go.set()
+    disk.files.claim(world_of(3), has_state=True)
+    disk.files.finish_claim()
+
+    def fails(*_arguments: Any) -> None:
+        raise RunDirectoryError("run directory cannot be read: Input/output error")
+
+    monkeypatch.setattr(disk.directory.ownership, "check_owner", fails)
+    with pytest.raises(SnapshotError, match="Input/output error"):
+        disk.files.check_before_visible(3)
+    asked: list[str] = []
+    owner = SimpleNamespace(check=lambda: asked.append("check"), raise_if_lost=lambda: None)
+    monkeypatch.setattr(disk.files, "_bucket", SimpleNamespace(owner=owner))
+    disk.files.check_before_visible(3)
+    assert asked == ["check"]
 
 
 def test_who_saves_waits_for_a_claim_as_long_as_who_trains(disk: SlowDisk) -> None:
