@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.snapshot_schedule import SnapshotSchedule
@@ -16,11 +15,13 @@ from elastic_train.snapshot_interval import interval_of
 from elastic_train.storage.retention import Retention
 from elastic_train.storage.shares import Fleet
 from elastic_train.storage.snapshot import SnapshotResult
-from elastic_train.storage.snapshot_writer import SnapshotWriter
+from elastic_train.storage.snapshot_writer import SnapshotPosition, SnapshotWriter
 from elastic_train.training.state import TrainState
 from elastic_train.wording import duration
 from elastic_train.world import World
 
+SLOW_SECONDS = 300.0
+"""that one snapshot is on its way before that is told"""
 BEST_SECONDS = 30.0
 """that training waits for the snapshot in flight, so that the best state so far can be copied"""
 
@@ -49,10 +50,14 @@ class Saver:
         self._world: World | None = None
         self._best_step = -1
         """of the newest best state that was dealt with"""
-        self._saved_by_all: tuple[int, int] | None = None
-        """(generation, step) of the newest snapshot that this node has sent a share of, and has seen whole"""
+        self.seen_whole: tuple[int, int] | None = None
+        """(generation, step) of the newest snapshot that others have written, as this worker has seen"""
         self._failed_step = -1
         """of the newest state that could not be saved by who waited for it"""
+        self.newest: SnapshotResult | None = None
+        """of those that are durable"""
+        self._has_told_slow = False
+        """of the one that is on its way"""
         self._snapshots: SnapshotWriter | None = None
 
     def enter(self, world: World) -> None:
@@ -80,14 +85,16 @@ class Saver:
             return False
         is_writing = self._snapshots is not None and self._snapshots.is_busy()
         self._schedule.note_step(state.step, is_writing=is_writing)
+        if is_writing:
+            self._tell_slow()
         if self._snapshots is not None:
             self.report()
         elif not state.is_finished:  # the optimizer has its state by now; what cannot be saved is told now
-            self._writer().prepare(state.state_dict())
+            self.writer().prepare(state.state_dict())
         self._adapt(state)
         if state.is_finished:
             return False  # it is saved at the end anyway
-        return is_new_best or (self._schedule.is_overdue and not self._writer().is_busy())
+        return is_new_best or (self._schedule.is_overdue and not self.writer().is_busy())
 
     def _is_new_best(self, state: TrainState) -> bool:
         """Whether the weights of this very step are the best so far, and are to be kept."""
@@ -126,56 +133,36 @@ class Saver:
             if self._is_new_best(state):
                 self._make_room_for_best(state)
             started_at = self._now()
-            if self._writer().save_in_background(state.state_dict(), **self._position(state)):
+            if self.writer().save_in_background(state.state_dict(), **self._position(state)):
                 self._schedule.note_start(started_at)
+                self._has_told_slow = False
             else:
                 self._schedule.put_off()
+
+    def _tell_slow(self) -> None:
+        """Once of each: a store that never answers is not seen otherwise."""
+        seconds, newest = self._schedule.seconds_on_the_way, self.newest
+        if self._has_told_slow or seconds < max(SLOW_SECONDS, 3 * (0.0 if newest is None else newest.total_seconds)):
+            return
+        self._has_told_slow = True
+        kept = "none is there yet" if newest is None else f"the newest that is there is of step {newest.step}"
+        self._reporter.warn(
+            f"a snapshot has been on its way to {self._worker.snapshots_dir} for {duration(seconds)}, and the next one "
+            f"waits for it: {kept}; training goes on"
+        )
 
     def _make_room_for_best(self, state: TrainState) -> None:
         """The next step makes other weights of the best ones: they cannot be put off as others can."""
         self._best_step = state.step
-        if not self._writer().wait(BEST_SECONDS):
+        if not self.writer().wait(BEST_SECONDS):
             self._reporter.warn(
                 f"the best state so far, of step {state.step}, is not kept: the snapshot before it is still being "
                 f"written after {BEST_SECONDS:g} s; training goes on"
             )
 
-    def save_with_all(self, world: World, state: TrainState, is_first_lost: Callable[[], bool]) -> None:
-        """All of a world stop at this very step, and have one state: save it, or this node's share of it. Blocks until
-        it is durable, as far as this worker takes part, or until rank 0 is lost."""
-        fleet = self._fleet_of(world, state, is_first_lost)
-        if self.is_last_writer(world):
-            self.save_and_wait(state, fleet)
-        elif fleet is not None and world.is_first_of_node:
-            self._save_share(state, fleet)
-
-    def _fleet_of(self, world: World, state: TrainState, is_first_lost: Callable[[], bool]) -> Fleet | None:
-        """The nodes of those who train, where each can write to the bucket for all."""
-        nodes = list(dict.fromkeys(member.node for member in world.workers))
-        if self._worker.bucket is None or len(nodes) < 2:
-            return None
-        hosts = {member.node: member.host for member in world.workers}
-        return Fleet(
-            tuple(hosts[node] for node in nodes),
-            nodes.index(world.me.node),
-            frozenset(name for name, _ in state.model.named_parameters(remove_duplicate=False)),
-            self._worker.stop.seconds_left,
-            is_first_lost,
-        )
-
-    def _save_share(self, state: TrainState, fleet: Fleet) -> None:
-        assert self._world is not None
-        generation = self._world.generation
-        with state.clock.during(Phase.SNAPSHOT):
-            try:
-                if self._writer().save_share(state.state_dict(), fleet, step=state.step, generation=generation):
-                    self._saved_by_all = (generation, state.step)
-            except Exception as error:  # whatever it is, this node's help alone is lost
-                self._reporter.warn(f"{error}; the other nodes write it")
-
     def save_and_wait(self, state: TrainState, fleet: Fleet | None = None) -> bool:
         """Durable when it returns True. A full disk costs a warning, not the job."""
-        if self._world is not None and self._saved_by_all == (self._world.generation, state.step):
+        if self._world is not None and self.seen_whole == (self._world.generation, state.step):
             return True
         with state.clock.during(Phase.SNAPSHOT):
             is_saved = self.save_beside(state, fleet)
@@ -186,7 +173,7 @@ class Saver:
         """The same on another thread than the one that trains, which does not wait for it. Nothing else is told of."""
         self._failed_step = state.step
         try:
-            self._report(self._writer().save(state.state_dict(), **self._position(state), fleet=fleet))
+            self._report(self.writer().save(state.state_dict(), **self._position(state), fleet=fleet))
         except SnapshotError as error:
             self._reporter.warn(str(error))
             return False
@@ -228,7 +215,12 @@ class Saver:
             self._snapshots.wait(60.0)
             self.report()
 
-    def _writer(self) -> SnapshotWriter:
+    def give_up_in_flight(self, state: TrainState) -> None:
+        """Where it goes to a URL: the line is for the last state."""
+        if self._snapshots is not None and self._snapshots.give_up():
+            self._reporter.log(f"the snapshot that is on its way is given up for that of step {state.step}, the last")
+
+    def writer(self) -> SnapshotWriter:
         # One for the life of the process: it keeps its buffers, and one snapshot at a time is in flight.
         if self._snapshots is None:
             worker, config = self._worker, self._worker.config
@@ -261,9 +253,10 @@ class Saver:
             stall_seconds=result.stall_seconds,
             total_seconds=result.total_seconds,
         )
+        self.newest = result
         self._written(result, 1 if self._world is None else self._world.num_training_nodes)
 
-    def _position(self, state: TrainState) -> dict[str, Any]:
+    def _position(self, state: TrainState) -> SnapshotPosition:
         assert self._world is not None
         return {
             "step": state.step,

@@ -55,6 +55,11 @@ class SnapshotSchedule:
         """Between the starts of two snapshots, where that is no number of steps."""
         return self._seconds
 
+    @property
+    def seconds_on_the_way(self) -> float:
+        """Since the newest snapshot was begun."""
+        return 0.0 if self._started_at is None else self._now() - self._started_at
+
     def enter(self) -> None:
         """A world stands. The time counts from this worker's first world: where it becomes rank 0 later, a snapshot is
         due soon, for it does not know when the rank 0 before has written."""

@@ -1,7 +1,7 @@
 """Snapshots below a URL: as in a folder, with the bytes of the state in parts and the manifest put last.
 
     <url>/step-000000000120-gen-0003-<host>/
-        state.pt.00000.<nonce>, ...   of 64 MiB; joined in order, they are the state.pt of a folder
+        state.pt.00000.<nonce>, ...   of 16 MiB; joined in order, they are the state.pt of a folder
         state.pt.share-00000.<sha>    of 8 MiB, where several nodes write it together: see shares.py
         manifest.json                 format version 3: also names the parts
     <url>/owner.json                  see bucket_owner.py
@@ -24,13 +24,12 @@ from typing import IO, Any, cast
 
 from elastic_train.errors import (
     ObjectStoreError,
-    OwnershipLost,
     SnapshotDamaged,
     SnapshotError,
-    StoreFault,
     cause_of,
     first_line,
 )
+from elastic_train.storage.appearance import MOST_MANIFEST_BYTES, Appearance
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.parts import MOST_PART_BYTES, PART_BYTES, Part, PartStream, fetch
 from elastic_train.storage.retention import Retention
@@ -48,8 +47,6 @@ from elastic_train.storage.state_bytes import HashingFile, SnapshotFile
 
 FORMAT_VERSION = 3
 PART_PREFIX = f"{STATE_FILE}."
-MOST_MANIFEST_BYTES = 2**25
-"""some 100,000 parts; whatever is larger is none"""
 
 Files = Mapping[str, int]
 """of one snapshot: bytes by name"""
@@ -145,70 +142,14 @@ class BucketSnapshot:
             raise SnapshotDamaged(f"snapshot {self}: {STATE_FILE} is damaged: its SHA-256 is not that of its manifest")
 
 
-class Appearance:
-    """The manifest of one snapshot on its way. Each try to put it follows a look at who owns the bucket: one that was
-    tried again and again would come long after the last look.
-
-    Args:
-        check: raises OwnershipLost where another job, or a newer generation, has the bucket.
-    """
-
-    def __init__(self, store: ObjectStore, key: str, data: bytes, check: Callable[[], None]) -> None:
-        self._store, self._key, self._data, self._check = store, key, data, check
-        self.may_be_there = False
-        """whether a put was tried that was not refused: its answer may have been lost"""
-
-    def make(self, note: Callable[[], None]) -> bool:
-        """Whether it is there; False where another one is. `note` is called once it is.
-
-        Raises:
-            OwnershipLost: before, or while it was put; then it is not there. ObjectStoreError: it cannot be put.
-        """
-        import tenacity
-
-        def may_pass(error: BaseException) -> bool:
-            return isinstance(error, ObjectStoreError) and error.fault is StoreFault.TRANSIENT
-
-        tries = self._store.tries
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(may_pass),
-            stop=tenacity.stop_after_delay(tries.total),
-            wait=tenacity.wait_random_exponential(multiplier=0.2, max=tries.longest_wait),
-            reraise=True,
-        )
-        once = self._store.impatient()
-        try:
-            if retrying(self._try, once):
-                note()
-                with contextlib.suppress(ObjectStoreError):  # the next renewal finds it out
-                    self._check()
-        except OwnershipLost:
-            self._take_back(once)
-            raise
-        return self.may_be_there
-
-    def _try(self, once: ObjectStore) -> bool:
-        self._check()
-        self.may_be_there = True
-        self.may_be_there = once.put_if(self._key, self._data, None) is not None
-        return self.may_be_there
-
-    def _take_back(self, once: ObjectStore) -> None:
-        if not self.may_be_there:
-            return
-        with contextlib.suppress(ObjectStoreError):
-            found = once.get(self._key, limit=MOST_MANIFEST_BYTES)
-            if found is not None and found.data == self._data:
-                once.delete(self._key)
-            self.may_be_there = False
-
-
 class Bucket:
     """The snapshots below one URL."""
 
     def __init__(self, store: ObjectStore, *, part_bytes: int = PART_BYTES) -> None:
         self.store = store
         self._part_bytes = part_bytes
+        self._left: dict[BucketSnapshot, list[str]] = {}
+        """parts of snapshots that failed, which could not be deleted then"""
 
     def __str__(self) -> str:
         return str(self.store)
@@ -246,12 +187,16 @@ class Bucket:
         key: bytes | None = None,
         before_visible: Callable[[], None] | None = None,
         shared: SharedState | None = None,
+        is_given_up: Callable[[], bool] = lambda: False,
     ) -> SnapshotFile:
         """As `snapshot.RemoteFolder.write`."""
         place = self.snapshot(name)
         try:
             existing = self._existing(place, str(manifest["run_uid"]), key)
-            stream = self._open_stream(place, str(manifest["host"]), shared)
+            host = str(manifest["host"])
+            stream = (
+                self._open_share(place, shared) if shared is not None else self._open_parts(place, host, is_given_up)
+            )
             return existing or self._write_new(place, fill, stream, manifest, key, before_visible)
         except ObjectStoreError as error:
             raise SnapshotError(f"snapshot {name} cannot be written: {error}; older ones are untouched") from error
@@ -265,15 +210,14 @@ class Bucket:
         except ObjectStoreError as error:
             raise SnapshotError(f"this node's share of snapshot {name} cannot be written: {error}") from error
 
-    def _open_stream(self, place: BucketSnapshot, host: str, shared: SharedState | None) -> PartStream | SharedStream:
-        if shared is not None:
-            return self._open_share(place, shared)
+    def _open_parts(self, place: BucketSnapshot, host: str, is_given_up: Callable[[], bool]) -> PartStream:
         nonce = secrets.token_hex(4)
         return PartStream(
             lambda number: f"{PART_PREFIX}{number:05d}.{nonce}",
             lambda part, data: self.store.put(place.key_of(part), data),
             host,
             self._part_bytes,
+            is_given_up,
         )
 
     def _open_share(self, place: BucketSnapshot, shared: SharedState) -> SharedStream:
@@ -342,7 +286,10 @@ class Bucket:
         finally:
             if appearance is None or not appearance.may_be_there:
                 stream.wait()
-                self._delete(self.store.impatient(), place, stream.names)
+                try:
+                    self._delete(self.store.impatient(), place, stream.names)
+                except ObjectStoreError:  # what is told is why it was not written
+                    self._left[place] = [*self._left.get(place, ()), *stream.names]
 
     def prune(self, written: str, *, keep: Retention, run_uid: str, key: bytes | None = None) -> list[str]:
         """As `snapshot.RemoteFolder.prune`, of all hosts: machines that may be taken away come back under other names.
@@ -364,6 +311,9 @@ class Bucket:
             doomed += [info.name for info in of_run if info.age_key not in stays and info.name != written]
             for name in doomed:
                 self._delete(self.store, self.snapshot(name), [MANIFEST_FILE, *listed[name]])
+            for place in list(self._left):
+                self._delete(self.store, place, self._left[place])
+                del self._left[place]
         except Exception as error:  # of whatever lies there: what was written is safe, and no training ends over it
             said = str(error) if isinstance(error, SnapshotError) else f"{type(error).__name__}: {first_line(error)}"
             return [f"old snapshots in {self} cannot be deleted: {said}"]
@@ -381,12 +331,8 @@ class Bucket:
     @staticmethod
     def _delete(store: ObjectStore, place: BucketSnapshot, files: list[str]) -> None:
         """The manifest first: a reader finds the whole snapshot or none."""
-        try:
-            for file in dict.fromkeys(sorted(files, key=lambda file: file != MANIFEST_FILE)):
-                store.delete(place.key_of(file))
-        except ObjectStoreError:
-            if store.tries.total:
-                raise  # else an attempt, after something that is told instead; the next writer's pruning finds them
+        for file in dict.fromkeys(sorted(files, key=lambda file: file != MANIFEST_FILE)):
+            store.delete(place.key_of(file))
 
 
 def _nobody_asks() -> None:

@@ -11,11 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from elastic_train.errors import SnapshotDamaged
+from elastic_train.errors import SnapshotDamaged, SnapshotError
 
-PART_BYTES = 2**26
-"""64 MiB: at a round trip of 50 ms and 1 Gbit/s a request costs a tenth of its transfer, and a try that fails costs
-half a second; the four that are in memory are small beside a state that has many"""
+PART_BYTES = 2**24
+"""16 MiB: at 1 Gbit/s they take longer than two round trips of 50 ms, and three are on their way at once; at 200 Mbit/s
+these take 2 s, should they be given up. The four that are in memory are small beside a state that has many"""
 MOST_PART_BYTES = 2**28
 """that is read at once, whatever a manifest says"""
 AT_ONCE = 3
@@ -51,10 +51,11 @@ class PartSender:
 
     Args:
         put: sends one. Blocks; raises ObjectStoreError.
+        is_given_up: whether the rest need not be sent any more: `finish` raises SnapshotError then.
     """
 
-    def __init__(self, put: Callable[[str, bytearray], None]) -> None:
-        self._put = put
+    def __init__(self, put: Callable[[str, bytearray], None], is_given_up: Callable[[], bool] = lambda: False) -> None:
+        self._put, self._is_given_up = put, is_given_up
         self._slots = threading.BoundedSemaphore(AT_ONCE)
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
@@ -65,8 +66,9 @@ class PartSender:
         self.names: list[str] = []
         """of all that may have been sent"""
 
-    @property
     def has_failed(self) -> bool:
+        if self._error is None and self._is_given_up():
+            self._error = SnapshotError("it was given up on its way")
         return self._error is not None
 
     @property
@@ -76,7 +78,7 @@ class PartSender:
 
     def send(self, name: str, data: bytearray) -> None:
         """Blocks while AT_ONCE are on their way. Never raises: `finish` does. After an error nothing more is sent."""
-        if self._error is not None:
+        if self.has_failed():
             return
         self._slots.acquire()
         with self._lock:
@@ -91,7 +93,7 @@ class PartSender:
 
     def _run(self, name: str, data: bytearray) -> None:
         try:
-            if self._error is None:
+            if not self.has_failed():
                 self._put(name, data)
                 with self._lock:
                     now = time.monotonic()
@@ -122,7 +124,7 @@ class PartStream:
 
     Args:
         name_of: of a part, by its number.
-        put: sends an object. Blocks; raises ObjectStoreError.
+        put, is_given_up: as of a `PartSender`.
     """
 
     def __init__(
@@ -131,10 +133,11 @@ class PartStream:
         put: Callable[[str, bytearray], None],
         host: str,
         part_bytes: int = PART_BYTES,
+        is_given_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._name_of, self._put, self._host, self._part_bytes = name_of, put, host, part_bytes
         self._buffer = bytearray()
-        self._sender = PartSender(self._put_part)
+        self._sender = PartSender(self._put_part, is_given_up)
         self._sent: dict[str, Part] = {}
 
     @property
@@ -146,7 +149,7 @@ class PartStream:
         """Never raises, for torch.save calls it from C++: `finish` does. After an error nothing more is kept."""
         view = memoryview(data).cast("B")
         written = len(view)
-        while len(view) and not self._sender.has_failed:
+        while len(view) and not self._sender.has_failed():
             room = self._part_bytes - len(self._buffer)
             self._buffer += view[:room]
             view = view[room:]

@@ -82,6 +82,7 @@ class RemoteFolder(Protocol):
         key: bytes | None,
         before_visible: Callable[[], None] | None = None,
         shared: SharedState | None = None,
+        is_given_up: Callable[[], bool] = lambda: False,
     ) -> SnapshotFile:
         """Write a snapshot, whole or not at all; where a whole one of that name and run is there, it stays.
 
@@ -92,6 +93,7 @@ class RemoteFolder(Protocol):
             manifest: of the format of a folder, without `files`.
             key, before_visible: as of `SnapshotWriter`.
             shared: what `fill` writes, where other nodes send a share of it.
+            is_given_up: whether it need not be sent to its end; not asked of a `shared` one.
 
         Raises:
             SnapshotError: it cannot be written; older ones are untouched. Whatever `before_visible` raises.

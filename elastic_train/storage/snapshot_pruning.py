@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of
@@ -19,12 +20,37 @@ from elastic_train.storage.snapshot import (
     snapshot_paths,
     verify,
 )
+from elastic_train.system import try_flock
 
 _TEMPORARY_NAME = re.compile(r"\.tmp-(?:old-)?step-\d{12,}-gen-\d{4,}-(?P<host>.+)-(?P<pid>\d{1,9})")
 
 # Temporary directories that a writer of this process has in hand; one that bears our pid and is not among them was
 # left by an earlier process with the same pid, as is usual in containers.
 IN_HAND: set[Path] = set()
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Inside, no writer of another container removes this folder, whose host may have this one's name and its processes
+    the same pids. Without effect on a file system that has no flock."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            try_flock(fd, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return not try_flock(fd, fcntl.LOCK_EX)
+        finally:
+            os.close(fd)
+    except OSError:  # gone meanwhile, or without flock
+        return False
 
 
 class SnapshotPruner:
@@ -54,7 +80,7 @@ class SnapshotPruner:
                 if match is None or match["host"] != self._host_in_name:
                     continue
                 path, pid = self._directory / name, int(match["pid"])
-                if path not in IN_HAND if pid == os.getpid() else not _is_alive(pid):
+                if (path not in IN_HAND if pid == os.getpid() else not _is_alive(pid)) and not _is_held(path):
                     shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, written: Path) -> list[str]:

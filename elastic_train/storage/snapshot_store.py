@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_train.errors import SnapshotError
 from elastic_train.storage.snapshot import SnapshotInfo, newest_whole
-from elastic_train.storage.snapshot_writer import SnapshotWriter
+from elastic_train.storage.snapshot_writer import SnapshotPosition, SnapshotWriter
 from elastic_train.world import host_name
 
 if TYPE_CHECKING:
@@ -79,5 +79,5 @@ class SnapshotStore:
         )
 
 
-def _position(step: int) -> dict[str, Any]:
+def _position(step: int) -> SnapshotPosition:
     return {"step": step, "epoch": 0, "samples_done": 0, "generation": 0, "world_size": 1}

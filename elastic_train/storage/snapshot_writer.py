@@ -11,9 +11,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 from elastic_train.branches import Branches
 from elastic_train.errors import OwnershipLost, SnapshotDamaged, SnapshotError, cause_of, first_line
@@ -31,7 +30,7 @@ from elastic_train.storage.snapshot import (
     read_info,
     verify,
 )
-from elastic_train.storage.snapshot_pruning import IN_HAND, SnapshotPruner
+from elastic_train.storage.snapshot_pruning import IN_HAND, SnapshotPruner, held
 from elastic_train.storage.state_bytes import (
     HashingFile,
     HostBuffers,
@@ -43,18 +42,17 @@ from elastic_train.storage.store_faults import scrub
 from elastic_train.version import VERSION
 
 
-@dataclass(frozen=True)
-class _Position:
-    """What the manifest says about where in training the state stands."""
+class SnapshotPosition(TypedDict):
+    """Where in training a state stands, as its manifest says."""
 
     step: int
     epoch: int
     samples_done: int
     generation: int
     world_size: int
-    branches: Branches = ()
-    restarts: Branches = ()
-    metric: float | None = None
+    branches: NotRequired[Branches]
+    restarts: NotRequired[Branches]
+    metric: NotRequired[float | None]
 
 
 class SnapshotWriter:
@@ -88,6 +86,8 @@ class SnapshotWriter:
         self._before_rename, self._now = before_rename, now
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
+        self._is_given_up = threading.Event()
+        """whether the one in flight is"""
         self._outcomes: list[SnapshotResult | BaseException] = []  # append and pop are atomic
         if isinstance(directory, Path):
             self._pruner = SnapshotPruner(
@@ -107,16 +107,9 @@ class SnapshotWriter:
         self,
         state: dict[str, Any],
         *,
-        step: int,
-        epoch: int,
-        samples_done: int,
-        generation: int,
-        world_size: int,
-        branches: Branches = (),
-        restarts: Branches = (),
-        metric: float | None = None,
         in_flight_timeout: float = 300.0,
         fleet: Fleet | None = None,
+        **position: Unpack[SnapshotPosition],
     ) -> SnapshotResult:
         """Write a snapshot and return when it is durable; in a fleet, with the others that call `save_share`. Waits
         first for the one in flight, whose outcome is left for `collect`.
@@ -129,10 +122,10 @@ class SnapshotWriter:
         start = time.perf_counter()
         if not self.wait(in_flight_timeout):
             raise SnapshotError(
-                f"snapshot of step {step} not written: the one before it is still being written to "
+                f"snapshot of step {position['step']} not written: the one before it is still being written to "
                 f"{self.directory} after {in_flight_timeout:g} s"
             )
-        position = _Position(step, epoch, samples_done, generation, world_size, branches, restarts, metric)
+        self._is_given_up.clear()
         return self._write(self._buffers.copy(state), position, start, stall_seconds=None, fleet=fleet)
 
     def save_share(self, state: dict[str, Any], fleet: Fleet, *, step: int, generation: int) -> bool:
@@ -150,19 +143,7 @@ class SnapshotWriter:
         with _errors_told(str(self.directory.snapshot(name))):
             return self.directory.write_share(name, shared)
 
-    def save_in_background(
-        self,
-        state: dict[str, Any],
-        *,
-        step: int,
-        epoch: int,
-        samples_done: int,
-        generation: int,
-        world_size: int,
-        branches: Branches = (),
-        restarts: Branches = (),
-        metric: float | None = None,
-    ) -> bool:
+    def save_in_background(self, state: dict[str, Any], **position: Unpack[SnapshotPosition]) -> bool:
         """Copy the state into the host buffers, start writing it and return; the caller may change the state at once.
         Blocks for the copy, the first time also for allocating the buffers, where `prepare` has not.
 
@@ -176,14 +157,16 @@ class SnapshotWriter:
             return False
         start = time.perf_counter()
         copied = self._buffers.copy(state)
-        position = _Position(step, epoch, samples_done, generation, world_size, branches, restarts, metric)
         stall_seconds = time.perf_counter() - start
+
+        self._is_given_up.clear()
 
         def write() -> None:
             try:
                 self._outcomes.append(self._write(copied, position, start, stall_seconds))
             except BaseException as error:  # not handled here: collect() gives it to the thread that trains
-                self._outcomes.append(error)
+                if not (self._is_given_up.is_set() and isinstance(error, SnapshotError)):
+                    self._outcomes.append(error)
 
         self._thread = threading.Thread(target=write, name="snapshot-writer", daemon=True)
         self._thread.start()
@@ -192,6 +175,14 @@ class SnapshotWriter:
     def is_busy(self) -> bool:
         """Whether a snapshot is being written in the background."""
         return self._thread is not None and self._thread.is_alive()
+
+    def give_up(self) -> bool:
+        """Send no more of the snapshot in flight, for a newer one: its parts that are on their way still get there, and
+        are deleted. Whether there was one that goes to a URL; else nothing is done."""
+        if isinstance(self.directory, Path) or not self.is_busy():
+            return False
+        self._is_given_up.set()
+        return True
 
     def wait(self, timeout: float) -> bool:
         """Wait for the snapshot in flight, if there is one, `timeout` seconds at most; False if it has not ended."""
@@ -220,13 +211,13 @@ class SnapshotWriter:
     def _write(
         self,
         state: dict[str, Any],
-        position: _Position,
+        position: SnapshotPosition,
         start: float,
         stall_seconds: float | None,
         fleet: Fleet | None = None,
     ) -> SnapshotResult:
         """`state` is already the writer's own copy."""
-        name = _name_of(position.step, position.generation, self._host)
+        name = _name_of(position["step"], position["generation"], self._host)
         warnings: list[str] = []
         place: SnapshotPlace
         if isinstance(self.directory, Path):
@@ -238,7 +229,7 @@ class SnapshotWriter:
             warnings += self._pruner.prune(path)
         else:
             place = self.directory.snapshot(name)
-            require_numbers(state.get("model"), position.step)
+            require_numbers(state.get("model"), position["step"])
             shared = shared_by(fleet, state)
             with _errors_told(str(place)):
                 num_bytes = self.directory.write(
@@ -248,28 +239,31 @@ class SnapshotWriter:
                     key=self._key,
                     before_visible=self._before_rename,
                     shared=shared,
+                    is_given_up=self._is_given_up.is_set,
                 ).bytes
             total_seconds = time.perf_counter() - start
             warnings += self.directory.prune(name, keep=self._keep, run_uid=self._run_uid, key=self._key)
         return SnapshotResult(
             path=place,
-            step=position.step,
-            generation=position.generation,
+            step=position["step"],
+            generation=position["generation"],
             bytes=num_bytes,
             stall_seconds=total_seconds if stall_seconds is None else stall_seconds,
             total_seconds=total_seconds,
             warnings=tuple(warnings),
         )
 
-    def _write_new(self, state: dict[str, Any], position: _Position, path: Path) -> int:
-        require_numbers(state.get("model"), position.step)
+    def _write_new(self, state: dict[str, Any], position: SnapshotPosition, path: Path) -> int:
+        require_numbers(state.get("model"), position["step"])
         temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
         displaced = path.with_name(f".tmp-old-{path.name}-{os.getpid()}")
         IN_HAND.update((temporary, displaced))
+        in_hand = contextlib.ExitStack()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             os.mkdir(temporary)
+            in_hand.enter_context(held(temporary))
             written = _write_state(temporary / STATE_FILE, state)
             manifest = sign({**self._manifest(position), "files": {STATE_FILE: vars(written)}}, self._key)
             _write_bytes(temporary / MANIFEST_FILE, json.dumps(manifest, indent=2).encode() + b"\n")
@@ -295,13 +289,22 @@ class SnapshotWriter:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(displaced, ignore_errors=True)
+            in_hand.close()
             IN_HAND.difference_update((temporary, displaced))
         return written.bytes
 
-    def _manifest(self, position: _Position) -> dict[str, Any]:
+    def _manifest(self, position: SnapshotPosition) -> dict[str, Any]:
         """All of it but the files."""
         whose = {"run_uid": self._run_uid, "host": self._host, "time": self._now(), "task": self._task}
-        return {"format_version": FORMAT_VERSION, **vars(position), **whose, **_versions()}
+        return {
+            "format_version": FORMAT_VERSION,
+            "branches": (),
+            "restarts": (),
+            "metric": None,
+            **position,
+            **whose,
+            **_versions(),
+        }
 
 
 def _versions() -> dict[str, str]:

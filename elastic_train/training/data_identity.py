@@ -68,9 +68,10 @@ def _lists(dataset: Any, depth: int) -> Iterator[list[Any]]:
     if length == 0:
         return
     for _, value in sorted(getattr(dataset, "__dict__", {}).items()):
-        if isinstance(value, list | tuple) and len(value) == length:
+        is_array = isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 1
+        if (is_array or isinstance(value, list | tuple)) and len(value) == length:
             places = np.unique(np.linspace(0, length - 1, NUM_ENTRIES).astype(int)).tolist()
-            entries = [value[place] for place in places]
+            entries = value[places].tolist() if is_array else [value[place] for place in places]
             if all(map(_is_plain, entries)):
                 yield _below_common(entries)
         for inner in value[:MAX_INNER] if isinstance(value, list | tuple) else [value]:

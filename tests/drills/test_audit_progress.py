@@ -251,6 +251,23 @@ def test_a_step_that_an_expelled_member_wrote_too(run_dir: Path) -> None:
     assert audit(run_dir).passed
 
 
+def test_steps_that_an_expelled_member_took_back(run_dir: Path) -> None:
+    """It woke up after the others had formed the next world, and had committed two steps more: nobody lost them."""
+    lines_of_0: list[Line] = []
+    edit_lines(events_of(run_dir), lambda lines: lines_of_0.extend(lines) or lines)
+    others = [line for line in lines_of_0 if (line["event"], line["generation"]) == ("step", 1)][:2]
+    expelled = MEMBERS[2].split("/")
+    own = [{**line, "host": expelled[0], "pid": int(expelled[2]), "generation": 0, "loss": 5.0} for line in others]
+    edit_lines(events_of(run_dir, MEMBERS[2]), lambda lines: [*lines, *own])
+    began, reached = int(others[0]["step"]) - 1, others[1]["step"]
+    told = only_failure(run_dir, "steps")
+    assert f"generation 1 begins at step {began}, but step {reached} had been committed" in told
+    void = [{"generation": 0, "step": line["step"]} for line in own]
+    left_out = {**own[1], "event": "warning", "message": "it comes back as a newcomer", "void": void}
+    edit_lines(events_of(run_dir, MEMBERS[2]), lambda lines: [*lines, left_out])
+    assert audit(run_dir).passed, audit(run_dir).reasons
+
+
 def test_a_result_of_another_step(run_dir: Path) -> None:
     edit_json(run_dir / "result.json", lambda result: {**result, "step": 3})
     assert f"result.json is of step 3, the events reach {LAST_STEP}" in only_failure(run_dir, "steps")

@@ -297,6 +297,60 @@ def test_one_that_is_not_whole_does_not_push_out_one_that_is(url: str) -> None:
     assert [info.step for info in find_snapshots(bucket, warn=lambda _damaged: None)] == [3, 1]
 
 
+def test_what_a_failed_attempt_could_not_delete_goes_with_the_next_one(url: str) -> None:
+    """Of the same generation: what has no manifest there may have a writer, but not these."""
+
+    class Outage(MemoryArm):
+        is_on = False
+
+        def put(self, key: str, data: bytes | bytearray) -> None:
+            super().put(key, data)
+            if self.is_on:
+                raise TimeoutError("no answer in time")
+
+        def remove(self, key: str) -> None:
+            if self.is_on:
+                raise TimeoutError("no answer in time")
+            super().remove(key)
+
+    arm = Outage(fsspec.filesystem("memory"), parse_url(url))
+    bucket = bucket_of(url, arm)
+    writer = writer_to(bucket)
+    arm.is_on = True
+    with pytest.raises(SnapshotError):
+        save(writer, 3)
+    assert bucket.store.list() != {}
+    arm.is_on = False
+    assert save(writer, 4).warnings == ()
+    assert {key.partition("/")[0] for key in bucket.store.list()} == {"step-000000000004-gen-0000-one"}
+
+
+def test_one_that_is_given_up_on_its_way_is_deleted_and_not_told(url: str) -> None:
+    """The others of a job have stopped too, and a newer state is to be sent."""
+    sending, let_go = threading.Event(), threading.Event()
+
+    class Slow(MemoryArm):
+        def put(self, key: str, data: bytes | bytearray) -> None:
+            sending.set()
+            assert let_go.wait(10.0)
+            super().put(key, data)
+
+    bucket = bucket_of(url, Slow(fsspec.filesystem("memory"), parse_url(url)))
+    writer = writer_to(bucket)
+    assert not writer.give_up()
+    position = {"epoch": 0, "generation": 0, "world_size": 1}
+    assert writer.save_in_background(state_of(3), step=3, samples_done=3, **position)
+    assert sending.wait(10.0)
+    assert writer.give_up()
+    let_go.set()
+    save(writer, 4)
+    assert writer.collect() == []
+    assert {key.partition("/")[0] for key in bucket.store.list()} == {"step-000000000004-gen-0000-one"}
+    assert writer.save_in_background(state_of(5), step=5, samples_done=5, **position), "and the next one is not"
+    assert writer.wait(10.0)
+    assert newest(bucket) == 5
+
+
 def test_parts_of_this_generation_may_have_a_writer(url: str) -> None:
     bucket = bucket_of(url)
     for generation in (4, 5):

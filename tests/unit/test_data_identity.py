@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
@@ -59,6 +60,16 @@ def test_subsets_and_concatenations_are_looked_into() -> None:
     some, others = Subset(whole, [5, 7, 9]), Subset(whole, [5, 9, 7])
     assert found(some, may_read=False) != found(others, may_read=False), "a random split that is not seeded"
     assert found(ConcatDataset([whole, whole]), may_read=True) != found(ConcatDataset([some, whole]), may_read=True)
+
+
+@pytest.mark.parametrize("make", [np.array, lambda labels: torch.tensor([len(label) for label in labels])])
+def test_names_may_lie_in_an_array(make: Any) -> None:
+    """As of a data set that is read by loader processes: its items are not compared."""
+    dataset, other = Files(NAMES), Files(NAMES)
+    dataset.files, other.files = make([*NAMES, "a"]), make(["a", *NAMES])
+    assert found(dataset, may_read=False)["names"] != found(other, may_read=False)["names"]
+    dataset.files = torch.zeros(101)  # type: ignore[assignment]
+    assert found(dataset, may_read=False) == {}, "numbers that a processor may round say nothing"
 
 
 def test_items_are_compared_where_the_main_process_may_read_them() -> None:

@@ -23,6 +23,7 @@ from elastic_train.elastic import evaluations
 from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
+from elastic_train.elastic.saving_together import save_together
 from elastic_train.elastic.worker import Worker, build
 from elastic_train.errors import SnapshotError
 from elastic_train.rendezvous.launch import Launch
@@ -33,7 +34,7 @@ from elastic_train.snapshot_interval import FIRST_SECONDS
 from elastic_train.stopping import StopSignal
 from elastic_train.storage import shares
 from elastic_train.storage.shares import Fleet
-from elastic_train.storage.snapshot import find_snapshots
+from elastic_train.storage.snapshot import SnapshotResult, find_snapshots
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.world import Member, World
 
@@ -244,7 +245,7 @@ def test_where_all_stop_each_node_sends_its_share_to_the_bucket(start: Start, mo
     position = {"step": 3, "epoch": 0, "samples_done": 24, "generation": 0, "world_size": 4}
     writing = threading.Thread(target=lambda: first.save(state.state_dict(), **position, fleet=fleet))
     writing.start()
-    saver.save_with_all(world, state, lambda: False)
+    save_together(training.worker, saver, world, lambda: False)
     writing.join(30.0)
     [info] = find_snapshots(bucket, warn=pytest.fail)
     parts = info.path.read_manifest()["parts"]  # type: ignore[union-attr]
@@ -255,9 +256,49 @@ def test_where_all_stop_each_node_sends_its_share_to_the_bucket(start: Start, mo
     assert saver.save_and_wait(state), "should the others be lost now, it is there"
     assert bucket.store.list() == before
     saver.enter(replace(world, rank=3))
-    saver.save_with_all(replace(world, rank=3), state, lambda: False)
+    save_together(training.worker, saver, replace(world, rank=3), lambda: False)
     assert bucket.store.list() == before, "its node's first one sends for both"
     assert training.events("warning") == []
+
+
+@pytest.mark.parametrize(("took", "left", "is_given_up"), [(None, 5.0, True), (4.0, 5.0, True), (9.0, 5.0, False)])
+def test_the_last_state_does_not_wait_for_the_one_in_flight(
+    start: Start, monkeypatch: pytest.MonkeyPatch, took: float | None, left: float, is_given_up: bool
+) -> None:
+    """Unless by what the newest one took it could not be there in time, and the one in flight may."""
+    training = start(snapshot_dir=f"memory://in-flight-{took}")
+    training.steps(1)
+    saver, worker = training.saver, training.worker
+    assert worker.bucket is not None
+    worker.bucket.owner.take("job", 0, lambda: None)
+    calls: list[str] = []
+    monkeypatch.setattr(SnapshotWriter, "give_up", lambda _writer: not calls.append("given up"))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(StopSignal, "seconds_left", lambda _stop: left)
+    saver.writer()
+    if took is not None:
+        saver.newest = SnapshotResult(Path("nowhere"), 1, 0, 1, took, took, ())
+    save_together(worker, saver, training.world, lambda: False)
+    assert calls == (["given up"] if is_given_up else [])
+    assert [info.step for info in find_snapshots(worker.bucket, warn=pytest.fail)] == [1]
+
+
+def test_a_snapshot_that_does_not_come_to_an_end_is_told_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = start(snapshot_every=10)
+    training.steps(10)
+    is_busy = [True]
+    monkeypatch.setattr(SnapshotWriter, "is_busy", lambda _writer: is_busy[0])
+    for seconds, num_warnings in ((200.0, 0), (150.0, 1), (500.0, 1)):
+        training.now += seconds
+        training.steps(1)
+        assert len(training.events("warning")) == num_warnings
+    [warning] = training.events("warning")
+    assert "for 5 min 52 s, and the next one waits for it: the newest that is there is of step 10" in warning["message"]
+    is_busy[0] = False
+    training.steps(10)
+    is_busy[0] = True
+    training.now += 400.0
+    training.steps(1)
+    assert len(training.events("warning")) == 2
 
 
 def test_a_share_that_cannot_be_sent_ends_no_node(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +313,7 @@ def test_a_share_that_cannot_be_sent_ends_no_node(start: Start, monkeypatch: pyt
         raise RuntimeError("no pinned memory")
 
     monkeypatch.setattr(SnapshotWriter, "save_share", fails)
-    saver.save_with_all(world, training.state, lambda: False)
+    save_together(training.worker, saver, world, lambda: False)
     [warning] = training.events("warning")
     assert warning["message"] == "no pinned memory; the other nodes write it"
 

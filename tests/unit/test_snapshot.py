@@ -15,6 +15,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from elastic_train.storage.snapshot import (
     read_info,
     verify,
 )
+from elastic_train.storage.snapshot_pruning import held
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from tests.processes import flip_a_bit, freeze
@@ -457,6 +459,19 @@ def test_the_same_snapshot_again(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="another run has one of that name"):
         save(make_writer(tmp_path, run_uid="other"), 1)
     assert keys(tmp_path) == [(0, 1)]
+
+
+def test_what_another_container_writes_is_no_leftover(tmp_path: Path) -> None:
+    """It has this one's host name, and its process the same pid, or one that nobody has here."""
+    names = [f".tmp-step-000000000001-gen-0000-vm-{pid}" for pid in (os.getpid(), 2**22 + 1)]
+    with ExitStack() as stack:
+        for name in names:
+            (tmp_path / name).mkdir()
+            stack.enter_context(held(tmp_path / name))
+        SnapshotWriter(tmp_path, keep=3, host="vm", run_uid="run", task={})
+        assert sorted(os.listdir(tmp_path)) == sorted(names)
+    SnapshotWriter(tmp_path, keep=3, host="vm", run_uid="run", task={})
+    assert os.listdir(tmp_path) == []
 
 
 def test_leftovers_of_dead_writers_of_this_host_are_removed(tmp_path: Path) -> None:

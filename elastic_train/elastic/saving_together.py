@@ -1,0 +1,50 @@
+"""The last state of a world whose nodes all stop at one step: saved once, by all of them where that is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic_train.elastic.saving import Saver
+from elastic_train.elastic.worker import Worker
+from elastic_train.runlog.goodput import Phase
+from elastic_train.storage.shares import Fleet
+from elastic_train.world import World
+
+
+def save_together(worker: Worker, saver: Saver, world: World, is_first_lost: Callable[[], bool]) -> None:
+    """All of a world stop at this very step, and have one state: save it, or this node's share of it. Blocks until it
+    is durable, as far as this worker takes part, or until rank 0 is lost."""
+    state, fleet = worker.state, _fleet_of(worker, world, is_first_lost)
+    # Unless only the snapshot in flight may still be there in the time that is left.
+    left, num_senders = worker.stop.seconds_left(), 1 if fleet is None else len(fleet.hosts)
+    if left is None or saver.newest is None or saver.newest.total_seconds / num_senders <= left:
+        saver.give_up_in_flight(state)
+    if saver.is_last_writer(world):
+        saver.save_and_wait(state, fleet)
+    elif fleet is not None and world.is_first_of_node:
+        _save_share(worker, saver, world, fleet)
+
+
+def _fleet_of(worker: Worker, world: World, is_first_lost: Callable[[], bool]) -> Fleet | None:
+    """The nodes of those who train, where each can write to the bucket for all."""
+    nodes = list(dict.fromkeys(member.node for member in world.workers))
+    if worker.bucket is None or len(nodes) < 2:
+        return None
+    hosts = {member.node: member.host for member in world.workers}
+    return Fleet(
+        tuple(hosts[node] for node in nodes),
+        nodes.index(world.me.node),
+        frozenset(name for name, _ in worker.state.model.named_parameters(remove_duplicate=False)),
+        worker.stop.seconds_left,
+        is_first_lost,
+    )
+
+
+def _save_share(worker: Worker, saver: Saver, world: World, fleet: Fleet) -> None:
+    state, generation = worker.state, world.generation
+    with state.clock.during(Phase.SNAPSHOT):
+        try:
+            if saver.writer().save_share(state.state_dict(), fleet, step=state.step, generation=generation):
+                saver.seen_whole = (generation, state.step)
+        except Exception as error:  # whatever it is, this node's help alone is lost
+            worker.reporter.warn(f"{error}; the other nodes write it")
