@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -58,6 +59,7 @@ class SessionSteps:
         is_own_code: whether what is done between two steps is the user's own.
         is_alone: whether no other rank trains.
         require_unbroken: raises FormationFailed where the process group was broken off; waits for the device.
+        reading: surrounds what reads a batch (`GroupSockets.reading`).
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class SessionSteps:
         is_own_code: bool,
         is_alone: bool,
         require_unbroken: Callable[[], None],
+        reading: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._shares = iter(shares)
         self._worker = worker
@@ -78,7 +81,7 @@ class SessionSteps:
         self._observer = observer
         self._sums = sums
         self._is_own_code, self._is_alone = is_own_code, is_alone
-        self._require_unbroken = require_unbroken
+        self._require_unbroken, self._reading = require_unbroken, reading
         self.in_hand: StepInHand | None = None
 
     def required(self) -> StepInHand:
@@ -106,7 +109,7 @@ class SessionSteps:
     def begin(self) -> Share:
         """The next step is in hand; returns this rank's share of it."""
         self._watcher.do(Activity.COMPUTE)
-        with self._worker.state.lock.released():  # data may take their time
+        with self._reading(), self._worker.state.lock.released():  # data may take their time
             share = next(self._shares)
         self.in_hand = StepInHand(share[0][0], sum(len(micro_batch.indices) for micro_batch, _ in share))
         self._observer.begin(share)

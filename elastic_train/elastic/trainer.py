@@ -206,6 +206,7 @@ class Trainer:
             is_own_code=not self._is_bundled,
             is_alone=world.world_size == 1,
             require_unbroken=self._require_unbroken,
+            reading=membership.sockets.reading,
         )
         parallel = OwnParallel(world, worker.device, membership.watcher, steps, sums)
         self._ddp_modules = parallel.made

@@ -137,6 +137,17 @@ class GroupSockets:
             if abort is not None:
                 abort.join(ABORT_SECONDS)
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """The thread that trains reads a batch inside the block. Raises, at its end: FormationFailed where NCCL's group
+        was broken off: what follows would be given to a communicator that is being freed."""
+        if not self.has_nccl:
+            yield
+            return
+        with self.waiting():
+            yield
+        self.require_unbroken()
+
     def begin(self) -> None:
         """What is opened from now on belongs to the group that is being made."""
         self.release()

@@ -656,6 +656,30 @@ def test_an_abort_waits_for_the_end_of_what_nccl_is_given(monkeypatch: pytest.Mo
     assert another.aborted.wait(10), "nobody waits"
 
 
+def test_no_step_begins_in_a_group_of_nccl_that_was_broken_off_while_a_batch_was_read(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The abort frees what the step would be given to; it need not wait for data, nor they for it."""
+    sockets, group = GroupSockets(), AbortableGroup()
+    trainer._membership = SimpleNamespace(sockets=sockets)  # type: ignore[assignment]
+
+    def batches() -> Iterator[Any]:
+        sockets.shut()
+        assert group.aborted.wait(10)
+        yield ()
+
+    steps = trainer_steps(trainer)
+    steps._shares = batches()
+    steps._watcher = SimpleNamespace(do=lambda _activity: None)  # type: ignore[assignment]
+    steps._observer = SimpleNamespace(begin=pytest.fail)  # type: ignore[assignment]
+    sockets.begin()
+    sockets.complete(group)  # type: ignore[arg-type]
+    monkeypatch.setattr("elastic_train.training.group_sockets.ENQUEUE_SECONDS", 60.0)
+    with pytest.raises(FormationFailed, match="was broken off"):
+        steps.begin()
+    assert steps.in_hand is None
+
+
 @pytest.mark.parametrize("value", [None, "1", "2", "3"])
 def test_nccl_gets_this_workers_device_and_is_destroyed_when_its_abort_has_ended(
     monkeypatch: pytest.MonkeyPatch, value: str | None
@@ -808,6 +832,7 @@ def trainer_steps(trainer: Trainer) -> SessionSteps:
         is_own_code=True,
         is_alone=False,
         require_unbroken=trainer._require_unbroken,
+        reading=trainer._membership.sockets.reading,
     )
 
 
