@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from elastic_train.storage.snapshot import find_snapshots
 from elastic_train.tools.audit.audit import Audit, audit
 from elastic_train.tools.audit.node_directories import as_one_run
 from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, set_pace
@@ -95,6 +97,15 @@ class Apart:
     def waits(self, index: int) -> bool:
         """Whether a node has said that it may not go on without others."""
         return "may train on: waiting for contact" in self.nodes[index].text()
+
+    def has_saved(self, index: int) -> bool:
+        """Whether a node that waits has a snapshot of its last commit."""
+        saved = re.search(r"the state of step (\d+) is saved, in case that no other is left", self.nodes[index].text())
+        if saved is None:
+            return False
+        infos = find_snapshots(self.run_dirs[index] / "snapshots", warn=lambda _damaged: None)
+        assert int(saved[1]) in {info.step for info in infos}
+        return True
 
     def steps_of(self, index: int) -> list[tuple[int, int]]:
         """(generation, step) of all that a node's worker has written down."""

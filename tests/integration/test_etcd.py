@@ -238,17 +238,6 @@ def test_too_few_nodes_wait_for_one_that_joins_in_place(cluster: Cluster) -> Non
 
 
 @pytest.mark.slow
-def test_a_node_beyond_the_maximum_steps_in_for_a_dead_one(cluster: Cluster) -> None:
-    nodes = start_world(cluster, 2, "--max-steps", "1500")
-    nodes += cluster.start(*ENDLESS, "--max-steps", "1500", nnodes="1:2")
-    wait_until(lambda: "waiting to be taken in: 2 of at most 2 nodes train" in nodes[2].text(), "word", PATIENCE)
-    nodes[0].kill()
-    cluster.finish(nodes[1:])
-    check_run(cluster, 1500)
-    assert worlds(cluster.run_dir)[-1][1] == 2
-
-
-@pytest.mark.slow
 def test_a_node_that_waits_takes_over_from_those_who_all_died(cluster: Cluster) -> None:
     """It began to wait long before the newest snapshot, which it must go on from."""
     flags = (*ENDLESS, "--max-steps", "1000000", "--snapshot-every", "20")

@@ -289,6 +289,18 @@ def test_rank_0_dies_while_it_proposes_and_a_node_joins(cluster: Cluster) -> Non
 
 @BOTH
 @pytest.mark.slow
+def test_a_node_beyond_the_maximum_steps_in_for_a_dead_one(cluster: Cluster) -> None:
+    nodes = start_world(cluster, 2, steps=3000, nnodes="1:2")
+    nodes += cluster.start(*ENDLESS, "--max-steps", "3000", nnodes="1:2")
+    wait_until(lambda: "waiting to be taken in: 2 of at most 2 nodes train" in nodes[2].text(), "word", PATIENCE)
+    nodes[0].kill()
+    cluster.finish(nodes[1:])
+    check_run(cluster, 3000)
+    assert worlds(cluster.run_dir)[-1][1] == 2
+
+
+@BOTH
+@pytest.mark.slow
 def test_a_second_job_of_the_same_name_is_nodes_of_the_first(cluster: Cluster) -> None:
     """The same command twice, each for two nodes: no second world, and nobody is restarted."""
     first = start_world(cluster, 2, steps=1000000, nnodes="2:4")

@@ -16,6 +16,7 @@ from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.audit.record import FOLDER, Record
 from elastic_train.tools.drills.backends import PORT, backend_of
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
+from elastic_train.tools.drills.injection import workers_of
 from elastic_train.tools.drills.network import Network
 from elastic_train.tools.drills.nodes import wait_until
 from tests.integration.apart import Apart, ending
@@ -115,6 +116,20 @@ def test_a_cable_is_pulled_and_plugged_in_again(job: Cluster, index: int) -> Non
 
 
 @pytest.mark.slow
+def test_the_first_node_freezes_and_thaws(job: Cluster) -> None:
+    """Under c10d it hosts the endpoint. Its agent does not freeze, and its worker comes back in its process."""
+    first = job.places[0]
+    [worker] = workers_of(first)
+    worker.suspend()
+    first.effect = NodeState.FROZEN
+    job.settle(2, NUM_STEPS, 60)
+    worker.resume()
+    back(job, first)
+    assert "comes back as a newcomer" in log_of(job, first)
+    finish(job)
+
+
+@pytest.mark.slow
 def test_what_a_node_sends_is_dropped(job: Cluster) -> None:
     assert job.network is not None
     mute = job.places[2]
@@ -194,6 +209,7 @@ def test_four_nodes_are_split(
         outside = [index for index in by_rank if index not in inside]
         wait_until(lambda: all(map(nodes.waits, outside)), "word of those that wait", 60)
         before = {index: nodes.steps_of(index) for index in outside}
+        wait_until(lambda: all(map(nodes.has_saved, outside)), "what they have, in case that no other is left", 60)
         found = nodes.train(dict.fromkeys(inside, len(inside))) if inside else []
         assert {frozenset(nodes.by_rank(world)) for world in found} <= {frozenset(inside)}
         assert {index: nodes.steps_of(index) for index in outside} == before, "not a step of those that wait"
