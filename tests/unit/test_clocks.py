@@ -102,6 +102,19 @@ def test_who_is_late_to_write_once_has_a_right_clock(late: float) -> None:
     assert errors(first, second, third) == pytest.approx([0.0] * 13, abs=1e-6)
 
 
+def test_who_is_late_with_one_that_is_known_has_a_right_clock() -> None:
+    """Rank 0, which sends it the state, is as late; the newcomer leaves with that world, so that no other shows it."""
+    gives, second, third, newcomer = Machine(10), Machine(20), Machine(30), Machine(40)
+    train(gives, second, third, generation=0, at=1000.0)
+    for machine in (second, third):
+        machine.write("world", 1010.0, 1)
+    for machine in (gives, newcomer):
+        machine.write("world", 1014.0, 1)
+    newcomer.write("done", 1017.0)
+    train(gives, second, third, generation=2, at=1017.1)
+    assert errors(gives, second, third, newcomer) == pytest.approx([0.0] * 17, abs=1e-6)
+
+
 def test_new_processes_do_not_begin_before_the_old_ones() -> None:
     """Where a whole job starts again on machines whose clocks were set back, nobody ties the two together."""
     before, after = Machine(10), Machine(20, -HOUR)

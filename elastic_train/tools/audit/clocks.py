@@ -3,7 +3,8 @@
 Every line has `time`, by such a clock, and `monotonic`, by one that nobody sets but that begins anywhere. All members
 of a generation write that their world stands at nearly the same moment, but for one that is late now and then. So each
 generation tells what the monotonic clocks of its members show at one moment, and members that are in several tie all
-generations together.
+generations together. Who has written as late as another one of the generation, whose clock is known, is not wrong: both
+may have waited for a state that was being sent.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ def set_right(files: Iterable[Sequence[Line]]) -> None:
         # for certain. And generations never go back in time.
         now = max(now, _moment(present, median_low([line["time"] for _, line in present])))
         unknown = [(life, line) for life, line in present if life.offset is None]
+        written = _written(present, now)
         for life, line in unknown:
-            if abs(line["time"] - now) <= TOLERANCE_SECONDS:  # then it knows better than the moment does
+            if _is_near(line, written):  # then it knows better than the moment does
                 life.offset = line["time"] - line["monotonic"]
         for life, line in unknown:
             if life.offset is None:
@@ -69,8 +71,17 @@ def set_right(files: Iterable[Sequence[Line]]) -> None:
 
 def _moment(present: Sequence[tuple[_Life, Line]], otherwise: float) -> float:
     """When a generation stood, by those of its members that are known."""
-    known = [line[life.reading] + life.offset for life, line in present if life.offset is not None]
-    return median_low(known) if known else otherwise
+    return median_low(_written(present, otherwise))
+
+
+def _written(present: Sequence[tuple[_Life, Line]], otherwise: float) -> list[float]:
+    """When its members that are known have written that a generation stood."""
+    return [line[life.reading] + life.offset for life, line in present if life.offset is not None] or [otherwise]
+
+
+def _is_near(line: Line, written: Sequence[float]) -> bool:
+    """Whether the wall clock of a line is right, as far as these moments tell."""
+    return min(written) - TOLERANCE_SECONDS <= line["time"] <= max(written) + TOLERANCE_SECONDS
 
 
 def _right_later(life: _Life, meetings: Iterable[Sequence[tuple[_Life, Line]]]) -> float | None:
@@ -81,9 +92,9 @@ def _right_later(life: _Life, meetings: Iterable[Sequence[tuple[_Life, Line]]]) 
     """
     for present in meetings:
         own = [line for other, line in present if other is life]
-        moment = _moment(present, math.inf)
+        written = _written(present, math.inf)
         for line in own:
-            if abs(line["time"] - moment) <= TOLERANCE_SECONDS:
+            if _is_near(line, written):
                 return float(line["time"] - line["monotonic"])
     return None
 
