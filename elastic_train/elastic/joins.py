@@ -173,6 +173,8 @@ class Joins:
     ) -> None:
         self._job, self._around, self._uid, self._facts = job, around, uid, facts
         self._max_nodes, self._max_world_size = max_nodes, max_world_size
+        self._know_no_room: set[str] = set()
+        """uids of newcomers that were told"""
         self._answering, self._form, self._is_superseded = answering, form, is_superseded
         self._world: World | None = None
         """the present one"""
@@ -265,7 +267,10 @@ class Joins:
         nodes = self.admissible(world, nodes)
         back = [node for node in nodes if node[0].node in inside]  # to others of their nodes, which take no more room
         new = [node for node in nodes if node[0].node not in inside]
-        ready = tuple(member for node in (*back, *new[: max(0, self._max_nodes - len(inside))]) for member in node)
+        room = max(0, self._max_nodes - len(inside))
+        for node in new[room:]:
+            self._tell_no_room(node, len(inside))
+        ready = tuple(member for node in (*back, *new[:room]) for member in node)
         uids, now = tuple(member.uid for member in ready), self._around.monotonic()
         if uids != self._ready[0]:
             self._ready = (uids, now)
@@ -285,6 +290,12 @@ class Joins:
         """Tell all who wait to be admitted to `world` why they do. For rank 0's watcher; as `tell_why`."""
         for node in ready_nodes(self._job.queue(), world.members):
             self.tell_why(node, why)
+
+    def _tell_no_room(self, node: Sequence[Member], num_inside: int) -> None:
+        """Once."""
+        if not self._know_no_room.issuperset(member.uid for member in node):
+            self._know_no_room.update(member.uid for member in node)
+            self.tell_why(node, f"{num_inside} of at most {self._max_nodes} nodes train: this one waits for a place")
 
     def tell_why(self, node: Sequence[Member], why: str) -> None:
         """Tell the workers of a node in the queue why they are not admitted. Never blocks; one that does not answer is

@@ -65,8 +65,7 @@ class CentralQueue:
         """Make the world after `stands`, where all who trained in that are gone. This worker stands in the queue."""
         if self._are_gone(stands):
             self._succeed(stands, mine)
-        nodes = len({member.node for member in stands.members})
-        return InQueue(f"waiting to be admitted: {nodes} of at most {self._size.max_nodes} nodes train")
+        return InQueue("waiting to be admitted")
 
     def _ready(self) -> tuple[Member, ...]:
         nodes = by_newest(ready_nodes(self.waiting(self._store), ()))

@@ -292,7 +292,7 @@ def test_rank_0_dies_while_it_proposes_and_a_node_joins(cluster: Cluster) -> Non
 def test_a_node_beyond_the_maximum_steps_in_for_a_dead_one(cluster: Cluster) -> None:
     nodes = start_world(cluster, 2, steps=3000, nnodes="1:2")
     nodes += cluster.start(*ENDLESS, "--max-steps", "3000", nnodes="1:2")
-    wait_until(lambda: "waiting to be taken in: 2 of at most 2 nodes train" in nodes[2].text(), "word", PATIENCE)
+    wait_until(lambda: "2 of at most 2 nodes train: this one waits for a place" in nodes[2].text(), "word", PATIENCE)
     nodes[0].kill()
     cluster.finish(nodes[1:])
     check_run(cluster, 3000)

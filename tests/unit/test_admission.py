@@ -38,6 +38,9 @@ class Queue:
 
     def drop(self, _members: list[Member]) -> None: ...
 
+    def beside(self, _member: Member) -> Any:
+        return SimpleNamespace(put=lambda _key, _value: None)
+
 
 def member(number: int, **agreement: Any) -> Member:
     address = ("10.0.0.1", number)
@@ -72,6 +75,17 @@ def test_a_look_parses_the_agreement_of_the_run_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(joins, "json", SimpleNamespace(loads=lambda text: parsed.append(text) or json.loads(text)))
     here.joins.consider(world)
     assert len(parsed) == 1
+
+
+def test_those_for_whom_there_is_no_room_are_told_once() -> None:
+    here, _, world = newcomers(member(1), member(2), member(3), agreement={})
+    told: list[tuple[str, str]] = []
+    here.joins.tell_why = lambda node, why: told.extend((one.uid, why) for one in node)  # type: ignore[method-assign]
+    here.joins._max_nodes = 2
+    here.joins.consider(world)
+    here.joins.consider(world)
+    why = "1 of at most 2 nodes train: this one waits for a place"
+    assert told == [("uid2", why), ("uid3", why)]
 
 
 def test_all_who_wait_are_told_why() -> None:

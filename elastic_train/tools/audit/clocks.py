@@ -81,7 +81,7 @@ def _written(present: Sequence[tuple[_Life, Line]], otherwise: float) -> list[fl
 
 def _is_near(line: Line, written: Sequence[float]) -> bool:
     """Whether the wall clock of a line is right, as far as these moments tell."""
-    return min(written) - TOLERANCE_SECONDS <= line["time"] <= max(written) + TOLERANCE_SECONDS
+    return bool(min(written) - TOLERANCE_SECONDS <= line["time"] <= max(written) + TOLERANCE_SECONDS)
 
 
 def _right_later(life: _Life, meetings: Iterable[Sequence[tuple[_Life, Line]]]) -> float | None:
