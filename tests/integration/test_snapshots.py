@@ -287,8 +287,8 @@ def test_snapshot_of_another_run_is_refused(
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 700 KiB."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a file system")
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("no file system can be mounted: that takes root, and mount")
     path = tmp_path / "tiny"
     path.mkdir()
     mounted = subprocess.run(
