@@ -180,6 +180,28 @@ class TestSnapshotKey:
             initialise(model, snapshot(run_dir, 40), warn=pytest.fail, key=read_key(Path(key)))
 
 
+def test_every_action_takes_a_url(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"file://{tmp_path}/bucket"
+
+    def out(action: str, *arguments: str) -> str:
+        assert cli.main(["snapshot", action, *arguments]) == 0
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        return captured.out
+
+    for step in (10, 30):
+        assert out("copy", str(snapshot(run_dir, step)), url).startswith(f"step {step}: ")
+    assert [row.split()[0] for row in out("list", url).splitlines()[1:]] == ["30", "10"]
+    names = [snapshot(run_dir, step).name for step in (30, 10)]
+    assert out("verify", url).splitlines() == [f"whole: {url}/{name}" for name in names]
+    assert out("hash", url) == f"{sha256(30)}\n"
+    assert out("hash", f"{url}/{names[1]}") == f"{sha256(10)}\n"
+    assert "of step 30: " in out("export", url, "--output", str(tmp_path / "weights"))
+    assert torch.load(tmp_path / "weights")["n"] == 30
+    assert out("copy", url, str(tmp_path / "back")).startswith("step 30: ")
+    assert out("hash", str(tmp_path / "back")) == f"{sha256(30)}\n"
+
+
 class TestSnapshotList:
     def test_newest_first(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (snapshot(run_dir, 20) / "state.pt").write_bytes(b"")

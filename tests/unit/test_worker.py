@@ -17,11 +17,13 @@ from torch.utils.data import TensorDataset
 from elastic_train.__main__ import quick_imports
 from elastic_train.config import Config
 from elastic_train.elastic.evaluations import odd_numbers
-from elastic_train.elastic.worker import Worker, bucket_of, check_start, make_state, warn_of_flags
+from elastic_train.elastic.worker import Worker, bucket_of, check_start, make_state, require_bucket, warn_of_flags
 from elastic_train.elastic.world_report import describe_share
 from elastic_train.errors import Refused, UsageError
 from elastic_train.rendezvous.launch import C10dSettings, Launch
 from elastic_train.rules import require_agreement
+from elastic_train.storage import store_arms
+from elastic_train.storage.store_arms import MemoryArm, PlainArm
 from elastic_train.training.tasks import Task, build_task
 
 CPU = torch.device("cpu")
@@ -227,3 +229,22 @@ def test_metrics_that_cannot_be_right_are_warned_of() -> None:
     assert odd["accuracy"].startswith("the test accuracy is 1.5, and must be from 0 to 1")
     assert odd["loss"].startswith("the test set's loss is inf at step 7")
     assert "is nan at step 7" in odd_numbers({"accuracy": float("nan")}, 7)["accuracy"]
+
+
+@pytest.mark.parametrize("arm", [MemoryArm, PlainArm])
+def test_a_bucket_without_a_conditional_put_is_told_in_one_line(
+    arm: type[PlainArm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_arms, "MemoryArm", arm)
+    url = f"memory://told/{arm.__name__}"
+    told: list[str] = []
+    reporter: Any = SimpleNamespace(warn=told.append)
+    require_bucket(Config(snapshot_dir=url), reporter)
+    assert told == (
+        [
+            f"{url} has no conditional put that can be relied on: a second job with the same --snapshot-dir may be "
+            "noticed late, or not at all"
+        ]
+        if arm is PlainArm
+        else []
+    )
