@@ -71,9 +71,9 @@ class Exits:
         self._membership.barriers.finish(world)
         self._membership.barriers.end_together(world)
         worker.reach("exit", world)
-        reporter.events.write("done", outcome=outcome)
-        measured = "".join(f", test {name} {value}" for name, value in main_metrics(state.test_metrics).items())
         unsaved = self._saver.unsaved(state)
+        reporter.events.write("done", outcome=outcome, **({"unsaved": True} if unsaved else {}))
+        measured = "".join(f", test {name} {value}" for name, value in main_metrics(state.test_metrics).items())
         reporter.report_for_node(f"{outcome.replace('_', ' ')} at step {state.step}{unsaved}")
         if outcome == "already_finished":
             reporter.report(
@@ -176,8 +176,8 @@ class Exits:
     def _say_stopped(self, save_seconds: float) -> int:
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
         self._write_why(save_seconds=save_seconds)
-        reporter.events.write("done", outcome="stopped")
         what, unsaved = f"stopped by {worker.stop.why}", self._saver.unsaved(state)
+        reporter.events.write("done", outcome="stopped", **({"unsaved": True} if unsaved else {}))
         where = "the newest snapshot" if unsaved else "here"
         reporter.report_for_node(f"{what} at step {state.step}{unsaved}")
         reporter.report(

@@ -184,8 +184,14 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         result_path=run_dir / "result.json" if result is not None else None,
         goodput_ratio=float_of(dict_of(current_result or {}, "goodput"), "ratio"),
         bill=newest_bill(current_result, world),
-        notes=(*notes, *_missing(world, result, current_result)),
+        notes=(*notes, *_unsaved(current), *_missing(world, result, current_result)),
     )
+
+
+def _unsaved(workers: list[WorkerLines]) -> Iterator[str]:
+    ends = (worker.last for worker in workers if worker.outcome is not None and worker.last.get("unsaved"))
+    for step in sorted({int_of(end, "step") or 0 for end in ends}):
+        yield f"the state of step {step}, the last one, could not be saved: a warning says why"
 
 
 def _missing(world: list[Line], result: Line | None, current_result: Line | None) -> Iterator[str]:

@@ -362,6 +362,7 @@ def test_a_stop_whose_state_cannot_be_saved_is_no_orderly_one(cluster: Cluster) 
         "THIS STATE IS NOT SAVED, a warning above says why; the same command continues from the newest" in node.text()
     )
     assert outcomes(cluster.run_dir) == ["stopped"]
+    assert [event["unsaved"] for event in events(cluster.run_dir, "done")] == [True]
 
 
 @pytest.mark.slow

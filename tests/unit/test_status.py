@@ -87,6 +87,17 @@ def files(tmp_path: Path) -> Files:
     return Files(tmp_path / "run")
 
 
+@pytest.mark.parametrize("outcome", ["finished", "stopped"])
+def test_a_last_state_that_could_not_be_saved_is_noted(files: Files, outcome: str) -> None:
+    worker = files.worker(0, started=NOW - 900)
+    worker.enter(0, NOW - 890)
+    worker.train(1, 12, NOW - 700)
+    worker.write("done", NOW - 690, outcome=outcome, unsaved=True)
+    assert "the state of step 12, the last one, could not be saved: a warning says why" in read(files).notes
+    worker.write("done", NOW - 600, outcome=outcome)
+    assert not any("could not be saved" in note for note in read(files).notes)
+
+
 def test_a_run_that_is_alive(files: Files) -> None:
     leader, other = files.worker(0, started=NOW - 60), files.worker(1, "far", started=NOW - 60)
     for worker in (leader, other):
