@@ -13,6 +13,7 @@ from elastic_train.elastic.membership import Change, Membership
 from elastic_train.elastic.process_group import set_group_timeout
 from elastic_train.elastic.restore import Restored, sync_from_freshest
 from elastic_train.elastic.run_files import RunFiles
+from elastic_train.elastic.states_check import own_line
 from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.whole_steps import Beginning
 from elastic_train.elastic.worker import Worker
@@ -237,3 +238,6 @@ class Resume:
             reporter.events.write("states_differ", wrong=wrong, has_majority=differ.has_majority)
         if is_teller:
             reporter.warn(message)
+        elif is_wrong:
+            then = "it takes over theirs" if differ.has_majority else "the newest snapshot is restored"
+            reporter.log(own_line(differ, self._worker.state.step, then))

@@ -67,7 +67,7 @@ class StateChecks:
             self.finish(comparison)
         except StatesDiffer as differ:
             # Machines of two kinds drift apart by rounding, and who has joined may have the state of either.
-            if world.rank == 0 and not self._has_told and comparison.num_kinds == 1:
+            if not self._has_told and comparison.num_kinds == 1:
                 self._has_told = True
                 self._tell(differ, world)
         except (RuntimeError, FormationFailed) as error:
@@ -75,6 +75,10 @@ class StateChecks:
         self._membership.watcher.do(Activity.COMPUTE)
 
     def _tell(self, differ: StatesDiffer, world: World) -> None:
+        if world.rank > 0:
+            if world.rank in differ.wrong:  # whoever sits there should know
+                self._worker.reporter.log(own_line(differ, self._worker.state.step, "training goes on"))
+            return
         reporter, wrong = self._worker.reporter, [world.members[rank].name for rank in differ.wrong]
         reporter.events.write("states_differ", wrong=wrong, has_majority=differ.has_majority, is_mended=False)
         which = f"{', '.join(wrong)} hold others than most" if differ.has_majority else "there is no majority"
@@ -84,3 +88,9 @@ class StateChecks:
             "will go by the majority, or by the newest snapshot. The code that is trained must do the same on every "
             "rank: one backward() and one optimizer.step() for each batch, and schedulers among the extras"
         )
+
+
+def own_line(differ: StatesDiffer, step: int, then: str) -> str:
+    """For the terminal of a worker that has not the state of most."""
+    than = "most" if differ.has_majority else "others"
+    return f"this worker has not the weights or optimizer state that {than} have after step {step}: {then}"

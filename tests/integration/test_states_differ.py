@@ -112,8 +112,10 @@ def members_at_first(cluster: Cluster) -> list[str]:
 def test_the_majority_is_right_and_the_bits_are_those_of_an_undisturbed_run(
     cluster: Cluster, changes: dict[str, Any]
 ) -> None:
-    run(cluster, changes, "--snapshot-every", "0")
+    nodes = run(cluster, changes, "--snapshot-every", "0")
     end = check_run(cluster, STEPS)
+    own = f"this worker has not the weights or optimizer state that most have after step {LAST}: it takes over theirs"
+    assert [own in node.text() for node in nodes].count(True) == 1, "on its own terminal"
     found = audit(cluster.run_dir)
     assert found.passed, found.reasons
     wrong = members_at_first(cluster)[int(*changes)]
