@@ -773,6 +773,7 @@ def test_ranks_that_go_their_own_ways_are_told(cluster: Cluster, mistake: str) -
     cluster.finish(nodes)
     line = "of 2 workers are not equal after step 35, and there is no majority"
     assert len([node for node in nodes if line in node.text()]) == 1
+    assert any("; training by train() from scratch; " in node.text() for node in nodes), "the function's name"
     run_dir = cluster.path / "run-2"
     [event] = events(run_dir, "states_differ")
     assert (event["is_mended"], event["has_majority"], len(event["wrong"])) == (False, False, 2)

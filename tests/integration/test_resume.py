@@ -42,6 +42,7 @@ def test_main_job(cluster: Cluster) -> None:
     assert newest_snapshot(run_dir)[0].step == end["step"]
     own = [line for line in first.text().splitlines() if line.startswith("elastic_train: ")]
     assert any(f"step={end['step']}/{end['step']} epoch=30/30 loss=" in line for line in own), own
+    assert any(line.endswith("; training image-classification from scratch; SGD, lr 0.05") for line in own), own
     assert "\x1b" not in first.text(), "plain lines where there is no terminal"
 
     file = run_dir / "result.json"
