@@ -79,6 +79,19 @@ def test_static_torchrun(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
+def test_the_node_of_master_addr_dies_in_a_static_world(cluster: Cluster) -> None:
+    """Its agent too, which hosts the store in which torchrun's agents have met."""
+    where = ("--nnodes=3", "--master-addr=localhost", f"--master-port={free_port()}")
+    flags = ("--peer-timeout", "2", "--ledger", "--max-steps", "40")
+    fault = {"ELASTIC_TRAIN_FAULT": "kill-node@step:rank=0,step=10,generation=0"}
+    program = ("-m", "elastic_train", "--run-dir", str(cluster.run_dir), *flags)
+    nodes = [cluster.launch([*TORCHRUN, *where, f"--node-rank={rank}", *program], fault) for rank in range(3)]
+    assert [node.wait() for node in nodes] == [-signal.SIGKILL, 0, 0]
+    assert worlds(cluster.run_dir) == [(0, 3), (1, 2)]
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=40)
+
+
+@pytest.mark.slow
 def test_several_workers_of_one_machine(cluster: Cluster) -> None:
     program = ("-m", "elastic_train", "--run-dir", str(cluster.run_dir), *SHORT)
     cluster.finish([cluster.launch([*TORCHRUN, "--standalone", "--nproc-per-node=2", *program], {})])
