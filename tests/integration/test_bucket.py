@@ -30,6 +30,7 @@ from tests.integration.cluster import (
     wait_until,
     worlds,
 )
+from tests.integration.test_bucket_faults import LASTING
 from tests.object_stores import ACCESS_KEY, BUCKET, SECRET_KEY, Request, environment, proxy_to, s3_server
 
 LENGTH, BATCH = 1437, 64
@@ -105,6 +106,41 @@ def test_training_goes_on_where_nothing_can_be_saved(
         said = b"".join(path.read_bytes() for path in files)
         for secret in (ACCESS_KEY, SECRET_KEY):
             assert secret.encode() not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["errors", "cut connections", "silence", "a full store"])
+def test_training_goes_on_through_an_outage(
+    cluster: Cluster, endpoint: str, url: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snapshots do not, and come again after it; at the end the last state is there."""
+    num_faults, is_on = [0], [False]
+
+    def outage(request: Request) -> bool:
+        if not (request.is_part and is_on[0]):
+            return False
+        num_faults[0] += 1
+        return LASTING[name][0](request)
+
+    with proxy_to(endpoint) as proxy:
+        env = environment(proxy.endpoint)
+        for variable, value in env.items():
+            monkeypatch.setenv(variable, value)
+        proxy.fault = outage
+        flags = ("--snapshot-dir", url, "--snapshot-every", "20", "--model", "mlp", "--epochs", "100000", "--ledger")
+        node = cluster.start_alone(*flags, env=env)
+        wait_until(lambda: bool(events(cluster.run_dir, "snapshot")), "the first snapshot", 60.0)
+        is_on[0] = True
+        wait_until(lambda: num_faults[0] >= 2, "requests that fail", 60.0)
+        before = last_step(cluster.run_dir)
+        wait_for_step(cluster.run_dir, before + 200)
+        is_on[0] = False
+        num_written = len(events(cluster.run_dir, "snapshot"))
+        wait_until(lambda: len(events(cluster.run_dir, "snapshot")) > num_written, "a snapshot after it", 90.0)
+        node.signal(signal.SIGTERM)
+        cluster.finish([node], code=143)
+        assert steps_in(url)[0] == last_step(cluster.run_dir)
+        check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=last_step(cluster.run_dir))
 
 
 @pytest.mark.slow
