@@ -11,7 +11,7 @@ MAX_HASH = 2**20
 
 
 class ExtrasCheck:
-    """Compares a small hash of the extras' plain values, now and then; warns once in the life of a worker.
+    """Compares a small hash of the extras' plain values, now and then; warns once in each world.
 
     The hash and its square are summed over the ranks along with the loss of a step; only where the sums tell of a
     difference are there messages that say in which extra it is.
@@ -19,6 +19,10 @@ class ExtrasCheck:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._has_warned = False
+
+    def enter(self) -> None:
+        """A world begins, perhaps with others in it."""
         self._has_warned = False
 
     def hashes(self) -> tuple[int, int]:
@@ -33,7 +37,7 @@ class ExtrasCheck:
         self._has_warned = True
         mine = self._hash_by_extra()
         found = gather_json(mine)
-        names = [name for name in sorted(mine) if any(other[name] != mine[name] for other in found)]
+        names = [name for name in sorted(mine) if any(other.get(name) != mine[name] for other in found)]
         if rank == 0 and names:
             self._worker.reporter.warn(
                 f"extras differ between the ranks: {', '.join(names)}. Snapshots hold those of rank 0; when that is "

@@ -23,8 +23,8 @@ class StateChecks:
         self._worker, self._membership = worker, membership
         self._is_able = True
         """whether this worker's state hashes to what the others' does"""
-        self._has_told = False
-        """whether it was said that states are not equal, though a world has begun with equal ones"""
+        self._told_in: World | None = None
+        """the world in which it was said that states are not equal, though it has begun with equal ones"""
 
     def comparison(self, world: World, voters: Sequence[int]) -> StateComparison | None:
         """Of the ranks' states; None where there is nobody to compare with. `voters` as StateComparison's."""
@@ -55,7 +55,7 @@ class StateChecks:
         """Compare after a commit; every rank calls it after the same one. Blocks until all have.
 
         What differs here has been made by the code that is trained, which would do it again from any state: so it is
-        told, once in the life of a worker, and training goes on. A peer that is lost meanwhile is noted in `end`.
+        told, once in a world and at the end, and training goes on. A peer that is lost meanwhile is noted in `end`.
         """
         comparison = self.comparison(world, range(world.world_size))
         if comparison is None or end.lost is not None:
@@ -67,24 +67,27 @@ class StateChecks:
             self.finish(comparison)
         except StatesDiffer as differ:
             # Machines of two kinds drift apart by rounding, and who has joined may have the state of either.
-            if not self._has_told and comparison.num_kinds == 1:
-                self._has_told = True
+            is_new = self._told_in is not world or self._worker.state.is_finished
+            if is_new and comparison.num_kinds == 1:
+                self._told_in = world
                 self._tell(differ, world)
         except (RuntimeError, FormationFailed) as error:
             end.note_lost(error)
         self._membership.watcher.do(Activity.COMPUTE)
 
     def _tell(self, differ: StatesDiffer, world: World) -> None:
+        state = self._worker.state
+        then = "training is over" if state.is_finished else "training goes on"
         if world.rank > 0:
             if world.rank in differ.wrong:  # whoever sits there should know
-                self._worker.reporter.log(own_line(differ, self._worker.state.step, "training goes on"))
+                self._worker.reporter.log(own_line(differ, state.step, f"{then}, and what is saved is rank 0's"))
             return
         reporter, wrong = self._worker.reporter, [world.members[rank].name for rank in differ.wrong]
         reporter.events.write("states_differ", wrong=wrong, has_majority=differ.has_majority, is_mended=False)
         which = f"{', '.join(wrong)} hold others than most" if differ.has_majority else "there is no majority"
         reporter.warn(
-            f"the weights or optimizer states of {world.world_size} workers are not equal after step "
-            f"{self._worker.state.step}, and {which}: training goes on, and what is saved is rank 0's; the next world "
+            f"the weights or optimizer states of {world.world_size} workers are not equal after step {state.step}, and "
+            f"{which}: {then}, and what is saved is rank 0's; the next world "
             "will go by the majority, or by the newest snapshot. The code that is trained must do the same on every "
             "rank: one backward() and one optimizer.step() for each batch, and schedulers among the extras"
         )

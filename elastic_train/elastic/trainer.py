@@ -194,6 +194,7 @@ class Trainer:
     def _make_training(self, world: World, shares: Iterable[Share], begin: Beginning) -> Training:
         """The parts of one world; this rank is in the training function from here on."""
         worker, membership = self._worker, self._membership
+        self._extras.enter()
         observer = StepObserver(self, worker, membership, world)
         end = WorldEnd(world, membership)
         sums = StepSums(worker, membership.watcher, world, observer, end, self._extras, self._votes)

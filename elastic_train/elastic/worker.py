@@ -36,7 +36,7 @@ from elastic_train.storage.weights import initialise
 from elastic_train.system import keep_freed_memory, num_cores
 from elastic_train.training import determinism
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.data_identity import identify
+from elastic_train.training.data_identity import identify, identify_state
 from elastic_train.training.datasets import download
 from elastic_train.training.epoch_dataset import length_of
 from elastic_train.training.ordered import check_model
@@ -113,7 +113,8 @@ class Worker:
             **({} if bucket is None else {"--snapshot-dir": str(bucket)}),
             "--snapshot-key": fingerprint(key_of(self.config)),  # else who becomes rank 0 might sign nothing
             **self.task.describe(),
-            **{f"the training set's {name}": value for name, value in self.data.items()},
+            **{f"training set by its {name}": value for name, value in self.data.items()},  # after train_length
+            **identify_state(self.state),
             **{f"version of {name}": version for name, version in versions().items()},
             "device": self.device.type,
         }
@@ -235,8 +236,7 @@ def key_of(config: Config) -> bytes | None:
 
 def make_directory(config: Config, run_id: str) -> RunDirectory:
     """Raises: RunDirectoryError where it, or --snapshot-dir, cannot be written to."""
-    given = config.snapshot_dir
-    folder = Path(given) if given is not None and bucket_of(config) is None else None
+    folder = None if config.snapshot_dir is None or bucket_of(config) is not None else Path(config.snapshot_dir)
     directory = RunDirectory(config.run_dir or Path("runs") / default_run_name(run_id), folder)
     directory.create()
     if folder is not None:

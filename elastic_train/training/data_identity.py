@@ -1,4 +1,4 @@
-"""By what members see that they train on the same data, in the same order: a few of its names and items.
+"""By what members see that they train the same model on the same data, in the same order: a few names and items.
 
 A folder that one node lists in another order, or in which a file was replaced, has the same length and breaks
 exactly-once unseen. Cheap for any number of items.
@@ -9,13 +9,17 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from elastic_train.training.epoch_dataset import EpochDataset
+from elastic_train.training.state import TrainState
+from elastic_train.wording import count
 
 NUM_ENTRIES = 64
 """of each list that the data set holds about its items"""
@@ -54,6 +58,21 @@ def identify(
         if read is not None:
             found["items"] = read
     return found
+
+
+def identify_state(state: TrainState) -> dict[str, str]:
+    """What of a model and its extras must agree between members, whose scripts may differ: shapes, and names."""
+    tensors = [*state.model.named_parameters(), *state.model.named_buffers()]
+    if any(nn.parameter.is_lazy(tensor) for _, tensor in tensors):  # of shapes that the first batch gives them
+        return {}
+    digest = _digest(
+        [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in sorted(tensors, key=itemgetter(0))]
+    )
+    numbers = sum(tensor.numel() for _, tensor in tensors)
+    return {
+        "the model": f"{count(len(tensors), 'tensor')} of {count(numbers, 'number')} ({digest})",
+        "what extras holds": ", ".join(sorted(state.extras)) or "nothing",
+    }
 
 
 def _names_of(dataset: Any) -> list[Any]:
@@ -126,7 +145,7 @@ def _digest(value: Any, *, has_floats: bool = True, has_texts: bool = True) -> s
             for entry in value:
                 add(entry)
         elif value is None or isinstance(value, int):
-            digest.update(repr(value).encode())
+            digest.update(f"{value!r},".encode())  # else 1 and 11 were as 11 and 1
         else:
             digest.update(type(value).__name__.encode())
             if (has_floats and isinstance(value, float)) or (has_texts and isinstance(value, str)):

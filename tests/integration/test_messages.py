@@ -295,7 +295,7 @@ def test_a_folder_that_a_node_lists_in_another_order(cluster: Cluster, loaders: 
     codes = [node.wait(150) for node in (*first, second)]
     assert sorted(codes) == [0, 1]
     [line] = error_lines([*first, second][codes.index(1)])
-    assert "the training set's" in line
+    assert "training set by its " in line
     assert "this worker is refused" in line
     if loaders == "1":  # nothing but the names may be read
         assert "'cat/0.png' is the first" in line

@@ -23,6 +23,7 @@ from tests.integration.cluster import (
     check_ledger,
     check_steps,
     error_line,
+    error_lines,
     events,
     free_port,
     newest_snapshot,
@@ -169,6 +170,38 @@ def start_workers(cluster: Cluster, world_size: int, text: str, *flags: str) -> 
     where = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     ranks = [{} if world_size == 1 else where | {"RANK": str(rank)} for rank in range(world_size)]
     return [cluster.launch([*command, *flags], env) for env in ranks]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (
+            'extras={"scheduler": scheduler}',
+            "extras={}",
+            "what extras holds is 'nothing' here and 'scheduler' on the run",
+        ),
+        pytest.param("8", "9", "the model is '4 tensors of 28 numbers (", marks=pytest.mark.slow),
+    ],
+    ids=["extras", "shapes"],
+)
+def test_a_node_with_an_older_script_is_refused(cluster: Cluster, old: str, new: str, told: str) -> None:
+    """Before it costs the others a world. Its flags are theirs."""
+    text = SCRIPT.replace("BEFORE_COMMIT", "import time; time.sleep(0.02)")
+    where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{cluster.port}", "--nnodes=1:3"]
+    nodes = []
+    for name, script in (("newer.py", text), ("older.py", text.replace(old, new))):
+        (cluster.path / name).write_text(script)
+        flags = ["--run-dir", str(cluster.run_dir), "--epochs", "100000", "--global-batch-size", "16"]
+        nodes.append(cluster.launch([*TORCHRUN, *where, str(cluster.path / name), *flags], {}))
+        wait_for_step(cluster.run_dir, 10)
+    newer, older = nodes
+    assert older.wait(120) == 1
+    [line] = error_lines(older)
+    assert told in line
+    assert "this worker is refused" in line
+    newer.signal(signal.SIGTERM)
+    cluster.finish([newer], code=1)
+    assert len(events(cluster.run_dir, "world")) == 1
 
 
 @pytest.mark.slow
