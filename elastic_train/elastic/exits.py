@@ -78,7 +78,7 @@ class Exits:
         if outcome == "already_finished":
             reporter.report(
                 f"the run in {worker.directory.path} is finished: {state.step} steps{measured}. Nothing left to do; "
-                f"a larger {'--epochs' if worker.config.max_steps is None else '--max-steps'} trains on, "
+                f"a larger {'--max-steps' if worker.config.max_steps == state.last_step else '--epochs'} trains on, "
                 f"--fresh starts anew{unsaved}"
             )
         else:

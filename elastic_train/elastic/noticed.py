@@ -85,7 +85,8 @@ class Noticed:
         self._worker.reporter.events.is_noticed = True
         self._worker.reporter.events.write("notice", state="given", **notice.to_fields())
         when = "" if notice.deadline is None else f" in {duration(max(0.0, notice.deadline - time.time()))}"
-        what = f"is taken away{when}, and leaves before" if notice.is_certain else f"may be taken away{when}"
+        leaves = "at once" if notice.deadline is None else "before"
+        what = f"is taken away{when}, and leaves {leaves}" if notice.is_certain else f"may be taken away{when}"
         self._worker.reporter.log(f"notice: {notice.host} {what} ({notice.described})")
 
     def leave(self, notice: PreemptionNotice) -> None:

@@ -10,7 +10,6 @@ import itertools
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,11 +20,12 @@ from elastic_train.errors import RunDirectoryError, SnapshotError
 from elastic_train.observe.bill import newest_bill
 from elastic_train.observe.capacity import NO_CAPACITY, Capacity, capacity_of, quarantines_of
 from elastic_train.observe.status_files import IsAlive, WorkerLines, drill_is_alive, process_is_alive, read_workers
+from elastic_train.observe.status_past import incidents_of, warnings_of
 from elastic_train.runlog.reader import Line, dict_of, float_of, int_of, read_json, time_of
 from elastic_train.storage.run_snapshots import folder_by
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots
 from elastic_train.storage.store_urls import is_url
-from elastic_train.wording import count, duration
+from elastic_train.wording import duration
 
 SILENT_AFTER_SECONDS = 30.0
 RATE_SECONDS = 30.0
@@ -103,6 +103,8 @@ class Status:
 
 
 def missing(run_dir: Path) -> RunDirectoryError:
+    if re.match(r"[a-z0-9]+:/", str(run_dir)):
+        return RunDirectoryError(f"{run_dir} is no run directory; elastic-train snapshot list shows what is at a URL")
     return RunDirectoryError(f"{run_dir} does not exist; --run-dir of the training says where the run is")
 
 
@@ -176,8 +178,8 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         test_metrics=test_metrics,
         snapshot=snapshot,
         remote_snapshot=_newest_remote_snapshot(workers),
-        incidents=_incidents(workers, current_result, now),
-        warnings=tuple(dict.fromkeys([*_warnings(workers), *problems])),
+        incidents=incidents_of(workers, current_result, now),
+        warnings=tuple(dict.fromkeys([*warnings_of(workers), *problems])),
         is_drill=is_drill,
         capacity=capacity_of(workers, world, now, is_alive, is_there=is_there, is_over=state in OVER),
         quarantined=quarantines_of(world, now) if is_there else (),
@@ -357,41 +359,3 @@ def _newest_evaluation(world: list[Line], result: Line | None) -> tuple[int | No
     step, metrics = max(known, key=itemgetter(0))
     numbers = {name: float_of(metrics, name) for name in metrics}
     return step, {name: math.nan if value is None else value for name, value in numbers.items()}  # null: not finite
-
-
-def _incidents(workers: list[WorkerLines], result: Line | None, now: float) -> tuple[str, ...]:
-    """What interrupted the run: the list of result.json, where it is of this end; else the worlds after the first."""
-    if result is not None and isinstance(result.get("incidents"), list):
-        return tuple(
-            f"{entry.get('cause')}, {duration(now - time_of(entry))} ago, "
-            f"{entry.get('committed_steps_lost', 0)} committed steps lost"
-            for entry in result["incidents"]
-            if isinstance(entry, dict)
-        )
-    lines = sorted((line for worker in workers for line in worker.lines), key=time_of)
-    worlds: dict[int, Line] = {}
-    for line in lines:
-        if line["event"] == "world" and int_of(line, "generation"):  # not the first
-            worlds.setdefault(line["generation"], line)
-
-    return tuple(
-        f"{'restart' if line.get('cause') == 'start' else line.get('cause')}, {duration(now - time_of(line))} ago, "
-        f"generation {line['generation']} with {count(int_of(line, 'world_size'), 'worker')} at step {line.get('step')}"
-        for line in worlds.values()
-    )
-
-
-_NUMBER = re.compile(r"\b\d+")
-
-
-def _warnings(workers: list[WorkerLines]) -> list[str]:
-    lines = [line for worker in workers for line in worker.lines if line["event"] == "warning"]
-    counts: Counter[str] = Counter()
-    newest: dict[str, str] = {}
-    for line in sorted(lines, key=time_of):
-        message = str(line.get("message"))
-        kind = _NUMBER.sub("", message)
-        counts[kind] += 1
-        newest.pop(kind, None)  # so that the newest kind is the last
-        newest[kind] = message
-    return [message if counts[kind] == 1 else f"{message} ({counts[kind]} times)" for kind, message in newest.items()]

@@ -177,7 +177,7 @@ class BucketOwner:
     def _in_use(self, record: BucketRecord) -> SnapshotsInUse:
         return SnapshotsInUse(
             f"the snapshots in {self._store} are in use by another job ({record}); stop that job, or choose another "
-            "--snapshot-dir"
+            "--snapshot-dir; to join it, give its --rdzv-endpoint"
         )
 
     def _put_first(self, stored: Stored | None, job_token: str, generation: int) -> bool:

@@ -273,7 +273,8 @@ class Ownership:
             other = _living_other(self._path, job_token, owner, host)
             if other is not None:
                 raise RunDirectoryInUse(
-                    f"{self._name} is in use by another job ({other}); stop that job, or choose another {self._flag}"
+                    f"{self._name} is in use by another job ({other}); stop that job, or choose another {self._flag}; "
+                    "to join it, give its --rdzv-endpoint"
                 )
         if self._lock_fd is None:
             self._lock_job(job_token, host)

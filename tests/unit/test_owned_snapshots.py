@@ -54,7 +54,7 @@ def test_another_job_is_refused_by_name_while_one_lives(make_node: MakeNode, fol
         two.ownership.claim("job-2", 4, "beta")
     told = str(refused.value)
     assert told.startswith(f"snapshot directory {folder} is in use by another job (host alpha, pid ")
-    assert told.endswith("; stop that job, or choose another --snapshot-dir")
+    assert told.endswith("; stop that job, or choose another --snapshot-dir; to join it, give its --rdzv-endpoint")
     one.ownership.check_owner("job-1", 3)
     two.ownership.release()
     one.ownership.release()

@@ -87,6 +87,27 @@ def files(tmp_path: Path) -> Files:
     return Files(tmp_path / "run")
 
 
+def test_who_joins_has_restarted_nothing(files: Files) -> None:
+    """To itself its first world is a start; the others say what it was, or the state that it got."""
+    first, newcomer = files.worker(0, started=NOW - 900), files.worker(1, started=NOW - 850, start_number=1)
+    first.enter(0, NOW - 890)
+    newcomer.enter(1, NOW - 800.1)
+    newcomer.write("restore", NOW - 800, source="peer", restored_step=9)
+    first.enter(1, NOW - 800, cause="join")
+    assert [text.split(",")[0] for text in read(files).incidents] == ["join"]
+    first.path.unlink()
+    assert [text.split(",")[0] for text in read(files).incidents] == ["join"], "of its own run directory alone"
+    alone = files.worker(0, started=NOW - 100, start_number=2)
+    alone.enter(2, NOW - 90)
+    alone.write("restore", NOW - 90, source="snapshot", restored_step=9)
+    assert [text.split(",")[0] for text in read(files).incidents] == ["join", "restart"]
+
+
+def test_a_url_is_no_run_directory() -> None:
+    with pytest.raises(RunDirectoryError, match="elastic-train snapshot list shows what is at a URL"):
+        status.read_status(Path("s3://bucket/run-1"), NOW)
+
+
 @pytest.mark.parametrize("outcome", ["finished", "stopped"])
 def test_a_last_state_that_could_not_be_saved_is_noted(files: Files, outcome: str) -> None:
     worker = files.worker(0, started=NOW - 900)

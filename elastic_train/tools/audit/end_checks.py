@@ -111,7 +111,7 @@ def check_state(history: History) -> Found:
         looked_at.append("an undisturbed run" if _is_ordered(result) else f"an undisturbed run, {how}")
         findings += list(_differences(history, result, reference, tolerance))
     if not looked_at and not findings:
-        raise Skip("neither a snapshot of the last step nor an undisturbed run to compare with")
+        raise Skip(f"neither a snapshot of the last step nor an undisturbed run to compare with{history.in_bucket}")
     return f"{str(result.get('state_sha256'))[:16]}, compared with {' and '.join(looked_at) or 'nothing'}", findings
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from elastic_train.errors import RunDirectoryError
 from elastic_train.observe.status import missing
 from elastic_train.runlog.reader import Line, member_of, read_json, read_with_torn
+from elastic_train.storage.store_urls import is_url
 from elastic_train.tools.audit.clocks import set_right
 from elastic_train.tools.audit.one_run import of_one_run
 from elastic_train.tools.audit.record import DrillRecord, read_drill
@@ -119,6 +120,12 @@ class History:
     def batch(self) -> int | None:
         value = self.config.get("global_batch_size")
         return int(value) if isinstance(value, int) else None
+
+    @property
+    def in_bucket(self) -> str:
+        """Where the snapshots are that are not looked at here, as the end of a sentence; empty where they are."""
+        place = self.config.get("snapshot_dir")
+        return f"; those of {place}: elastic-train snapshot verify {place}" if is_url(place) else ""
 
     @cached_property
     def steps(self) -> list[Step]:

@@ -40,7 +40,7 @@ def check_snapshots(history: History) -> Found:
     elif history.is_finished and history.last_step not in _written_steps(history) | {info.step for info in infos}:
         findings.append(f"finished, but nobody has written a snapshot of step {history.last_step}")
     if not infos and not findings:
-        raise Skip("no snapshot in the run directory")
+        raise Skip(f"no snapshot in the run directory{history.in_bucket}")
     on_purpose = f", {len(planted)} damaged on purpose" if planted else ""
     return count(len(infos), "snapshot") + on_purpose, findings
 
