@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable
 
@@ -173,7 +174,7 @@ class Saver:
         """The same on another thread than the one that trains, which does not wait for it. Nothing else is told of."""
         self._failed_step = state.step
         try:
-            self._report(self.writer().save(state.state_dict(), **self._position(state), fleet=fleet))
+            self._report(_save_last(self.writer(), self._reporter.warn, state, self._position(state), fleet))
         except SnapshotError as error:
             self._reporter.warn(str(error))
             return False
@@ -268,3 +269,23 @@ class Saver:
             "restarts": state.restarts,
             "metric": state.ratings.at(state.step),
         }
+
+
+def _save_last(
+    writer: SnapshotWriter,
+    warn: Callable[[str], None],
+    state: TrainState,
+    position: SnapshotPosition,
+    fleet: Fleet | None,
+) -> SnapshotResult:
+    """Where the disk is full, older snapshots make room for it. Raises: as `SnapshotWriter.save`."""
+    try:
+        return writer.save(state.state_dict(), **position, fleet=fleet)
+    except SnapshotError as error:
+        cause = error.__cause__
+        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        removed = writer.make_room() if is_full else []
+        if not removed:
+            raise
+    warn(f"no room for the state of step {state.step}: older snapshots go, {', '.join(removed)}")
+    return writer.save(state.state_dict(), **position, fleet=fleet)

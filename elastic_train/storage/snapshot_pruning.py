@@ -99,6 +99,19 @@ class SnapshotPruner:
             return [f"old snapshots in {self._directory} cannot be removed: {cause}"]
         return []
 
+    def make_room(self) -> list[str]:
+        """Remove more than `prune` does, where the disk is full: all older ones of this host than the newest whole one
+        of the run, but for what is pinned for good. Returns their names. Raises: OSError."""
+        of_run = [info for info in self._readable() if info.run_uid == self._run_uid]
+        newest = max((info.age_key for info in of_run if self._is_whole(info)), default=None)
+        pinned = self._keep.pinned(of_run, self._is_whole)
+        if newest is None:
+            return []
+        doomed = [i.name for i in of_run if self._is_own(i.name) and i.age_key < newest and i.age_key not in pinned]
+        for name in doomed:
+            self._remove(self._directory / name)
+        return doomed
+
     def _readable(self) -> list[SnapshotInfo]:
         """Every snapshot whose manifest can be read, its other files being there or not."""
         readable = []

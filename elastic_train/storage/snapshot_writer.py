@@ -55,6 +55,9 @@ class SnapshotPosition(TypedDict):
     metric: NotRequired[float | None]
 
 
+_NO_BRANCHES = {"branches": (), "restarts": (), "metric": None}
+
+
 class SnapshotWriter:
     """Writes the snapshots of one process, one at a time. Its methods are for one thread, the one that trains.
 
@@ -171,6 +174,10 @@ class SnapshotWriter:
         self._thread = threading.Thread(target=write, name="snapshot-writer", daemon=True)
         self._thread.start()
         return True
+
+    def make_room(self) -> list[str]:
+        """As `SnapshotPruner.make_room`; nothing below a URL."""
+        return self._pruner.make_room() if isinstance(self.directory, Path) else []
 
     def is_busy(self) -> bool:
         """Whether a snapshot is being written in the background."""
@@ -296,15 +303,7 @@ class SnapshotWriter:
     def _manifest(self, position: SnapshotPosition) -> dict[str, Any]:
         """All of it but the files."""
         whose = {"run_uid": self._run_uid, "host": self._host, "time": self._now(), "task": self._task}
-        return {
-            "format_version": FORMAT_VERSION,
-            "branches": (),
-            "restarts": (),
-            "metric": None,
-            **position,
-            **whose,
-            **_versions(),
-        }
+        return {"format_version": FORMAT_VERSION, **_NO_BRANCHES, **position, **whose, **_versions()}
 
 
 def _versions() -> dict[str, str]:
