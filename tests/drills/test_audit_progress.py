@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_train.runlog.reader import read_all
 from elastic_train.tools.audit.audit import CheckOutcome, audit
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.lost_time import lost_time
@@ -280,6 +281,30 @@ def test_a_restart_from_a_snapshot_may_repeat_steps(run_dir: Path) -> None:
     found = audit(run_dir)
     assert verdicts(found)["steps"] is CheckOutcome.PASS, found.reasons
     assert lost_time(read_history(run_dir)).outages[-1].cause == "restart"
+
+
+def test_new_machines_that_went_on_from_a_snapshot(run_dir: Path) -> None:
+    """Their disks were empty: nothing of the steps before is there, nor on anybody's."""
+    restart(run_dir, 3, "snapshot", snapshot=3)
+    edit_lines(events_of(run_dir), lambda lines: [line for line in lines if line["generation"] in (None, 2)])
+    change(events_of(run_dir), lambda line: line["event"] == "start", time=START + 4.9)
+    later: dict[int, Line] = {}
+    for line in (line for member in MEMBERS for line in read_all(ledger_of(run_dir, member))):
+        if line["step"] > 3 and line["generation"] == 1:
+            one = later.setdefault(line["step"], {**line, "generation": 2, "rank": 0, "indices": []})
+            one["indices"] += line["indices"]
+    edit_lines(ledger_of(run_dir), lambda _lines: list(later.values()))
+    for member in MEMBERS[1:]:
+        events_of(run_dir, member).unlink()
+        ledger_of(run_dir, member).unlink()
+    found = audit(run_dir)
+    assert found.passed, found.reasons
+    details = {check.name: check.detail for check in found.checks}
+    said = "; it began here from the snapshot of step 3: what came before is not here"
+    assert details["steps"] == f"steps 4 to {LAST_STEP} in 1 generation{said}"
+    assert said in details["ledger"]
+    edit_lines(events_of(run_dir), lambda lines: [line for line in lines if line.get("step") != 5])
+    assert "step 5 was never committed" in "".join(audit(run_dir).reasons)
 
 
 # --- the generations --------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def check_ledger(history: History) -> Found:
     findings = [line for line in history.torn if line.startswith("ledger/")]
     used: dict[int, Counter[int]] = defaultdict(Counter)
     skipped = {step.step for step in history.kept if step.generation in history.without_ledger}
-    for step in range(1, history.last_step + 1):
+    for step in range(history.begins_after + 1, history.last_step + 1):
         if step in skipped:
             continue
         if step not in by_step:
@@ -64,14 +64,15 @@ def check_ledger(history: History) -> Found:
             findings.append(f"epoch {epoch}: {_some(twice)} used more than once")
         missing = sorted(set(range(length)) - counter.keys())
         steps = range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)
-        if missing and steps[-1] <= history.last_step and skipped.isdisjoint(steps):
+        is_all_here = history.begins_after < steps[0] and steps[-1] <= history.last_step
+        if missing and is_all_here and skipped.isdisjoint(steps):
             findings.append(f"epoch {epoch}: {_some(missing)} never used")
         strange = sorted(index for index in counter if not 0 <= index < length)
         if strange:
             findings.append(f"epoch {epoch}: {_some(strange)} of a data set of {length}")
     without = f"; {count(len(skipped), 'step')} more without --ledger" if skipped else ""
-    checked = count(history.last_step - len(skipped), "step")
-    return f"{checked}, {count(len(used), 'epoch')} of {count(length, 'sample')}{without}", findings
+    checked = count(history.last_step - history.begins_after - len(skipped), "step")
+    return f"{checked}, {count(len(used), 'epoch')} of {count(length, 'sample')}{without}{history.of_before}", findings
 
 
 def _some(indices: list[int]) -> str:
@@ -97,7 +98,8 @@ def check_steps(history: History) -> Found:
         if generation not in worlds:
             findings.append(f"generation {generation} committed steps, but no member says that it stood")
     present = {step.step for step in history.steps}
-    gaps = [step for step in range(1, history.last_step + 1) if step not in present]
+    first = history.begins_after + 1
+    gaps = [step for step in range(first, history.last_step + 1) if step not in present]
     if gaps:
         findings.append(f"step {gaps[0]} was never committed, but step {history.last_step} was ({len(gaps)} missing)")
     saved = _saved(history)
@@ -122,7 +124,8 @@ def check_steps(history: History) -> Found:
     result = history.final_result
     if result is not None and result.get("step") != history.last_step:
         findings.append(f"result.json is of step {result.get('step')}, the events reach {history.last_step}")
-    return f"steps 1 to {history.last_step} in {count(len(history.worlds), 'generation')}", findings
+    generations = count(len(history.worlds), "generation")
+    return f"steps {first} to {history.last_step} in {generations}{history.of_before}", findings
 
 
 def _may_have_restarted(history: History, world: PastWorld, before: PastWorld | None) -> bool:
