@@ -92,12 +92,12 @@ class Exits:
 
     def finish_as_spare(self, world: World, result: str) -> int:
         """The others have trained to the end: leave the same result.json, where this node's run directory lacks it."""
-        worker, reporter = self._worker, self._worker.reporter
         self._membership.watcher.leave()
         if world.is_directory_leader:
-            save_result(worker, result.encode())
-        reporter.events.write("done", outcome="finished")
-        reporter.log(f"the run is finished; this spare was not needed; {worker.directory.result_path}")
+            save_result(self._worker, result.encode())
+        self._worker.reporter.events.write("done", outcome="finished")
+        path = self._worker.directory.result_path
+        self._worker.reporter.log(f"the run is finished; this spare was not needed; {path}")
         return 0
 
     def stop(self, world: World) -> int:
@@ -127,14 +127,14 @@ class Exits:
         return self._say_stopped(save_seconds)
 
     def stop_between_worlds(self, world: World) -> int:
-        """Told to stop between two worlds: no process group to agree with anybody, so each node keeps what it has."""
+        """Told to stop between two worlds: there is no process group to agree with anybody. Each node keeps its own."""
         started, self._worker.state.stopped_at = time.monotonic(), self._worker.state.step
         self._saver.enter(world)
         if world.is_first_of_node:
             with told(self._worker.reporter):
                 self._saver.save_and_wait(self._worker.state)
                 self._saver.wait()
-        self._files.leave_bucket_alone(world)
+        self._files.leave_bucket_between_worlds(world)
         return self._say_stopped(time.monotonic() - started)
 
     def leave(self, world: World) -> int:
@@ -178,11 +178,11 @@ class Exits:
         self._write_why(save_seconds=save_seconds)
         what, unsaved = f"stopped by {worker.stop.why}", self._saver.unsaved(state)
         reporter.events.write("done", outcome="stopped", **({"unsaved": True} if unsaved else {}))
-        where = "the newest snapshot" if unsaved else "here"
         reporter.report_for_node(f"{what} at step {state.step}{unsaved}")
         reporter.report(
             f"{what} at step {state.step} (epoch {state.epoch + 1} of {worker.config.epochs}, {state.samples_done} of "
-            f"{state.length} samples){unsaved}; the same command continues from {where}"
+            f"{state.length} samples){unsaved}; the same command continues from "
+            f"{'the newest snapshot' if unsaved else 'here'}"
         )
         return UNSAVED if unsaved else 128 + worker.stop.cause
 

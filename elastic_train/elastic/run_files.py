@@ -102,6 +102,11 @@ class RunFiles:
         if self._bucket is not None and world.is_first_of_node:
             self._bucket.owner.leave()
 
+    def leave_bucket_between_worlds(self, world: World) -> None:
+        """The same where the next world of others may take its time: only where there are none."""
+        if world.num_nodes == 1:
+            self.leave_bucket_alone(world)
+
     def take_token(self, token: str) -> None:
         """The world's: it may not be that of the host at which this worker stood in the queue first."""
         if token != self.job_token:

@@ -57,7 +57,7 @@ class Saver:
         """of the newest state that could not be saved by who waited for it"""
         self.newest: SnapshotResult | None = None
         """of those that are durable"""
-        self._has_told_slow = False
+        self._has_told_slow, self._step_on_the_way = False, -2
         """of the one that is on its way"""
         self._snapshots: SnapshotWriter | None = None
 
@@ -136,7 +136,7 @@ class Saver:
             started_at = self._now()
             if self.writer().save_in_background(state.state_dict(), **self._position(state)):
                 self._schedule.note_start(started_at)
-                self._has_told_slow = False
+                self._has_told_slow, self._step_on_the_way = False, state.step
             else:
                 self._schedule.put_off()
 
@@ -216,10 +216,16 @@ class Saver:
             self._snapshots.wait(60.0)
             self.report()
 
+    @property
+    def expected_seconds(self) -> float:
+        """That a snapshot takes: as the newest, else twice as long as the first one is on its way by now."""
+        return 2 * self._schedule.seconds_on_the_way if self.newest is None else self.newest.total_seconds
+
     def give_up_in_flight(self, state: TrainState) -> None:
         """Where it goes to a URL: the line is for the last state."""
         if self._snapshots is not None and self._snapshots.give_up():
-            self._reporter.log(f"the snapshot that is on its way is given up for that of step {state.step}, the last")
+            lost = "; it was the best so far" if self._best_step == self._step_on_the_way else ""
+            self._reporter.log(f"the snapshot on its way is given up for that of step {state.step}, the last{lost}")
 
     def writer(self) -> SnapshotWriter:
         # One for the life of the process: it keeps its buffers, and one snapshot at a time is in flight.
@@ -278,14 +284,15 @@ def _save_last(
     position: SnapshotPosition,
     fleet: Fleet | None,
 ) -> SnapshotResult:
-    """Where the disk is full, older snapshots make room for it. Raises: as `SnapshotWriter.save`."""
+    """Where the disk is full, older snapshots make room for it, unless branches parted: they are of both. Raises: as
+    `SnapshotWriter.save`."""
     try:
         return writer.save(state.state_dict(), **position, fleet=fleet)
     except SnapshotError as error:
         cause = error.__cause__
         is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
-        removed = writer.make_room() if is_full else []
+        removed = writer.make_room() if is_full and not state.branches else []
         if not removed:
             raise
-    warn(f"no room for the state of step {state.step}: older snapshots go, {', '.join(removed)}")
+    warn(f"no room for the state of step {state.step}: removed {', '.join(removed)}")
     return writer.save(state.state_dict(), **position, fleet=fleet)

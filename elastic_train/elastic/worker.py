@@ -66,8 +66,8 @@ class Worker:
     imported_at: float
     """when building began, by the monotonic clock"""
     built_at: float
-    data: dict[str, str]
-    """by what members see that they have the same training set"""
+    identity: dict[str, str]
+    """by what members see that they have the same training set and model, as these were made"""
 
     @property
     def snapshots_dir(self) -> SnapshotFolder:
@@ -113,8 +113,7 @@ class Worker:
             **({} if bucket is None else {"--snapshot-dir": str(bucket)}),
             "--snapshot-key": fingerprint(key_of(self.config)),  # else who becomes rank 0 might sign nothing
             **self.task.describe(),
-            **{f"training set by its {name}": value for name, value in self.data.items()},  # after train_length
-            **identify_state(self.state),
+            **self.identity,
             **{f"version of {name}": version for name, version in versions().items()},
             "device": self.device.type,
         }
@@ -177,6 +176,7 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
         warn_of_flags(config, launch, task, state.length, reporter)
         task.describe()  # reads the test set too: a fault in it should show now
         data = identify(task.train_set, seed=config.seed, collate=task.collate, may_read=config.num_workers == 0)
+        identity = {f"training set by its {name}": value for name, value in data.items()} | identify_state(state)
     except BaseException as error:
         reporter.failed(error)
         raise
@@ -193,7 +193,7 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
         faults,
         imported_at,
         time.monotonic(),
-        data,
+        identity,
     )
 
 

@@ -149,7 +149,7 @@ class Bucket:
         self.store = store
         self._part_bytes = part_bytes
         self._left: dict[BucketSnapshot, list[str]] = {}
-        """parts of snapshots that failed, which could not be deleted then"""
+        """parts of snapshots that failed, which are not deleted yet"""
 
     def __str__(self) -> str:
         return str(self.store)
@@ -197,7 +197,7 @@ class Bucket:
             stream = (
                 self._open_share(place, shared) if shared is not None else self._open_parts(place, host, is_given_up)
             )
-            return existing or self._write_new(place, fill, stream, manifest, key, before_visible)
+            return existing or self._write_new(place, fill, stream, manifest, key, before_visible, is_given_up)
         except ObjectStoreError as error:
             raise SnapshotError(f"snapshot {name} cannot be written: {error}; older ones are untouched") from error
 
@@ -258,10 +258,11 @@ class Bucket:
         manifest: dict[str, Any],
         key: bytes | None,
         before_visible: Callable[[], None] | None,
+        is_given_up: Callable[[], bool],
     ) -> SnapshotFile:
         appearance: Appearance | None = None
         try:
-            hashing = HashingFile(cast("IO[bytes]", stream))
+            hashing = HashingFile(cast("IO[bytes]", stream), is_given_up)
             fill(cast("IO[bytes]", hashing))
             parts = stream.finish()
             written = hashing.written()
@@ -286,10 +287,11 @@ class Bucket:
         finally:
             if appearance is None or not appearance.may_be_there:
                 stream.wait()
-                try:
-                    self._delete(self.store.impatient(), place, stream.names)
-                except ObjectStoreError:  # what is told is why it was not written
-                    self._left[place] = [*self._left.get(place, ()), *stream.names]
+                self._left[place] = [*self._left.get(place, ()), *stream.names]
+                # What is told is why it was not written; where it was given up, something else waits for the line.
+                with contextlib.suppress(ObjectStoreError):
+                    if not is_given_up():
+                        self._delete_left(self.store.impatient())
 
     def prune(self, written: str, *, keep: Retention, run_uid: str, key: bytes | None = None) -> list[str]:
         """As `snapshot.RemoteFolder.prune`, of all hosts: machines that may be taken away come back under other names.
@@ -311,9 +313,7 @@ class Bucket:
             doomed += [info.name for info in of_run if info.age_key not in stays and info.name != written]
             for name in doomed:
                 self._delete(self.store, self.snapshot(name), [MANIFEST_FILE, *listed[name]])
-            for place in list(self._left):
-                self._delete(self.store, place, self._left[place])
-                del self._left[place]
+            self._delete_left(self.store)
         except Exception as error:  # of whatever lies there: what was written is safe, and no training ends over it
             said = str(error) if isinstance(error, SnapshotError) else f"{type(error).__name__}: {first_line(error)}"
             return [f"old snapshots in {self} cannot be deleted: {said}"]
@@ -327,6 +327,11 @@ class Bucket:
         with contextlib.suppress(SnapshotDamaged):
             return info_of(place.manifest(files), place, key).run_uid == run_uid
         return False
+
+    def _delete_left(self, store: ObjectStore) -> None:
+        for place in list(self._left):
+            self._delete(store, place, self._left[place])
+            del self._left[place]
 
     @staticmethod
     def _delete(store: ObjectStore, place: BucketSnapshot, files: list[str]) -> None:

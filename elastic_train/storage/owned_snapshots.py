@@ -35,14 +35,15 @@ class OwnershipWithSnapshots(Ownership):
         is_leader: bool = True,
         timeout: timedelta = CLAIM_TIMEOUT,
     ) -> str | None:
-        self._host = host
+        self._host, began = host, time.monotonic()
         warning = super().claim(job_token, generation, host, is_leader=is_leader, timeout=timeout)
         try:
-            told = self._snapshots.claim(job_token, generation, host, is_leader=is_leader, timeout=timeout)
+            left = max(timedelta(seconds=1), timeout - timedelta(seconds=time.monotonic() - began))
+            told = self._snapshots.claim(job_token, generation, host, is_leader=is_leader, timeout=left)
         except RunDirectoryGone:
             self._claim_folder_anew(job_token, generation)
             return warning
-        return warning or told
+        return "; ".join(filter(None, (warning, told))) or None
 
     def claim_anew(self, job_token: str, generation: int, host: str) -> None:
         super().claim_anew(job_token, generation, host)

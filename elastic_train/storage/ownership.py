@@ -67,7 +67,10 @@ os.register_at_fork(after_in_child=_close_locks_in_child)
 
 def open_for_lock(path: Path) -> int:
     # read and write: NFS wants the first for a shared lock and the second for an exclusive one
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except PermissionError:  # another user's, in a folder that a group shares
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     _locked_fds.add(fd)
     return fd
 
@@ -82,7 +85,7 @@ def close_lock(fd: int) -> None:
 
 class Ownership:
     """Which job has one directory, and this process's claim on it. Not for use by several threads at once, except
-    `check_owner`, which any thread may call.
+    `check_owner`, which any thread may call; one at a time where snapshots lie elsewhere (`OwnershipWithSnapshots`).
 
     Args:
         name: of the directory in messages; `flag`, by which another one is chosen.
@@ -154,6 +157,7 @@ class Ownership:
             raise OwnershipLost(f"{error}; {stops(generation)}") from error
         except OSError as error:
             raise unusable(self._name, "cannot be claimed", error, self._flag) from error
+        self._token = job_token
 
     def check_owner(self, job_token: str, generation: int) -> None:
         """Called right before something becomes visible that a replaced process must not write (a snapshot,
@@ -185,6 +189,8 @@ class Ownership:
         """Give the claim up; the last worker of the job removes its lock file. `owner.json` stays as a record."""
         fd, token = self._lock_fd, self._token
         if fd is None or token is None or self._lock_pid != os.getpid():
+            if fd is not None and self._lock_pid == os.getpid():
+                close_lock(fd)
             self._lock_fd = self._token = None
             return
         # Without the claim lock another worker might be about to lock the file that is unlinked here.
@@ -347,6 +353,8 @@ def _living_other(directory: Path, job_token: str, owner: Owner | None, host: st
         who = str(named) if named is not None else f"unknown, see {path.name}"
         if holders and not living:
             who += ", which has ended but left a child process behind"
+        elif "?" in states:
+            who += "; if that machine is gone, a file server keeps its lock for a minute or two"
         return who
     return None
 

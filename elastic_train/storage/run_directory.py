@@ -57,7 +57,7 @@ class RunDirectory:
         self._known_identity = ""
 
     def _make_ownership(self, snapshots: Path | None) -> Ownership:
-        if snapshots is None or snapshots.resolve() == self.snapshots_dir.resolve():
+        if snapshots is None or (snapshots := snapshots.resolve()) == self.snapshots_dir.resolve():
             return Ownership(self.path, now=self._now)
         is_of_run = snapshots.name == self.snapshots_dir.name and (snapshots.parent / _IDENTITY).exists()
         place = snapshots.parent if is_of_run else snapshots

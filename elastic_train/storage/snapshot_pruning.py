@@ -8,12 +8,15 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of
+from elastic_train.storage.ownership import close_lock, open_for_lock
 from elastic_train.storage.retention import Retention
 from elastic_train.storage.snapshot import (
     SNAPSHOT_NAME,
+    STATE_FILE,
     SnapshotInfo,
     read_info,
     read_manifest,
@@ -30,27 +33,29 @@ IN_HAND: set[Path] = set()
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
+def held(folder: Path) -> Iterator[None]:
     """Inside, no writer of another container removes this folder, whose host may have this one's name and its processes
-    the same pids. Without effect on a file system that has no flock."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    the same pids: the file that the state goes into is locked. Without effect where the file system has no flock."""
+    fd = open_for_lock(folder / STATE_FILE)
     try:
         with contextlib.suppress(OSError):
-            try_flock(fd, fcntl.LOCK_SH)
+            try_flock(fd, fcntl.LOCK_SH, timedelta(seconds=1))  # another one may look, for a moment
         yield
     finally:
-        os.close(fd)
+        close_lock(fd)
 
 
-def _is_held(path: Path) -> bool:
+def _is_held(folder: Path) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            return not try_flock(fd, fcntl.LOCK_EX)
-        finally:
-            os.close(fd)
-    except OSError:  # gone meanwhile, or without flock
+        fd = os.open(folder / STATE_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # gone meanwhile, or without a state
         return False
+    try:
+        return not try_flock(fd, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
 
 
 class SnapshotPruner:
@@ -100,17 +105,24 @@ class SnapshotPruner:
         return []
 
     def make_room(self) -> list[str]:
-        """Remove more than `prune` does, where the disk is full: all older ones of this host than the newest whole one
-        of the run, but for what is pinned for good. Returns their names. Raises: OSError."""
+        """Remove more than `prune` does, where the disk is full: older ones of this host than its newest whole one, but
+        for what is pinned for good, the oldest first, until there is room for another of that size. Returns names."""
         of_run = [info for info in self._readable() if info.run_uid == self._run_uid]
-        newest = max((info.age_key for info in of_run if self._is_whole(info)), default=None)
-        pinned = self._keep.pinned(of_run, self._is_whole)
+        own = sorted((info for info in of_run if self._is_own(info.name)), key=lambda info: info.age_key)
+        newest = next(filter(self._is_whole, reversed(own)), None)
         if newest is None:
             return []
-        doomed = [i.name for i in of_run if self._is_own(i.name) and i.age_key < newest and i.age_key not in pinned]
-        for name in doomed:
-            self._remove(self._directory / name)
-        return doomed
+        pinned, removed, num_bytes = self._keep.pinned(of_run, self._is_whole), [], 0
+        for info in own[: own.index(newest)]:
+            if info.age_key in pinned or num_bytes >= newest.files[STATE_FILE].bytes:
+                continue
+            try:
+                self._remove(self._directory / info.name)
+            except OSError:  # another one may do it at the same time, or the disk not let anybody
+                continue
+            removed.append(info.name)
+            num_bytes += info.files[STATE_FILE].bytes
+        return removed
 
     def _readable(self) -> list[SnapshotInfo]:
         """Every snapshot whose manifest can be read, its other files being there or not."""

@@ -223,10 +223,14 @@ def _refused(value: object, where: str) -> SnapshotError:
 
 
 class HashingFile:
-    """What torch.save writes to: a file, and the SHA-256 and size of what went into it."""
+    """What torch.save writes to: a file, and the SHA-256 and size of what went into it.
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+    Args:
+        is_over: whether nothing of what comes is of use any more.
+    """
+
+    def __init__(self, file: IO[bytes], is_over: Callable[[], bool] = lambda: False) -> None:
+        self._file, self._is_over = file, is_over
         self._hash = hashlib.sha256()
         self._bytes = 0
         self.error: OSError | None = None
@@ -234,7 +238,7 @@ class HashingFile:
     def write(self, data: bytes | memoryview) -> int:
         # Called from C++, which turns an exception into an unrelated one; hence kept, and raised by the writer.
         num_bytes = memoryview(data).nbytes
-        if self.error is None:
+        if self.error is None and not self._is_over():
             try:
                 self._file.write(data)
             except OSError as error:

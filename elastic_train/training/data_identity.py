@@ -61,7 +61,8 @@ def identify(
 
 
 def identify_state(state: TrainState) -> dict[str, str]:
-    """What of a model and its extras must agree between members, whose scripts may differ: shapes, and names."""
+    """What of a model and its extras must agree between members, whose scripts may differ: shapes, and names. Asked
+    when they are made: training may change them."""
     tensors = [*state.model.named_parameters(), *state.model.named_buffers()]
     if any(nn.parameter.is_lazy(tensor) for _, tensor in tensors):  # of shapes that the first batch gives them
         return {}

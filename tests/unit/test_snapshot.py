@@ -25,6 +25,7 @@ import torch
 import elastic_train
 from elastic_train.errors import OwnershipLost, SnapshotDamaged, SnapshotError
 from elastic_train.storage import snapshot_writer, state_bytes
+from elastic_train.storage.retention import Retention
 from elastic_train.storage.run_directory import RunDirectory
 from elastic_train.storage.snapshot import (
     SnapshotInfo,
@@ -459,6 +460,38 @@ def test_the_same_snapshot_again(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="another run has one of that name"):
         save(make_writer(tmp_path, run_uid="other"), 1)
     assert keys(tmp_path) == [(0, 1)]
+
+
+def sizes_of(path: Path) -> list[int]:
+    return [info.step for info in sorted(find_snapshots(path, warn=pytest.fail), key=lambda info: info.step)]
+
+
+def test_room_is_made_by_the_oldest_down_to_the_newest_whole_one(tmp_path: Path) -> None:
+    """Of this host alone, without those kept for good, and no more than another one needs."""
+    writer = make_writer(tmp_path, keep=Retention(9, every=20))
+    for step in (10, 20, 30, 40, 50):
+        save(writer, step)
+    other = SnapshotWriter(tmp_path, keep=9, host="other", run_uid="run", task={})
+    save(other, 5)
+    flip_a_bit(next(path for path in tmp_path.iterdir() if "-000000000050-" in path.name) / "state.pt")
+    [removed] = writer.make_room()
+    assert "-000000000010-" in removed, "and 20 is kept for good; one makes room for one"
+    [removed] = writer.make_room()
+    assert "-000000000030-" in removed
+    assert writer.make_room() == [], "40 is the newest that is whole"
+    assert sizes_of(tmp_path) == [5, 20, 40, 50]
+
+
+def test_what_cannot_be_removed_makes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = make_writer(tmp_path)
+    for step in (10, 20, 30):
+        save(writer, step)
+
+    def refuse(*_arguments: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    assert writer.make_room() == []
 
 
 def test_what_another_container_writes_is_no_leftover(tmp_path: Path) -> None:

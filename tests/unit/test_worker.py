@@ -104,7 +104,7 @@ def test_a_model_that_its_task_has_spread_out_stays_where_it_is(places: tuple[st
     assert [layer.weight.device.type for layer in model.children()] == found
 
 
-STATE: Any = SimpleNamespace(model=nn.Linear(2, 3), extras={"scheduler": None})
+IDENTITY = {"training set by its items": "1f"}
 
 
 @dataclass
@@ -115,14 +115,14 @@ class OwnFlags:
 
 def test_members_agree_on_a_tasks_flags_but_for_paths() -> None:
     config = Config(task="mine:Spread", own_flags=OwnFlags())
-    worker: Any = SimpleNamespace(config=config, task=Spread("cpu"), device=CPU, data={"items": "1f"}, state=STATE)
+    worker: Any = SimpleNamespace(
+        config=config, task=Spread("cpu"), device=CPU, identity={"training set by its items": "1f"}
+    )
     agreement = Worker.agreement(worker)
     assert agreement["--gain"] == 0.5
     assert agreement["--task"] == "mine:Spread"
     assert "--scratch" not in agreement
     assert agreement["training set by its items"] == "1f"
-    assert agreement["what extras holds"] == "scheduler"
-    assert agreement["the model"].startswith("2 tensors of 9 numbers (")
 
 
 def test_members_agree_on_the_shapes_of_a_model_and_not_on_its_values() -> None:
@@ -131,6 +131,7 @@ def test_members_agree_on_the_shapes_of_a_model_and_not_on_its_values() -> None:
         return identify_state(state)
 
     assert found(nn.Linear(2, 3)) == found(nn.Linear(2, 3))
+    assert found(nn.Linear(2, 3))["the model"].startswith("2 tensors of 9 numbers (")
     assert found(nn.Linear(2, 3))["the model"] != found(nn.Linear(3, 2, bias=False))["the model"]
     assert found(nn.Linear(1, 1).half()) != found(nn.Linear(1, 1))
     assert found(nn.Linear(1, 1))["what extras holds"] == "nothing"
@@ -140,7 +141,9 @@ def test_members_agree_on_the_shapes_of_a_model_and_not_on_its_values() -> None:
 def test_members_agree_on_a_bucket_and_not_on_a_folder() -> None:
     def agreement(snapshot_dir: str) -> dict[str, Any]:
         config = Config(task="mine:Spread", own_flags=OwnFlags(), snapshot_dir=snapshot_dir)
-        worker: Any = SimpleNamespace(config=config, task=Spread("cpu"), device=CPU, data={"items": "1f"}, state=STATE)
+        worker: Any = SimpleNamespace(
+            config=config, task=Spread("cpu"), device=CPU, identity={"training set by its items": "1f"}
+        )
         return Worker.agreement(worker)
 
     assert agreement("memory://here")["--snapshot-dir"] == "memory://here"
@@ -165,7 +168,9 @@ def test_members_agree_on_the_key_and_do_not_tell_it(tmp_path: Path) -> None:
             (tmp_path / key).write_text(key)
         path = None if key is None else tmp_path / key
         config = Config(task="mine:Spread", own_flags=OwnFlags(), snapshot_key=path)
-        worker: Any = SimpleNamespace(config=config, task=Spread("cpu"), device=CPU, data={"items": "1f"}, state=STATE)
+        worker: Any = SimpleNamespace(
+            config=config, task=Spread("cpu"), device=CPU, identity={"training set by its items": "1f"}
+        )
         return Worker.agreement(worker)
 
     key, other = "a key of 16 bytes", "another key of 16"
