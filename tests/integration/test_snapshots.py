@@ -312,7 +312,7 @@ def test_full_disk_during_a_snapshot(tiny_disk: Path, cluster: Cluster) -> None:
     there = {path.name for path in tiny_disk.iterdir() if path.name.startswith("step-")}
     assert there == {Path(path).name for path in written[1:]}, "the oldest has made room for the last state"
     *warnings, of_room = [event["message"] for event in events(cluster.run_dir, "warning")]
-    assert of_room == f"no room for the state of step 120: older snapshots go, {Path(written[0]).name}"
+    assert of_room == f"no room for the state of step 120: removed {Path(written[0]).name}"
     assert warnings
     assert all("No space left on device" in message and str(tiny_disk) in message for message in warnings)
     check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=120)
