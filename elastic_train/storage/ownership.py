@@ -69,7 +69,10 @@ def open_for_lock(path: Path) -> int:
     # read and write: NFS wants the first for a shared lock and the second for an exclusive one
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except PermissionError:  # another user's, in a folder that a group shares
+    except PermissionError:
+        if not path.exists():
+            raise
+        # Another user's, in a folder that a group shares.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     _locked_fds.add(fd)
     return fd

@@ -107,9 +107,9 @@ class PartSender:
             self._slots.release()
 
     def finish(self) -> None:
-        """Wait for all. Raises: what a `put` has."""
+        """Wait for all. Raises: what a `put` has; SnapshotError where it was given up, for then not all came here."""
         self.wait()
-        if self._error is not None:
+        if self.has_failed() and self._error is not None:
             raise self._error
 
     def wait(self) -> None:

@@ -325,6 +325,16 @@ def test_what_a_failed_attempt_could_not_delete_goes_with_the_next_one(url: str)
     assert {key.partition("/")[0] for key in bucket.store.list()} == {"step-000000000004-gen-0000-one"}
 
 
+def test_one_that_is_given_up_between_two_parts_is_none() -> None:
+    """What is written then goes nowhere: what has gone before is whole parts, and must not be taken for all."""
+    is_given_up = [False]
+    stream = PartStream(str, lambda _name, _data: None, "host", 10, lambda: is_given_up[0])
+    stream.write(bytes(20))
+    is_given_up[0] = True
+    with pytest.raises(SnapshotError, match="given up"):
+        stream.finish()
+
+
 def test_one_that_is_given_up_on_its_way_is_deleted_and_not_told(url: str) -> None:
     """The others of a job have stopped too, and a newer state is to be sent."""
     sending, let_go = threading.Event(), threading.Event()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from elastic_train.errors import NewerGeneration, OwnershipLost, RunDirectoryInUse
+from elastic_train.storage.ownership import close_lock, open_for_lock
 from elastic_train.storage.run_directory import RunDirectory
+from elastic_train.system import try_flock
 
 MakeNode = Callable[[str], RunDirectory]
 
@@ -150,3 +155,21 @@ def test_its_own_snapshots_named_once_more_are_claimed_once(tmp_path: Path) -> N
     directory.ownership.claim("job-1", 1, "alpha")
     assert list(directory.snapshots_dir.iterdir()) == []
     directory.ownership.release()
+
+
+def test_a_lock_file_of_another_user_is_locked_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder that a group shares; where there is none, that it cannot be made is the error."""
+    (tmp_path / "there").touch()
+    open_file = os.open
+
+    def refuse_writing(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return open_file(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse_writing)
+    fd = open_for_lock(tmp_path / "there")
+    assert try_flock(fd, fcntl.LOCK_EX)
+    close_lock(fd)
+    with pytest.raises(PermissionError):
+        open_for_lock(tmp_path / "none")
