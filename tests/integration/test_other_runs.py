@@ -53,6 +53,7 @@ def test_fresh_is_fresh_where_snapshots_lie_elsewhere(cluster: Cluster) -> None:
     assert {info.step for info in find_snapshots(elsewhere, warn=pytest.fail)} == {10, 20}
 
 
+@pytest.mark.slow
 def test_a_run_directory_does_not_become_another_runs(cluster: Cluster) -> None:
     """Its own snapshots would be lost sight of."""
     mine, theirs = cluster.path / "mine", cluster.path / "theirs"
@@ -83,6 +84,7 @@ def test_two_jobs_at_one_folder_of_snapshots(cluster: Cluster) -> None:
     assert found == ("snapshot", max(int(event["step"]) for event in events(cluster.run_dir, "step")))
 
 
+@pytest.mark.slow
 def test_what_is_done_again_is_told(cluster: Cluster) -> None:
     """The newest snapshots lie elsewhere, and the flag that says where was forgotten."""
     elsewhere = cluster.path / "elsewhere"

@@ -172,6 +172,7 @@ def start_workers(cluster: Cluster, world_size: int, text: str, *flags: str) -> 
     return [cluster.launch([*command, *flags], env) for env in ranks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
@@ -180,7 +181,7 @@ def start_workers(cluster: Cluster, world_size: int, text: str, *flags: str) -> 
             "extras={}",
             "what extras holds is 'nothing' here and 'scheduler' on the run",
         ),
-        pytest.param("8", "9", "the model is '4 tensors of 28 numbers (", marks=pytest.mark.slow),
+        ("8", "9", "the model is '4 tensors of 28 numbers ("),
     ],
     ids=["extras", "shapes"],
 )

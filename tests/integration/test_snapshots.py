@@ -126,6 +126,7 @@ def kill_amid_writing(cluster: Cluster, flags: tuple[str, ...], occasion: int) -
     return name
 
 
+@pytest.mark.slow
 def test_kill_amid_writing(cluster: Cluster) -> None:
     (cluster.path / "large.py").write_text(LARGE_TASK)
     flags = ("--task", "large:Large", "--global-batch-size", "16", "--snapshot-every", "1", "--ledger")
