@@ -223,7 +223,7 @@ class Saver:
 
     def give_up_in_flight(self, state: TrainState) -> None:
         """Where it goes to a URL: the line is for the last state."""
-        if self._snapshots is not None and self._snapshots.give_up():
+        if self._snapshots is not None and self._snapshots.give_up(state.state_dict(), state.step):
             lost = "; it was the best so far" if self._best_step == self._step_on_the_way else ""
             self._reporter.log(f"the snapshot on its way is given up for that of step {state.step}, the last{lost}")
 

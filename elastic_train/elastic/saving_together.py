@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.worker import Worker
-from elastic_train.errors import SnapshotError
 from elastic_train.runlog.goodput import Phase
 from elastic_train.storage.shares import Fleet
-from elastic_train.storage.state_bytes import require_numbers
 from elastic_train.world import World
 
 
@@ -21,9 +18,7 @@ def save_together(worker: Worker, saver: Saver, world: World, is_first_lost: Cal
     # Unless only the snapshot in flight may still be there in the time that is left.
     left, num_senders = worker.stop.seconds_left(), 1 if fleet is None else len(fleet.hosts)
     if left is None or saver.expected_seconds / num_senders <= left:
-        with suppress(SnapshotError):  # of weights that are none: then the one in flight is the last good one
-            require_numbers(state.model.state_dict(), state.step)
-            saver.give_up_in_flight(state)
+        saver.give_up_in_flight(state)
     if saver.is_last_writer(world):
         saver.save_and_wait(state, fleet)
     elif fleet is not None and world.is_first_of_node:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -103,7 +102,7 @@ class Status:
 
 
 def missing(run_dir: Path) -> RunDirectoryError:
-    if re.match(r"[a-z0-9]+:/", str(run_dir)):
+    if is_url(run_dir):
         return RunDirectoryError(f"{run_dir} is no run directory; elastic-train snapshot list shows what is at a URL")
     return RunDirectoryError(f"{run_dir} does not exist; --run-dir of the training says where the run is")
 

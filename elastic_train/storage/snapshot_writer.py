@@ -183,13 +183,16 @@ class SnapshotWriter:
         """Whether a snapshot is being written in the background."""
         return self._thread is not None and self._thread.is_alive()
 
-    def give_up(self) -> bool:
-        """Send no more of the snapshot in flight, for a newer one: its parts that are on their way still get there, and
-        are deleted. Whether there was one that goes to a URL; else nothing is done."""
+    def give_up(self, state: dict[str, Any], step: int) -> bool:
+        """Send no more of the snapshot in flight, for that of a newer `state`: its parts that are on their way still
+        get there, and are deleted. False, and nothing done, where none is in flight to a URL, or where weights are NaN:
+        then the one in flight is the last good one."""
         if isinstance(self.directory, Path) or not self.is_busy():
             return False
-        self._is_given_up.set()
-        return True
+        with contextlib.suppress(SnapshotError):
+            require_numbers(state.get("model"), step)
+            self._is_given_up.set()
+        return self._is_given_up.is_set()
 
     def wait(self, timeout: float) -> bool:
         """Wait for the snapshot in flight, if there is one, `timeout` seconds at most; False if it has not ended."""

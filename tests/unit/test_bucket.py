@@ -347,11 +347,12 @@ def test_one_that_is_given_up_on_its_way_is_deleted_and_not_told(url: str) -> No
 
     bucket = bucket_of(url, Slow(fsspec.filesystem("memory"), parse_url(url)))
     writer = writer_to(bucket)
-    assert not writer.give_up()
+    assert not writer.give_up(state_of(3), 3)
     position = {"epoch": 0, "generation": 0, "world_size": 1}
     assert writer.save_in_background(state_of(3), step=3, samples_done=3, **position)
     assert sending.wait(10.0)
-    assert writer.give_up()
+    assert not writer.give_up({"model": {"w": torch.full((2,), float("nan"))}}, 4), "the last good one"
+    assert writer.give_up(state_of(4), 4)
     let_go.set()
     save(writer, 4)
     assert writer.collect() == []

@@ -274,7 +274,7 @@ def test_the_last_state_does_not_wait_for_the_one_in_flight(
     assert worker.bucket is not None
     worker.bucket.owner.take("job", 0, lambda: None)
     calls: list[str] = []
-    monkeypatch.setattr(SnapshotWriter, "give_up", lambda _writer: not calls.append("given up"))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(SnapshotWriter, "give_up", lambda _writer, _state, _step: not calls.append("given up"))  # type: ignore[func-returns-value]
     monkeypatch.setattr(StopSignal, "seconds_left", lambda _stop: left)
     saver.writer()
     if took is not None:
