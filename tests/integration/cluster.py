@@ -89,7 +89,8 @@ class Cluster:
 
     def launch(self, command: Sequence[str], env: dict[str, str], terminal: int | None = None) -> Node:
         log = self.path / f"node-{len(self.nodes)}.log"
-        node = Node(command, log, self.path, clean_environment() | env, terminal=terminal)
+        machine = {"NCCL_HOSTID": log.stem}  # where there is a GPU, the nodes share it as if each had one
+        node = Node(command, log, self.path, clean_environment() | machine | env, terminal=terminal)
         self.nodes.append(node)
         return node
 

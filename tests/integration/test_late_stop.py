@@ -133,6 +133,16 @@ def wait_until_long(cluster: Cluster, workers: int) -> None:
     wait_until(lambda: len(list(cluster.path.glob("is_long-*"))) == workers, "the long step or evaluation", 120)
 
 
+def wait_until_still(cluster: Cluster) -> int:
+    """Until no step was committed for 3 s: what a GPU was given goes on behind a frozen process. Returns the step."""
+    step, since = last_step(cluster.run_dir), time.monotonic()
+    while time.monotonic() - since < 3.0:
+        time.sleep(0.1)
+        if last_step(cluster.run_dir) != step:
+            step, since = last_step(cluster.run_dir), time.monotonic()
+    return step
+
+
 def check_saved(run_dir: Path, step: int) -> None:
     """The state of `step` lies there, and nothing of the step after it."""
     assert last_step(run_dir) == step
@@ -249,6 +259,24 @@ def test_all_nodes_are_told_to_stop(cluster: Cluster) -> None:
     check_saved(cluster.run_dir, 8)
     check_stopped(cluster.run_dir, 8, 2)
     check_continued(cluster, cluster.start(*FLAGS, nodes=2))
+
+
+@pytest.mark.slow
+def test_stop_in_a_reduction_that_waits_for_a_frozen_node(cluster: Cluster) -> None:
+    flags = (*FLAGS, "--eval-every", "1000", "--epochs", "100000", "--peer-timeout", "120")
+    told, frozen = cluster.start(*flags, nodes=2, program=("impatient.py",))
+    wait_until(lambda: last_step(cluster.run_dir) >= 20, "step 20", 120)
+    [worker] = frozen.workers()
+    worker.send_signal(signal.SIGSTOP)
+    step = wait_until_still(cluster)
+    told.signal(signal.SIGTERM)
+    assert told.wait(30) == 1
+    check_saved(cluster.run_dir, step)
+    frozen.kill()
+    last = (step // PER_EPOCH + 3) * PER_EPOCH
+    cluster.finish(cluster.start(*flags, "--max-steps", str(last), nodes=2))
+    check_steps(cluster.run_dir, last)
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=last)
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""Deaths, freezes and joins on NCCL, with a real GPU: where there is one, workers share it as those of several machines
-would their own, by a different NCCL_HOSTID each."""
+"""Deaths, freezes and joins on NCCL, with a real GPU. There the other tests of this folder run on NCCL too: each node
+has another NCCL_HOSTID."""
 
 from __future__ import annotations
 
@@ -31,14 +31,8 @@ NCCL = "cpu:gloo,cuda:nccl"
 
 def start_on_nccl(cluster: Cluster, nodes: int, *flags: str, steps: int) -> list[Node]:
     """Nodes that share a GPU; returns at once."""
-    return [
-        node
-        for number in range(len(cluster.nodes), len(cluster.nodes) + nodes)
-        for node in cluster.start(
-            *ENDLESS, "--max-steps", str(steps), *flags, nnodes="1:3", conf="last_call_timeout=60",
-            env={"NCCL_HOSTID": f"machine-{number}"},
-        )
-    ]  # fmt: skip
+    conf = "last_call_timeout=60"
+    return cluster.start(*ENDLESS, "--max-steps", str(steps), *flags, nodes=nodes, nnodes="1:3", conf=conf)
 
 
 def world_on_nccl(cluster: Cluster, *flags: str, steps: int) -> list[Node]:
