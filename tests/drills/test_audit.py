@@ -74,6 +74,16 @@ def test_directories_of_nodes_are_checked_together(
     assert "holds no run" in capsys.readouterr().err
 
 
+def test_losses_that_a_scaler_has_skipped(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss that is not finite is null in the files: with fp16 one now and then is no defect."""
+    for path in (run_dir / "events").iterdir():
+        edit_lines(path, lambda lines: [{**one, "loss": None} if one.get("step") == 3 else one for one in lines])
+    assert read_history(run_dir).early_loss is not None
+    for command in ("audit", "report", "status"):
+        assert main([command, str(run_dir)]) == 0, command
+    assert "PASS" in capsys.readouterr().out
+
+
 def test_a_run_that_goes_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_dir / "result.json").unlink()
     for path in (run_dir / "events").iterdir():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from elastic_train.errors import RunDirectoryError
 from elastic_train.observe.status import missing
-from elastic_train.runlog.reader import Line, member_of, read_json, read_with_torn
+from elastic_train.runlog.reader import Line, float_of, member_of, read_json, read_with_torn
 from elastic_train.storage.store_urls import is_url
 from elastic_train.tools.audit.clocks import set_right
 from elastic_train.tools.audit.one_run import of_one_run
@@ -31,7 +31,8 @@ class Step:
     step: int
     generation: int
     epoch: int
-    loss: float
+    loss: float | None
+    """None: it was not finite, and a GradScaler skipped the step"""
     time: float
     """Unix seconds"""
     world_size: int
@@ -136,7 +137,7 @@ class History:
                 int(line["step"]),
                 int(line["generation"]),
                 int(line["epoch"]),
-                float(line["loss"]),
+                float_of(line, "loss"),
                 float(line["time"]),
                 int(line["world_size"]),
                 writer(line),
@@ -279,7 +280,8 @@ class History:
 
 
 def _mean_loss(steps: Sequence[Step]) -> float | None:
-    return sum(step.loss for step in steps) / len(steps) if steps else None
+    losses = [step.loss for step in steps if step.loss is not None]
+    return sum(losses) / len(losses) if losses else None
 
 
 def _world(generation: int, lines: list[Line], restores: Mapping[str, tuple[str, int]]) -> PastWorld:

@@ -184,10 +184,10 @@ def _standstills(history: History, outages: Sequence[Outage]) -> dict[int, float
 
 
 def _loss(history: History) -> Curve | None:
-    points = [(float(step.step), step.loss) for step in history.kept]
+    points = [(float(step.step), step.loss) for step in history.kept if step.loss is not None]
     if len(points) < 2:
         return None
-    label = f"loss over {len(points)} steps, from {points[0][1]:.4f} to {points[-1][1]:.4f}"
+    label = f"loss over {len(history.kept)} steps, from {points[0][1]:.4f} to {points[-1][1]:.4f}"
     return thinned(points), Axis.over(step for step, _ in points), label
 
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic_train.runlog.reader import Follower, Line, member_of
+from elastic_train.runlog.reader import Follower, Line, float_of, member_of
 
 
 @dataclass
@@ -65,7 +65,7 @@ class RunWatch:
         event = line.get("event")
         if event == "step":
             if line["generation"] >= self.generation and line["step"] >= self.step:
-                self.step, self.loss = int(line["step"]), float(line["loss"])
+                self.step, self.loss = int(line["step"]), float_of(line, "loss")
             committed_at = _time(line)
             self.last_step_at = max(self.last_step_at, committed_at)
             world = self.world
