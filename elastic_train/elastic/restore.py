@@ -279,6 +279,7 @@ def require_same_task(offer: SnapshotInfo, task: Mapping[str, Any]) -> None:
 def _compare_extras(state: TrainState, loaded: Mapping[str, Any], source: str, warn: Warn) -> None:
     held, ours = loaded.get("extras", {}).keys(), state.extras.keys()
     if ours - held:
-        warn(f"{source} has no {', '.join(sorted(ours - held))}: what is new among the extras begins anew")
+        average = "; the average begins with its weights" if state.averaged and "ema" not in held else ""
+        warn(f"{source} has no {', '.join(sorted(ours - held))}: what is new among the extras begins anew{average}")
     if held - ours:
         warn(f"{', '.join(sorted(held - ours))} of {source} is not among the extras any more, and is dropped")

@@ -249,7 +249,8 @@ class TrainState:
         """Take over what `state_dict` gave, but for the clock, which the caller decides about.
 
         Hyper-parameters (learning rate, momentum, ...) stay those of this process's flags, where there is a schedule;
-        of an optimizer of the task's own the learning rate alone. An extra of which it holds nothing stays as it is.
+        of an optimizer of the task's own the learning rate alone. An extra of which it holds nothing stays as it is,
+        and averaged weights are the model's.
 
         Raises:
             KeyError, TypeError, ValueError, RuntimeError: it is of another model, optimizer or kind of extras.
@@ -262,18 +263,17 @@ class TrainState:
         self.optimizer.state.clear()  # before the new one is made: on a GPU there may be no room for both
         self.optimizer.load_state_dict(loaded)
         extras = state.get("extras", {})
+        if self.averaged is not None:  # a new one's copy is of weights that were never trained
+            extras = {"ema": state["model"], **extras}
         for name in self.extras.keys() & extras.keys():
             self.extras[name].load_state_dict(extras[name])
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         position, run = state["position"], state["run"]
-        self.epoch, self.step = int(position["epoch"]), int(position["step"])
-        self.samples_done = int(position["samples_done"])
+        self.epoch, self.step, self.samples_done = (int(position[name]) for name in ("epoch", "step", "samples_done"))
         self.run_uid, self.superseded = str(run["uid"]), tuple(run.get("superseded", ()))
-        if self.micro_batch_size is None:
-            self.micro_batch_size = run["micro_batch_size"]
-        self.last_loss = run["last_loss"]
-        self.last_commits = list(run.get("last_commits", ()))
+        self.micro_batch_size = self.micro_batch_size or run["micro_batch_size"]
+        self.last_loss, self.last_commits = run["last_loss"], list(run.get("last_commits", ()))
         self.test_metrics = dict(run.get("test_metrics", {}))
         self.ratings.load_state_dict(run.get("ratings", {}))
         self.incidents, self.generations = list(run["incidents"]), int(run["generations"])
