@@ -60,9 +60,7 @@ class Training:
         self.device: torch.device = worker.device
         """where the model's first parameter is"""
         self._worker = worker
-        self._saver = saver
-        self._steps = steps
-        self._sums = sums
+        self._saver, self._steps, self._sums = saver, steps, sums
         self._parallel = parallel
         self._whole = whole
         self._end = end
@@ -207,6 +205,7 @@ class Training:
         known_loss = (self.state.last_loss or 0.0) if step.is_stand_in else own_loss
         sums.require_finite()
         totals = sums.begin(step.first, own_part, known_loss, has_stepped=has_stepped, has_reduced=step.has_reduced)
+        totals.found_inf = step.found_inf
         if totals.may_be_late:
             self._steps.commit(known_loss, totals)
             return
@@ -249,10 +248,10 @@ class Training:
 
     # --- for Trainer --------------------------------------------------------------------------------------------------
 
-    def note_applied(self) -> None:
-        """The optimizer has stepped."""
+    def note_applied(self, found_inf: torch.Tensor | None) -> None:
+        """The optimizer has stepped; a fused one has done nothing where a GradScaler `found_inf`."""
         if self._steps.in_hand is not None:
-            self._steps.in_hand.is_applied = True
+            self._steps.in_hand.is_applied, self._steps.in_hand.found_inf = True, found_inf
 
     def finish(self) -> None:
         """The training function has returned. Raises: what ended the world; UsageError; TrainingDiverged."""

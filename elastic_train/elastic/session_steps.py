@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from elastic_train.elastic.step_sums import LateTotals, StepSums
@@ -31,6 +32,8 @@ class StepInHand:
     """where it was computed as a whole"""
     is_applied: bool = False
     """the optimizer has stepped"""
+    found_inf: torch.Tensor | None = None
+    """of a fused optimizer under a GradScaler: not 0 where its step has changed nothing"""
     has_reduced: bool = False
     """its gradients have been summed by DDP"""
     frozen: list[nn.Module] = field(default_factory=list)

@@ -45,6 +45,8 @@ class LateTotals:
     """mean loss, hash of the extras, its square, the votes, and each rank's seconds since its commit before"""
     work: Any = None
     """None in a world of one"""
+    found_inf: torch.Tensor | None = None
+    """as `StepInHand`'s: read only where the loss is not finite, for that waits for the device"""
 
     @property
     def mean_loss(self) -> float:
@@ -60,7 +62,9 @@ class LateTotals:
 
     @property
     def has_diverged(self) -> bool:
-        return self.has_stepped and not math.isfinite(self.mean_loss)
+        if not self.has_stepped or math.isfinite(self.mean_loss):
+            return False
+        return self.found_inf is None or not bool(self.found_inf)
 
     def do_extras_differ(self, world_size: int) -> bool:
         _, hashes, squares, *_ = self.sums.tolist()

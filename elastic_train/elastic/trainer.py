@@ -259,10 +259,10 @@ class Trainer:
         if self._worker.device.type == "cpu":  # a GPU may still wait for the gradients
             self._membership.watcher.do(Activity.COMPUTE)
 
-    def _note_step(self, *_arguments: Any) -> None:
+    def _note_step(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
         if self._training is None:
             return
-        self._training.note_applied()
+        self._training.note_applied(getattr(optimizer, "found_inf", None))
         if not self._has_looked_for_scheduler and self._training.world.rank == 0:
             self._has_looked_for_scheduler = True
             warn_of_forgotten_scheduler(self._worker)
@@ -270,12 +270,16 @@ class Trainer:
 
 def begin_scalers_anew(state: TrainState) -> None:
     """Have GradScalers forget the step that was broken off between `unscale_` or `step` and `update`: they would take
-    its gradients, when it is done again, for unscaled ones."""
-    for extra in state.extras.values():
-        if not isinstance(extra, torch.amp.GradScaler) or not extra.is_enabled():
+    its gradients, when it is done again, for unscaled ones, or a fused optimizer would unscale them twice."""
+    for scaler in (state.scaler, *state.extras.values()):
+        if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
             continue
-        if extra._scale is not None:  # else `scale` was never called
-            extra.update(extra.get_scale())  # the only public way; the scale stays
+        if scaler._scale is not None:  # else `scale` was never called
+            scaler.update(scaler.get_scale())  # the only public way; the scale stays
+    for optimizer in (state.optimizer, *state.extras.values()):
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for name in ("grad_scale", "found_inf"):  # a scaler takes them back only once the step has returned
+                vars(optimizer).pop(name, None)
 
 
 def warn_of_forgotten_scheduler(worker: Worker) -> None:

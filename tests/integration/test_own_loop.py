@@ -414,7 +414,7 @@ import elastic_train
 
 model = torch.nn.Linear(1, 1, bias=False)
 torch.nn.init.ones_(model.weight)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=FUSED)
 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 broken = set()
 
@@ -431,12 +431,12 @@ def train(training):
                 scaler.unscale_(optimizer)
             if step in (1, 3) and step not in broken:
                 broken.add(step)
-                training._sums._observer._membership.sockets.shut()  # as the watcher does when a peer is lost
+                training._evaluations._membership.sockets.shut()  # as the watcher does when a peer is lost
             if step == 2 and training.world.world_size > 1 and step not in broken:
                 broken.add(step)
                 if training.world.rank == 0:  # as NCCL may end, once it is aborted; the scaler skips the step
                     model.weight.grad.fill_(float("nan"))
-                training._sums._observer._membership.sockets.shut()
+                training._evaluations._membership.sockets.shut()
             scaler.step(optimizer)
             scaler.update()
             training.commit(loss)
@@ -449,17 +449,61 @@ print("weight", model.weight.item(), "scale", scaler.get_scale())
 """
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "is_fused"), [(1, False), (2, False), (2, True)])
 @pytest.mark.slow
-def test_a_step_that_is_redone_is_unscaled(cluster: Cluster, world_size: int) -> None:
+def test_a_step_that_is_redone_is_unscaled(cluster: Cluster, world_size: int, is_fused: bool) -> None:
     """And one whose reduction was broken off does not count, though a scaler takes that for an overflow."""
-    nodes = start_workers(cluster, world_size, SCALED)
+    nodes = start_workers(cluster, world_size, SCALED.replace("FUSED", str(is_fused)))
     cluster.finish(nodes)
     for node in nodes:
         [[weight, scale]] = re.findall(r"^weight (\S+) scale (\S+)$", node.text(), re.MULTILINE)
         assert float(weight) == pytest.approx(0.98**5)
         assert float(scale) == 1024.0, "what rank 0 alone has found is forgotten"
     assert not events(cluster.path / f"run-{world_size}", "states_differ")
+
+
+OVERFLOWING = """
+import torch
+from torch.utils.data import TensorDataset
+import elastic_train
+
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.ones_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+
+def train(training):
+    ddp = training.parallel()
+    for epoch in training.epochs():
+        for inputs, targets in training.batches():
+            optimizer.zero_grad()
+            loss = (ddp(inputs) - targets).square().mean()
+            if training.state.step in (1, 3) and training.world.rank == 0:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            training.commit(loss)
+
+
+data = TensorDataset(torch.ones(20, 1), torch.zeros(20, 1))
+elastic_train.run(train, model, optimizer, data, elastic_train.parse_flags(), extras={"scaler": scaler})
+print("weight", model.weight.item(), "scale", scaler.get_scale())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_overflow_that_a_fused_optimizer_skips_ends_nothing(cluster: Cluster, world_size: int) -> None:
+    """torch calls its `step` all the same, and the kernel changes nothing."""
+    nodes = start_workers(cluster, world_size, OVERFLOWING)
+    cluster.finish(nodes)
+    for node in nodes:
+        [[weight, scale]] = re.findall(r"^weight (\S+) scale (\S+)$", node.text(), re.MULTILINE)
+        assert (float(weight), float(scale)) == (pytest.approx(0.98**8), 256.0)
+    assert not events(cluster.path / f"run-{world_size}", "states_differ")
+    assert audit(cluster.path / f"run-{world_size}").passed
 
 
 ABSENT = """

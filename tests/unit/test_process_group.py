@@ -792,7 +792,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     membership: Any = SimpleNamespace(sockets=sockets)
     saver: Any = None
     found = Trainer(Program(lambda _training: None), worker, membership, saver)
-    found._training = SimpleNamespace(note_applied=lambda: None)  # type: ignore[assignment]
+    found._training = SimpleNamespace(note_applied=lambda _: None)  # type: ignore[assignment]
     return found
 
 

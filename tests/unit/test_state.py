@@ -13,7 +13,8 @@ from torch import nn
 
 from elastic_train.elastic.trainer import begin_scalers_anew
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
-from elastic_train.training.reduction import StepTotals
+from elastic_train.training.averaging import AveragedWeights
+from elastic_train.training.reduction import StepTotals, clip_gradients
 from elastic_train.training.state import (
     TrainState,
     build_optimizer,
@@ -392,6 +393,66 @@ def test_what_a_scaler_found_in_a_step_that_is_taken_back_is_forgotten(is_used: 
     assert scaler.state_dict() == before
     train_with(state, scaler, gradient=1.0)
     assert scaler.state_dict() == before | {"_growth_tracker": before["_growth_tracker"] + 1}
+
+
+@pytest.mark.parametrize("is_clipped", [True, False], ids=["clipped", "plain"])
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("is_ours", [True, False], ids=["of --precision", "of the loop"])
+def test_a_step_that_is_broken_off_within_the_scaler_is_done_again_as_if_it_had_never_been(
+    is_ours: bool, is_fused: bool, is_clipped: bool
+) -> None:
+    """Where NCCL's collectives were aborted, that shows only as the optimizer begins its step."""
+
+    def train(breaks: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        state = TrainState(
+            model, torch.optim.SGD(model.parameters(), lr=0.1, fused=is_fused), scaler if is_ours else None,
+            schedule="constant", length=16, global_batch_size=4, epochs=1, extras={} if is_ours else {"scaler": scaler},
+        )  # fmt: skip
+
+        def step() -> None:
+            state.remember()
+            model.zero_grad()
+            scaler.scale(model(torch.ones(4, 4)).sum()).backward()
+            if is_clipped:
+                clip_gradients(state.optimizer, scaler, 1.0)
+            scaler.step(state.optimizer)
+            scaler.update()
+            state.commit(1.0)
+
+        step()
+        if breaks:
+            state.before_update = break_off
+            with pytest.raises(RuntimeError, match="broken off"):
+                step()
+            state.before_update = lambda: None
+            begin_scalers_anew(state)
+            assert state.rollback()
+        step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    assert all(map(torch.equal, train(breaks=True), train(breaks=False)))
+
+
+def break_off() -> None:
+    raise RuntimeError("broken off")
+
+
+def test_an_average_that_a_run_gets_later_begins_with_the_weights_it_has() -> None:
+    """Not with those that a process begins with, which were never trained."""
+    old = make_state(seed=1)
+    step(old, 0)
+    later = make_state(seed=2)
+    later.extras["ema"] = average = AveragedWeights(later.model, 0.999)
+    later.load_state_dict(old.state_dict())
+    assert state_sha256(average.state_dict()) == state_sha256(old.model.state_dict())
+    step(later, 1)
+    again = make_state(seed=3)
+    again.extras["ema"] = AveragedWeights(again.model, 0.999)
+    again.load_state_dict(later.state_dict())
+    assert state_sha256(again.extras["ema"].state_dict()) == state_sha256(average.state_dict())
 
 
 def train_with(state: TrainState, scaler: torch.amp.GradScaler, gradient: float) -> None:
