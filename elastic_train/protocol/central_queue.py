@@ -50,7 +50,8 @@ class CentralQueue:
         """Workers in the queue, by their launcher's order; `store` is that of the thread that asks."""
         texts = store.below(f"{self._prefix}/queue/").values()
         before = self._parsed
-        self._parsed = {text: before.get(text) or Waiting.from_json(text) for text in texts}
+        parsed = {text: before.get(text) or Waiting.from_json(text) for text in texts}
+        self._parsed = {text: one for text, one in parsed.items() if one is not None}
         return sorted(self._parsed.values(), key=lambda one: (one.order, one.member.name))
 
     def begin_if_due(self, mine: Waiting) -> InQueue:

@@ -36,9 +36,13 @@ class Waiting:
         return json.dumps([self.member.to_fields(), self.local_world_size, self.order], separators=(",", ":"))
 
     @staticmethod
-    def from_json(text: str) -> Waiting:
-        member, local_world_size, order = json.loads(text)
-        return Waiting(Member.from_fields(member), int(local_world_size), int(order))
+    def from_json(text: str) -> Waiting | None:
+        """None where another version of this package has written it."""
+        try:
+            member, local_world_size, order = json.loads(text)
+            return Waiting(Member.from_fields(member), int(local_world_size), int(order))
+        except (ValueError, KeyError, TypeError):
+            return None
 
 
 def ready_nodes(waiting: Iterable[Waiting], inside: Collection[Member]) -> list[tuple[Member, ...]]:
@@ -303,7 +307,8 @@ class Entrance:
         for number, text in zip(numbers, self._own.get_many([f"queue/{n}" for n in numbers]), strict=True):
             if text is not None:
                 waiting = Waiting.from_json(text)
-                self._queue[waiting.member.uid] = waiting
+                if waiting is not None:  # else that worker finds out by the agreement that it is of another version
+                    self._queue[waiting.member.uid] = waiting
                 self._own.delete(f"queue/{number}")
             elif now <= self._missing.get(
                 number, now

@@ -14,7 +14,7 @@ from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbitration
 from elastic_train.protocol.job import Admitted
-from elastic_train.protocol.join_queue import admitted_key
+from elastic_train.protocol.join_queue import Waiting, admitted_key
 from elastic_train.protocol.laws import Voters
 from elastic_train.protocol.store import Clients, KeyValueStore, OwnStore, append, entries, scoped
 from elastic_train.rules import disagreement, next_generation
@@ -151,7 +151,8 @@ class KnownWorlds:
 class Newcomers:
     """What newcomers are told of the world that they are in, and of those before it that count.
 
-    For the training thread, but that `message_for` and `notify` are for the one that prepares a join, too.
+    For the training thread, but that `message_for` and `notify` are for the one that prepares a join, too, and
+    `tell_again` for any.
 
     Args:
         clients: for the training thread.
@@ -221,6 +222,17 @@ class Newcomers:
             ):  # it may look here; and a member that misses it in the next agreement tells it again
                 clients.lose(member)
                 self._own.put(admitted_key(member.uid), message)
+
+    def tell_again(self, world: World | None, waiting: Iterable[Waiting]) -> list[Member]:
+        """Those who wait in the queue here and are in `world`: nobody has reached them, as when they were frozen. They
+        look into this member's store. On any thread."""
+        inside, message = {member.uid for member in world.members} if world is not None else set(), self.message
+        missed = [one.member for one in waiting if one.member.uid in inside]
+        # Else the training thread has entered the next world, and the message is of that.
+        if missed and world is not None and message and json.loads(message)["decision"]["uid"] == world.uid:
+            for member in missed:
+                self._own.put(admitted_key(member.uid), message)
+        return missed
 
 
 class Announcements:

@@ -198,6 +198,7 @@ class PeerJob:
         self._entrance.leave()
 
     def queue(self) -> list[Waiting]:
+        self.drop(self._newcomers.tell_again(self._world, self._entrance.queue()))
         return self._entrance.queue()
 
     def drop(self, members: Sequence[Member]) -> None:

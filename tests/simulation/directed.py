@@ -238,6 +238,16 @@ def spare_of_a_world_that_is_over(topology: Topology) -> Plan:
     return Plan(2004082, (1,) * 7, faults, 10.258488783333991, TIMEOUT, **fields)  # type: ignore[arg-type]
 
 
+def spare_that_missed_the_beginning() -> Plan:
+    """Of the five of the first world one is frozen when they are told, and whom the beginner could not reach is no
+    concern of those who train: a spare is in no agreement of theirs."""
+    faults = ((1.838879394521485, "freeze", 1), (3.838879394521485, "freeze", 2), (5.7147113468188655, "thaw", 1))
+    return Plan(
+        7064495, (2, 2, 1), faults, 11.075135542116918, TIMEOUT,
+        is_formed=False, trains_with=1, max_world_size=3, num_endpoints=3,
+    )  # fmt: skip
+
+
 def two_that_cannot_hear_each_other(seed: int, grace: float | None) -> Plan:
     """One of five is killed, and one of the others is not heard by another one from then on: the world after it breaks
     before it stands, again and again, in which nobody has been silent for long."""

@@ -240,6 +240,12 @@ def test_a_lost_answer_ends_no_join_that_is_prepared(topology: Topology) -> None
     run(directed.unanswered_in_a_join(topology))
 
 
+def test_a_spare_that_was_frozen_as_the_first_world_began_stands_by_in_it() -> None:
+    simulation = run(directed.spare_that_missed_the_beginning())
+    assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
+    assert sum(worker.world is not None for worker in simulation.living) == 5
+
+
 def test_who_was_cut_off_in_the_queue_keeps_no_other_out_of_it() -> None:
     run(directed.hole_in_the_queue())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -46,6 +48,34 @@ def waiting(node: str, local_rank: int = 0, size: int = 1) -> Waiting:
 @pytest.mark.parametrize("one", [waiting("a"), waiting("a", 1, 2), Waiting(member("a", 0, (3, 40)), 1, order=7)])
 def test_what_is_written_is_read(one: Waiting) -> None:
     assert Waiting.from_json(one.to_json()) == one
+
+
+@pytest.mark.parametrize(
+    "text", ["", "null", "{}", "[1, 2]", '[{"host": "a"}, 1, 0]', '[{"of": "the future"}, 1, 0, 2]']
+)
+def test_what_another_version_has_written_is_nobody(text: str) -> None:
+    own = MemoryStore()
+    own.add("queue/count", 2)
+    own.put("queue/1", text)
+    own.put("queue/2", waiting("a").to_json())
+    assert entrance_of(own, lambda: 0.0).queue() == [waiting("a")]
+    assert sorted(own.values) == ["queue/count"]
+    future = [{**member("a").to_fields(), "colour": "red"}, 1, 0]
+    assert Waiting.from_json(json.dumps(future)) is None
+
+
+def entrance_of(own: MemoryStore, clock: Callable[[], float]) -> Entrance:
+    finder: Any = None
+    return Entrance(
+        Clients(own, "host", lambda _address: own),
+        ("10.0.0.1", 5000),
+        finder,
+        Size(1, 4, 0.0),
+        run_id="run",
+        refused=lambda _members: [],
+        begin=lambda _members: None,
+        clock=clock,
+    )
 
 
 def test_a_node_is_ready_when_all_its_workers_are() -> None:
@@ -118,17 +148,7 @@ def test_the_first_world_starts_when_all_or_enough_are_there(num_ready: int, sec
 def test_one_that_was_cut_off_while_it_queued_keeps_no_other_out() -> None:
     """It has drawn its number, and what it was to write there was lost."""
     own, now = MemoryStore(), [100.0]
-    finder: Any = None
-    entrance = Entrance(
-        Clients(own, "host", lambda _address: own),
-        ("10.0.0.1", 5000),
-        finder,
-        Size(1, 4, 0.0),
-        run_id="run",
-        refused=lambda _members: [],
-        begin=lambda _members: None,
-        clock=lambda: now[0],
-    )
+    entrance = entrance_of(own, lambda: now[0])
 
     def write(number: int, one: Waiting) -> None:
         own.put(f"queue/{number}", one.to_json())
