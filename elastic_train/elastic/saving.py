@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.snapshot_schedule import SnapshotSchedule
@@ -47,7 +47,7 @@ class Saver:
         self._files, self._written, self._now = files, written, now
         self._interval = interval_of(worker.config.snapshot_every)
         self._schedule = SnapshotSchedule(self._interval, now=now)
-        self._has_noted_due, self._entered_at = False, 0.0
+        self._has_noted_due, self._entered_at, self._has_begun = False, 0.0, False
         self._world: World | None = None
         self._best_step = -1
         """of the newest best state that was dealt with"""
@@ -63,9 +63,10 @@ class Saver:
 
     def enter(self, world: World) -> None:
         """A world stands: from now on its generation is the one that writes."""
+        was_writer = self._world is None or self._world.rank == 0
         self._world = world
         self._entered_at = self._now()
-        self._schedule.enter()
+        self._schedule.enter(takes_over=world.rank == 0 and not was_writer, step=self._worker.state.step)
 
     def is_last_writer(self, world: World) -> bool:
         """Whether this worker saves for others where all of a world have one state and stay until it is saved: each
@@ -99,19 +100,20 @@ class Saver:
 
     def _is_new_best(self, state: TrainState) -> bool:
         """Whether the weights of this very step are the best so far, and are to be kept."""
-        best = state.ratings.best
-        is_best = best is not None and best[0] == state.step
+        is_best = state.ratings.best is not None and state.ratings.best[0] == state.step
         return bool(self._worker.config.keep_best) and is_best and self._best_step != state.step
+
+    def owes_best(self, state: TrainState) -> bool:
+        """As a world begins to train: whether the one before has ended between its best evaluation and the snapshot."""
+        is_first, self._has_begun = not self._has_begun, True
+        return not is_first and self._is_new_best(state)
 
     def _adapt(self, state: TrainState) -> None:
         changed = self._schedule.adapt(state)
         if changed is None:
             return
         self._reporter.events.write("snapshot_interval", **changed)
-        self._reporter.report(
-            f"a snapshot every {duration(changed['seconds'])} from now on: one costs {changed['cost_seconds']:.3f} s "
-            f"of training, and a failure is expected every {duration(changed['failure_seconds'])}"
-        )
+        self._reporter.report(_told_interval(changed))
 
     def _note_due(self, world: World, state: TrainState) -> None:
         """Once: where the snapshots of another node lie somewhere else, this one's events show that there are some. A
@@ -275,6 +277,13 @@ class Saver:
             "restarts": state.restarts,
             "metric": state.ratings.at(state.step),
         }
+
+
+def _told_interval(changed: Mapping[str, float]) -> str:
+    return (
+        f"a snapshot every {duration(changed['seconds'])} from now on: one costs {changed['cost_seconds']:.3f} s "
+        f"of training, and a failure is expected every {duration(changed['failure_seconds'])}"
+    )
 
 
 def _save_last(

@@ -65,7 +65,7 @@ class Training:
         self._whole = whole
         self._end = end
         self._votes, self._stand_in, self._evaluations, self.check_states = votes, stand_in, evaluations, check_states
-        self._saved_step = self.state.step
+        self._saved_step = -1 if saver.owes_best(self.state) else self.state.step
 
     @property
     def model(self) -> nn.Module:

@@ -60,10 +60,17 @@ class SnapshotSchedule:
         """Since the newest snapshot was begun."""
         return 0.0 if self._started_at is None else self._now() - self._started_at
 
-    def enter(self) -> None:
+    def enter(self, *, takes_over: bool = False, step: int = 0) -> None:
         """A world stands. The time counts from this worker's first world: where it becomes rank 0 later, a snapshot is
-        due soon, for it does not know when the rank 0 before has written."""
+        due soon, for it does not know when the rank 0 before has written, nor whether anybody sees that.
+
+        Args:
+            takes_over: it was a member before, and another one was rank 0.
+            step: the newest committed one.
+        """
         self._step_at = None  # what lies between two worlds is no step
+        if takes_over and self._interval.steps:
+            self._is_overdue = self._is_overdue or step >= self._interval.steps
         if self._started_at is None:
             self._started_at = self._now()
 

@@ -85,7 +85,7 @@ def make_loop(task: Watched, **flags: Any) -> tuple[Trainer, TrainState, list[st
         note_reduction=lambda: None,
         joins=SimpleNamespace(vote=lambda: 0, follow_vote=lambda world, vote: None),
     )
-    saver: Any = SimpleNamespace(is_due=lambda _state: False)
+    saver: Any = SimpleNamespace(is_due=lambda _state: False, owes_best=lambda _state: False)
     return Trainer(bundled(worker), worker, membership, saver), state, told
 
 

@@ -179,6 +179,30 @@ def test_the_best_waits_for_the_one_in_flight(start: Start) -> None:
     assert kept(training) == {10: 0.5, 11: 0.6}
 
 
+def test_the_best_is_owed_by_the_next_world_where_one_has_ended_before_its_snapshot(start: Start) -> None:
+    """A member that dies between the evaluation and the save must not cost the best model."""
+    training = start(snapshot_every=0, keep_best=1)
+    training.steps(4)
+    training.rate(0.5)
+    assert not training.saver.owes_best(training.state), "what a run begins with has a snapshot, or is not to have one"
+    assert training.saver.owes_best(training.state)
+    assert training.save_if_due() == [4]
+    assert not training.saver.owes_best(training.state)
+
+
+@pytest.mark.parametrize(("every", "steps", "begun"), [(10, 15, [16.0, 20.0]), (10, 9, [10.0, 20.0]), (0, 15, [])])
+def test_who_becomes_rank_0_writes_a_snapshot_soon(start: Start, every: int, steps: int, begun: list[float]) -> None:
+    """The one of the rank 0 before may have died with it, or be seen by nobody; but the first is due where it is."""
+    training = start(snapshot_every=every)
+    [member] = training.world.members
+    training.saver.enter(World(rank=1, generation=1, members=(member, member)))
+    training.steps(steps)
+    training.saver.enter(World(rank=0, generation=2, members=(member,)))
+    found = training.steps(20 - steps)
+    training.saver.enter(World(rank=0, generation=3, members=(member,)))
+    assert found + training.steps(1) == begun, "once"
+
+
 def test_another_rank_notes_that_one_was_due(start: Start) -> None:
     training = start(snapshot_every="12s")
     [member] = training.world.members
