@@ -3,6 +3,7 @@
 # Without postponed annotations: DDP compares those of a communication hook with its own types.
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,16 +25,27 @@ from elastic_train.world import World
 
 
 class OwnParallel:
-    """Makes the DDP modules of one world, whose hooks tell the watcher when this rank waits for others."""
+    """Makes the DDP modules of one world, whose hooks tell the watcher when this rank waits for others.
+
+    Args:
+        note_unwrapped: called where a step of the only worker is committed, and none was made.
+    """
 
     def __init__(
-        self, world: World, device: torch.device, watcher: Watcher, steps: SessionSteps, sums: StepSums
+        self,
+        world: World,
+        device: torch.device,
+        watcher: Watcher,
+        steps: SessionSteps,
+        sums: StepSums,
+        note_unwrapped: Callable[[], None],
     ) -> None:
         self._world_size = world.world_size
         self._device = device
         self._watcher = watcher
         self._steps = steps
         self._sums = sums
+        self._note_unwrapped = note_unwrapped
         self._hooks: list[RemovableHandle] = []
         self.made: list[weakref.ref[DistributedDataParallel]] = []
         """the modules, which only the training function keeps"""
@@ -57,11 +69,14 @@ class OwnParallel:
 
     def require_made(self) -> None:
         """Raises: UsageError: several workers train, and each would go its own way."""
-        if self._world_size > 1 and not self.made:
+        if self.made:
+            return
+        if self._world_size > 1:
             raise UsageError(
                 f"nobody averages the gradients of the {self._world_size} workers: train the module that "
                 "training.parallel() makes in the training function"
             )
+        self._note_unwrapped()
 
     def close(self) -> None:
         """The user's own module is as it was; the DDP modules are the function's to let go."""

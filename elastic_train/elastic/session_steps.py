@@ -63,6 +63,7 @@ class SessionSteps:
         is_alone: whether no other rank trains.
         require_unbroken: raises FormationFailed where the process group was broken off; waits for the device.
         reading: surrounds what reads a batch (`GroupSockets.reading`).
+        note_unstepped: called where a step is committed in which the optimizer has not stepped.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class SessionSteps:
         is_alone: bool,
         require_unbroken: Callable[[], None],
         reading: Callable[[], AbstractContextManager[None]],
+        note_unstepped: Callable[[], None],
     ) -> None:
         self._shares = iter(shares)
         self._worker = worker
@@ -84,7 +86,7 @@ class SessionSteps:
         self._observer = observer
         self._sums = sums
         self._is_own_code, self._is_alone = is_own_code, is_alone
-        self._require_unbroken, self._reading = require_unbroken, reading
+        self._require_unbroken, self._reading, self._note_unstepped = require_unbroken, reading, note_unstepped
         self.in_hand: StepInHand | None = None
 
     def required(self) -> StepInHand:
@@ -136,6 +138,8 @@ class SessionSteps:
         has_stepped = step.is_applied
         if step.has_reduced and not has_stepped:
             self._require_unbroken()
+        if not has_stepped:
+            self._note_unstepped()
         step.is_applied = True
         return has_stepped
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.extras_check import ExtrasCheck
+from elastic_train.elastic.loop_hints import LoopHints
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.own_parallel import OwnParallel
 from elastic_train.elastic.process_group import is_communication_error
@@ -29,7 +30,6 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import StepObserver, WorldEnd, WorldEnds, votes_of
 from elastic_train.errors import StatesDiffer, TrainingDiverged
 from elastic_train.rules import Activity
-from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.reduction import Share
 from elastic_train.training.state import TrainState
 from elastic_train.training.step import NO_VOTES, Outcome, Votes
@@ -70,7 +70,7 @@ class Trainer:
         self.last_votes: Votes = NO_VOTES
         """what this rank said in the last step"""
         self.states = StateChecks(worker, membership)
-        self._has_looked_for_scheduler = False
+        self._hints = LoopHints(worker)
         # A SyncBatchNorm would take a sample of the newcomer's into everybody's statistics.
         has_sync = any(isinstance(module, nn.SyncBatchNorm) for module in worker.state.model.modules())
         self.has_room_for_handover = self._is_bundled and worker.config.reduction == "fast" and not has_sync
@@ -208,8 +208,9 @@ class Trainer:
             is_alone=world.world_size == 1,
             require_unbroken=self._require_unbroken,
             reading=membership.sockets.reading,
+            note_unstepped=partial(self._hints.note_unstepped, world),
         )
-        parallel = OwnParallel(world, worker.device, membership.watcher, steps, sums)
+        parallel = OwnParallel(world, worker.device, membership.watcher, steps, sums, self._hints.note_unwrapped)
         self._ddp_modules = parallel.made
         whole = WholeSteps(worker, membership, world, begin, self.states, self._stand_in)
         if self._is_bundled:  # before its first batch
@@ -263,9 +264,7 @@ class Trainer:
         if self._training is None:
             return
         self._training.note_applied(getattr(optimizer, "found_inf", None))
-        if not self._has_looked_for_scheduler and self._training.world.rank == 0:
-            self._has_looked_for_scheduler = True
-            warn_of_forgotten_scheduler(self._worker)
+        self._hints.note_stepped(self._training.world)
 
 
 def begin_scalers_anew(state: TrainState) -> None:
@@ -280,17 +279,3 @@ def begin_scalers_anew(state: TrainState) -> None:
         if isinstance(optimizer, torch.optim.Optimizer):
             for name in ("grad_scale", "found_inf"):  # a scaler takes them back only once the step has returned
                 vars(optimizer).pop(name, None)
-
-
-def warn_of_forgotten_scheduler(worker: Worker) -> None:
-    """Where a torch scheduler has taken the optimizer on, and none can be among what is saved: it would begin anew."""
-    state = worker.state
-    # All but ReduceLROnPlateau note there what they began with; torch's documentation names it where one is resumed.
-    has_scheduler = any("initial_lr" in group for group in state.optimizer.param_groups)
-    others = torch.amp.GradScaler | AveragedWeights | torch.optim.Optimizer | nn.Module
-    if has_scheduler and all(isinstance(one, others) for one in state.extras.values()):
-        worker.reporter.warn(
-            "the optimizer has a scheduler of torch's, which is not saved: it would begin anew where the run is "
-            "continued, and on each node that joins; give it to run(..., extras={'scheduler': scheduler}), or make the "
-            "learning rate a function of training.state.step"
-        )

@@ -709,6 +709,17 @@ def test_the_best_may_be_rated_at_the_top_of_the_loop(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
+def test_gradients_that_add_up_over_commits_are_told(cluster: Cluster) -> None:
+    text = SCRIPT.replace("BEFORE_COMMIT", "pass")
+    assert text.count("optimizer.step()") == 1
+    text = text.replace("optimizer.step()", "if training.state.step % 4 == 3: optimizer.step()")
+    [node] = start_workers(cluster, 1, text)
+    cluster.finish([node])
+    [warning] = events(cluster.path / "run-1", "warning")
+    assert warning["message"].startswith("step 1 is committed without a step of the optimizer. Gradients that add up")
+
+
+@pytest.mark.slow
 def test_a_function_that_returns_early_ends_the_training(cluster: Cluster) -> None:
     (node,) = start_script(cluster, 1, "training.commit(loss)\nif training.state.step == 9: return\ncontinue")
     cluster.finish([node])

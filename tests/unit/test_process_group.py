@@ -833,6 +833,7 @@ def trainer_steps(trainer: Trainer) -> SessionSteps:
         is_alone=False,
         require_unbroken=trainer._require_unbroken,
         reading=trainer._membership.sockets.reading,
+        note_unstepped=lambda: None,
     )
 
 

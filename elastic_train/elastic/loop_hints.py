@@ -1,0 +1,61 @@
+"""What a loop of one's own seems to have forgotten, told once: nothing else shows it before a node joins or dies."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from elastic_train.elastic.worker import Worker
+from elastic_train.training.averaging import AveragedWeights
+from elastic_train.world import World
+
+
+class LoopHints:
+    """Of one worker, in whatever worlds; for the thread that trains. Rank 0 tells."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._has_looked_for_scheduler = self._has_looked_at_gradients = self._has_looked_for_ddp = False
+
+    def note_stepped(self, world: World) -> None:
+        """The optimizer has stepped."""
+        if self._has_looked_for_scheduler or world.rank != 0:
+            return
+        self._has_looked_for_scheduler = True
+        state = self._worker.state
+        # All but ReduceLROnPlateau note there what they began with; torch documents that for one that is resumed.
+        has_scheduler = any("initial_lr" in group for group in state.optimizer.param_groups)
+        others = torch.amp.GradScaler | AveragedWeights | torch.optim.Optimizer | nn.Module
+        if has_scheduler and all(isinstance(one, others) for one in state.extras.values()):
+            self._worker.reporter.warn(
+                "the optimizer has a scheduler of torch's, which is not saved: it would begin anew where the run is "
+                "continued, and on each node that joins; give it to run(..., extras={'scheduler': scheduler}), or make "
+                "the learning rate a function of training.state.step"
+            )
+
+    def note_unstepped(self, world: World) -> None:
+        """A step is committed in which the optimizer has not stepped."""
+        state = self._worker.state
+        has_others = any(isinstance(one, torch.optim.Optimizer) for one in state.extras.values())
+        if self._has_looked_at_gradients or world.rank != 0 or has_others:
+            return
+        gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
+        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+            return  # a GradScaler has skipped it
+        self._has_looked_at_gradients = True
+        self._worker.reporter.warn(
+            f"step {state.step + 1} is committed without a step of the optimizer. Gradients that add up over several "
+            "commits are no part of the state: a restart, or a lost peer, loses them. Each batch of training.batches() "
+            "is a whole step: give --global-batch-size all samples of it, and split the batch within the step "
+            "(training.step does that by --micro-batch-size)"
+        )
+
+    def note_unwrapped(self) -> None:
+        """A step of the function's own is committed without DDP, by the only worker."""
+        if self._has_looked_for_ddp or not self._worker.launch.is_open:
+            return
+        self._has_looked_for_ddp = True
+        self._worker.reporter.warn(
+            "the function trains no module that training.parallel() has made: once a second worker has joined nobody "
+            "would average their gradients, and that ends the job with an error"
+        )

@@ -1,0 +1,86 @@
+"""What a loop of one's own seems to have forgotten: told once, by rank 0, and not where all is well."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_train.elastic.loop_hints import LoopHints
+from elastic_train.training.state import Stateful, TrainState
+
+ALONE: Any = SimpleNamespace(rank=0)
+SECOND: Any = SimpleNamespace(rank=1)
+
+
+class Told:
+    """A worker, and the warnings that it has got."""
+
+    def __init__(self, *, is_open: bool = True, **extras: Stateful) -> None:
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        state = TrainState(
+            self.model, self.optimizer, None, schedule=None, length=8, global_batch_size=4, epochs=1, extras=extras
+        )
+        self.warnings: list[str] = []
+        reporter = SimpleNamespace(warn=self.warnings.append)
+        worker: Any = SimpleNamespace(state=state, reporter=reporter, launch=SimpleNamespace(is_open=is_open))
+        self.hints = LoopHints(worker)
+
+    def add_up(self, value: float) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+
+
+@pytest.mark.parametrize("gradient", [None, 0.5])
+def test_gradients_that_add_up_over_commits(gradient: float | None) -> None:
+    told = Told()
+    if gradient is not None:
+        told.add_up(gradient)
+    told.hints.note_unstepped(SECOND)
+    assert told.warnings == []
+    for _ in range(3):
+        told.hints.note_unstepped(ALONE)
+    [warning] = told.warnings
+    assert warning.startswith("step 1 is committed without a step of the optimizer")
+    assert "--global-batch-size" in warning
+
+
+def test_a_step_that_a_scaler_has_skipped_adds_nothing_up() -> None:
+    told = Told()
+    told.add_up(float("inf"))
+    told.hints.note_unstepped(ALONE)
+    assert told.warnings == []
+    told.add_up(1.0)
+    told.hints.note_unstepped(ALONE)
+    assert len(told.warnings) == 1, "it goes on looking"
+
+
+def test_where_another_optimizer_may_have_stepped_nothing_is_said() -> None:
+    other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    told = Told(other=other)
+    told.hints.note_unstepped(ALONE)
+    assert told.warnings == []
+
+
+@pytest.mark.parametrize(("is_open", "count"), [(True, 1), (False, 0)])
+def test_who_trains_alone_without_ddp_is_told_before_another_one_joins(is_open: bool, count: int) -> None:
+    told = Told(is_open=is_open)
+    for _ in range(2):
+        told.hints.note_unwrapped()
+    assert len(told.warnings) == count
+    assert all("training.parallel()" in warning for warning in told.warnings)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_scheduler_that_is_not_saved(is_given: bool) -> None:
+    told = Told()
+    scheduler = torch.optim.lr_scheduler.StepLR(told.optimizer, 1)
+    if is_given:
+        told.hints._worker.state.extras["scheduler"] = scheduler
+    for world in (SECOND, ALONE, ALONE):
+        told.hints.note_stepped(world)
+    assert len(told.warnings) == (not is_given)
