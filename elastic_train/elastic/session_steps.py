@@ -150,6 +150,7 @@ class SessionSteps:
         self.in_hand = None
         step.unfreeze()
         state.commit(loss)
+        self._worker.reporter.note_commit(state.step)
         self._sums.late = late
         if late is None and is_told:
             self._observer.report_commit(state, loss, step.first)

@@ -28,6 +28,8 @@ REFRESH_SECONDS = 0.1
 LOG_LINE_SECONDS = 10.0
 SCALARS_SECONDS = 0.2
 SCALARS_DELAY_SECONDS = 3.0
+LATE_SECONDS = 0.1
+"""after a commit before its line says by how much it is late"""
 
 
 class Reporter:
@@ -65,6 +67,8 @@ class Reporter:
         self._last_snapshot_step: int | None = None
         self._written: list[dict[str, Any]] = []
         """the two newest `step` events of this worker"""
+        self._committed_at: tuple[tuple[int, float], ...] = ()
+        """the two newest steps and their moments, by the monotonic clock"""
 
     def leave(self) -> None:
         """This worker is in no world any more, and may come back."""
@@ -201,8 +205,14 @@ class Reporter:
                 if commit["step"] > logged:
                     self._write_commit(commit)
 
+    def note_commit(self, step: int) -> None:
+        """This worker has committed it just now; its line may come later."""
+        self._committed_at = (*self._committed_at[-1:], (step, time.monotonic()))
+
     def _write_commit(self, commit: dict[str, Any]) -> None:
-        self.events.write("step", **commit)
+        now = time.monotonic()
+        late = now - dict(self._committed_at).get(commit["step"], now)
+        self.events.write("step", **commit, **({"late_seconds": late} if late > LATE_SECONDS else {}))
         self._written = [*self._written[-1:], commit]
 
     def void_commits(self, state: TrainState) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from elastic_train.cli import main
 from elastic_train.errors import RunDirectoryError
 from elastic_train.tools.audit.audit import CheckOutcome, audit, audit_history
 from elastic_train.tools.audit.history import read_history
+from elastic_train.tools.audit.lost_time import outages_of
 from elastic_train.tools.audit.report import page
 from tests.drills.planting import (
     damage,
@@ -72,6 +73,22 @@ def test_directories_of_nodes_are_checked_together(
     assert "tell of the same worker: give each run directory once" in capsys.readouterr().err
     assert main(["audit", str(run_dir), str(tmp_path)]) == 1
     assert "holds no run" in capsys.readouterr().err
+
+
+def test_an_outage_begins_with_the_last_commit_whenever_its_line_was_written(run_dir: Path) -> None:
+    """Where rank 0 is lost, another one writes the line as the next world begins."""
+    before = outages_of(read_history(run_dir))
+
+    def delay(lines: list[Line]) -> list[Line]:
+        late = {"late_seconds": 0.45}
+        return [
+            {**one, "time": one["time"] + 0.45, **late} if (one["event"], one["step"]) == ("step", 3) else one
+            for one in lines
+        ]
+
+    edit_lines(events_of(run_dir), delay)
+    assert [round(outage.seconds, 3) for outage in outages_of(read_history(run_dir))] == [0.5]
+    assert [round(outage.seconds, 3) for outage in before] == [0.5]
 
 
 def test_losses_that_a_scaler_has_skipped(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,13 @@ import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from elastic_train.observe.reporting import Reporter
 from elastic_train.runlog.events import EventLog, JsonLines, Ledger
 from elastic_train.runlog.reader import Follower, read_all, read_with_torn
 from elastic_train.tools.drills.nodes import wait_until
@@ -64,6 +66,30 @@ def test_what_is_no_finite_number_is_null(tmp_path: Path) -> None:
     [line] = only_file(tmp_path / "events").read_text().splitlines()
     found = strictly(line)
     assert (found["metrics"], found["accuracy"]) == ({"loss": None, "all": [None, 1.5]}, None)
+
+
+def test_a_line_that_comes_long_after_its_commit_says_by_how_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank 0 that was lost could not write it: the next one does, as its world begins."""
+    now = [100.0]
+    monkeypatch.setattr("elastic_train.observe.reporting.time.monotonic", lambda: now[0])
+    made = Reporter(
+        events=event_log(tmp_path / "events"), ledger=None, tensorboard_dir=tmp_path, wants_bar=False, debug=False
+    )
+    commits = [{"step": step, "loss": 0.5, "generation": 0} for step in (6, 7)]
+    for step in (6, 7):
+        made.note_commit(step)
+        now[0] += 0.05
+    now[0] += 11.0
+    state: Any = SimpleNamespace(step=7, last_commits=commits)
+    made.write_missing_commits(state, 5)
+    made.note_commit(7)  # anew: from a snapshot of before
+    made.write_missing_commits(state, 6)
+    made.close()
+    lines = [strictly(line) for line in only_file(tmp_path / "events").read_text().splitlines()]
+    late = [(line["step"], line.get("late_seconds")) for line in lines if line["event"] == "step"]
+    assert late == [(6, pytest.approx(11.1)), (7, pytest.approx(11.05)), (7, None)]
 
 
 def test_every_line_says_who_wrote_it_and_where_the_run_stood(tmp_path: Path) -> None:

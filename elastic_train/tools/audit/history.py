@@ -34,7 +34,7 @@ class Step:
     loss: float | None
     """None: it was not finite, and a GradScaler skipped the step"""
     time: float
-    """Unix seconds"""
+    """of the commit, Unix seconds"""
     world_size: int
     writer: str
 
@@ -138,7 +138,7 @@ class History:
                 int(line["generation"]),
                 int(line["epoch"]),
                 float_of(line, "loss"),
-                float(line["time"]),
+                float(line["time"]) - (float_of(line, "late_seconds") or 0.0),
                 int(line["world_size"]),
                 writer(line),
             )
