@@ -1,10 +1,16 @@
-"""Who tries to reach whom, before there is a process group."""
+"""Who tries to reach whom, before there is a process group; and what is measured in one."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from elastic_train.tools.check.together import probed_by
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic_train.errors import FormationFailed
+from elastic_train.tools.check.together import measure_all_reduce, probed_by
+from elastic_train.world import World
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 64, 65, 66, 200])
@@ -16,3 +22,15 @@ def test_everybody_is_probed_by_as_many(size: int) -> None:
         for other in probed:
             counts[other] += 1
     assert set(counts) == {min(size - 1, 64)}
+
+
+@pytest.mark.parametrize("size", [1, 2, 257, 999])
+def test_a_right_sum_of_any_number_of_workers_is_right(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """257 cubed is no float32."""
+    members: Any = (None,) * size
+    world = World(rank=0, generation=0, members=members)
+    monkeypatch.setattr(dist, "all_reduce", lambda data: data.mul_(size))
+    assert measure_all_reduce(world, torch.device("cpu")) > 0
+    monkeypatch.setattr(dist, "all_reduce", lambda data: data.mul_(size + 1))
+    with pytest.raises(FormationFailed, match="a wrong sum"):
+        measure_all_reduce(world, torch.device("cpu"))
