@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from elastic_train.config import Config
 from elastic_train.errors import UsageError
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.store_urls import parse_url
-from elastic_train.tools.check.here import TrialDirectory, measure_snapshot, trial_place
+from elastic_train.tools.check.here import TrialDirectory, measure_snapshot, num_kept, trial_place
 from elastic_train.tools.check.trial_bucket import TrialBucket
 
 
@@ -68,7 +69,8 @@ def test_a_bucket_is_tried_and_left_empty(tmp_path: Path) -> None:
     assert isinstance(first, TrialBucket)
     measured = measure_snapshot(config, torch.device("cpu"), first, is_writer=True)
     assert measured is not None
-    assert measured[0] > 1000
+    assert measured.bytes > 1000
+    assert measured.last_step == 30 * 23
     first.leave_mark("token", 0)
     assert second.sees_mark("token", 0)
     assert not second.sees_mark("token", 1)
@@ -87,3 +89,20 @@ def test_a_bucket_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     place.close()
     with pytest.raises(UsageError, match="credentials do not belong into a URL"):
         trial_place(Config(snapshot_dir="s3://key:secret@bucket/run"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    [
+        ({}, 3),
+        ({"keep_best": 2}, 5),
+        ({"keep_every": 1000}, 3 + 10),
+        ({"keep_every": 1001, "keep_best": 2}, 5 + 9),
+        ({"keep_every": 50}, 3 + 100),
+        ({"keep_every": 50, "snapshot_every": "30s"}, 3 + 200),
+        ({"keep_every": 50, "snapshot_every": 0}, 3),
+    ],
+)
+def test_room_is_wanted_for_all_that_stays(flags: dict[str, Any], number: int) -> None:
+    """Where one is written each 100 steps, no more than that stay for good."""
+    assert num_kept(Config(**flags), 10_000) == number

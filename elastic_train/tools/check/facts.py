@@ -88,6 +88,7 @@ class WorkerFacts:
     num_loaders: int
     """DataLoader processes, --num-workers"""
     keep_snapshots: int
+    """that stay at most, when training ends"""
     rendezvous: RendezvousFacts = RendezvousFacts()
     notices_of: str = ""
     """whom --notices has asked, `off` for nobody"""

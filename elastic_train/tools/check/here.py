@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -27,6 +27,7 @@ from elastic_train.notices.clouds import find_cloud
 from elastic_train.preemption import given_seconds, notices_flag
 from elastic_train.protocol.addresses import interface_address
 from elastic_train.rendezvous.launch import Launch
+from elastic_train.snapshot_interval import interval_of
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_urls import is_url, parse_url
 from elastic_train.tools.check.facts import Gpu, RendezvousFacts, WorkerFacts
@@ -89,10 +90,10 @@ def look_here(
         snapshot_dir_free=0 if directory.error else directory.free_bytes,
         shm_free=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
         state_error=state_error,
-        state_bytes=measured[0] if measured else None,
-        snapshot_seconds=measured[1] if measured else None,
+        state_bytes=measured.bytes if measured else None,
+        snapshot_seconds=measured.seconds if measured else None,
         num_loaders=config.num_workers,
-        keep_snapshots=config.keep_snapshots + config.keep_best,
+        keep_snapshots=num_kept(config, measured.last_step if measured else 0),
         rendezvous=rendezvous,
         notices_of=notices_of,
         notice_seconds=notice_seconds,
@@ -233,10 +234,28 @@ def trial_place(config: Config, run_dir: Path) -> TrialPlace:
     return TrialDirectory(run_dir / "snapshots" if given is None else Path(given))
 
 
+class Measured(NamedTuple):
+    """A snapshot of what the flags say."""
+
+    bytes: int
+    seconds: float
+    """until it is durable"""
+    last_step: int
+    """with which training ends"""
+
+
+def num_kept(config: Config, last_step: int) -> int:
+    """How many snapshots stay at most, when training ends."""
+    newest_and_best, steps = config.keep_snapshots + config.keep_best, interval_of(config.snapshot_every).steps
+    if config.keep_every is None or steps == 0:
+        return newest_and_best
+    return newest_and_best + last_step // max(config.keep_every, steps or 1)
+
+
 def measure_snapshot(
     config: Config, device: torch.device, directory: TrialPlace, *, is_writer: bool
-) -> tuple[int, float] | None:
-    """(bytes, seconds until it is durable) of a snapshot of what the flags say; None where this worker writes none.
+) -> Measured | None:
+    """Write one; None where this worker writes none.
 
     Raises:
         UsageError, DatasetMissing: the task cannot be built, as a worker of the job would find. Whatever the user's own
@@ -260,4 +279,4 @@ def measure_snapshot(
     except SnapshotError as error:
         directory.error = first_line(error)
         return None
-    return written.bytes, written.total_seconds
+    return Measured(written.bytes, written.total_seconds, state.last_step)

@@ -170,7 +170,8 @@ def there_is_room(gathered: Gathered) -> list[Finding]:
                     f"{worker.snapshot_dir} on {name} has {human_bytes(worker.snapshot_dir_free)} free; "
                     f"{worker.keep_snapshots} snapshots and the one being written take {human_bytes(most)}",
                     "a snapshot that does not fit is not taken, and the job goes on without",
-                    "free some space, choose another --snapshot-dir, or lower --keep-snapshots or --keep-best",
+                    "free some space, choose another --snapshot-dir, lower --keep-snapshots or --keep-best, or raise "
+                    "--keep-every",
                 )
             )
         loaders = worker.num_loaders * worker.local_world_size
