@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import webbrowser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -16,9 +17,9 @@ from PIL import Image
 from elastic_train.cli import main
 from elastic_train.tools.audit.audit import audit_history
 from elastic_train.tools.audit.charts import MAX_POINTS, Axis, nice_step, thinned
-from elastic_train.tools.audit.history import read_history
+from elastic_train.tools.audit.history import History, read_history
 from elastic_train.tools.audit.lost_time import lost_time
-from elastic_train.tools.audit.report import TEMPLATE, write_report
+from elastic_train.tools.audit.report import TEMPLATE, _lanes, write_report
 from tests.drills.planting import restart
 from tests.drills.small_run import MEMBERS, START, edit_json, mark_as_drill, write_small_run
 
@@ -187,6 +188,30 @@ def test_lanes_are_named_by_what_tells_them_apart() -> None:
     assert names("vm/0/2931", "vm/0/2944", "vm/1/2950") == ["0/2931", "0/2944", "1/2950"]
     assert names("node1", "node2") == ["node1", "node2"]
     assert names("vm/0/2931") == ["vm/0/2931"]
+
+
+def test_lanes_of_many_members_look_at_each_line_a_few_times() -> None:
+    looks = [0]
+
+    class Counted(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            looks[0] += name == "writer"
+            return super().__getitem__(name)
+
+    members = [f"node{number}/0/1" for number in range(50)]
+    lines = []
+    for number in range(20):
+        of_all = {"generation": number, "step": 0, "cause": "start", "members": members}
+        for rank, member in enumerate(members):
+            for event, after in (("world", 0.0), ("done", 0.5)):
+                line = {"time": number + after, "event": event, "writer": member, "rank": rank}
+                lines.append(Counted(of_all | line))
+    history = History(Path(), tuple(sorted(lines, key=lambda line: float(line["time"]))), ())
+    lanes = _lanes(history, 0.0, 20.0)
+    assert looks[0] <= 3 * len(lines)
+    assert [(start, stop) for start, stop, kind, _ in lanes[0][1] if kind != "alive"] == [
+        (number, number + 0.5) for number in range(20)
+    ]
 
 
 def test_thinning_keeps_the_spikes() -> None:

@@ -129,11 +129,13 @@ def _lanes(history: History, zero: float, end: float) -> list[tuple[str, list[Se
     lanes: dict[str, list[Segment]] = defaultdict(list)
     for member, start, stop in _lives(history):
         lanes[_node_of(history, member)].append((start - zero, stop - zero, "alive", f"{member}: in no world"))
+    done: dict[str, list[float]] = defaultdict(list)
+    for line in history.of("done"):
+        done[line["writer"]].append(float(line["time"]))
     ends = [*(world.time for world in history.worlds[1:]), end]
     for world, until in zip(history.worlds, ends, strict=False):  # there may be no world, but always an end
         for rank, member in enumerate(world.members):
-            done = [float(line["time"]) for line in history.of("done") if line["writer"] == member]
-            stop = min([until, *(time for time in done if time >= world.time)])
+            stop = min([until, *(time for time in done.get(member, ()) if time >= world.time)])
             title = f"generation {world.generation}: {member} as rank {rank} of {len(world.members)}"
             kind = "odd" if world.generation % 2 else "even"
             lanes[_node_of(history, member)].append((world.time - zero, stop - zero, kind, title))
