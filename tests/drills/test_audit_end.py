@@ -14,6 +14,7 @@ import pytest
 
 from elastic_train.errors import RunDirectoryError
 from elastic_train.storage.snapshot_writer import SnapshotWriter
+from elastic_train.system import process_stat
 from elastic_train.tools.audit.audit import CheckOutcome, audit, audit_history, conclude
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.node_directories import as_one_run, read_status_of
@@ -229,6 +230,22 @@ def test_an_orphan_process(run_dir: Path) -> None:
         assert f"leftovers: process {orphan.pid}, a worker of this run, still runs" in reasons
         assert orphan.stdin is not None
         orphan.stdin.close()
+
+
+def test_a_script_that_works_on_after_its_training(run_dir: Path) -> None:
+    """As an own loop may, once `run` has returned. The bundled program of a drill ends."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as script:
+        here = {"host": host_name(), "pid": script.pid, "started_ticks": int(process_stat(script.pid)[1])}
+        change(events_of(run_dir, MEMBERS[1]), lambda line: line["event"] == "start", **here)
+        assert audit(run_dir).passed, audit(run_dir).reasons
+        change(events_of(run_dir, MEMBERS[1]), lambda line: line["event"] == "done", outcome="stopped")
+        still_runs = f"leftovers: process {script.pid}, a worker of this run, still runs"
+        assert still_runs in audit(run_dir).reasons
+        change(events_of(run_dir, MEMBERS[1]), lambda line: line["event"] == "done", outcome="finished")
+        mark_as_drill(run_dir)
+        assert still_runs in audit(run_dir).reasons
+        assert script.stdin is not None
+        script.stdin.close()
 
 
 def test_a_temporary_file(run_dir: Path) -> None:

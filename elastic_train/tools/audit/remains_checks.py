@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError
+from elastic_train.runlog.reader import Line
 from elastic_train.storage.run_snapshots import folder_by
 from elastic_train.tools.audit.finding import Found, Skip
-from elastic_train.tools.audit.history import History, writer
+from elastic_train.tools.audit.history import FINISHED, History, writer
 from elastic_train.tools.audit.record import Effect
 from elastic_train.wording import count
 
@@ -101,12 +102,21 @@ def check_leftovers(history: History) -> Found:
         if _is_temporary(name) and not _is_of_killed(history.run_dir / name, ended)
     ]
     for line in history.of("start"):
-        if process_is_alive(line):
+        if process_is_alive(line) and (history.drill is not None or not _is_through(history, line)):
             findings.append(f"process {line['pid']}, a worker of this run, still runs")
     if history.drill is not None:
         own = history.drill.leftovers
         findings += ["the drill did not look for what it left"] if own is None else own
     return "processes of this machine, temporary files", findings
+
+
+def _is_through(history: History, start: Line) -> bool:
+    """Whether its process has trained to the end: the script of an own loop may go on after `run`. In containers an
+    earlier process may have had its name."""
+    return any(
+        writer(line) == writer(start) and line["time"] >= start["time"] and line.get("outcome") in FINISHED
+        for line in history.of("done")
+    )
 
 
 def _is_of_killed(path: Path, ended: set[str]) -> bool:
