@@ -230,6 +230,10 @@ class Bucket:
             min(self._part_bytes, SHARE_BYTES),
         )
 
+    def delete(self, place: BucketSnapshot) -> None:
+        """All that lies there. Raises: ObjectStoreError."""
+        self._delete(self.store, place, [MANIFEST_FILE, *place.files()])
+
     def note_visible(self, manifest: Mapping[str, Any]) -> None:
         """A snapshot of that manifest can be seen from now on. For who keeps a record of them."""
 

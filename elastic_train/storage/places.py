@@ -25,9 +25,11 @@ from elastic_train.storage.snapshot import (
     SnapshotInfo,
     SnapshotPlace,
     find_snapshots,
+    info_of,
     is_snapshot,
     open_verified,
     read_info,
+    read_manifest,
     verify,
 )
 from elastic_train.storage.store_urls import StoreUrl, is_url, parse_url
@@ -69,25 +71,49 @@ def place_at(text: str | os.PathLike[str]) -> SnapshotPlace | SnapshotFolder:
 def copy_snapshot(
     source: str, target: str, *, warn: Callable[[str], None], key: bytes | None = None
 ) -> tuple[SnapshotInfo, str]:
-    """Copy a snapshot, or the newest whole one of a place of many, to a folder or a URL, where it is whole or absent;
-    one that is there stays. With a key, one that it has signed. Returns it, and where it is now.
+    """Copy a snapshot, or the newest whole one of a place of many, to a folder or a URL, where it is whole or absent.
+    One that is there stays; a damaged copy of it is replaced, and `warn` told. With a key, one that it has signed.
+    Returns it, and where it is now.
 
     Raises:
-        SnapshotError: there is none, or it cannot be written. UsageError: as `place_at`.
+        SnapshotError: there is none, another one is in its place, or it cannot be written. UsageError: as `place_at`.
     """
     info = _whole_one(place_at(source), warn, key)
     folder = place_at(target)
-    if is_snapshot(folder) and not isinstance(folder, Path):
+    if not isinstance(folder, Path | Bucket):
         raise SnapshotError(f"{target} names one snapshot: name what it is to lie in")
     manifest = _manifest_of(info)
     with open_verified(info) as file:
         if isinstance(folder, Path):
-            _write_to_folder(folder / info.name, file, manifest, info, key)
+            path = folder / info.name
+            if not path.exists() or not _is_whole_copy(path, info, key, warn):
+                _write_to_folder(path, file, manifest)
         else:
-            snapshots_in(folder).write(  # type: ignore[union-attr]  # it is no path
-                info.name, lambda into: shutil.copyfileobj(file, into), manifest, key=key
-            )
+            place = folder.snapshot(info.name)
+            if MANIFEST_FILE in place.files() and not _is_whole_copy(place, info, key, warn):
+                folder.delete(place)
+            folder.write(info.name, lambda into: shutil.copyfileobj(file, into), manifest, key=key)
     return info, f"{folder}/{info.name}"
+
+
+def _is_whole_copy(place: SnapshotPlace, info: SnapshotInfo, key: bytes | None, warn: Callable[[str], None]) -> bool:
+    """Whether what is in a place is this snapshot, to the last byte; False where it was, and is damaged.
+
+    Raises:
+        SnapshotError: it is another one, or may be: who copies removes nothing that is only there.
+    """
+    try:
+        there = read_manifest(place, key) if isinstance(place, Path) else info_of(place.read_manifest(), place, key)
+    except SnapshotDamaged as error:
+        raise SnapshotError(f"{error}: move it out of the way first") from error
+    if (there.run_uid, there.files) != (info.run_uid, info.files):
+        raise SnapshotError(f"snapshot {place} is there already, and is another one: copy to another folder or URL")
+    try:
+        verify(read_info(place, key))
+    except SnapshotDamaged as error:
+        warn(f"replaced: {error}")
+        return False
+    return True
 
 
 def _whole_one(place: SnapshotPlace | SnapshotFolder, warn: Callable[[str], None], key: bytes | None) -> SnapshotInfo:
@@ -110,18 +136,10 @@ def _manifest_of(info: SnapshotInfo) -> dict[str, Any]:
     return info.path.read_manifest()
 
 
-def _write_to_folder(
-    path: Path, file: IO[bytes], manifest: dict[str, Any], info: SnapshotInfo, key: bytes | None
-) -> None:
-    if path.exists():
-        try:
-            there = read_info(path, key)
-        except SnapshotDamaged as error:
-            raise SnapshotError(f"{error}: move it out of the way first") from error
-        if there.files != info.files:
-            raise SnapshotError(f"snapshot {path} is there already, and is another one: copy to another folder")
-        return
+def _write_to_folder(path: Path, file: IO[bytes], manifest: dict[str, Any]) -> None:
+    """What is in its place is a damaged copy of it."""
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    displaced = path.with_name(f".tmp-old-{path.name}-{os.getpid()}")
     manifest = {name: value for name, value in manifest.items() if name != "parts"}
     try:
         temporary.mkdir(parents=True)
@@ -131,9 +149,12 @@ def _write_to_folder(
             os.fsync(into.fileno())
         data = json.dumps({**manifest, "format_version": FORMAT_VERSION}, indent=2).encode() + b"\n"
         write_atomic(temporary / MANIFEST_FILE, data)
+        if path.exists():
+            os.rename(path, displaced)
         os.rename(temporary, path)
         fsync_directory(path.parent)
     except OSError as error:
         raise SnapshotError(f"snapshot {path} cannot be written: {cause_of(error)}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(displaced, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from elastic_train.storage.bucket import Bucket
 from elastic_train.storage.bucket_owner import BucketOwner, BucketRecord
 from elastic_train.storage.object_store import ObjectStore, Tries
 from elastic_train.storage.ownership import OWNER_RECORD
-from elastic_train.storage.snapshot import find_snapshots, read_info
+from elastic_train.storage.places import copy_snapshot, place_at
+from elastic_train.storage.snapshot import find_snapshots, read_info, verify
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_arms import MemoryArm
 from elastic_train.storage.store_urls import parse_url
@@ -82,6 +84,43 @@ def test_a_forged_one_in_its_place_is_replaced(url: str, tmp_path: Path) -> None
         save(writer_to(place), 7)  # type: ignore[arg-type]  # a folder is one, too
         save(writer_to(place, key=KEY), 7)  # type: ignore[arg-type]
         assert [info.step for info in find_snapshots(place, warn=pytest.fail, key=KEY)] == [7]
+
+
+def test_a_copy_destroys_nothing_of_another_run(url: str, tmp_path: Path) -> None:
+    """Nor what its key has not signed, which others may have."""
+    source = str(tmp_path / "source")
+    for theirs, options in ((f"{url}/other", {"run_uid": "other"}), (f"{url}/unsigned", {}), (tmp_path / "folder", {})):
+        place = theirs if isinstance(theirs, Path) else bucket_of(theirs)
+        save(writer_to(Path(source), key=KEY), 7)
+        save(writer_to(place, **options), 7)  # type: ignore[arg-type]  # a folder is one, too
+        [before] = find_snapshots(place, warn=pytest.fail)
+        for key, message in ((KEY, "it has no signature.*move it out of the way first"), (None, "is another one")):
+            with pytest.raises(SnapshotError, match=message) if key or options else nullcontext():
+                copy_snapshot(source, str(theirs), warn=pytest.fail, key=key)
+            assert find_snapshots(place, warn=pytest.fail) == [before]
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_copy_that_has_rotted_is_no_copy(url: str, tmp_path: Path, is_folder: bool) -> None:
+    source, target = str(tmp_path / "source"), str(tmp_path / "copies") if is_folder else url
+    save(writer_to(Path(source)), 7)
+    info, place = copy_snapshot(source, target, warn=pytest.fail)
+    if is_folder:
+        (Path(place) / "state.pt").write_bytes(bytes((Path(place) / "state.pt").stat().st_size))
+    else:
+        bucket = bucket_of(url)
+        [part] = [key for key in bucket.store.list() if "/state.pt." in key]
+        bucket.store.put(part, bytes(bucket.store.list()[part]))
+    warnings: list[str] = []
+    copy_snapshot(source, target, warn=warnings.append)
+    assert [warning.partition("snapshot ")[0] for warning in warnings] == ["replaced: "]
+    [copied] = find_snapshots(place_at(target), warn=pytest.fail)
+    verify(copied)
+    assert copied.files == info.files
+    if is_folder:
+        assert [path.name for path in (tmp_path / "copies").iterdir()] == [info.name]
+    else:
+        assert len(bucket.store.list()) == 2, "nothing is left of the damaged one"
 
 
 def test_forged_ones_do_not_push_out_what_is_signed_in_a_folder(tmp_path: Path) -> None:
