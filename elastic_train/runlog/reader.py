@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,15 +36,27 @@ def read_all(path: Path) -> list[Line]:
         return []
 
 
-def read_with_torn(path: Path) -> tuple[list[Line], list[int]]:
+def read_with_torn(path: Path, packed: Callable[[Line], Line] = lambda line: line) -> tuple[list[Line], list[int]]:
     """All lines of a file, and the numbers (from 1) of those that are torn. Raises OSError.
 
     What follows the last newline is neither: it was cut off by a kill, or is still being written.
+
+    Args:
+        packed: what is kept of a line, before the next one is read.
     """
-    *raw_lines, _cut_off = path.read_bytes().split(b"\n")
-    found = {number: parse(raw) for number, raw in enumerate(raw_lines, start=1) if raw}
-    torn = [number for number, line in found.items() if line is None]
-    return [line for line in found.values() if line is not None], torn
+    found: list[Line] = []
+    torn = []
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.endswith(b"\n"):
+                break
+            if raw == b"\n":
+                continue
+            if (line := parse(raw)) is None:
+                torn.append(number)
+            else:
+                found.append(packed(line))
+    return found, torn
 
 
 def read_events(path: Path, tail_bytes: int = 256 * 1024) -> list[Line]:

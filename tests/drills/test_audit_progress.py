@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from elastic_train.runlog.reader import read_all
 from elastic_train.tools.audit.audit import CheckOutcome, audit
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.lost_time import lost_time
+from elastic_train.tools.audit.progress_checks import check_ledger
 from tests.drills.planting import (
     drawn,
     events_of,
@@ -33,6 +35,7 @@ from tests.drills.small_run import (
     is_of,
     is_second_world,
     mark_as_drill,
+    write_lines,
 )
 
 # --- the samples ------------------------------------------------------------------------------------------------------
@@ -105,6 +108,47 @@ def test_a_line_that_a_kill_cut_off_is_no_finding_of_its_own(run_dir: Path) -> N
     assert audit(run_dir).passed
     path.write_bytes(whole[:-9])  # what it told is missing, though
     assert "samples where" in only_failure(run_dir, "ledger")
+
+
+def test_samples_that_are_none_of_the_data(run_dir: Path) -> None:
+    def spoil(lines: list[Line]) -> list[Line]:
+        lines[0]["indices"] = [LENGTH, 2**40]
+        lines[1]["indices"] = [-1, -1]
+        return lines
+
+    edit_lines(ledger_of(run_dir), spoil)
+    assert audit(run_dir).reasons == [
+        "ledger: epoch 0: sample -1 used more than once",
+        "ledger: epoch 0: samples 0, 3, 4 and 1 more never used",
+        f"ledger: epoch 0: samples -1, {LENGTH}, {2**40} of a data set of {LENGTH}",
+    ]
+
+
+def test_a_large_ledger_takes_a_few_bytes_for_a_sample(tmp_path: Path) -> None:
+    length, batch, epochs = 20_000, 1000, 10
+    run_dir, member = tmp_path / "run", "a/0/11"
+    place = {"generation": 0, "rank": 0, "world_size": 1, "time": START, "writer": member}
+    config = {"global_batch_size": batch, "ledger": True}
+    start = place | {"event": "start", "step": 0, "config": config, "task": {"train_length": length}}
+    world = place | {"event": "world", "step": 0, "cause": "start", "members": [member]}
+    steps = [
+        place | {"event": "step", "step": step, "epoch": (step - 1) * batch // length, "loss": 1.0}
+        for step in range(1, epochs * length // batch + 1)
+    ]
+    write_lines(run_dir / "events" / "a-0-11.jsonl", [start, world, *steps])
+    ledger = [
+        {**step, "indices": list(range(first, first + batch))}
+        for step in steps
+        for first in [(step["step"] - 1) * batch % length]
+    ]
+    write_lines(run_dir / "ledger" / "a-0-11.jsonl", ledger)
+    del ledger
+    tracemalloc.start()
+    detail, findings = check_ledger(read_history(run_dir))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (detail, findings) == ("200 steps, 10 epochs of 20000 samples", [])
+    assert most < 10 * epochs * length
 
 
 def test_lines_of_a_step_that_was_not_committed_do_not_count(run_dir: Path) -> None:

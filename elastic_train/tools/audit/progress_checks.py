@@ -5,9 +5,13 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from elastic_train.runlog.reader import Line
 from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
@@ -36,8 +40,13 @@ def check_ledger(history: History) -> Found:
             by_step[line["step"]][line["generation"]].append(line)
     per_epoch = -(-length // batch)
     findings = [line for line in history.torn if line.startswith("ledger/")]
-    used: dict[int, Counter[int]] = defaultdict(Counter)
+    used, num_epochs, of_epochs = _EpochUse(-1, 0), 0, list[str]()
     skipped = {step.step for step in history.kept if step.generation in history.without_ledger}
+
+    def is_whole(epoch: int) -> bool:
+        steps = range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)
+        return history.begins_after < steps[0] and steps[-1] <= history.last_step and skipped.isdisjoint(steps)
+
     for step in range(history.begins_after + 1, history.last_step + 1):
         if step in skipped:
             continue
@@ -53,29 +62,56 @@ def check_ledger(history: History) -> Found:
         ]
         if {line["epoch"] for line in lines} != {epoch}:
             findings.append(f"step {step} belongs to epoch {epoch}, its lines say {lines[0]['epoch']}")
-        indices = [index for line in lines for index in line["indices"]]
-        expected = min(batch, length - within * batch)
-        if len(indices) != expected:
-            findings.append(f"step {step}, generation {generation}: {len(indices)} samples where {expected} belong")
-        used[epoch].update(indices)
-    for epoch, counter in sorted(used.items()):
-        twice = sorted(index for index, n in counter.items() if n > 1)
-        if twice:
-            findings.append(f"epoch {epoch}: {_some(twice)} used more than once")
-        missing = sorted(set(range(length)) - counter.keys())
-        steps = range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)
-        is_all_here = history.begins_after < steps[0] and steps[-1] <= history.last_step
-        if missing and is_all_here and skipped.isdisjoint(steps):
-            findings.append(f"epoch {epoch}: {_some(missing)} never used")
-        strange = sorted(index for index in counter if not 0 <= index < length)
-        if strange:
-            findings.append(f"epoch {epoch}: {_some(strange)} of a data set of {length}")
+        num_samples, expected = sum(len(line["indices"]) for line in lines), min(batch, length - within * batch)
+        if num_samples != expected:
+            findings.append(f"step {step}, generation {generation}: {num_samples} samples where {expected} belong")
+        if used.epoch != epoch:
+            of_epochs += used.findings(is_whole=is_whole(used.epoch))
+            used, num_epochs = _EpochUse(epoch, length), num_epochs + 1
+        for line in lines:
+            used.add(line["indices"])
+    findings += [*of_epochs, *used.findings(is_whole=is_whole(used.epoch))]
     without = f"; {count(len(skipped), 'step')} more without --ledger" if skipped else ""
     checked = count(history.last_step - history.begins_after - len(skipped), "step")
-    return f"{checked}, {count(len(used), 'epoch')} of {count(length, 'sample')}{without}{history.of_before}", findings
+    return f"{checked}, {count(num_epochs, 'epoch')} of {count(length, 'sample')}{without}{history.of_before}", findings
 
 
-def _some(indices: list[int]) -> str:
+class _EpochUse:
+    """Which samples an epoch has used: two bytes for each that there is, however many workers wrote them down."""
+
+    def __init__(self, epoch: int, length: int) -> None:
+        self.epoch, self._length = epoch, length
+        self._once, self._twice = np.zeros(length, bool), np.zeros(length, bool)
+        self._strange: Counter[int] = Counter()
+
+    def add(self, indices: Sequence[int]) -> None:
+        """Those of one line."""
+        if not isinstance(indices, array):  # numbers that no data set has, or no numbers
+            self._strange.update(index for index in indices if not self._is_inside(index))
+            indices = array("q", filter(self._is_inside, indices))
+        found = np.asarray(indices)
+        is_inside = (found >= 0) & (found < self._length)
+        self._strange.update(found[~is_inside].tolist())
+        numbers, times = np.unique(found[is_inside], return_counts=True)
+        self._twice[numbers[(times > 1) | self._once[numbers]]] = True
+        self._once[numbers] = True
+
+    def _is_inside(self, index: object) -> bool:
+        return isinstance(index, int) and 0 <= index < self._length
+
+    def findings(self, *, is_whole: bool) -> Iterator[str]:
+        """Args: is_whole: all of its steps should be here."""
+        twice = [*np.flatnonzero(self._twice).tolist(), *(index for index, n in self._strange.items() if n > 1)]
+        if twice:
+            yield f"epoch {self.epoch}: {_some(sorted(twice))} used more than once"
+        missing = np.flatnonzero(~self._once)
+        if len(missing) and is_whole:
+            yield f"epoch {self.epoch}: {_some(missing)} never used"
+        if self._strange:
+            yield f"epoch {self.epoch}: {_some(sorted(self._strange))} of a data set of {self._length}"
+
+
+def _some(indices: Sequence[int] | npt.NDArray[np.intp]) -> str:
     shown = ", ".join(map(str, indices[:3]))
     more = f" and {len(indices) - 3} more" if len(indices) > 3 else ""
     return f"sample{'s' if len(indices) > 1 else ''} {shown}{more}"
