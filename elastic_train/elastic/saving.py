@@ -215,7 +215,7 @@ class Saver:
     def wait(self) -> None:
         """For the snapshot in flight: the process is about to end."""
         if self._snapshots is not None:
-            self._snapshots.wait(60.0)
+            self._snapshots.wait(60.0, prunes=False)
             self.report()
 
     @property
@@ -295,8 +295,9 @@ def _save_last(
 ) -> SnapshotResult:
     """Where the disk is full, older snapshots make room for it, unless branches parted: they are of both. Raises: as
     `SnapshotWriter.save`."""
+    is_stop = state.stopped_at == state.step
     try:
-        return writer.save(state.state_dict(), **position, fleet=fleet)
+        return writer.save(state.state_dict(), **position, fleet=fleet, is_stop=is_stop)
     except SnapshotError as error:
         cause = error.__cause__
         is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -304,4 +305,4 @@ def _save_last(
         if not removed:
             raise
     warn(f"no room for the state of step {state.step}: removed {', '.join(removed)}")
-    return writer.save(state.state_dict(), **position, fleet=fleet)
+    return writer.save(state.state_dict(), **position, fleet=fleet, is_stop=is_stop)

@@ -1,15 +1,49 @@
-"""The moment in which a snapshot below a URL becomes visible."""
+"""The moment in which a snapshot below a URL becomes visible, until which it may be given up."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 
-from elastic_train.errors import ObjectStoreError, OwnershipLost, StoreFault
+from elastic_train.errors import ObjectStoreError, OwnershipLost, SnapshotError, StoreFault
 from elastic_train.storage.object_store import ObjectStore
 
 MOST_MANIFEST_BYTES = 2**25
 """some 100,000 parts; whatever is larger is none"""
+
+
+class Flight:
+    """One snapshot on its way, for who would have the line, or the thread, for a newer one.
+
+    Args:
+        check: as of an `Appearance`.
+        is_awaited: whether somebody waits for its end: what is old is left then.
+    """
+
+    def __init__(self, check: Callable[[], None] | None, *, is_awaited: bool = False) -> None:
+        self._check = check
+        self._lock = threading.Lock()
+        self._is_given_up = self._may_be_there = False
+        self.is_awaited = is_awaited
+
+    def is_given_up(self) -> bool:
+        return self._is_given_up
+
+    def give_up(self) -> bool:
+        """False, and nothing done, where it may be visible by now."""
+        with self._lock:
+            self._is_given_up = not self._may_be_there
+            return self._is_given_up
+
+    def check(self) -> None:
+        """It becomes visible next. Raises: SnapshotError: it was given up. What `check` raises."""
+        with self._lock:
+            if self._is_given_up:
+                raise SnapshotError("it was given up on its way")
+            self._may_be_there = True
+        if self._check is not None:
+            self._check()
 
 
 class Appearance:

@@ -18,7 +18,7 @@ import hashlib
 import json
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
@@ -31,7 +31,7 @@ from elastic_train.errors import (
 )
 from elastic_train.storage.appearance import MOST_MANIFEST_BYTES, Appearance
 from elastic_train.storage.object_store import ObjectStore
-from elastic_train.storage.parts import MOST_PART_BYTES, PART_BYTES, Part, PartStream, fetch
+from elastic_train.storage.parts import MOST_PART_BYTES, PART_BYTES, Part, PartStream, each, fetch
 from elastic_train.storage.retention import Retention
 from elastic_train.storage.shares import SHARE_BYTES, SharedState, SharedStream
 from elastic_train.storage.signature import sign
@@ -149,7 +149,9 @@ class Bucket:
         self.store = store
         self._part_bytes = part_bytes
         self._left: dict[BucketSnapshot, list[str]] = {}
-        """parts of snapshots that failed, which are not deleted yet"""
+        """parts of snapshots that failed, or had their manifest deleted, which are not deleted yet"""
+        self._whole: dict[str, tuple[int, SnapshotInfo]] = {}
+        """what is known of those that are, with the hash of what a listing showed then"""
 
     def __str__(self) -> str:
         return str(self.store)
@@ -232,7 +234,7 @@ class Bucket:
 
     def delete(self, place: BucketSnapshot) -> None:
         """All that lies there. Raises: ObjectStoreError."""
-        self._delete(self.store, place, [MANIFEST_FILE, *place.files()])
+        self._delete(self.store, place, place.files())
 
     def note_visible(self, manifest: Mapping[str, Any]) -> None:
         """A snapshot of that manifest can be seen from now on. For who keeps a record of them."""
@@ -297,31 +299,55 @@ class Bucket:
                     if not is_given_up():
                         self._delete_left(self.store.impatient())
 
-    def prune(self, written: str, *, keep: Retention, run_uid: str, key: bytes | None = None) -> list[str]:
+    def prune(
+        self,
+        written: str,
+        *,
+        keep: Retention,
+        run_uid: str,
+        key: bytes | None = None,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> list[str]:
         """As `snapshot.RemoteFolder.prune`, of all hosts: machines that may be taken away come back under other names.
         Called by the owner, whose newest snapshots are never the ones that a start reads: it has read before."""
+        if is_given_up():
+            return []
         try:
             listed = self._list()
-            of_run, doomed = [], []
-            for name, files in listed.items():
-                try:
-                    info = self.snapshot(name).read_listed(files, key)
-                except SnapshotDamaged:
-                    if _generation_of(name) < _generation_of(written) and self._is_leftover(name, files, run_uid, key):
-                        doomed.append(name)
-                    continue
-                if info.run_uid == run_uid:
-                    of_run.append(info)
+            whole = self._find_whole(listed, key, is_given_up)
+            past = [name for name in listed.keys() - whole.keys() if _generation_of(name) < _generation_of(written)]
+            doomed = [name for name in past if self._is_leftover(name, listed[name], run_uid, key)]
+            of_run = [info for info in whole.values() if info.run_uid == run_uid]
             newest = sorted({info.age_key for info in of_run}, reverse=True)[: keep.newest]
             stays = {*newest, *keep.pinned(of_run)}
             doomed += [info.name for info in of_run if info.age_key not in stays and info.name != written]
             for name in doomed:
-                self._delete(self.store, self.snapshot(name), [MANIFEST_FILE, *listed[name]])
-            self._delete_left(self.store)
+                if is_given_up():
+                    return []
+                self._delete(self.store, self.snapshot(name), listed[name], is_given_up)
+            self._delete_left(self.store, is_given_up)
         except Exception as error:  # of whatever lies there: what was written is safe, and no training ends over it
+            if is_given_up():
+                return []
             said = str(error) if isinstance(error, SnapshotError) else f"{type(error).__name__}: {first_line(error)}"
             return [f"old snapshots in {self} cannot be deleted: {said}"]
         return []
+
+    def _find_whole(
+        self, listed: Mapping[str, Files], key: bytes | None, is_given_up: Callable[[], bool]
+    ) -> dict[str, SnapshotInfo]:
+        """Those that are, by name. Of one that looks as it did the manifest is not read again: none is replaced, and
+        there may be many that stay for good."""
+        looks = {name: hash((key, *sorted(files.items()))) for name, files in listed.items()}
+        self._whole = {name: known for name, known in self._whole.items() if looks.get(name) == known[0]}
+
+        def read(name: str) -> None:
+            with contextlib.suppress(SnapshotDamaged):
+                info = self.snapshot(name).read_listed(listed[name], key)
+                self._whole[name] = looks[name], replace(info, path=self.snapshot(name))  # without its many parts
+
+        each(read, listed.keys() - self._whole.keys(), is_given_up)
+        return {name: info for name, (_look, info) in self._whole.items()}
 
     def _is_leftover(self, name: str, files: Files, run_uid: str, key: bytes | None) -> bool:
         """Whether a writer has left it that did not end: parts alone, or a manifest of the run whose parts are gone."""
@@ -332,16 +358,25 @@ class Bucket:
             return info_of(place.manifest(files), place, key).run_uid == run_uid
         return False
 
-    def _delete_left(self, store: ObjectStore) -> None:
+    def _delete_left(self, store: ObjectStore, is_given_up: Callable[[], bool] = lambda: False) -> None:
         for place in list(self._left):
-            self._delete(store, place, self._left[place])
-            del self._left[place]
+            self._delete(store, place, (), is_given_up)
 
-    @staticmethod
-    def _delete(store: ObjectStore, place: BucketSnapshot, files: list[str]) -> None:
-        """The manifest first: a reader finds the whole snapshot or none."""
-        for file in dict.fromkeys(sorted(files, key=lambda file: file != MANIFEST_FILE)):
-            store.delete(place.key_of(file))
+    def _delete(
+        self,
+        store: ObjectStore,
+        place: BucketSnapshot,
+        files: Collection[str],
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """The manifest first: a reader finds the whole snapshot or none. Raises: ObjectStoreError; SnapshotError where
+        it was given up. What is not deleted then goes with `_delete_left`."""
+        if MANIFEST_FILE in files:
+            store.delete(place.key_of(MANIFEST_FILE))
+        parts = (file for file in files if file != MANIFEST_FILE)
+        self._left[place] = list(dict.fromkeys((*self._left.get(place, ()), *parts)))
+        each(lambda file: store.delete(place.key_of(file)), self._left[place], is_given_up)
+        del self._left[place]
 
 
 def _nobody_asks() -> None:

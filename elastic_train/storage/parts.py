@@ -118,6 +118,20 @@ class PartSender:
             thread.join()
 
 
+def each(
+    function: Callable[[str], object], names: Iterable[str], is_given_up: Callable[[], bool] = lambda: False
+) -> None:
+    """Call a function for each name, AT_ONCE of them at a time. Raises: what a call has; as `PartSender.finish`."""
+
+    def call(name: str, _nothing: bytearray) -> None:
+        function(name)
+
+    calling = PartSender(call, is_given_up)
+    for name in names:
+        calling.send(name, bytearray())
+    calling.finish()
+
+
 class PartStream:
     """What is written here is cut into parts, each sent by a thread of its own while the next ones are made. `write`
     blocks while AT_ONCE of them are on their way, so that memory is bounded.

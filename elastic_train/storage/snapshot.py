@@ -109,8 +109,20 @@ class RemoteFolder(Protocol):
 
     def snapshot(self, name: str) -> RemoteSnapshot: ...
 
-    def prune(self, written: str, *, keep: Retention, run_uid: str, key: bytes | None) -> list[str]:
-        """Delete the old snapshots of a run, and what writers left behind that did not end. Returns warnings."""
+    def prune(
+        self,
+        written: str,
+        *,
+        keep: Retention,
+        run_uid: str,
+        key: bytes | None,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> list[str]:
+        """Delete the old snapshots of a run, and what writers left behind that did not end. Returns warnings.
+
+        Args:
+            is_given_up: whether the rest is left for the next call: somebody waits.
+        """
 
 
 SnapshotFolder: TypeAlias = "Path | RemoteFolder"

@@ -10,12 +10,13 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, Unpack
 
 from elastic_train.branches import Branches
-from elastic_train.errors import OwnershipLost, SnapshotDamaged, SnapshotError, cause_of, first_line
+from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of
+from elastic_train.storage.appearance import Flight
 from elastic_train.storage.atomic_files import fsync_directory
 from elastic_train.storage.retention import Retention
 from elastic_train.storage.shares import Fleet, shared_by
@@ -38,7 +39,7 @@ from elastic_train.storage.state_bytes import (
     require_numbers,
     write_state,
 )
-from elastic_train.storage.store_faults import scrub
+from elastic_train.storage.store_faults import errors_told
 from elastic_train.version import VERSION
 
 
@@ -89,8 +90,9 @@ class SnapshotWriter:
         self._before_rename, self._now = before_rename, now
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
-        self._is_given_up = threading.Event()
-        """whether the one in flight is"""
+        self._flight = Flight(None)
+        """of the one in the background"""
+        self._has_pruned = False
         self._outcomes: list[SnapshotResult | BaseException] = []  # append and pop are atomic
         if isinstance(directory, Path):
             self._pruner = SnapshotPruner(
@@ -112,10 +114,12 @@ class SnapshotWriter:
         *,
         in_flight_timeout: float = 300.0,
         fleet: Fleet | None = None,
+        is_stop: bool = False,
         **position: Unpack[SnapshotPosition],
     ) -> SnapshotResult:
         """Write a snapshot and return when it is durable; in a fleet, with the others that call `save_share`. Waits
-        first for the one in flight, whose outcome is left for `collect`.
+        first for the one in flight, whose outcome is left for `collect`. Where time is short, at a stop, what is old
+        below a URL stays for the next start, unless this process has not deleted any yet.
 
         Raises:
             SnapshotError: it cannot be written; the older ones are untouched. Or the one in flight has not ended
@@ -123,13 +127,13 @@ class SnapshotWriter:
             OwnershipLost, or whatever else `before_rename` raises.
         """
         start = time.perf_counter()
-        if not self.wait(in_flight_timeout):
+        if not self.wait(in_flight_timeout, prunes=False):
             raise SnapshotError(
                 f"snapshot of step {position['step']} not written: the one before it is still being written to "
                 f"{self.directory} after {in_flight_timeout:g} s"
             )
-        self._is_given_up.clear()
-        return self._write(self._buffers.copy(state), position, start, stall_seconds=None, fleet=fleet)
+        flight = Flight(self._before_rename, is_awaited=is_stop and self._has_pruned)
+        return self._write(self._buffers.copy(state), position, start, None, flight, fleet)
 
     def save_share(self, state: dict[str, Any], fleet: Fleet, *, step: int, generation: int) -> bool:
         """Send this node's share of the snapshot that the first of the fleet saves of this step. Blocks until that is
@@ -138,12 +142,12 @@ class SnapshotWriter:
         Raises:
             SnapshotError: this node cannot send. The others send what is missing of it.
         """
-        if isinstance(self.directory, Path) or shared_by(fleet, state) is None or not self.wait(300.0):
+        if isinstance(self.directory, Path) or shared_by(fleet, state) is None or not self.wait(300.0, prunes=False):
             return False
         shared = shared_by(fleet, self._buffers.copy(state))
         assert shared is not None, "a copy has the same sizes"
         name = _name_of(step, generation, fleet.hosts[0])
-        with _errors_told(str(self.directory.snapshot(name))):
+        with errors_told(str(self.directory.snapshot(name))):
             return self.directory.write_share(name, shared)
 
     def save_in_background(self, state: dict[str, Any], **position: Unpack[SnapshotPosition]) -> bool:
@@ -162,13 +166,13 @@ class SnapshotWriter:
         copied = self._buffers.copy(state)
         stall_seconds = time.perf_counter() - start
 
-        self._is_given_up.clear()
+        self._flight = flight = Flight(self._before_rename)
 
         def write() -> None:
             try:
-                self._outcomes.append(self._write(copied, position, start, stall_seconds))
+                self._outcomes.append(self._write(copied, position, start, stall_seconds, flight))
             except BaseException as error:  # not handled here: collect() gives it to the thread that trains
-                if not (self._is_given_up.is_set() and isinstance(error, SnapshotError)):
+                if not (flight.is_given_up() and isinstance(error, SnapshotError)):
                     self._outcomes.append(error)
 
         self._thread = threading.Thread(target=write, name="snapshot-writer", daemon=True)
@@ -185,17 +189,19 @@ class SnapshotWriter:
 
     def give_up(self, state: dict[str, Any], step: int) -> bool:
         """Send no more of the snapshot in flight, for that of a newer `state`: its parts that are on their way still
-        get there, and are deleted. False, and nothing done, where none is in flight to a URL, or where weights are NaN:
-        then the one in flight is the last good one."""
+        get there, and are deleted. False, and nothing done, where none is in flight to a URL, where it may be there by
+        now, or where weights are NaN: then the one in flight is the last good one."""
         if isinstance(self.directory, Path) or not self.is_busy():
             return False
         with contextlib.suppress(SnapshotError):
             require_numbers(state.get("model"), step)
-            self._is_given_up.set()
-        return self._is_given_up.is_set()
+            return self._flight.give_up()
+        return False
 
-    def wait(self, timeout: float) -> bool:
-        """Wait for the snapshot in flight, if there is one, `timeout` seconds at most; False if it has not ended."""
+    def wait(self, timeout: float, *, prunes: bool = True) -> bool:
+        """Wait for the snapshot in flight, if there is one, `timeout` seconds at most; False if it has not ended. What
+        is old below a URL is left where it is, unless it `prunes`."""
+        self._flight.is_awaited |= not prunes
         if self._thread is not None:
             self._thread.join(timeout)
         return not self.is_busy()
@@ -224,6 +230,7 @@ class SnapshotWriter:
         position: SnapshotPosition,
         start: float,
         stall_seconds: float | None,
+        flight: Flight,
         fleet: Fleet | None = None,
     ) -> SnapshotResult:
         """`state` is already the writer's own copy."""
@@ -241,18 +248,21 @@ class SnapshotWriter:
             place = self.directory.snapshot(name)
             require_numbers(state.get("model"), position["step"])
             shared = shared_by(fleet, state)
-            with _errors_told(str(place)):
+            with errors_told(str(place)):
                 num_bytes = self.directory.write(
                     name,
                     shared or (lambda file: write_state(state, file)),
                     self._manifest(position),
                     key=self._key,
-                    before_visible=self._before_rename,
+                    before_visible=flight.check,
                     shared=shared,
-                    is_given_up=self._is_given_up.is_set,
+                    is_given_up=flight.is_given_up,
                 ).bytes
             total_seconds = time.perf_counter() - start
-            warnings += self.directory.prune(name, keep=self._keep, run_uid=self._run_uid, key=self._key)
+            warnings += self.directory.prune(
+                name, keep=self._keep, run_uid=self._run_uid, key=self._key, is_given_up=lambda: flight.is_awaited
+            )
+            self._has_pruned |= not flight.is_awaited
         return SnapshotResult(
             path=place,
             step=position["step"],
@@ -280,22 +290,12 @@ class SnapshotWriter:
             fsync_directory(temporary)
             if self._before_rename is not None:
                 self._before_rename()
-            # Another worker of this host may have written the same moment of the same run meanwhile: one is enough.
-            if _existing_bytes(path, self._run_uid, self._key, []) is None:
-                if path.exists():
-                    shutil.rmtree(displaced, ignore_errors=True)
-                    os.rename(path, displaced)
-                try:
-                    os.rename(temporary, path)
-                except OSError:
-                    if _existing_bytes(path, self._run_uid, self._key, []) is None:
-                        raise
+            _put_in_place(
+                temporary, path, displaced, lambda: _existing_bytes(path, self._run_uid, self._key, []) is not None
+            )
             fsync_directory(path.parent)
         except OSError as error:
-            raise SnapshotError(
-                f"snapshot {path} cannot be written: {cause_of(error)}; older snapshots are untouched; "
-                f"{_advice(error)}choose another --snapshot-dir"
-            ) from error
+            raise _unwritten(path, error) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(displaced, ignore_errors=True)
@@ -340,16 +340,18 @@ def _existing_bytes(path: Path, run_uid: str, key: bytes | None, warnings: list[
     return info.files[STATE_FILE].bytes
 
 
-@contextlib.contextmanager
-def _errors_told(place: str) -> Iterator[None]:
-    """Errors of a store's library, or of what lies there, as a SnapshotError: no training need end over them."""
+def _put_in_place(temporary: Path, path: Path, displaced: Path, is_there: Callable[[], bool]) -> None:
+    """Another worker of this host may have written the same moment of the same run meanwhile: one is enough."""
+    if is_there():
+        return
+    if path.exists():
+        shutil.rmtree(displaced, ignore_errors=True)
+        os.rename(path, displaced)
     try:
-        yield
-    except (SnapshotError, OwnershipLost):
-        raise
-    except Exception as error:
-        said = f"{type(error).__name__}: {scrub(first_line(error))}"
-        raise SnapshotError(f"snapshot {place} cannot be written: {said}; older ones are untouched") from None
+        os.rename(temporary, path)
+    except OSError:
+        if not is_there():
+            raise
 
 
 def _write_state(path: Path, state: dict[str, Any]) -> SnapshotFile:
@@ -370,10 +372,13 @@ def _write_bytes(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _advice(error: OSError) -> str:
-    """What helps, beside another folder."""
+def _unwritten(path: Path, error: OSError) -> SnapshotError:
+    advice = ""  # what helps, beside another folder
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free some space there or "
+        advice = "free some space there or "
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "make the folder writable for this user or "
-    return ""
+        advice = "make the folder writable for this user or "
+    return SnapshotError(
+        f"snapshot {path} cannot be written: {cause_of(error)}; older snapshots are untouched; "
+        f"{advice}choose another --snapshot-dir"
+    )

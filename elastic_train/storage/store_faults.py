@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from elastic_train.errors import StoreFault, cause_of, first_line
+from elastic_train.errors import OwnershipLost, SnapshotError, StoreFault, cause_of, first_line
 
 _BY_CODE = {
     "PreconditionFailed": StoreFault.REFUSED,
@@ -120,3 +121,15 @@ def scrub(text: str) -> str:
         if len(value) >= 8 and _SECRET_VARIABLES.fullmatch(name):
             text = text.replace(value, "***")
     return _SECRETS.sub(lambda found: f"{found['name'] or ''}***", text)
+
+
+@contextlib.contextmanager
+def errors_told(place: str) -> Iterator[None]:
+    """Errors of a store's library, or of what lies there, as a SnapshotError: no training need end over them."""
+    try:
+        yield
+    except (SnapshotError, OwnershipLost):
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {scrub(first_line(error))}"
+        raise SnapshotError(f"snapshot {place} cannot be written: {said}; older ones are untouched") from None

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from elastic_train.errors import OwnershipLost, SnapshotError, UsageError
 from elastic_train.storage import parts as parts_module
+from elastic_train.storage.appearance import Flight
 from elastic_train.storage.bucket import Bucket
 from elastic_train.storage.object_store import ObjectStore, Tries
 from elastic_train.storage.parts import AT_ONCE, PartStream
@@ -360,6 +362,102 @@ def test_one_that_is_given_up_on_its_way_is_deleted_and_not_told(url: str) -> No
     assert writer.save_in_background(state_of(5), step=5, samples_done=5, **position), "and the next one is not"
     assert writer.wait(10.0)
     assert newest(bucket) == 5
+
+
+class WatchedArm(MemoryArm):
+    """Counts what is read and deleted. While it is held up, no part is deleted to the end."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(fsspec.filesystem("memory"), parse_url(url))
+        self.read_keys: Counter[str] = Counter()
+        self.deleted: list[str] = []
+        self.is_deleting, self.let_go = threading.Semaphore(0), threading.Event()
+        self.let_go.set()
+
+    def read(self, key: str, limit: int | None = None) -> Stored | None:
+        self.read_keys[key] += 1
+        return super().read(key, limit)
+
+    def remove(self, key: str) -> None:
+        self.deleted.append(key)
+        if "/state.pt." in key:
+            self.is_deleting.release()
+            assert self.let_go.wait(10.0)
+        super().remove(key)
+
+
+def test_a_manifest_is_read_once_however_long_its_snapshot_stays(url: str) -> None:
+    arm = WatchedArm(url)
+    bucket = bucket_of(url, arm)
+    writer = writer_to(bucket, keep=9)
+    for step in range(1, 9):
+        assert save(writer, step).warnings == ()
+    assert max(arm.read_keys.values()) <= 2, "once by who looks, and once where the fake creates it"
+    [part, *_] = [key for key in bucket.store.list() if "000003-gen" in key and "/state.pt." in key]
+    bucket.store.delete(part)
+    save(writer, 9)
+    save(writer, 10)
+    steps = [info.step for info in find_snapshots(bucket, warn=lambda _damaged: None)]
+    assert steps == [10, 9, 8, 7, 6, 5, 4, 2, 1], "the one that was damaged since pushes none out"
+
+
+def test_old_ones_are_deleted_several_parts_at_a_time(url: str) -> None:
+    arm = WatchedArm(url)
+    bucket = bucket_of(url, arm)
+    writer = writer_to(bucket, keep=1)
+    save(writer, 1)
+    arm.let_go.clear()
+    position = {"epoch": 0, "generation": 0, "world_size": 1}
+    assert writer.save_in_background(state_of(2), step=2, samples_done=2, **position)
+    for _ in range(AT_ONCE):
+        assert arm.is_deleting.acquire(timeout=10.0)
+    assert arm.deleted[0].endswith("/manifest.json"), "a reader finds the whole snapshot or none"
+    arm.let_go.set()
+    assert writer.wait(10.0)
+    assert {key.partition("/")[0] for key in bucket.store.list()} == {"step-000000000002-gen-0000-one"}
+
+
+def test_the_last_state_does_not_wait_until_old_ones_are_deleted(url: str) -> None:
+    """Nor is the one before, which is there, told to be given up."""
+    arm = WatchedArm(url)
+    bucket = bucket_of(url, arm)
+    writer = writer_to(bucket, keep=1)
+    save(writer, 1)
+    arm.let_go.clear()
+    position = {"epoch": 0, "generation": 0, "world_size": 1}
+    assert writer.save_in_background(state_of(2), step=2, samples_done=2, **position)
+    assert arm.is_deleting.acquire(timeout=10.0)
+    assert not writer.give_up(state_of(3), 3)
+    threading.Timer(0.2, arm.let_go.set).start()
+    writer.save(state_of(3), step=3, samples_done=3, is_stop=True, **position)
+    assert len(arm.deleted) <= 1 + AT_ONCE, "its manifest, and what was on its way"
+    [second] = writer.collect()
+    assert isinstance(second, SnapshotResult)
+    assert (second.step, second.warnings) == (2, ())
+    assert [info.step for info in find_snapshots(bucket, warn=pytest.fail)] == [3, 2]
+    save(writer, 4)
+    assert {key.partition("/")[0] for key in bucket.store.list()} == {"step-000000000004-gen-0000-one"}
+
+
+def test_a_job_that_saves_at_stops_alone_deletes_old_ones_then(url: str) -> None:
+    position = {"epoch": 0, "generation": 0, "world_size": 1}
+    for step in (1, 2, 3):
+        writer_to(bucket_of(url)).save(state_of(step), step=step, samples_done=step, is_stop=True, **position)
+    assert [info.step for info in find_snapshots(bucket_of(url), warn=pytest.fail)] == [3, 2]
+
+
+def test_one_is_given_up_or_there() -> None:
+    checks: list[str] = []
+    flight = Flight(lambda: checks.append("owner"))
+    assert flight.give_up()
+    with pytest.raises(SnapshotError, match="given up"):
+        flight.check()
+    flight = Flight(lambda: checks.append("owner"))
+    flight.check()
+    assert not flight.give_up()
+    assert not flight.is_given_up()
+    flight.check()
+    assert checks == ["owner", "owner"]
 
 
 def test_parts_of_this_generation_may_have_a_writer(url: str) -> None:

@@ -308,6 +308,20 @@ def test_the_last_state_does_not_wait_for_the_one_in_flight(
     assert [info.step for info in find_snapshots(worker.bucket, warn=pytest.fail)] == [1]
 
 
+@pytest.mark.parametrize(("is_stop", "left"), [(True, [4, 3]), (False, [4])])
+def test_what_is_old_in_a_bucket_stays_at_a_stop(start: Start, is_stop: bool, left: list[int]) -> None:
+    training = start(snapshot_dir=f"memory://at-a-stop-{is_stop}", keep_snapshots=1)
+    saver, bucket = training.saver, training.worker.bucket
+    assert bucket is not None
+    bucket.owner.take("job", 0, lambda: None)
+    for _ in range(4):
+        training.steps(1)
+        if is_stop and training.state.step == 4:
+            training.state.stopped_at = 4
+        assert saver.save_and_wait(training.state)
+    assert [info.step for info in find_snapshots(bucket, warn=pytest.fail)] == left
+
+
 def test_a_snapshot_that_does_not_come_to_an_end_is_told_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     training = start(snapshot_every=10)
     training.steps(10)
