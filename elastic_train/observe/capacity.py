@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_train.observe.status_files import IsAlive, WorkerLines
+from elastic_train.observe.status_files import HEARD_SECONDS, IsAlive, WorkerLines
 from elastic_train.runlog.reader import Line, float_of, int_of, time_of
-
-HEARD_SECONDS = 600.0
-"""a newcomer on another machine counts this long after its last line; --wait-timeout's default"""
 
 
 @dataclass(frozen=True)

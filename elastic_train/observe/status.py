@@ -115,7 +115,7 @@ def read_status(run_dir: Path, now: float, is_alive: IsAlive | None = None) -> S
     """
     try:
         names = set(os.listdir(run_dir))
-        workers = read_workers(run_dir / "events")
+        workers = read_workers(run_dir / "events", now)
     except FileNotFoundError as error:
         raise missing(run_dir) from error
     except OSError as error:

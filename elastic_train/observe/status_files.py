@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from elastic_train.system import process_stat
 from elastic_train.world import host_name
 
 NEWEST_FILES = 64
-"""event files that are read at most; a run that was restarted often has one per worker and start"""
+"""event files that are read in any case; a run that was restarted often has one per worker and start, of which most are
+of no use any more"""
+HEARD_SECONDS = 600.0
+"""a newcomer on another machine counts this long after its last line; --wait-timeout's default"""
 
 IsAlive = Callable[[Line], bool | None]
 """a process's `start` event -> whether it lives; None where this machine cannot tell"""
@@ -68,18 +72,41 @@ def is_event(line: Line) -> bool:
     return isinstance(line.get("event"), str) and float_of(line, "time") is not None
 
 
-def read_workers(directory: Path) -> list[WorkerLines]:
-    """The newest event files, oldest first. Raises OSError other than for a missing directory."""
+def read_workers(directory: Path, now: float) -> list[WorkerLines]:
+    """The event files that tell how a run stands, oldest first: the newest ones, those of who may wait, and those of
+    all members of the newest world, most of whom write nothing for hours. Raises OSError other than for a missing
+    directory."""
     try:
         entries = [entry for entry in os.scandir(directory) if entry.name.endswith(".jsonl")]
     except FileNotFoundError:
         return []
-    newest = sorted(entries, key=lambda entry: entry.stat().st_mtime)[-NEWEST_FILES:]
-    found = ((entry, list(filter(is_event, read_events(Path(entry.path))))) for entry in newest)
-    workers = [
-        WorkerLines(lines, member_of(Path(entry.path)), entry.stat().st_mtime) for entry, lines in found if lines
-    ]
-    return sorted(workers, key=lambda worker: time_of(worker.first))
+    entries.sort(key=lambda entry: entry.stat().st_mtime, reverse=True)
+    unread = {member_of(Path(entry.path)): entry for entry in entries}
+    found: list[WorkerLines] = []
+
+    def read(members: Iterable[str]) -> bool:
+        """Whether there were any that had not been read."""
+        chosen = {member: unread.pop(member) for member in list(members) if member in unread}
+        for member, entry in chosen.items():
+            if lines := list(filter(is_event, read_events(Path(entry.path)))):
+                found.append(WorkerLines(lines, member, entry.stat().st_mtime))
+        return bool(chosen)
+
+    read(itertools.islice(unread, NEWEST_FILES))
+    read([member for member, entry in unread.items() if now - entry.stat().st_mtime <= HEARD_SECONDS])
+    while not _newest_members(found) and read(itertools.islice(unread, NEWEST_FILES)):
+        pass  # later starts that came to nothing hide no run
+    while read(_newest_members(found)):
+        pass  # they may know of a newer world
+    return sorted(found, key=lambda worker: time_of(worker.first))
+
+
+def _newest_members(workers: Iterable[WorkerLines]) -> set[str]:
+    """Those of the newest world that is told of."""
+    worlds = [line for worker in workers for line in worker.lines if line["event"] == "world"]
+    newest = max((int_of(line, "generation") or 0 for line in worlds), default=0)
+    told = (line.get("members") for line in worlds if int_of(line, "generation") == newest)
+    return {str(member) for members in told if isinstance(members, list) for member in members}
 
 
 def process_is_alive(start: Line) -> bool | None:

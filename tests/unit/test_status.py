@@ -416,6 +416,52 @@ def test_lines_of_a_file_that_grows_are_read_once(tmp_path: Path, tail_bytes: in
         assert found == [line for line, near in zip(lines, is_near, strict=False) if near or line["event"] != "step"]
 
 
+def test_a_run_of_more_workers_than_are_newest(files: Files) -> None:
+    """The oldest files are those of rank 0, which alone knows steps, and of who failed first."""
+    num_workers, members = 3 * status_files.NEWEST_FILES, []
+    for rank in range(num_workers):
+        members.append(files.worker(rank, f"n{rank}", started=NOW - 9000, max_nodes=num_workers))
+    names = tuple(f"n{rank}/0/{100 + rank}" for rank in range(num_workers))
+    for rank, worker in enumerate(members):
+        worker.line |= {"nodes": num_workers, "noticed": rank % 2 == 0}
+        worker.enter(0, NOW - 8000, members=names)
+    members[0].train(1, 20, NOW - 7000)
+    for rank in range(1, num_workers):
+        members[rank].write("snapshot_due", NOW - 6000 + rank)
+    found = read(files, alive=True)
+    assert (found.state, found.step, found.loss, found.notes) == (RunState.RUNNING, 20, 1 / 20, ())
+    assert (found.capacity.train, found.capacity.may_be_taken) == (num_workers, num_workers // 2)
+    for rank, worker in enumerate(members):
+        worker.write("done", NOW - 5000 + rank, outcome="failed", error="it began here" if rank == 0 else "a peer")
+    found = read(files, alive=False)
+    assert (found.state, found.error) == (RunState.FAILED, "it began here")
+
+
+def test_of_many_dead_files_few_are_read(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those of later starts that came to nothing: behind them is the run. Whoever may wait is counted."""
+    num_dead = 500
+    for number in range(num_dead):
+        files.worker(0, f"dead{number}", started=NOW - 90_000 + number)
+    first = files.worker(0, "a", started=NOW - 9000)
+    first.enter(3, NOW - 8000, members=("a/0/100", "gone/0/1"))
+    first.train(1, 20, NOW - 7000)
+    for number in range(100):
+        files.worker(0, f"refused{number}", started=NOW - 5000 + number)
+    read_paths: list[Path] = []
+
+    def reading(path: Path) -> list[dict[str, Any]]:
+        read_paths.append(path)
+        return read_events(path)
+
+    monkeypatch.setattr(status_files, "read_events", reading)
+    found = read(files, alive=False)
+    assert (found.generation, found.step) == (3, 20)
+    assert len(read_paths) <= 100 + status_files.NEWEST_FILES
+    for number in range(100):
+        files.worker(0, f"waits{number}", started=NOW - 300 + number)
+    assert read(files).capacity.waiting == 100
+
+
 def test_no_run(tmp_path: Path) -> None:
     for path, what in ((tmp_path / "none", "does not exist"), (tmp_path, "holds no run")):
         with pytest.raises(RunDirectoryError, match=what):
