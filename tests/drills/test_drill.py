@@ -114,6 +114,7 @@ def test_what_can_be_told_before_the_first_node_starts(tmp_path: Path) -> None:
         assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_interrupted_drill_says_so(tmp_path: Path) -> None:
     """And a run that is interrupted is one that ended."""

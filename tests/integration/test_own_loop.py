@@ -296,6 +296,7 @@ def test_a_loss_that_is_not_finite_ends_it_on_every_rank(cluster: Cluster, rank:
     assert max(e["step"] for e in events(cluster.path / "run-2", "step")) == 11
 
 
+@pytest.mark.slow
 def test_a_peer_is_lost_after_a_loss_that_is_not_finite(cluster: Cluster) -> None:
     """The loss is known, the step after it is broken off: what came of it is neither trained further nor saved."""
     then = f"""\
@@ -352,7 +353,8 @@ def test_all_stop_after_the_same_step_and_go_on_from_there(cluster: Cluster) -> 
     assert sorted(e["step"] for e in events(run_dir, "step")) == list(range(1, 281))
 
 
-@pytest.mark.parametrize("last_step", [pytest.param(12, marks=pytest.mark.slow), 13])
+@pytest.mark.slow
+@pytest.mark.parametrize("last_step", [12, 13])
 def test_no_event_is_missing_where_gradients_are_not_summed(cluster: Cluster, last_step: int) -> None:
     """Gradients that add up over two steps. Rank 0 dies after the second of a pair, before the loss is known, and the
     others commit one more without it; or after the first of a pair, which is known at once."""
@@ -390,6 +392,7 @@ def gathered(mean):
 """
 
 
+@pytest.mark.slow
 def test_buffers_are_rank_0s_in_each_forward_pass_and_it_is_not_ddp_that_sends_them(cluster: Cluster) -> None:
     """Its own wait for them may not end when a peer is lost."""
     text = SCRIPT.replace("torch.nn.Tanh()", "torch.nn.BatchNorm1d(8), torch.nn.Tanh()")
@@ -661,9 +664,9 @@ def test_workers_whose_gradients_nobody_averages_do_not_train(cluster: Cluster) 
         assert "nobody averages the gradients of the 2 workers" in error_line(node)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mistake", "code"),
-    [("raise ValueError('my mistake')", 1), pytest.param("training.commit(torch.ones(3))", 2, marks=pytest.mark.slow)],
+    ("mistake", "code"), [("raise ValueError('my mistake')", 1), ("training.commit(torch.ones(3))", 2)]
 )
 def test_an_error_after_the_optimizers_step_loses_nothing_and_does_no_step_twice(
     cluster: Cluster, mistake: str, code: int
@@ -698,6 +701,7 @@ def test_who_comes_when_all_is_trained_gets_no_model(cluster: Cluster, monkeypat
     assert ended.value.code == 0
 
 
+@pytest.mark.slow
 def test_the_best_may_be_rated_at_the_top_of_the_loop(cluster: Cluster) -> None:
     keep = "for epoch in training.epochs():\n        training.keep(float(epoch == 2))"
     text = SCRIPT.replace("for epoch in training.epochs():", keep).replace("BEFORE_COMMIT", "pass")

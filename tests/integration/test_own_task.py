@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.integration.cluster import PYTHON, Cluster, check_ledger, newest_snapshot, result, wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "elastic_train" / "examples"
 
 
+@pytest.mark.slow
 def test_a_task_with_flags_survives_a_killed_node(cluster: Cluster) -> None:
     fault = "kill-node@step:rank=1,step=60,generation=0"
     flags = ("--task", "parity_task:Parity", "--bits", "10", "--epochs", "10", "--ledger", "--peer-timeout", "2")

@@ -129,6 +129,7 @@ def test_an_error_on_every_rank_ends_the_job(cluster: Cluster) -> None:
     assert max(e["generation"] for e in events(cluster.run_dir, "world")) <= 2, "no endless re-forming"
 
 
+@pytest.mark.slow
 def test_an_error_where_one_node_trains_keeps_what_is_committed(cluster: Cluster) -> None:
     [node] = start_with_fault(cluster, "error@step:step=60", nodes=1)
     assert node.wait(60) != 0

@@ -9,7 +9,7 @@ FLAGS = ("--reduction", "ordered")
 
 
 def test_kills_and_a_join_leave_the_bits_of_the_undisturbed_run(cluster: Cluster) -> None:
-    steps = 700
+    steps = 500
     nodes = start_world(cluster, 3, *FLAGS, steps=steps)
     victim = next(node for node in nodes if rank_of(cluster, node) == 1)
     victim.kill()

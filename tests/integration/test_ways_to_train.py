@@ -39,6 +39,7 @@ def check_short_run(run_dir: Path, world_size: int, steps: int = 20) -> None:
     check_ledger([run_dir], length=LENGTH, batch=BATCH, steps=steps)
 
 
+@pytest.mark.slow
 def test_spawn_without_torchrun_and_one_worker_dies(cluster: Cluster) -> None:
     node = cluster.start_alone(
         *SHORT,
