@@ -1,4 +1,4 @@
-"""Whom a member pings, what it has heard of them and of the store, and whether by that a world has no hope any more.
+"""Whom a member pings, what it has heard of them, and whether by that a world has no hope any more.
 
 Nothing here breaks anything off: the watcher (liveness.py) asks, and acts on the answer.
 
@@ -8,17 +8,14 @@ clocks are compared.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Liveness
 from elastic_train.protocol.heartbeat import (
     Heartbeat,
     OwnHeartbeat,
-    Pace,
     describe,
     has_ended_by_vote,
     is_silence,
@@ -28,9 +25,6 @@ from elastic_train.protocol.laws import is_dead_in_time
 from elastic_train.protocol.neighbours import Heard, Topology
 from elastic_train.rules import Activity, MemberActivity, is_cut_off, stalled
 from elastic_train.world import Member, World
-
-WARN_SECONDS = 5.0
-"""of a store's silence before anybody is told"""
 
 
 class Pings(Protocol):
@@ -132,12 +126,11 @@ class Contacts:
         heard = self._links.heard(world.members[rank].uid)
         return None if heard is None or not heard.status or heard.epoch != world.uid else heard
 
-    def is_elsewhere(self, world: World, rank: int) -> bool:
-        """Whether a watched member of `world` has said for a whole timeout that it is not in it."""
+    def seconds_elsewhere(self, world: World, rank: int) -> float:
+        """For how long a watched member of `world` has said that it is not in it."""
         heard = self._links.heard(world.members[rank].uid)
-        if heard is None or heard.elsewhere_since is None:
-            return False
-        return self._monotonic() - heard.elsewhere_since > self._peer_timeout
+        since = None if heard is None else heard.elsewhere_since
+        return 0.0 if since is None else self._monotonic() - since
 
     def status(self, member: Member, verdict: str | None, time_is_up: bool) -> Liveness:
         """What is known of a member that has not come to the agreement.
@@ -261,9 +254,10 @@ class Judge:
             activities[world.rank] = MemberActivity(world.generation, *self._own.at())
         for rank in contacts.training_neighbours(world):
             heard = contacts.heard_in(world, rank)
-            if contacts.is_elsewhere(world, rank) and (heard is not None or world.is_spare):
-                # It has gone on. Where it was never here, a worker's process group does not form, and a spare waits
-                # for none; where it was, gloo may not have noticed, and what it waits for may have no end.
+            is_elsewhere = contacts.seconds_elsewhere(world, rank) > self._peer_timeout
+            if is_elsewhere and (heard is not None or world.is_spare):
+                # It has gone on. Where it was never here, a worker's process group does not form, or `_blamed` says
+                # so; and a spare waits for none. Where it was, gloo may not have noticed, and it may wait for ever.
                 yield Blame({})
                 return
             if heard is None:
@@ -323,10 +317,21 @@ class Judge:
         for rank in stalled(activities, world.generation):
             seconds = f"{activities[rank].seconds:.0f} s"
             blamed.setdefault(rank, describe(world, rank, f"kept the others waiting, and was stuck for {seconds}"))
+        for rank in self._missing(world, activities):
+            blamed.setdefault(rank, describe(world, rank, "kept the others waiting, and did not come into their world"))
         is_complete = len(activities) == len(self._contacts.training_neighbours(world)) + 1
         if blamed or (is_complete and is_cut_off(activities, world.generation) and self._all_wait(world)):
             return blamed
         return None
+
+    def _missing(self, world: World, activities: Mapping[int, MemberActivity]) -> list[int]:
+        """Who has never come into a world whose group stood before it began, for as long as one may be between steps:
+        of its training thread nothing is known, and its listener answers."""
+        limit, (activity, seconds, _) = self._own.pace.between_steps, self._own.at()
+        if activity is not Activity.REDUCE or seconds <= limit:
+            return []
+        absent = (rank for rank in self._contacts.training_neighbours(world) if rank not in activities)
+        return [rank for rank in absent if self._contacts.seconds_elsewhere(world, rank) > limit]
 
     def _all_wait(self, world: World) -> bool:
         """Whether those that this member does not see have waited as long as those that it does."""
@@ -334,64 +339,3 @@ class Judge:
             return True
         hearsay = self._contacts.hearsay_seconds(world)
         return self._monotonic() - self._own.outside.at > self._own.pace.limit(Activity.REDUCE) + hearsay
-
-
-class StoreSilence:
-    """For how long the job's store has been silent, and whether that ends the world.
-
-    The training thread and the watcher's note its answers, under a lock of its own; the watcher's alone notes that
-    there was none.
-
-    Args:
-        grace: seconds that a store which all members need may be away before the world ends; None where there is no
-            such store.
-        warn: told once when the store is away, and once when it is back, while training goes on.
-    """
-
-    def __init__(
-        self, grace: float | None, pace: Pace, warn: Callable[[str], None], monotonic: Callable[[], float]
-    ) -> None:
-        self._grace, self._pace, self._warn, self._monotonic = grace, pace, warn, monotonic
-        self._has_warned = False
-        self._last_answer = monotonic()
-        self._lock = threading.Lock()
-        self.is_too_long = False
-        """whether the store has been away for so long that the world is to end, which it does at a step boundary"""
-
-    @property
-    def seconds(self) -> float:
-        """Since the store last answered."""
-        return self._monotonic() - self._last_answer
-
-    @property
-    def is_felt(self) -> bool:
-        """Whether the store has missed some of this member's background tasks."""
-        return self._grace is not None and self.seconds > 2.5
-
-    def note_answer(self) -> None:
-        """The store has answered, on either thread."""
-        with self._lock:
-            self.is_too_long = False
-            silence, self._last_answer = self.seconds, self._monotonic()
-            has_warned, self._has_warned = self._has_warned, False
-        if has_warned:
-            self._warn(f"the store answers again, after {silence:.0f} s")
-
-    def note_none(self, error: StoreUnreachable, world: World | None) -> bool:
-        """The store has not answered, in this world. Returns whether not even the step in hand can end any more."""
-        grace = self._grace
-        if grace is None:
-            return False
-        if world is not None and self.seconds > WARN_SECONDS and not self._has_warned:
-            self._has_warned = True
-            self._warn(
-                f"{error}; training goes on for up to {grace:.0f} s without it, but nobody can join, and a lost member "
-                "cannot be replaced"
-            )
-        with self._lock:  # the training thread may have an answer at this moment
-            excess = self.seconds - grace
-            # The step in hand still goes on, others may be about to take over.
-            ahead = min(self._pace.slowest_step, grace / 2)
-            self.is_too_long = world is not None and excess + ahead > 0
-        # A lone worker waits for nobody, however long its step takes.
-        return world is not None and excess > self._pace.step_limit and (world.world_size > 1 or world.is_spare)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from elastic_train.errors import StoreUnreachable
-from elastic_train.protocol.contacts import Blame, Contacts, Judge, Pings, StoreSilence
+from elastic_train.protocol.contacts import Blame, Contacts, Judge, Pings
 from elastic_train.protocol.heartbeat import OwnHeartbeat, Pace, head_of
 from elastic_train.protocol.neighbours import STANDARD, Topology
 from elastic_train.rules import Activity
@@ -24,6 +24,69 @@ from elastic_train.world import World
 
 TEND_SECONDS = 0.5
 """between two rounds of background tasks"""
+WARN_SECONDS = 5.0
+"""of a store's silence before anybody is told"""
+
+
+class StoreSilence:
+    """For how long the job's store has been silent, and whether that ends the world.
+
+    The training thread and the watcher's note its answers, under a lock of its own; the watcher's alone notes that
+    there was none.
+
+    Args:
+        grace: seconds that a store which all members need may be away before the world ends; None where there is no
+            such store.
+        warn: told once when the store is away, and once when it is back, while training goes on.
+    """
+
+    def __init__(
+        self, grace: float | None, pace: Pace, warn: Callable[[str], None], monotonic: Callable[[], float]
+    ) -> None:
+        self._grace, self._pace, self._warn, self._monotonic = grace, pace, warn, monotonic
+        self._has_warned = False
+        self._last_answer = monotonic()
+        self._lock = threading.Lock()
+        self.is_too_long = False
+        """whether the store has been away for so long that the world is to end, which it does at a step boundary"""
+
+    @property
+    def seconds(self) -> float:
+        """Since the store last answered."""
+        return self._monotonic() - self._last_answer
+
+    @property
+    def is_felt(self) -> bool:
+        """Whether the store has missed some of this member's background tasks."""
+        return self._grace is not None and self.seconds > 2.5
+
+    def note_answer(self) -> None:
+        """The store has answered, on either thread."""
+        with self._lock:
+            self.is_too_long = False
+            silence, self._last_answer = self.seconds, self._monotonic()
+            has_warned, self._has_warned = self._has_warned, False
+        if has_warned:
+            self._warn(f"the store answers again, after {silence:.0f} s")
+
+    def note_none(self, error: StoreUnreachable, world: World | None) -> bool:
+        """The store has not answered, in this world. Returns whether not even the step in hand can end any more."""
+        grace = self._grace
+        if grace is None:
+            return False
+        if world is not None and self.seconds > WARN_SECONDS and not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"{error}; training goes on for up to {grace:.0f} s without it, but nobody can join, and a lost member "
+                "cannot be replaced"
+            )
+        with self._lock:  # the training thread may have an answer at this moment
+            excess = self.seconds - grace
+            # The step in hand still goes on, others may be about to take over.
+            ahead = min(self._pace.slowest_step, grace / 2)
+            self.is_too_long = world is not None and excess + ahead > 0
+        # A lone worker waits for nobody, however long its step takes.
+        return world is not None and excess > self._pace.step_limit and (world.world_size > 1 or world.is_spare)
 
 
 class WatcherThread:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -254,7 +255,7 @@ class Group:
                     if self.links[other].epoch == links.epoch:
                         heard.status, heard.epoch, heard.pinged_at = self.links[other].status, links.epoch, now
                         heard.elsewhere_since = None
-                    elif heard.epoch == links.epoch:
+                    else:
                         heard.elsewhere_since = heard.elsewhere_since or now
 
     def turn(self) -> None:
@@ -476,6 +477,24 @@ def test_before_its_first_step_a_training_thread_gets_longer(group: Group) -> No
     assert group.cuts == [0, 0, 0], "by its own account: the others have had theirs"
     group.pass_time(3 * INTERVAL)
     assert group.watchers[0].verdicts.keys() == {2}
+
+
+def test_who_never_comes_into_a_world_that_was_formed_ahead_is_named(group: Group) -> None:
+    """It stands still between the vote for the newcomers and their world; its watcher lives."""
+    group.note_step(0.1)
+    worlds = [replace(world, generation=1, uid="w1") for world in group.worlds]
+    for watcher, world in zip(group.watchers[:2], worlds, strict=False):
+        watcher.leave()
+        watcher.adopt(world)
+        watcher.expect(world)
+        watcher.enter(world)
+        watcher.do(Activity.REDUCE)
+    group.pass_time(STALL_TIMEOUT - 1.0)
+    assert group.cuts == [0, 0, 0]
+    group.pass_time(2.0)
+    assert [cuts > 0 for cuts in group.cuts] == [True, True, False]
+    why = "uid-2 (rank 2) kept the others waiting, and did not come into their world"
+    assert all(str(watcher.reason).endswith(why.partition(" ")[2]) for watcher in group.watchers[:2])
 
 
 def test_who_gets_on_is_not_stuck(group: Group) -> None:
