@@ -21,7 +21,7 @@ from elastic_train.elastic.barriers import Surroundings, Waits
 from elastic_train.elastic.formed_group import FormedGroup, can_form, form, form_timeout
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.stuck import StuckThread
-from elastic_train.errors import StoreUnreachable, first_line
+from elastic_train.errors import FormationFailed, StoreUnreachable, first_line
 from elastic_train.protocol.addresses import address_towards, address_towards_any, split_endpoint
 from elastic_train.protocol.arbiter import Arbiter
 from elastic_train.protocol.group_store import GroupStoreServer
@@ -163,7 +163,7 @@ def watcher_of(applicant: Applicant, own: Endpoints, membership: Callable[[], Me
     def tend(world: World | None, is_spokesman: bool) -> None:
         line = stuck.look(world)
         if line is not None and world is not None and is_spokesman:
-            membership().joins.tell_queue(world, f"{world.me.name}: {line}")
+            membership().joins.news.tell_all(world, f"{world.me.name}: {line}")
         membership().tend(world, is_spokesman)
 
     def cut() -> None:
@@ -267,8 +267,11 @@ def begin_limit(applicant: Applicant) -> tuple[float, str]:
 
 def form_ahead(world: World, server: GroupStoreServer, address: str) -> FormedGroup:
     """The process group of `world` beside the present one. Blocks until all members have; raises FormationFailed."""
-    store = PrefixStore(f"ahead/{world.key}", server.group_store(world, form_timeout(world.world_size)))
-    return form(store, world.rank, world.world_size, address)
+    try:
+        found = server.group_store(world, form_timeout(world.world_size))
+    except (RuntimeError, OSError) as error:  # torch's are RuntimeErrors: rank 0 does not greet in time, say
+        raise FormationFailed(f"the store of the next world's group: {first_line(error)}") from error
+    return form(PrefixStore(f"ahead/{world.key}", found), world.rank, world.world_size, address)
 
 
 def answering(members: tuple[Member, ...]) -> tuple[Member, ...]:

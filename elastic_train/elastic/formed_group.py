@@ -82,7 +82,7 @@ def form(store: Store, rank: int, world_size: int, address: str) -> FormedGroup:
         store.set(f"listens/{rank}", json.dumps(mine))
         backend = gloo(PrefixStore("gloo", store), rank, world_size, options)
         theirs = [tuple(one) for other in range(world_size) for one in json.loads(store.get(f"listens/{other}"))]
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:  # too few descriptors, say: training goes on, and the join fails
         raise FormationFailed(f"no group of {world_size} workers was formed ahead: {first_line(error)}") from error
     return FormedGroup(rank, world_size, store, backend, _connections(mine, theirs))
 

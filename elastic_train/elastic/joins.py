@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 
 from elastic_train.elastic.barriers import Surroundings, no_answer, require_whole
 from elastic_train.elastic.formed_group import FormedGroup
-from elastic_train.elastic.next_world import REPORT_SECONDS, ReportTimes
+from elastic_train.elastic.next_world import REPORT_SECONDS, WHY_IT_WAITS, QueueNews, ReportTimes
 from elastic_train.errors import FormationFailed, JobFinished, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.job import Admitted, Job, Over
@@ -20,14 +19,12 @@ from elastic_train.rules import NOW, SOON, Activity, common_backend, disagreemen
 from elastic_train.world import Member, World
 
 QUEUE_POLL_SECONDS = 0.03
-SETTLE_SECONDS = 0.5
-"""nodes that become ready within so short a time are admitted together"""
 Node = tuple[Member, ...]
 """its workers in the join queue"""
-WHY_IT_WAITS = "why-it-waits"
-"""key under which one in the queue is told, where that is more than that the others train"""
 WHY_SECONDS = 1.0
 """after which it asks for that again: etcd is asked over the network"""
+SETTLE_SECONDS = 0.5
+"""nodes that become ready within so short a time are admitted together"""
 MOST_FAILED_PLANS = 2
 """in one world; then newcomers are admitted in the plain way, for which everybody stops"""
 
@@ -173,8 +170,7 @@ class Joins:
     ) -> None:
         self._job, self._around, self._uid, self._facts = job, around, uid, facts
         self._max_nodes, self._max_world_size = max_nodes, max_world_size
-        self._know_no_room: set[str] = set()
-        """uids of newcomers that were told"""
+        self.news = QueueNews(job, around)
         self._answering, self._form, self._is_superseded = answering, form, is_superseded
         self._world: World | None = None
         """the present one"""
@@ -186,6 +182,8 @@ class Joins:
         """the same where it is prepared"""
         self._num_failed_plans = 0
         self._preparation: Preparation | None = None
+        self._has_said_now = False
+        """whether the present world ends for newcomers for whom nothing is prepared"""
         self._absent: tuple[Member, ...] = ()
         """newcomers that did not answer when they were invited"""
         self.admissible: Callable[[World, list[tuple[Member, ...]]], list[tuple[Member, ...]]] = lambda _world, nodes: (
@@ -195,7 +193,7 @@ class Joins:
 
     def enter(self, world: World) -> None:
         """This worker is a member of `world` from now on."""
-        self._world, self._admits = world, ()
+        self._world, self._admits, self._has_said_now = world, (), False
         self._plan, self._num_failed_plans = None, 0
         self.keep_preparation(world)
 
@@ -211,6 +209,7 @@ class Joins:
         if preparation is not None and preparation.crash is not None:
             raise preparation.crash
         if self._admits:
+            self._has_said_now = True
             return NOW
         if plan is None:
             return NOW if self._is_superseded() else 0
@@ -267,9 +266,9 @@ class Joins:
         nodes = self.admissible(world, nodes)
         back = [node for node in nodes if node[0].node in inside]  # to others of their nodes, which take no more room
         new = [node for node in nodes if node[0].node not in inside]
-        room = max(0, self._max_nodes - len(inside))
+        room = self._room(world, len(new))
         for node in new[room:]:
-            self._tell_no_room(node, len(inside))
+            self.news.tell_no_room(node, len(inside), self._max_nodes)
         ready = tuple(member for node in (*back, *new[:room]) for member in node)
         uids, now = tuple(member.uid for member in ready), self._around.monotonic()
         if uids != self._ready[0]:
@@ -286,31 +285,17 @@ class Joins:
         elif self._world is world:
             self._admits = admits
 
-    def tell_queue(self, world: World, why: str) -> None:
-        """Tell all who wait to be admitted to `world` why they do. For rank 0's watcher; as `tell_why`."""
-        for node in ready_nodes(self._job.queue(), world.members):
-            self.tell_why(node, why)
-
-    def _tell_no_room(self, node: Sequence[Member], num_inside: int) -> None:
-        """Once."""
-        if not self._know_no_room.issuperset(member.uid for member in node):
-            self._know_no_room.update(member.uid for member in node)
-            self.tell_why(node, f"{num_inside} of at most {self._max_nodes} nodes train: this one waits for a place")
-
-    def tell_why(self, node: Sequence[Member], why: str) -> None:
-        """Tell the workers of a node in the queue why they are not admitted. Never blocks; one that does not answer is
-        told nothing."""
-
-        def tell() -> None:
-            for member in node:
-                with suppress(StoreUnreachable):
-                    self._job.beside(member).put(WHY_IT_WAITS, why)
-
-        self._around.start("why", tell)
+    def _room(self, world: World, wanted: int) -> int:
+        """For how many nodes. Nobody else takes notice of a spare that is gone."""
+        workers, spares = world.members[: world.world_size], world.members[world.world_size :]
+        room = self._max_nodes - len({member.node for member in world.members})
+        if wanted > room and spares:
+            room = self._max_nodes - len({member.node for member in (*workers, *self._answering(spares))})
+        return max(0, room)
 
     def _can_prepare(self, world: World, newcomers: tuple[Member, ...]) -> bool:
         """Whether the next world's group can be formed beside the present one: gloo's can, and spares take no part."""
-        if self._form is None or self._admits or self._num_failed_plans >= MOST_FAILED_PLANS:
+        if self._form is None or self._has_said_now or self._admits or self._num_failed_plans >= MOST_FAILED_PLANS:
             return False
         workers = (*world.members, *newcomers)
         has_spares = world.num_spares > 0 or (self._max_world_size is not None and len(workers) > self._max_world_size)
@@ -338,12 +323,15 @@ class Joins:
     # --- the preparation ----------------------------------------------------------------------------------------------
 
     def consider_invitation(self) -> None:
-        """As a newcomer: take part in what rank 0 plans, beside the waiting for it."""
+        """As a newcomer: take part in what rank 0 plans, beside the waiting for it. Raises: what ended the thread that
+        did, if that was a bug."""
         text = self._job.told("plan")
         if not text or self._form is None:
             return
         plan = Plan.from_json(text)
         planned, before = plan.world_for(self._uid, None), self._preparation
+        if before is not None and before.crash is not None:
+            raise before.crash
         if planned is None or (before is not None and before.world is not None and before.world.uid == planned.uid):
             return
         preparation = self._begin_preparation()
@@ -352,8 +340,12 @@ class Joins:
 
     @property
     def prepared(self) -> Plan | None:
-        """Of the next world, which was prepared; None where none was."""
-        return None if self._preparation is None else self._preparation.plan
+        """Of the next world, which was prepared; None where none was. Asked where rank 0 has voted NOW, so that another
+        member's is decided; rank 0 may have voted for others, and have begun this one since."""
+        preparation = self._preparation
+        if preparation is None or (self._plan is not None and not preparation.is_ready):
+            return None
+        return preparation.plan
 
     def announce_leaving(self, reason: str) -> None:
         """Tell the world that is prepared, which may be decided with this worker in it."""

@@ -1,9 +1,9 @@
-"""From one world to the next: what the members of a world agree on at its end."""
+"""From one world to the next: what the members of a world agree on at its end, and what those who wait are told."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,10 +13,13 @@ from elastic_train.elastic.barriers import Surroundings, Waits, expect_answer
 from elastic_train.errors import FormationFailed, LeftOut, StoreUnreachable
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, Fatal, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.job import Job
+from elastic_train.protocol.join_queue import ready_nodes
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Failure, seconds_to_form
 from elastic_train.world import Member, World
 
+WHY_IT_WAITS = "why-it-waits"
+"""key under which one in the queue is told, where that is more than that the others train"""
 REPORT_SECONDS = 10.0
 """before the first line to the person who waits with us"""
 ASK_SECONDS = 1.0
@@ -37,6 +40,37 @@ class Lacking:
     """when it first lacked any, by the monotonic clock"""
     votes: tuple[str, ...]
     """uids, of the last time that it asked"""
+
+
+class QueueNews:
+    """What rank 0 tells those who wait in the queue; for its watcher's thread. Nothing blocks, and one that does not
+    answer is told nothing."""
+
+    def __init__(self, job: Job, around: Surroundings) -> None:
+        self._job, self._around = job, around
+        self._know_no_room: set[str] = set()
+        """uids of newcomers that were told"""
+
+    def tell(self, node: Sequence[Member], why: str) -> None:
+        """Tell the workers of a node in the queue why they are not admitted."""
+
+        def tell() -> None:
+            for member in node:
+                with suppress(StoreUnreachable):
+                    self._job.beside(member).put(WHY_IT_WAITS, why)
+
+        self._around.start("why", tell)
+
+    def tell_all(self, world: World, why: str) -> None:
+        """Tell all who wait to be admitted to `world`."""
+        for node in ready_nodes(self._job.queue(), world.members):
+            self.tell(node, why)
+
+    def tell_no_room(self, node: Sequence[Member], num_inside: int, max_nodes: int) -> None:
+        """Once."""
+        if not self._know_no_room.issuperset(member.uid for member in node):
+            self._know_no_room.update(member.uid for member in node)
+            self.tell(node, f"{num_inside} of at most {max_nodes} nodes train: this one waits for a place")
 
 
 class ReportTimes:

@@ -23,7 +23,7 @@ class Quarantined:
     Args:
         state: of this worker; None while it does not hold the run's.
         warn: tells the people of this job, and notes it in the run's events.
-        tell_why: as `Joins.tell_why`.
+        tell_why: as `QueueNews.tell`.
     """
 
     def __init__(

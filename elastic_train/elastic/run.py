@@ -198,7 +198,7 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
 
     if worker.config.quarantine == "on":
         membership.joins.admissible = Quarantined(
-            lambda: worker.state if resume.has_state else None, worker.reporter.warn, membership.joins.tell_why
+            lambda: worker.state if resume.has_state else None, worker.reporter.warn, membership.joins.news.tell
         ).admissible
     late = LateStop(worker, parts.trainer, exits, lambda: ring.world if resume.has_state else None)
     worker.stop.when_late = late.save

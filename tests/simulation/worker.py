@@ -125,7 +125,7 @@ class Worker:
             joins.admissible = Quarantined(
                 lambda: state if self.commit is not None else None,  # type: ignore[arg-type,return-value]
                 lambda why: simulation.note(f"{self} warns: {why}"),
-                joins.tell_why,
+                joins.news.tell,
             ).admissible
         self.stop = SimpleNamespace(votes=lambda: 2 * (int(self.wants_to_leave),), check=lambda: None)
         """as StopSignal"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from elastic_train.elastic.barriers import Surroundings
 from elastic_train.elastic.joins import SETTLE_SECONDS
 from elastic_train.elastic.membership import Membership
 from elastic_train.protocol.join_queue import Waiting
+from elastic_train.protocol.plan import Plan
+from elastic_train.rules import NOW
 from elastic_train.world import Member, World
 from tests.bare_membership import bare_membership
 
@@ -80,7 +83,7 @@ def test_a_look_parses_the_agreement_of_the_run_once(monkeypatch: pytest.MonkeyP
 def test_those_for_whom_there_is_no_room_are_told_once() -> None:
     here, _, world = newcomers(member(1), member(2), member(3), agreement={})
     told: list[tuple[str, str]] = []
-    here.joins.tell_why = lambda node, why: told.extend((one.uid, why) for one in node)  # type: ignore[method-assign]
+    here.joins.news.tell = lambda node, why: told.extend((one.uid, why) for one in node)  # type: ignore[method-assign]
     here.joins._max_nodes = 2
     here.joins.consider(world)
     here.joins.consider(world)
@@ -88,9 +91,42 @@ def test_those_for_whom_there_is_no_room_are_told_once() -> None:
     assert told == [("uid2", why), ("uid3", why)]
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_spare_that_is_gone_keeps_nobody_out(answers: bool) -> None:
+    """It is in nobody's step, so that its death ends no world."""
+    here, clock, _ = newcomers(member(2), agreement={})
+    world = World(0, 0, (member(0), member(1)), max_world_size=1)
+    here.joins.enter(world)
+    here.joins._max_nodes = 2
+    here.joins._answering = lambda members: members if answers else tuple(one for one in members if one.uid != "uid1")
+    for _ in range(2):
+        here.joins.consider(world)
+        clock.now += 2 * SETTLE_SECONDS
+    assert [one.uid for one in here.joins._admits] == ([] if answers else ["uid2"])
+
+
+def test_where_the_world_ends_for_others_no_plan_is_begun_or_followed() -> None:
+    """One of the newcomers vanishes in the step that has admitted it; the next plan would be rank 0's alone."""
+    here, clock, world = newcomers(member(1), agreement={})
+    joins = here.joins
+    joins._form = lambda _world: None  # type: ignore[assignment, return-value]
+    joins._admits = (member(9),)
+    assert joins.vote() == NOW
+    for _ in range(3):
+        joins.consider(world)
+        clock.now += 2 * SETTLE_SECONDS
+    assert joins.prepared is None
+    assert [one.uid for one in joins._admits] == ["uid1"], "in the agreement, which is to come"
+    joins.enter(replace(world, uid="next"))
+    joins._plan, joins._preparation = Plan("next", (), None), SimpleNamespace(is_ready=False, plan="it")  # type: ignore
+    assert joins.prepared is None, "it is not decided"
+    joins._preparation.is_ready = True
+    assert joins.prepared == "it"
+
+
 def test_all_who_wait_are_told_why() -> None:
     here, _, world = newcomers(member(1), member(2), agreement={})
     told: list[tuple[str, str]] = []
-    here.joins.tell_why = lambda node, why: told.extend((one.uid, why) for one in node)  # type: ignore[method-assign]
-    here.joins.tell_queue(world, "rank 0 is stuck")
+    here.joins.news.tell = lambda node, why: told.extend((one.uid, why) for one in node)  # type: ignore[method-assign]
+    here.joins.news.tell_all(world, "rank 0 is stuck")
     assert told == [("uid1", "rank 0 is stuck"), ("uid2", "rank 0 is stuck")]
