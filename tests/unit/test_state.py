@@ -398,15 +398,18 @@ def test_what_a_scaler_found_in_a_step_that_is_taken_back_is_forgotten(is_used: 
 @pytest.mark.parametrize("is_clipped", [True, False], ids=["clipped", "plain"])
 @pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("is_ours", [True, False], ids=["of --precision", "of the loop"])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
 def test_a_step_that_is_broken_off_within_the_scaler_is_done_again_as_if_it_had_never_been(
-    is_ours: bool, is_fused: bool, is_clipped: bool
+    device: str, is_ours: bool, is_fused: bool, is_clipped: bool
 ) -> None:
     """Where NCCL's collectives were aborted, that shows only as the optimizer begins its step."""
 
     def train(breaks: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = nn.Linear(4, 2)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        model = nn.Linear(4, 2).to(device)
+        scaler = torch.amp.GradScaler(device, init_scale=1024.0)
         state = TrainState(
             model, torch.optim.SGD(model.parameters(), lr=0.1, fused=is_fused), scaler if is_ours else None,
             schedule="constant", length=16, global_batch_size=4, epochs=1, extras={} if is_ours else {"scaler": scaler},
@@ -415,7 +418,7 @@ def test_a_step_that_is_broken_off_within_the_scaler_is_done_again_as_if_it_had_
         def step() -> None:
             state.remember()
             model.zero_grad()
-            scaler.scale(model(torch.ones(4, 4)).sum()).backward()
+            scaler.scale(model(torch.ones(4, 4, device=device)).sum()).backward()
             if is_clipped:
                 clip_gradients(state.optimizer, scaler, 1.0)
             scaler.step(state.optimizer)
