@@ -183,10 +183,9 @@ def test_a_stuck_training_thread_is_expelled(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["sync", "send"])
-def test_a_thread_that_is_stuck_while_the_state_is_handed_over(cluster: Cluster, point: str) -> None:
+def test_a_thread_that_is_stuck_before_the_state_is_handed_over(cluster: Cluster) -> None:
     """A disk that does not answer, say. One dies, the spare steps in, and another is stuck before it has the state."""
-    strikes = "hang@sync:rank=1,generation=1" if point == "sync" else "hang@send:generation=1"
+    strikes = "hang@sync:rank=1,generation=1"
     flags = ("--reduction", "ordered", "--virtual-ranks", "3", "--global-batch-size", "63", "--formation-timeout", "30")
     nodes = start_with_fault(cluster, f"kill-node@step:rank=2,step=60,generation=0;{strikes}", nodes=4, flags=flags)
     wait_until(lambda: sum("fault:" in node.text() for node in nodes) == 2, "both faults")
@@ -205,14 +204,15 @@ class Waiting(ImageClassification):
 
     def loss(self, module, batch):
         Waiting.num_losses += 1
-        if Waiting.num_losses == 60 and dist.get_world_size() == 2 and dist.get_rank() == 1:
+        if Waiting.num_losses == 60 and dist.get_world_size() == 2:  # neither commits the step
             images = batch[0].clone().requires_grad_() * 1.0
             images.register_hook(self.wait)  # after the last bucket of gradients is on its way
             batch = (images, batch[1])
         return super().loss(module, batch)
 
     def wait(self, gradient):
-        print("waits", flush=True)
+        if dist.get_rank() == 1:
+            print("waits", flush=True)
         time.sleep(3600)
 """
 
