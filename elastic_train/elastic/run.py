@@ -44,6 +44,7 @@ from elastic_train.rendezvous.launch import Launch
 from elastic_train.rules import common_backend, seconds_before_return
 from elastic_train.stopping import StopSignal
 from elastic_train.training.batches import steps
+from elastic_train.training.data_identity import identify_code
 from elastic_train.world import World
 
 
@@ -140,10 +141,26 @@ def _as_member(
         return parts.exits.give_way(error, ring.world, back, has_state=parts.resume.has_state)
 
 
+def _compare_code(worker: Worker, membership: Membership, program: Program) -> None:
+    """Warns where the file of the task or of the training function is not what the node has that has begun the job:
+    flags, shapes and names are compared, the rest of what it does is not."""
+    mine = identify_code(program.train if program.loss is None else type(worker.task))
+    if mine is None:
+        return
+    path, digest = mine
+    theirs = membership.agreed_once("code", digest)
+    if theirs != digest:
+        worker.reporter.warn(
+            f"{path} is not what the node has with which this job began (SHA-256 {digest}... here, {theirs}... there): "
+            "where they train otherwise, their states differ; give all nodes the same file"
+        )
+
+
 def _make_parts(
     worker: Worker, membership: Membership, program: Program, back: Return | None, noticed: Noticed
 ) -> RingParts:
     files = RunFiles(worker, membership.agreed_once("job_token", new_token()))
+    _compare_code(worker, membership, program)
     saver = Saver(worker, files, written=noticed.judge)
     earlier = EarlierRun(worker, membership, files, back)
     trainer = Trainer(program, worker, membership, saver)

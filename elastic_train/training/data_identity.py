@@ -1,4 +1,5 @@
-"""By what members see that they train the same model on the same data, in the same order: a few names and items.
+"""By what members see that they train the same model by the same code, and on the same data in the same order: a few
+names and items.
 
 A folder that one node lists in another order, or in which a file was replaced, has the same length and breaks
 exactly-once unseen. Cheap for any number of items.
@@ -7,9 +8,11 @@ exactly-once unseen. Cheap for any number of items.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,6 +77,15 @@ def identify_state(state: TrainState) -> dict[str, str]:
         "the model": f"{count(len(tensors), 'tensor')} of {count(numbers, 'number')} ({digest})",
         "what extras holds": ", ".join(sorted(state.extras)) or "nothing",
     }
+
+
+def identify_code(code: Any) -> tuple[str, str] | None:
+    """The file of a function or a class, and the beginning of its SHA-256; None where none can be read."""
+    try:
+        path = inspect.getsourcefile(code)
+        return None if path is None else (path, hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12])
+    except (TypeError, OSError):  # made by a partial, say; or moved since
+        return None
 
 
 def _names_of(dataset: Any) -> list[Any]:

@@ -32,6 +32,7 @@ from tests.integration.cluster import (
     snapshot_names,
     wait_for_step,
     wait_until,
+    worlds,
 )
 
 EXAMPLES = Path(__file__).parents[2] / "elastic_train" / "examples"
@@ -203,6 +204,25 @@ def test_a_node_with_an_older_script_is_refused(cluster: Cluster, old: str, new:
     newer.signal(signal.SIGTERM)
     cluster.finish([newer], code=1)
     assert len(events(cluster.run_dir, "world")) == 1
+
+
+@pytest.mark.slow
+def test_a_node_with_other_code_is_told(cluster: Cluster) -> None:
+    """What its loop does cannot be compared; it trains."""
+    text = SCRIPT.replace("BEFORE_COMMIT", "import time; time.sleep(0.02)")
+    where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{cluster.port}", "--nnodes=1:3"]
+    nodes = []
+    for name, script in (("first.py", text), ("copied.py", text), ("other.py", text + "\n# of last week\n")):
+        (cluster.path / name).write_text(script)
+        flags = ["--run-dir", str(cluster.run_dir), "--epochs", "100000", "--global-batch-size", "16"]
+        nodes.append(cluster.launch([*TORCHRUN, *where, str(cluster.path / name), *flags], {}))
+        wait_until(lambda: worlds(cluster.run_dir)[-1:] == [(len(nodes) - 1, len(nodes))], "it trains", 60)
+    for node in nodes:
+        node.signal(signal.SIGTERM)
+    cluster.finish(nodes, code=1)
+    assert ["other.py is not what the node has with which this job began" in node.text() for node in nodes] == [
+        False, False, True
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
-from elastic_train.training.data_identity import identify
+from elastic_train.training.data_identity import identify, identify_code
 
 
 class Files(Dataset[Any]):
@@ -142,3 +143,12 @@ def test_what_draws_from_elsewhere_or_fails_says_nothing() -> None:
 
     for kind in (Clock, Broken):
         assert found(kind(NAMES, "/a/")).keys() == {"names"}
+
+
+def test_code_is_the_file_that_it_stands_in() -> None:
+    path, digest = identify_code(Files) or ("", "")
+    assert Path(path) == Path(__file__)
+    assert identify_code(found) == (path, digest)
+    assert len(digest) == 12
+    assert identify_code(identify) not in (None, (path, digest))
+    assert identify_code(partial(found)) is None, "nothing is compared"
