@@ -44,6 +44,7 @@ def worker(rank: int) -> WorkerFacts:
         snapshot_dir_free=100 * GB,
         shm_free=50 * GB,
         state_error=None,
+        trained="--task mine:Mine",
         state_bytes=GB,
         snapshot_seconds=2.0,
         num_loaders=0,
@@ -312,7 +313,8 @@ def test_the_snapshot_directory() -> None:
     ],
 )
 def test_room(changes: dict[str, object], level: Level) -> None:
-    the_one(node_rules.there_is_room(with_worker(job(), 1, **changes)), level)
+    found = the_one(node_rules.there_is_room(with_worker(job(), 1, **changes)), level)
+    assert level is not Level.FINE or "a snapshot of what --task mine:Mine trains takes 1.0 GB" in found.what
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,8 @@ class TestSnapshotList:
         (["check", "--workers", "-1"], "--workers -1: must be at least 1"),
         (["check", "--rdzv-endpoint=localhost:abc"], "--rdzv-endpoint: 'localhost:abc' is not HOST:PORT"),
         (["check", "--rdzv-endpoint=localhost:99999"], "a port is 1 to 65535"),
+        (["check", "--", "train.py", "--run-dir", "r"], "error: train.py: the check builds what `-m elastic_train`"),
+        (["check", "--", "-m", "my.train", "--rows", "3"], "error: -m my.train: the check builds what"),
         (["check", "--rdzv-backend=etcd3"], "needs --rdzv-endpoint=HOST:PORT"),
     ],
 )

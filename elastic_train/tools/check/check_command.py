@@ -48,6 +48,13 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 def refuse_what_cannot_work(arguments: argparse.Namespace) -> None:
     """Raises: UsageError; before anything that takes long."""
+    first = next(iter(arguments.flags), "--")
+    if first in ("-m", "--module") or not first.startswith("-"):
+        raise UsageError(
+            f"{' '.join(arguments.flags[:2]) if first.startswith('-') else first}: the check builds what "
+            "`-m elastic_train` trains by its flags, not the model of a script: leave the script and its own flags "
+            "out, and machines, network, directories and data processes are checked without it"
+        )
     for flag in ("nodes", "workers"):
         number = getattr(arguments, flag)
         if number is not None and number < 1:

@@ -81,6 +81,8 @@ class WorkerFacts:
     """bytes in /dev/shm"""
     state_error: str | None
     """why the task, its data or its model cannot be built"""
+    trained: str
+    """flags that say what is trained, and so what `state_bytes` is the size of"""
     state_bytes: int | None
     """size of a snapshot; measured by the first worker of a node"""
     snapshot_seconds: float | None

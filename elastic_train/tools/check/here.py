@@ -90,6 +90,7 @@ def look_here(
         snapshot_dir_free=0 if directory.error else directory.free_bytes,
         shm_free=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
         state_error=state_error,
+        trained=trained_by(config),
         state_bytes=measured.bytes if measured else None,
         snapshot_seconds=measured.seconds if measured else None,
         num_loaders=config.num_workers,
@@ -232,6 +233,11 @@ def trial_place(config: Config, run_dir: Path) -> TrialPlace:
     if given is not None and is_url(given):
         return TrialBucket(parse_url(str(given), "--snapshot-dir"))
     return TrialDirectory(run_dir / "snapshots" if given is None else Path(given))
+
+
+def trained_by(config: Config) -> str:
+    """The flags that say what is trained."""
+    return f"--dataset {config.dataset} --model {config.model}" if config.task is None else f"--task {config.task}"
 
 
 class Measured(NamedTuple):

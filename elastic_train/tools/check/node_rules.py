@@ -182,8 +182,8 @@ def there_is_room(gathered: Gathered) -> list[Finding]:
                 "enlarge it (docker run --shm-size, an emptyDir with medium: Memory), or lower --num-workers",
             )
     return findings or fine(
-        f"room: a snapshot of what these flags train takes {human_bytes(size)}; enough in the snapshot directory and "
-        "/dev/shm"
+        f"room: a snapshot of what {gathered.workers[0].trained} trains takes {human_bytes(size)}; enough in the "
+        "snapshot directory and /dev/shm"
     )
 
 
