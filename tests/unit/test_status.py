@@ -542,6 +542,20 @@ def test_a_run_whose_owner_died_before_any_event(tmp_path: Path) -> None:
     assert "its processes are gone" in dict(describe(found, NOW))["note"]
 
 
+@pytest.mark.parametrize(
+    ("written", "told"), [(False, "without a snapshot the same command begins anew"), (True, "continues from the snap")]
+)
+def test_what_the_same_command_does_for_a_run_that_was_killed(files: Files, written: bool, told: str) -> None:
+    worker = files.worker(0, started=NOW - 60)
+    worker.enter(0, NOW - 50)
+    worker.train(1, 3, NOW - 40)
+    if written:
+        worker.write("snapshot", NOW - 30, path="s3://bucket/step-3", snapshot_step=3, bytes=9)
+    found = read(files, False)
+    assert found.state is RunState.DEAD
+    assert told in dict(describe(found, NOW))["last event"]
+
+
 @pytest.mark.parametrize("has_events", [True, False])
 def test_a_drill_that_was_killed(files: Files, has_events: bool) -> None:
     """Its nodes have host names of their own, and are on this machine."""
