@@ -21,7 +21,7 @@ from elastic_train.rules import Activity
 from elastic_train.snapshot_interval import interval_of
 from elastic_train.training.collectives import wait
 from elastic_train.training.sampler import MicroBatch
-from elastic_train.training.step import NO_VOTES, Votes
+from elastic_train.training.step import NO_VOTES, OF_DIVERGED, Votes
 from elastic_train.world import World
 
 EVERY = 100
@@ -243,6 +243,5 @@ class StepSums:
 
     def _divergence(self, totals: LateTotals, step: int) -> TrainingDiverged:
         return TrainingDiverged(
-            f"the loss of step {step} (epoch {self._state.epoch + 1}) is {totals.mean_loss}; the last good snapshot is "
-            "kept"
+            f"the loss of step {step} (epoch {self._state.epoch + 1}) is {totals.mean_loss}; {OF_DIVERGED}"
         )

@@ -35,6 +35,9 @@ class Votes(NamedTuple):
 
 NO_VOTES = Votes()
 
+OF_DIVERGED = "no snapshot is written of it, and earlier ones stay"
+"""what becomes of the state with which training ends by its loss"""
+
 
 class Outcome(StrEnum):
     """Why the loop ended; the same on every rank, at the same step."""
@@ -64,8 +67,8 @@ def train_step(
     if not math.isfinite(totals.loss):
         if not _is_left_to_scaler(state):
             raise TrainingDiverged(
-                f"the loss of step {state.step + 1} (epoch {state.epoch + 1}) is {totals.loss}; the last good snapshot "
-                "is kept. Lower --lr, or look at the data of that step (--ledger writes it)"
+                f"the loss of step {state.step + 1} (epoch {state.epoch + 1}) is {totals.loss}; {OF_DIVERGED}. "
+                "Lower --lr, or look at the data of that step (--ledger writes it)"
             )
         state.kept_buffers.put_back()  # an overflow in one forward pass must not stay in BatchNorm's statistics
     if state.scaler:
