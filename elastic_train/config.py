@@ -184,7 +184,8 @@ class NodeFlags:
     formation_timeout: float = positive(300.0)
     """seconds to wait for all members when a world forms, for imports say; for a state to be read or sent 1,800"""
     min_nodes: int | None = at_least(1, None)
-    """fewer nodes than this wait for others instead of training; default: from --nnodes"""
+    """fewer nodes than this wait for others instead of training on; default: the least of --nnodes, which a job needs
+    to begin in any case"""
     notices: str = "off"
     """who may say that this node goes away: off, auto, aws, gcp, azure, kubernetes, slurm, file:PATH or a URL"""
     store_endpoint: str | None = None

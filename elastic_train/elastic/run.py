@@ -66,6 +66,8 @@ def run_worker(worker: Worker, program: Program) -> int:
     noticed: Noticed | None = None
     try:
         noticed = Noticed(worker)
+        if worker.launch.local_rank == 0 and (advice := advice_on_least(worker.config, worker.launch)) is not None:
+            reporter.log(advice)
         while True:
             outcome = _as_member(worker, program, back, ends, noticed)
             if isinstance(outcome, int):
@@ -94,6 +96,16 @@ def run_worker(worker: Worker, program: Program) -> int:
         worker.directory.ownership.release()
         if worker.bucket is not None:  # who calls run() may live on: the bucket is not held for it
             worker.bucket.owner.release()
+
+
+def advice_on_least(config: Config, launch: Launch) -> str | None:
+    """That the two flags mean two things, where the one that a person has given looks as if it were ignored."""
+    if config.min_nodes is None or config.min_nodes >= launch.min_nodes:
+        return None
+    return (
+        f"--min-nodes {config.min_nodes} says with how many nodes training goes on; it begins with "
+        f"{launch.min_nodes} at least, as --nnodes says"
+    )
 
 
 def _wait_before_return(worker: Worker, back: Return) -> None:

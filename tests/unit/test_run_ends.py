@@ -38,3 +38,18 @@ def test_a_failed_run_does_not_hold_its_bucket(
         run.run_worker(worker, program)
     assert bucket.owner._stop is None, "nobody renews it any more"
     assert bucket.store.get(OWNER_RECORD) is not None
+
+
+@pytest.mark.parametrize(("least", "is_told"), [(None, False), (1, True), (2, False), (3, False)])
+def test_a_least_of_nodes_with_which_no_job_begins_is_told(tmp_path: Path, least: int | None, is_told: bool) -> None:
+    """It holds after a loss, as `--nnodes 2:4 --min-nodes 1` may mean it: no error."""
+    said: list[str] = []
+    worker: Any = SimpleNamespace(
+        config=Config(min_nodes=least), launch=Launch(min_nodes=2), bucket=None, directory=RunDirectory(tmp_path),
+        reporter=SimpleNamespace(log=said.append, failed=lambda _error: None, close=lambda: None),
+    )  # fmt: skip
+    program: Any = None
+    with pytest.raises(AttributeError):  # it comes no further
+        run.run_worker(worker, program)
+    told = "--min-nodes 1 says with how many nodes training goes on; it begins with 2 at least, as --nnodes says"
+    assert said == [told] * is_told
