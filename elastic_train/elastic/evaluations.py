@@ -21,6 +21,7 @@ class Evaluations:
     def __init__(self, worker: Worker, membership: Membership) -> None:
         self._worker, self._membership = worker, membership
         self._has_warned = False
+        """that nothing is rated"""
         self._warned_of: set[str] = set()
         """metrics"""
         self._is_tried = False
@@ -43,8 +44,13 @@ class Evaluations:
             watcher.do(Activity.REDUCE)
             metric = float(gather_json(metric)[0])
             watcher.do(Activity.COMPUTE)
-        state = self._worker.state
+        state, reporter = self._worker.state, self._worker.reporter
         state.ratings.note(state.step, metric)
+        if math.isfinite(metric):
+            reporter.rating(state.step, metric)
+        elif world.rank == 0 and not self._has_warned:
+            self._has_warned = True
+            reporter.warn(f"keep() was given {metric} at step {state.step}: no finite number, so it rates nothing")
 
     def if_due(self, world: World) -> None:
         """At the end of every so many epochs, and of training; every rank calls it at the end of an epoch."""

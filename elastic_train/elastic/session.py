@@ -167,9 +167,10 @@ class Training:
     def keep(self, metric: float) -> None:
         """Say how good the model is now, between two steps; more is better, so of a loss its negative. With
         --keep-best a snapshot is written where it is better than all before. Every rank calls it, and it blocks until
-        all have; rank 0's number counts. Raises: UsageError: a step is in hand. RuntimeError: as `step`."""
+        all have; rank 0's number counts. Raises: UsageError: a step is in hand, or it is no number. RuntimeError: as
+        `step`."""
         self._steps.require_none("keep()")
-        self._evaluations.keep(self.world, float(metric))
+        self._evaluations.keep(self.world, scalar_of(metric, "keep()", "how good the model is"))
 
     def commit(self, loss: torch.Tensor | float) -> None:
         """The step is done: the optimizer (scheduler, scaler) has stepped.
@@ -198,7 +199,7 @@ class Training:
             return
         self._parallel.require_made()
         has_stepped = self._steps.begin_commit()
-        own_loss = scalar_of(loss)
+        own_loss = scalar_of(loss, "commit()", "the mean loss over this rank's batch")
         own_part = 0.0 if step.is_stand_in else own_loss * step.weight  # a stand-in's may be NaN
         sums.settle()
         # The best that is known of the mean, should a peer be lost.
@@ -279,17 +280,17 @@ class Training:
         self._parallel.close()
 
 
-def scalar_of(loss: torch.Tensor | float) -> float:
-    """What `commit` was given. Raises: UsageError where it is no scalar; what the device has to say."""
-    given = "None" if loss is None else kind_of(loss)
-    if isinstance(loss, torch.Tensor):
-        if loss.numel() == 1:
-            return float(loss.detach())
-        given = f"a tensor of shape {tuple(loss.shape)}"
-    else:
+def scalar_of(value: torch.Tensor | float, method: str, wanted: str) -> float:
+    """What a method was given. Raises: UsageError where it is no scalar; what the device has to say."""
+    given = "None" if value is None else kind_of(value)
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1:
+            return float(value.detach())
+        given = f"a tensor of shape {tuple(value.shape)}"
+    elif not isinstance(value, str | bytes | bytearray):  # which Python would read a number from
         with suppress(TypeError, ValueError):
-            return float(loss)
-    raise UsageError(f"commit() was given {given}: give the mean loss over this rank's batch, a scalar")
+            return float(value)
+    raise UsageError(f"{method} was given {given}: give {wanted}, a scalar")
 
 
 def require_no_step_flags(config: Config) -> None:

@@ -236,6 +236,11 @@ class Reporter:
         if self._world is not None and self._world.rank == 0:
             self._add_scalars(state.step, {f"test/{name}": value for name, value in metrics.items()})
 
+    def rating(self, step: int, metric: float) -> None:
+        """How good a training function says that its model is."""
+        if self._world is not None and self._world.rank == 0:
+            self._add_scalars(step, {"kept/metric": metric})
+
     def _add_scalars(self, step: int, values: dict[str, float]) -> None:
         if self._scalars is None:
             self._scalars = Scalars(self._tensorboard_dir, purge_step=self._first_step)

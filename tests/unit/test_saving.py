@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -369,6 +370,21 @@ def test_a_task_without_an_accuracy_has_no_best_and_is_told_once(start: Start, m
     each.if_due(training.world)
     [warning] = training.events("warning")
     assert warning["message"].startswith("--keep-best keeps nothing")
+
+
+def test_what_is_kept_is_drawn_and_what_rates_nothing_is_told_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = start(keep_best=1)
+    drawn: list[tuple[int, dict[str, float]]] = []
+    monkeypatch.setattr(training.worker.reporter, "_add_scalars", lambda *scalars: drawn.append(scalars))
+    each = Evaluations(training.worker, SimpleNamespace(watcher=None))  # type: ignore[arg-type]
+    for metric in (math.nan, 0.5, math.inf):
+        each.keep(training.world, metric)
+    assert training.state.ratings.best == (0, 0.5)
+    assert drawn == [(0, {"kept/metric": 0.5})]
+    [warning] = training.events("warning")
+    assert warning["message"] == "keep() was given nan at step 0: no finite number, so it rates nothing"
 
 
 def test_rank_0_says_for_all(start: Start) -> None:
