@@ -12,9 +12,11 @@ def count(number: int | None, noun: str) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What a function gave that should have given something else: `nothing (no return?)`, `a float`, `an int`."""
+    """What was given in place of something else: `nothing (no return?)`, `a float`, `an int`, `the class AdamW`."""
     if value is None:
         return "nothing (is its return missing?)"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 

@@ -14,6 +14,7 @@ Everything around the loop is what `-m elastic_train` has: membership, re-formin
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -128,7 +129,7 @@ def run(
             worker's agent is told to stop, and SystemExit(1) follows.
     """
     require_system_for_training(os.environ)
-    config = config or Config()
+    config = Config() if config is None else config
     stop = StopSignal()
     stop.install()
     if "RANK" in os.environ:
@@ -137,7 +138,7 @@ def run(
         worker = _build_worker(train, model, optimizer, dataset, config, collate, extras, stop)
         code = run_worker(worker, Program(train))
     except ElasticTrainError as error:
-        _exit(error, is_debug=config.debug)
+        _exit(error, is_debug=isinstance(config, Config) and config.debug)
     except BaseException:
         stop.uninstall()
         raise
@@ -158,11 +159,12 @@ def _build_worker(
     stop: StopSignal,
 ) -> Worker:
     """As `build`, of what `run` is given. Raises: ElasticTrainError."""
+    _check_kinds(train, model, optimizer, config, collate)
     _check_config(config)
     config.check()
     _check_parts(model, extras or {})
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    task = OwnTask(getattr(train, "__name__", type(train).__name__), model, dataset, collate)
+    task = OwnTask(_name_of(train), model, dataset, collate)
     state = TrainState(
         model,
         optimizer,
@@ -177,6 +179,10 @@ def _build_worker(
     )
     launch = Launch.from_environment(os.environ, config.store_endpoint)
     return build(config, launch, stop, Parts(task, state, device))
+
+
+def _name_of(train: TrainingFunction) -> str:
+    return getattr(train, "__name__", type(train).__name__)
 
 
 def _with_average(extras: Mapping[str, Stateful], model: nn.Module, decay: float | None) -> dict[str, Stateful]:
@@ -195,6 +201,34 @@ def _check_arguments(arguments: list[str], own_flags: type | None) -> None:
     for name in sorted(NOT_FOR_OWN_LOOPS):
         if name not in own and flag(name) in given:
             _refuse(name)
+
+
+def _check_kinds(train: Any, model: Any, optimizer: Any, config: Any, collate: Any) -> None:
+    """Raises: UsageError for what is not of its kind, perhaps for it is in another's place."""
+    for name, value, is_right, wanted in (
+        ("train", train, callable(train), "give a function that takes a Training"),
+        ("model", model, isinstance(model, nn.Module), "give an nn.Module"),
+        ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "give one of torch's, made with "
+         "model.parameters()"),
+        ("config", config, isinstance(config, Config), "give what parse_flags() gives (with a dataclass the first of "
+         "the two), or a Config, such as Config(epochs=3)"),
+        ("collate", collate, callable(collate), "give a function from a list of samples to a batch"),
+    ):  # fmt: skip
+        if not is_right:
+            raise UsageError(
+                f"run() was given {kind_of(value)} as {name}: {wanted}; the order is run(train, model, optimizer, "
+                "dataset, config)"
+            )
+    try:
+        signature = inspect.signature(train)
+    except ValueError:  # of some that are not written in Python
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise UsageError(
+            f"{_name_of(train)}{signature} cannot be called with a Training alone ({error}): it must take one argument"
+        ) from error
 
 
 def _check_config(config: Config) -> None:

@@ -2,14 +2,63 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+from elastic_train.elastic import own_loop
 from elastic_train.elastic.session import Training, scalar_of
 from elastic_train.errors import UsageError
+
+MODEL = nn.Linear(1, 1)
+OPTIMIZER = torch.optim.AdamW(MODEL.parameters())
+
+
+def train(_training: Training) -> None:
+    raise AssertionError("it is not entered")
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Of signals, as they were: a process that is refused would have ended."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"config": {"epochs": 3}}, "run() was given a dict as config: give what parse_flags() gives"),
+        ({"config": {}}, "run() was given a dict as config"),
+        ({"config": ["script.py"]}, "run() was given a list as config"),
+        (
+            {"model": OPTIMIZER, "optimizer": MODEL},
+            "run() was given an AdamW as model: give an nn.Module; the order",
+        ),
+        ({"model": None}, "run() was given nothing (is its return missing?) as model"),
+        ({"optimizer": torch.optim.AdamW}, "run() was given the class AdamW as optimizer: give one of torch's"),
+        ({"train": "train"}, "run() was given a str as train: give a function that takes a Training"),
+        ({"train": lambda: None}, "<lambda>() cannot be called with a Training alone (too many positional arguments)"),
+        ({"train": lambda one, two: None}, "<lambda>(one, two) cannot be called with a Training alone (missing a"),
+        ({"collate": 3}, "run() was given an int as collate: give a function"),
+    ],
+)
+def test_what_is_of_another_kind(given: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parts: dict[str, Any] = {"train": train, "model": MODEL, "optimizer": OPTIMIZER, **given}
+    with pytest.raises(SystemExit) as ended:
+        own_loop.run(dataset=TensorDataset(torch.zeros(4, 1)), **parts)
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"elastic_train: error: {message}")
 
 
 @pytest.mark.parametrize("given", ["0.3", b"0.3", None, [1.0], torch.ones(3)])
