@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from elastic_train.branches import Position
 
 
+TRACEBACK_HEAD = "Traceback (most recent call last):"
+
+
 class ElasticTrainError(Exception):
     """Base of all of them. The message is one line: what is wrong, with the value, and what to do."""
 
@@ -225,6 +228,19 @@ class Stopped(ElasticTrainError):
 def first_line(error: BaseException) -> str:
     """An error of a library, fit for one line."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def kind_and_line(error: BaseException) -> str:
+    """An error of the code that is trained, with its type, fit for one line; of one that a loader process has raised
+    the original, which torch puts with its traceback into the message."""
+    name, line = type(error).__name__, first_line(error)
+    if TRACEBACK_HEAD in str(error):
+        lines = str(error).strip().splitlines()
+        named = [one for one in lines if one.partition(":")[0].rpartition(".")[2] == name]
+        if named:
+            return named[-1]
+        line = lines[-1]
+    return line if line == name else f"{name}: {line}"
 
 
 def cause_of(error: OSError) -> str:

@@ -16,7 +16,7 @@ from elastic_train.errors import (
     StoreUnreachable,
     TrainingDiverged,
     UsageError,
-    first_line,
+    kind_and_line,
 )
 from elastic_train.rules import NOW, Activity, Failure
 from elastic_train.training.reduction import Share
@@ -184,7 +184,7 @@ def judge(error: Exception, step: int, world: World, membership: Membership) -> 
     if is_communication_error(error):
         return Failure.PEER
     try:
-        verdict = membership.survivors.judge_own(first_line(error), step, world)
+        verdict = membership.survivors.judge_own(kind_and_line(error), step, world)
         if verdict is Failure.OWN:
             membership.leave(world, "error")  # so that the others do not wait for this worker
         return verdict

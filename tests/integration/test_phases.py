@@ -102,7 +102,7 @@ def test_an_error_on_one_rank_only(cluster: Cluster) -> None:
     failed = next(node for node in nodes if "fault:" in node.text())
     assert "RuntimeError: fault error@step" in failed.text(), "its own traceback"
     others = "".join(node.text() for node in nodes if node is not failed)
-    assert " left (its error in step 61: fault error@step" in others, "the others know"
+    assert " left (its error in step 61: RuntimeError: fault error@step" in others, "the others know"
     check_run(cluster, STEPS)
 
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
+from torch.utils.data import DataLoader, Dataset
 
 from elastic_train.config import Config, parse
 from elastic_train.elastic.process_group import is_communication_error, process_group
@@ -29,10 +30,11 @@ from elastic_train.elastic.session_steps import SessionSteps, StepInHand
 from elastic_train.elastic.states_check import StateChecks
 from elastic_train.elastic.trainer import Program, Trainer
 from elastic_train.elastic.whole_steps import ALONE, Beginning, WholeSteps
+from elastic_train.elastic.world_end import judge
 from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged
 from elastic_train.protocol import names
 from elastic_train.protocol.addresses import address_towards
-from elastic_train.rules import Activity
+from elastic_train.rules import Activity, Failure
 from elastic_train.system import open_sockets
 from elastic_train.tools.drills.nodes import wait_until
 from elastic_train.training.group_sockets import GroupSockets
@@ -361,6 +363,43 @@ def test_errors_of_the_communication_library(error: Exception) -> None:
 )
 def test_errors_of_the_code_that_is_trained(error: BaseException) -> None:
     assert not is_communication_error(error)
+
+
+class OneWrong(Dataset[int]):
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, _index: int) -> int:
+        raise self._error
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("row 7 is\nno picture"), "ValueError: row 7 is"),
+        (KeyError("my bug"), "KeyError: 'my bug'"),
+        (AssertionError(), "AssertionError"),
+    ],
+    ids=repr,
+)
+def test_the_others_are_told_an_error_of_the_code_by_its_type(error: Exception, told: str, num_workers: int) -> None:
+    """That of a loader process comes with its traceback in the message."""
+    said: list[str] = []
+
+    def judge_own(text: str, _step: int, _world: World) -> Failure:
+        said.append(text)
+        return Failure.JOB
+
+    membership: Any = SimpleNamespace(survivors=SimpleNamespace(judge_own=judge_own))
+    world: Any = None
+    with pytest.raises(type(error)) as raised:
+        next(iter(DataLoader(OneWrong(error), num_workers=num_workers)))
+    assert judge(raised.value, 1, world, membership) is Failure.JOB
+    assert said == [told]
 
 
 # --- two real processes -----------------------------------------------------------------------------------------------
