@@ -20,6 +20,7 @@ ElasticTrainError            ends a worker with one line; `exit_code` says with 
 ├── StoreUnreachable         the rendezvous store does not answer
 ├── StoreRefused             the rendezvous store refuses this user, this key or this write
 ├── FormationFailed          no process group could be formed
+│   └── JobFailed            what another member has met in the code that is trained would meet all
 ├── StatesDiffer             the members' weights are not equal where they must be; no worker ends by it
 ├── TrainingDiverged         the loss is NaN or infinite
 ├── LeftOut                  the others go on without this worker
@@ -164,6 +165,10 @@ class StoreRefused(ElasticTrainError):
 
 class FormationFailed(ElasticTrainError):
     """No process group could be formed."""
+
+
+class JobFailed(FormationFailed):
+    """Another member has met what would meet all: an error of the code that is trained, or of its use."""
 
 
 class StatesDiffer(ElasticTrainError):

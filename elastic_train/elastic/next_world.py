@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from elastic_train.branches import Branches
 from elastic_train.elastic.barriers import Surroundings, Waits, expect_answer
-from elastic_train.errors import FormationFailed, LeftOut, StoreUnreachable
+from elastic_train.errors import FormationFailed, JobFailed, LeftOut, StoreUnreachable
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, Fatal, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.join_queue import ready_nodes
@@ -160,15 +160,15 @@ class Survivors:
         and takes `has_formed`, as `Membership.next_world`; `started` when that did.
 
         Raises:
-            LeftOut, Superseded, Stopped, FormationFailed, StoreUnreachable: as `Membership.next_world`.
+            LeftOut, Superseded, Stopped, FormationFailed, StoreUnreachable: as `Membership.next_world`; JobFailed.
         """
         expect_answer(self._job, self._watcher)
         found = self._agree(world, has_formed, started)
         if isinstance(found, Fatal):
-            raise FormationFailed(found.why)
+            raise JobFailed(found.why)
         fatal = self._job.heard(world, "fatal")  # the member that ended the job may be among its dead
         if fatal is not None:
-            raise FormationFailed(fatal)
+            raise JobFailed(fatal)
         return None if found is None else found.decision
 
     def _agree(self, world: World, has_formed: bool, started: float) -> Decided | Fatal | None:

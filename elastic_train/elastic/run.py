@@ -30,6 +30,7 @@ from elastic_train.elastic.worker import Worker, build
 from elastic_train.elastic.world_report import WorldReport
 from elastic_train.errors import (
     FormationFailed,
+    JobFailed,
     JobFinished,
     LeftOut,
     NewerGeneration,
@@ -241,7 +242,7 @@ def _through_worlds(ring: Ring, parts: RingParts, *, comes_back: bool) -> int:
 
     Raises:
         StoreUnreachable: the store is gone, and the job with it.
-        FormationFailed: the job cannot go on.
+        FormationFailed: the job cannot go on. JobFailed: for another member's error, which would be all members'.
         UsageError: what the task gives cannot be used.
         LeftOut: others have gone on, or all were suspended for so long that their job ran out; the state is saved
             where nobody else has the run directory.
@@ -249,7 +250,7 @@ def _through_worlds(ring: Ring, parts: RingParts, *, comes_back: bool) -> int:
     try:
         return ring.run()
     except (StoreUnreachable, StoreRefused, FormationFailed, UsageError, LeftOut) as error:
-        is_of_code = isinstance(error, UsageError)
+        is_of_code = isinstance(error, UsageError | JobFailed)
         has_state = parts.resume.has_steps if is_of_code else parts.resume.has_state
         is_to_come_back = isinstance(error, LeftOut) and comes_back
         if isinstance(error, Refused) or is_to_come_back or ring.world is None or not has_state:

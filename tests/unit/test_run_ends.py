@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 
 from elastic_train.config import Config
-from elastic_train.elastic import run
-from elastic_train.errors import FormationFailed
+from elastic_train.elastic import next_world, run
+from elastic_train.elastic.next_world import Survivors
+from elastic_train.errors import ElasticTrainError, FormationFailed, JobFailed, UsageError
+from elastic_train.protocol.agreement import Fatal
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.storage.ownership import OWNER_RECORD
 from elastic_train.storage.places import OwnedBucket
@@ -53,3 +56,43 @@ def test_a_least_of_nodes_with_which_no_job_begins_is_told(tmp_path: Path, least
         run.run_worker(worker, program)
     told = "--min-nodes 1 says with how many nodes training goes on; it begins with 2 at least, as --nnodes says"
     assert said == [told] * is_told
+
+
+@pytest.mark.parametrize(
+    ("error", "step", "said"),
+    [
+        (JobFailed("nobody averages the gradients"), 7, "; mend that and start all nodes again"),
+        (JobFailed("nobody averages the gradients"), 0, ""),
+        (UsageError("nobody averages the gradients"), 7, "; mend that and start all nodes again"),
+        (FormationFailed("no process group"), 7, "; start all nodes again to continue"),
+        (FormationFailed("no process group"), 0, "; start all nodes again to continue"),
+    ],
+)
+def test_what_would_fail_again_is_to_be_mended_first(error: ElasticTrainError, step: int, said: str) -> None:
+    def end() -> int:
+        raise error
+
+    ring: Any = SimpleNamespace(run=end, world=object())
+    parts: Any = SimpleNamespace(
+        resume=SimpleNamespace(has_state=True, has_steps=step > 0),
+        exits=SimpleNamespace(save_for_next_start=lambda _world, advice: advice),
+        saver=SimpleNamespace(wait=lambda: None),
+    )
+    with pytest.raises(type(error)) as told:
+        run._through_worlds(ring, parts, comes_back=True)
+    assert str(told.value) == f"{error}{said}"
+
+
+@pytest.mark.parametrize(("found", "heard"), [(Fatal("no parallel()"), None), (None, "no parallel()")])
+def test_who_hears_of_such_an_error_ends_with_it(
+    found: Fatal | None, heard: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part: Any = SimpleNamespace(heard=lambda _world, _key: heard)
+    nothing: Any = None
+    survivors = Survivors(
+        part, part, part, part, facts={}, newcomers=nothing, check=nothing, require_no_better=nothing, log=nothing
+    )
+    monkeypatch.setattr(next_world, "expect_answer", lambda _job, _watcher: None)
+    monkeypatch.setattr(survivors, "_agree", lambda *_arguments: found)
+    with pytest.raises(JobFailed, match=re.escape("no parallel()")):
+        survivors.decide(nothing, has_formed=True, started=0.0)
