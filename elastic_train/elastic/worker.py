@@ -161,13 +161,10 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
             require_bucket(config, reporter)
         if config.metrics_port is not None and launch.local_rank == 0:
             reporter.metrics = Metrics(
-                config.metrics_host,
-                config.metrics_port,
-                run=directory.path.name,
-                max_nodes=max_nodes_of(launch, os.environ),
-                warn=reporter.warn,
+                config.metrics_host, config.metrics_port, run=directory.path.name,
+                max_nodes=max_nodes_of(launch, os.environ), log=reporter.log, warn=reporter.warn,
                 is_noticed=lambda: reporter.events.is_noticed,
-            )
+            )  # fmt: skip
         if config.reduction == "ordered":
             determinism.switch_on(strict=config.strict, warn=reporter.warn)
         task = make_task(config) if parts is None else parts.task

@@ -71,6 +71,7 @@ class Metrics:
     Args:
         run: names the run, as a label.
         max_nodes: how many nodes the job is to have.
+        log: tells what a person may want to know.
         warn: tells what is not as it should be.
         is_noticed: whether this node has a standing notice that it may be taken away.
 
@@ -85,12 +86,13 @@ class Metrics:
         *,
         run: str,
         max_nodes: int,
+        log: Callable[[str], None],
         warn: Callable[[str], None],
         is_noticed: Callable[[], bool] = lambda: False,
     ) -> None:
         self._host, self._port = host, port
         self._run, self._max_nodes = run, max_nodes
-        self._warn, self._is_noticed = warn, is_noticed
+        self._log, self._warn, self._is_noticed = log, warn, is_noticed
         self._numbers: Numbers | None = None
         self._snapshot: Snapshot | None = None
         self._rate = Rate()
@@ -99,7 +101,7 @@ class Metrics:
         self._started_at: float | None = None
         self.quarantines: Sequence[Mapping[str, Any]] = ()
         """as of `EventLog`"""
-        self._has_warned = False
+        self._has_told = self._has_warned = False
         self._server: Any = None
         self._serve()
 
@@ -117,9 +119,9 @@ class Metrics:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise UsageError(f"--metrics-host {self._host}: {cause_of(error)}") from error
-            if not self._has_warned:
-                self._has_warned = True
-                self._warn(
+            if not self._has_told:
+                self._has_told = True
+                self._log(
                     f"--metrics-port {self._port} is taken, perhaps by another node of this host, which then tells of "
                     "this run too; it is tried again every second"
                 )
@@ -135,6 +137,13 @@ class Metrics:
         self._world = world
         self._rate.restart()
         self._update(state, state.last_loss)
+        here = {member.node for member in world.members if member.host == world.me.host}
+        if self._server is None and len(here) == 1 and not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"--metrics-port {self._port} is taken, and not by another node of this run, which has none on this "
+                "host: nobody answers here; free the port, or give another one"
+            )
 
     def step(self, state: TrainState, loss: float, samples: int) -> None:
         """A step of so many samples was committed."""

@@ -70,7 +70,7 @@ def stack() -> Iterator[ExitStack]:
 
 def endpoint(stack: ExitStack, run: str) -> tuple[Metrics, int]:
     port = free_port()
-    return stack.enter_context(closing(Metrics("127.0.0.1", port, run=run, max_nodes=4, warn=print))), port
+    return stack.enter_context(closing(Metrics("127.0.0.1", port, run=run, max_nodes=4, log=print, warn=print))), port
 
 
 def names_in(text: str) -> set[str]:

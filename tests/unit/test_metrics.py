@@ -43,14 +43,14 @@ def state(step: int = 7, incidents: tuple[dict[str, Any], ...] = (), train: floa
     )
 
 
-def world(size: int, generation: int = 0) -> World:
+def world(size: int, generation: int = 0, *, host: str = "n{rank}") -> World:
     return World(
         rank=0,
         generation=generation,
         members=tuple(
             Member(
-                host=f"n{rank}", local_rank=0, pid=1, agent_pid=2, address=("127.0.0.1", 1), directory_id="",
-                backend="gloo", max_generation=None,
+                host=host.format(rank=rank), local_rank=0, pid=1, agent_pid=2 + rank, address=("127.0.0.1", 1),
+                directory_id="", backend="gloo", max_generation=None,
             )
             for rank in range(size)
         ),
@@ -80,13 +80,17 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def make(stack: ExitStack, port: int, warnings: list[str]) -> Metrics:
-    return stack.enter_context(closing(Metrics("127.0.0.1", port, run="mine", max_nodes=4, warn=warnings.append)))
+def make(stack: ExitStack, port: int, warnings: list[str], told: list[str] | None = None) -> Metrics:
+    log = pytest.fail if told is None else told.append
+    metrics = Metrics("127.0.0.1", port, run="mine", max_nodes=4, log=log, warn=warnings.append)
+    return stack.enter_context(closing(metrics))
 
 
 def test_a_notice_that_stands_is_told(stack: ExitStack) -> None:
     port, notices = free_port(), [True, False]
-    metrics = Metrics("127.0.0.1", port, run="mine", max_nodes=4, warn=pytest.fail, is_noticed=notices.pop)
+    metrics = Metrics(
+        "127.0.0.1", port, run="mine", max_nodes=4, log=pytest.fail, warn=pytest.fail, is_noticed=notices.pop
+    )
     stack.enter_context(closing(metrics)).enter(world(3), state())
     assert [scrape(port)["elastic_train_may_be_taken",] for _ in range(2)] == [0, 1]
 
@@ -170,19 +174,29 @@ def test_a_step_costs_a_look_at_the_clock(
 def test_another_node_of_the_host_takes_the_port_over_with_the_next_world(
     stack: ExitStack, warnings: list[str]
 ) -> None:
-    port = free_port()
-    first, second = make(stack, port, []), make(stack, port, warnings)
-    assert len(warnings) == 1
-    assert f"--metrics-port {port} is taken" in warnings[0]
-    first.enter(world(2), state(step=3))
-    second.enter(world(2), state(step=4))
+    port, told = free_port(), list[str]()
+    first, second = make(stack, port, []), make(stack, port, warnings, told)
+    assert len(told) == 1
+    assert f"--metrics-port {port} is taken" in told[0]
+    first.enter(world(2, host="both"), state(step=3))
+    second.enter(world(2, host="both"), state(step=4))
     assert scrape(port)["elastic_train_step",] == 3
-    assert len(warnings) == 1
+    assert (len(told), warnings) == (1, []), "as the page says: nothing is wrong"
     first.close()
     with pytest.raises(urllib.error.URLError):
         scrape(port)
-    second.enter(world(1, generation=1), state(step=5))
+    second.enter(world(1, generation=1, host="both"), state(step=5))
     assert scrape(port)["elastic_train_step",] == 5
+
+
+def test_a_port_that_no_node_of_the_run_has_is_warned_of_once(stack: ExitStack, warnings: list[str]) -> None:
+    port = free_port()
+    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+    alone = make(stack, port, warnings, [])
+    for generation in range(2):
+        alone.enter(world(2, generation), state())
+    [warning] = warnings
+    assert warning.startswith(f"--metrics-port {port} is taken, and not by another node of this run")
 
 
 def test_it_listens_where_it_is_told_and_nowhere_else(stack: ExitStack, warnings: list[str]) -> None:
@@ -191,10 +205,10 @@ def test_it_listens_where_it_is_told_and_nowhere_else(stack: ExitStack, warnings
     with socket.socket() as other:  # 127.0.0.2 is this machine too
         assert other.connect_ex(("127.0.0.2", port)) != 0
     with pytest.raises(UsageError, match=r"--metrics-host 192\.0\.2\.1"):
-        Metrics("192.0.2.1", free_port(), run="mine", max_nodes=1, warn=warnings.append)
+        Metrics("192.0.2.1", free_port(), run="mine", max_nodes=1, log=print, warn=warnings.append)
 
 
 def test_without_the_library_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(UsageError, match=r"pip install 'elastic_train\[metrics\]'"):
-        Metrics("127.0.0.1", free_port(), run="mine", max_nodes=1, warn=print)
+        Metrics("127.0.0.1", free_port(), run="mine", max_nodes=1, log=print, warn=print)
