@@ -70,7 +70,8 @@ class QueueNews:
         """Once."""
         if not self._know_no_room.issuperset(member.uid for member in node):
             self._know_no_room.update(member.uid for member in node)
-            self.tell(node, f"{num_inside} of at most {max_nodes} nodes train: this one waits for a place")
+            full = f"{num_inside} of at most {max_nodes} nodes train: this one waits for a place"
+            self.tell(node, f"{full} (torchrun's --nnodes MIN:MAX says how many)")
 
 
 class ReportTimes:

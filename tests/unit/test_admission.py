@@ -87,7 +87,7 @@ def test_those_for_whom_there_is_no_room_are_told_once() -> None:
     here.joins._max_nodes = 2
     here.joins.consider(world)
     here.joins.consider(world)
-    why = "1 of at most 2 nodes train: this one waits for a place"
+    why = "1 of at most 2 nodes train: this one waits for a place (torchrun's --nnodes MIN:MAX says how many)"
     assert told == [("uid2", why), ("uid3", why)]
 
 
