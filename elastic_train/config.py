@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 from elastic_train.errors import UsageError
 from elastic_train.preemption import notices_flag
 from elastic_train.snapshot_interval import interval_of, steps_or_text
-from elastic_train.wording import flag_without_value, nearest_multiples, unrecognized
+from elastic_train.wording import flag_without_value, nearest_multiples, of_torchrun, unrecognized
 
 DOWNLOADABLE = ("mnist", "fashion-mnist", "cifar10")
 IS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -317,8 +317,9 @@ def parse(
     _require_values(arguments)
     parsed, unknown = parser.parse_known_args(list(arguments))
     if unknown:
-        known = [name for action in parser._actions for name in action.option_strings]
-        raise UsageError(unrecognized(unknown, known, "--help lists all flags"))
+        hint = of_torchrun(unknown)
+        known = [] if hint else [name for action in parser._actions for name in action.option_strings]
+        raise UsageError(unrecognized(unknown, known, f"{hint}--help lists all flags"))
     given = {name: value for scope in scopes for name, value in vars(getattr(parsed, _dest(scope))).items()}
     _require_values(arguments, {flag(name) for name, value in given.items() if value is None})
     config = Config(**given, own_flags=getattr(parsed, "own_flags", None))

@@ -1,9 +1,19 @@
-"""Numbers as a person reads them."""
+"""Numbers as a person reads them, and the words of a command line."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+
+# torchrun's own options, of torch 2.11 to 2.15, to tell its arguments from the program's.
+TORCHRUN_SWITCHES = ("standalone", "module", "no-python", "run-path", "virtual-local-rank", "help")
+TORCHRUN_OPTIONS = (
+    "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts",
+    "monitor-interval", "start-method", "event-log-handler", "role", "log-dir", "redirects", "tee",
+    "log-line-prefix-template", "local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters",
+    "node-rank", "master-addr", "master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle",
+    "shutdown-timeout", "print-completion",
+)  # fmt: skip
 
 
 def count(number: int | None, noun: str) -> str:
@@ -46,6 +56,16 @@ def flag_without_value(words: Sequence[str], unset: Collection[str]) -> str | No
             return before
         before = word
     return None
+
+
+def of_torchrun(words: Sequence[str]) -> str:
+    """What is to be said of torchrun's own flags among those of a script; nothing where there are none."""
+    names = (*TORCHRUN_OPTIONS, *TORCHRUN_SWITCHES)
+    found = [flag for flag in flags_in(words) if flag.removeprefix("--").replace("_", "-") in names]
+    if not found:
+        return ""
+    belong, stand = ("belong", "stand") if len(found) > 1 else ("belongs", "stands")
+    return f"{' and '.join(found)} {belong} to torchrun and {stand} before the script, or before -m; "
 
 
 def unrecognized(words: Sequence[str], known: Collection[str], where: str) -> str:

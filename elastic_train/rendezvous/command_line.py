@@ -8,15 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# torchrun's own options, of torch 2.11 to 2.15, to tell its arguments from the program's.
-SWITCHES = ("standalone", "module", "no-python", "run-path", "virtual-local-rank", "help")
-OPTIONS = (
-    "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts",
-    "monitor-interval", "start-method", "event-log-handler", "role", "log-dir", "redirects", "tee",
-    "log-line-prefix-template", "local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters",
-    "node-rank", "master-addr", "master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle",
-    "shutdown-timeout", "print-completion",
-)  # fmt: skip
+from elastic_train.wording import TORCHRUN_OPTIONS, TORCHRUN_SWITCHES
+
 SHORT_OPTIONS = {"-m": "module", "-r": "redirects", "-t": "tee", "-h": "help"}
 
 
@@ -85,14 +78,14 @@ def read_command(arguments: Sequence[str]) -> AgentCommand:
         if not flag.startswith("--"):
             flag, equals, value = flag[:2], word[2:], word[2:].removeprefix("=")  # -t3 is -t 3
         name = _full_name(flag)
-        options[name] = "" if name in SWITCHES else value if equals else next(words, "")
+        options[name] = "" if name in TORCHRUN_SWITCHES else value if equals else next(words, "")
     return AgentCommand(options, None)
 
 
 def _full_name(flag: str) -> str:
     """The long name of an option, which may be short, spelled with underscores or abbreviated."""
     name = SHORT_OPTIONS.get(flag) or flag.removeprefix("--").replace("_", "-")
-    meant = [option for option in (*OPTIONS, *SWITCHES) if option.startswith(name)]
+    meant = [option for option in (*TORCHRUN_OPTIONS, *TORCHRUN_SWITCHES) if option.startswith(name)]
     return name if name in meant or len(meant) != 1 else meant[0]
 
 

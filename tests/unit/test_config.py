@@ -85,6 +85,8 @@ BAD = [
     ("stray", "unrecognized arguments: stray"),
     ("--epoch 3", "unrecognized arguments: --epoch 3 (did you mean --epochs? --help"),
     ("--batch-size=3", "did you mean --global-batch-size or --micro-batch-size? --help"),
+    ("--nnodes 2", "--nnodes 2 (--nnodes belongs to torchrun and stands before the script, or before -m; --help"),
+    ("--rdzv_id=x --nproc-per-node=2", "(--rdzv_id and --nproc-per-node belong to torchrun and stand before"),
     ("--epochs", "--epochs: expected one argument"),
     ("--epochs three", "invalid int value: 'three'"),
     ("--lr fast", "invalid float value: 'fast'"),

@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous import registry as torch_registry
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher import api as torch_launcher
 
+from elastic_train import wording
 from elastic_train.errors import FormationFailed, UsageError
 from elastic_train.protocol.addresses import normalize_endpoint, parse_endpoints, split_endpoint
 from elastic_train.rendezvous import command_line, hook, launch
@@ -120,8 +121,8 @@ def test_the_lists_of_options_are_torchruns() -> None:
     names = {long.removeprefix("--").replace("_", "-"): action for long, action in longest.items()}
     switches = {name for name, action in names.items() if action.nargs == 0}
     # newer torch may have more of them, older ones fewer
-    assert set(command_line.SWITCHES) >= switches
-    assert set(command_line.OPTIONS) >= names.keys() - switches
+    assert set(wording.TORCHRUN_SWITCHES) >= switches
+    assert set(wording.TORCHRUN_OPTIONS) >= names.keys() - switches
     shorts = {s: name for name, action in names.items() for s in action.option_strings if not s.startswith("--")}
     assert shorts == command_line.SHORT_OPTIONS
 
