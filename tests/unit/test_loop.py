@@ -68,7 +68,7 @@ def make_loop(task: Watched, **flags: Any) -> tuple[Trainer, TrainState, list[st
     )
     reporter = SimpleNamespace(
         ledger=None, step=lambda *_, **__: told.append("step"), evaluation=lambda *_: told.append("evaluation"),
-        warn=lambda message: told.append(f"warning: {message}"),
+        warn=lambda message: told.append(f"warning: {message}"), note_commit=lambda _step: None,
     )  # fmt: skip
     worker: Any = SimpleNamespace(
         config=Config(**flags),
