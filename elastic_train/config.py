@@ -182,7 +182,7 @@ class NodeFlags:
     wait_timeout: float = positive(600.0)
     """seconds to wait for --min-nodes, or for silent nodes without which it may not go on, before giving up"""
     formation_timeout: float = positive(300.0)
-    """seconds to wait for all members when a world forms, for imports say; for a state to be read or sent 1,800"""
+    """seconds to wait for all members when a world forms, as for imports; reading or sending a state has 1,800"""
     min_nodes: int | None = at_least(1, None)
     """fewer nodes than this wait for others instead of training on; default: the least of --nnodes, which a job needs
     to begin in any case"""

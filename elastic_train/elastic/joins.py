@@ -340,8 +340,9 @@ class Joins:
 
     @property
     def prepared(self) -> Plan | None:
-        """Of the next world, which was prepared; None where none was. Asked where rank 0 has voted NOW, so that another
-        member's is decided; rank 0 may have voted for others, and have begun this one since."""
+        """Of the next world, which was prepared; None where none was. Asked when rank 0 has voted NOW: what another
+        member has prepared is decided then. Rank 0's own vote may have been for newcomers for whom nothing is prepared,
+        and a plan that it has begun since is not ready."""
         preparation = self._preparation
         if preparation is None or (self._plan is not None and not preparation.is_ready):
             return None

@@ -39,9 +39,8 @@ class LoopHints:
         has_others = any(isinstance(one, torch.optim.Optimizer) for one in state.extras.values())
         if self._has_looked_at_gradients or world.rank != 0 or has_others:
             return
-        gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
-        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
-            return  # a GradScaler has skipped it
+        if not _do_add_up(state.model):
+            return
         self._has_looked_at_gradients = True
         self._worker.reporter.warn(
             f"step {state.step + 1} is committed without a step of the optimizer. Gradients that add up over several "
@@ -55,7 +54,14 @@ class LoopHints:
         if self._has_looked_for_ddp or not self._worker.launch.is_open:
             return
         self._has_looked_for_ddp = True
-        self._worker.reporter.warn(
-            "the function trains no module that training.parallel() has made: once a second worker has joined nobody "
-            "would average their gradients, and that ends the job with an error"
+        self._worker.reporter.report(
+            "the function trains no module that training.parallel() has made: unless it calls that once a second "
+            "worker has joined, nobody averages their gradients, and that ends the job with an error"
         )
+
+
+def _do_add_up(model: nn.Module) -> bool:
+    """Whether its gradients hold something. Those that made a GradScaler skip a step are not finite, or gone."""
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in found]
+    return any(bool(one.any()) for one in values) and all(bool(one.isfinite().all()) for one in values)

@@ -157,7 +157,7 @@ class Saver:
     def _make_room_for_best(self, state: TrainState) -> None:
         """The next step makes other weights of the best ones: they cannot be put off as others can."""
         self._best_step = state.step
-        if not self.writer().wait(BEST_SECONDS):
+        if not self.writer().wait(BEST_SECONDS, prunes=False):
             self._reporter.warn(
                 f"the best state so far, of step {state.step}, is not kept: the snapshot before it is still being "
                 f"written after {BEST_SECONDS:g} s; training goes on"

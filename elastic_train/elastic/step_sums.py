@@ -208,7 +208,8 @@ class StepSums:
         if totals.work.is_completed():
             with suppress(RuntimeError):  # a peer was lost
                 totals.work.wait()
-                is_known = True
+                # What a device has to say of it may never come.
+                is_known = math.isfinite(totals.mean_loss) or totals.found_inf is None
         self._take_in(totals, is_known=is_known)
 
     def _claim(self, totals: LateTotals) -> bool:

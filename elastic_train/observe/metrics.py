@@ -141,8 +141,8 @@ class Metrics:
         if self._server is None and len(here) == 1 and not self._has_warned:
             self._has_warned = True
             self._warn(
-                f"--metrics-port {self._port} is taken, and not by another node of this run, which has none on this "
-                "host: nobody answers here; free the port, or give another one"
+                f"--metrics-port {self._port} is taken, and no other node that trains in this run is on this host: "
+                "unless one that waits has it, free the port, or give another one"
             )
 
     def step(self, state: TrainState, loss: float, samples: int) -> None:

@@ -65,7 +65,10 @@ def _meaning_of_silence(status: Status, now: float) -> str:
         return "; it was a drill, and its nodes are gone" if status.state is RunState.DEAD else "; it is a drill"
     if status.state is RunState.DEAD:
         if status.snapshot is None and status.remote_snapshot is None:
-            return "; its processes are gone, and without a snapshot the same command begins anew"
+            return (
+                "; its processes are gone, and the same command continues from the newest snapshot that a node sees, "
+                "or begins anew where there is none"
+            )
         return "; its processes are gone, and the same command continues from the snapshot"
     if status.state is RunState.SILENT:
         return "; its processes are on other machines: they are dead, or in a long step"

@@ -224,14 +224,14 @@ class Newcomers:
                 self._own.put(admitted_key(member.uid), message)
 
     def tell_again(self, world: World | None, waiting: Iterable[Waiting]) -> list[Member]:
-        """Those who wait in the queue here and are in `world`: nobody has reached them, as when they were frozen. They
-        look into this member's store. On any thread."""
+        """Tell those who wait in the queue here and are in `world`: nobody has reached them, as when they were frozen.
+        They look into this member's store. Returns them. On any thread."""
         inside, message = {member.uid for member in world.members} if world is not None else set(), self.message
         missed = [one.member for one in waiting if one.member.uid in inside]
-        # Else the training thread has entered the next world, and the message is of that.
-        if missed and world is not None and message and json.loads(message)["decision"]["uid"] == world.uid:
-            for member in missed:
-                self._own.put(admitted_key(member.uid), message)
+        if not missed or world is None or not message or json.loads(message)["decision"]["uid"] != world.uid:
+            return []  # the training thread has entered the next world, and the message is of that
+        for member in missed:
+            self._own.put(admitted_key(member.uid), message)
         return missed
 
 

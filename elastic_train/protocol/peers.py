@@ -131,8 +131,7 @@ class PeerJob:
         in_background: Callable[[Callable[[], None]], None] = lambda _task: None,
         goes_on: bool = False,
     ) -> None:
-        self._own, self._finder = own, finder
-        self._peer_timeout, self._in_background = peer_timeout, in_background
+        self._own, self._finder, self._peer_timeout, self._in_background = own, finder, peer_timeout, in_background
         self._clients = Clients(own, uid, reach)
         self._beside = Clients(own, uid, reach)
         """for the thread that prepares a join"""
@@ -198,8 +197,9 @@ class PeerJob:
         self._entrance.leave()
 
     def queue(self) -> list[Waiting]:
-        self.drop(self._newcomers.tell_again(self._world, self._entrance.queue()))
-        return self._entrance.queue()
+        waiting = self._entrance.queue()
+        self.drop(self._newcomers.tell_again(self._world, waiting))
+        return waiting
 
     def drop(self, members: Sequence[Member]) -> None:
         self._entrance.drop(members)
@@ -333,7 +333,7 @@ class PeerJob:
 
     def finish(self, world: World) -> None:
         self._own.put("over", world.uid)
-        for member in (*(waiting.member for waiting in self.queue()), *self._invited):
+        for member in (*(waiting.member for waiting in self._entrance.queue()), *self._invited):
             with suppress(StoreUnreachable):
                 self._clients.of(member).put("over", world.uid)
 

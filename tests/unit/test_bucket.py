@@ -27,6 +27,7 @@ from elastic_train.storage.snapshot import SnapshotResult, find_snapshots, newes
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_arms import MemoryArm, Stored, version_of
 from elastic_train.storage.store_urls import parse_url
+from elastic_train.tools.drills.nodes import wait_until
 
 PART_BYTES = 4096
 KEY = b"0123456789abcdef"
@@ -428,7 +429,13 @@ def test_the_last_state_does_not_wait_until_old_ones_are_deleted(url: str) -> No
     assert writer.save_in_background(state_of(2), step=2, samples_done=2, **position)
     assert arm.is_deleting.acquire(timeout=10.0)
     assert not writer.give_up(state_of(3), 3)
-    threading.Timer(0.2, arm.let_go.set).start()
+    flight = writer._flight
+
+    def let_go_when_awaited() -> None:
+        wait_until(lambda: flight is not None and flight.is_awaited, "who waits for it")
+        arm.let_go.set()
+
+    threading.Thread(target=let_go_when_awaited).start()
     writer.save(state_of(3), step=3, samples_done=3, is_stop=True, **position)
     assert len(arm.deleted) <= 1 + AT_ONCE, "its manifest, and what was on its way"
     [second] = writer.collect()

@@ -26,7 +26,7 @@ class Told:
             self.model, self.optimizer, None, schedule=None, length=8, global_batch_size=4, epochs=1, extras=extras
         )
         self.warnings: list[str] = []
-        reporter = SimpleNamespace(warn=self.warnings.append)
+        reporter = SimpleNamespace(warn=self.warnings.append, report=self.warnings.append)
         worker: Any = SimpleNamespace(state=state, reporter=reporter, launch=SimpleNamespace(is_open=is_open))
         self.hints = LoopHints(worker)
 
@@ -35,11 +35,9 @@ class Told:
             parameter.grad = torch.full_like(parameter, value)
 
 
-@pytest.mark.parametrize("gradient", [None, 0.5])
-def test_gradients_that_add_up_over_commits(gradient: float | None) -> None:
+def test_gradients_that_add_up_over_commits() -> None:
     told = Told()
-    if gradient is not None:
-        told.add_up(gradient)
+    told.add_up(0.5)
     told.hints.note_unstepped(SECOND)
     assert told.warnings == []
     for _ in range(3):
@@ -51,12 +49,22 @@ def test_gradients_that_add_up_over_commits(gradient: float | None) -> None:
 
 def test_a_step_that_a_scaler_has_skipped_adds_nothing_up() -> None:
     told = Told()
-    told.add_up(float("inf"))
     told.hints.note_unstepped(ALONE)
+    for value in (float("inf"), 0.0):  # or, after `zero_grad`, nothing
+        told.add_up(value)
+        told.hints.note_unstepped(ALONE)
     assert told.warnings == []
     told.add_up(1.0)
     told.hints.note_unstepped(ALONE)
     assert len(told.warnings) == 1, "it goes on looking"
+
+
+def test_sparse_gradients_are_looked_at_too() -> None:
+    told = Told()
+    told.hints._worker.state.model = model = nn.Embedding(3, 2, sparse=True)
+    model(torch.tensor([1, 1])).sum().backward()
+    told.hints.note_unstepped(ALONE)
+    assert len(told.warnings) == 1
 
 
 def test_where_another_optimizer_may_have_stepped_nothing_is_said() -> None:

@@ -196,7 +196,7 @@ def test_a_port_that_no_node_of_the_run_has_is_warned_of_once(stack: ExitStack, 
     for generation in range(2):
         alone.enter(world(2, generation), state())
     [warning] = warnings
-    assert warning.startswith(f"--metrics-port {port} is taken, and not by another node of this run")
+    assert warning.startswith(f"--metrics-port {port} is taken, and no other node that trains")
 
 
 def test_it_listens_where_it_is_told_and_nowhere_else(stack: ExitStack, warnings: list[str]) -> None:

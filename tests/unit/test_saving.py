@@ -204,6 +204,18 @@ def test_who_becomes_rank_0_writes_a_snapshot_soon(start: Start, every: int, ste
     assert found + training.steps(1) == begun, "once"
 
 
+def test_the_best_does_not_wait_for_the_deletion_of_old_ones(start: Start) -> None:
+    training = start(snapshot_every=10, keep_best=1)
+    training.steps(10)
+    asked = []
+    training.saver.writer().wait = lambda _seconds, **how: asked.append(how) or True  # type: ignore[method-assign]
+    training.state.commit(0.5)
+    training.rate(0.6)
+    assert training.saver.is_due(training.state)
+    training.saver.save(training.state)
+    assert asked == [{"prunes": False}]
+
+
 def test_another_rank_notes_that_one_was_due(start: Start) -> None:
     training = start(snapshot_every="12s")
     [member] = training.world.members

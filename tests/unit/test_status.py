@@ -543,7 +543,7 @@ def test_a_run_whose_owner_died_before_any_event(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "told"), [(False, "without a snapshot the same command begins anew"), (True, "continues from the snap")]
+    ("written", "told"), [(False, "or begins anew where there is none"), (True, "continues from the snap")]
 )
 def test_what_the_same_command_does_for_a_run_that_was_killed(files: Files, written: bool, told: str) -> None:
     worker = files.worker(0, started=NOW - 60)
