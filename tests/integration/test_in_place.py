@@ -118,11 +118,11 @@ def test_a_killed_node_costs_the_others_no_step(cluster: Cluster) -> None:
 
 
 def test_the_node_of_rank_0_is_killed(cluster: Cluster) -> None:
-    nodes = start_world(cluster, 3)
+    nodes = start_world(cluster, 3, steps=400)
     first = node_with_rank(cluster, nodes, 0)
     first.kill()
     cluster.finish([node for node in nodes if node is not first])
-    check_run(cluster, 600)
+    check_run(cluster, 400)
 
 
 @pytest.mark.slow

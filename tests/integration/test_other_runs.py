@@ -41,7 +41,6 @@ def starts(run_dir: Path) -> list[tuple[str, int]]:
     return [(event["source"], event["restored_step"]) for event in events(run_dir, "restore")]
 
 
-@pytest.mark.slow
 def test_fresh_is_fresh_where_snapshots_lie_elsewhere(cluster: Cluster) -> None:
     elsewhere = cluster.path / "elsewhere"
     train(cluster, cluster.run_dir, 40, "--snapshot-dir", str(elsewhere))
@@ -67,6 +66,7 @@ def test_a_run_directory_does_not_become_another_runs(cluster: Cluster) -> None:
     assert (mine / "run.json").read_bytes() == record
 
 
+@pytest.mark.slow
 def test_two_jobs_at_one_folder_of_snapshots(cluster: Cluster) -> None:
     """A node with a wrong endpoint and a run directory of its own would go on from the other job's snapshot."""
     elsewhere, other = cluster.path / "elsewhere", cluster.path / "other"

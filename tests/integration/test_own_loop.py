@@ -237,6 +237,7 @@ def test_uneven_shares_do_not_bend_the_mean(cluster: Cluster) -> None:
     assert torch.allclose(weights[1], weights[3], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_peer_dies_between_the_optimizers_step_and_the_commit(cluster: Cluster) -> None:
     """Survivors that have the step count it, others compute it again; what is done at the end of an epoch is done."""
     place = "training.state.step == 13 and training.world.generation == 0 and training.world.rank == 1"
