@@ -37,9 +37,7 @@ class LoopHints:
         """A step is committed in which the optimizer has not stepped."""
         state = self._worker.state
         has_others = any(isinstance(one, torch.optim.Optimizer) for one in state.extras.values())
-        if self._has_looked_at_gradients or world.rank != 0 or has_others:
-            return
-        if not _do_add_up(state.model):
+        if self._has_looked_at_gradients or world.rank != 0 or has_others or not _do_add_up(state.model):
             return
         self._has_looked_at_gradients = True
         self._worker.reporter.warn(

@@ -476,6 +476,12 @@ print("weight", model.weight.item(), "scale", scaler.get_scale())
 """
 
 
+def weight_and_scale(node: Node) -> tuple[float, float]:
+    """What it has printed at its end."""
+    [[weight, scale]] = re.findall(r"^weight (\S+) scale (\S+)$", node.text(), re.MULTILINE)
+    return float(weight), float(scale)
+
+
 @pytest.mark.parametrize(("world_size", "is_fused"), [(1, False), (2, False), (2, True)])
 @pytest.mark.slow
 def test_a_step_that_is_redone_is_unscaled(cluster: Cluster, world_size: int, is_fused: bool) -> None:
@@ -483,9 +489,9 @@ def test_a_step_that_is_redone_is_unscaled(cluster: Cluster, world_size: int, is
     nodes = start_workers(cluster, world_size, SCALED.replace("FUSED", str(is_fused)))
     cluster.finish(nodes)
     for node in nodes:
-        [[weight, scale]] = re.findall(r"^weight (\S+) scale (\S+)$", node.text(), re.MULTILINE)
-        assert float(weight) == pytest.approx(0.98**5)
-        assert float(scale) == 1024.0, "what rank 0 alone has found is forgotten"
+        weight, scale = weight_and_scale(node)
+        assert weight == pytest.approx(0.98**5)
+        assert scale == 1024.0, "what rank 0 alone has found is forgotten"
     assert not events(cluster.path / f"run-{world_size}", "states_differ")
 
 
@@ -527,8 +533,7 @@ def test_an_overflow_that_a_fused_optimizer_skips_ends_nothing(cluster: Cluster,
     nodes = start_workers(cluster, world_size, OVERFLOWING)
     cluster.finish(nodes)
     for node in nodes:
-        [[weight, scale]] = re.findall(r"^weight (\S+) scale (\S+)$", node.text(), re.MULTILINE)
-        assert (float(weight), float(scale)) == (pytest.approx(0.98**8), 256.0)
+        assert weight_and_scale(node) == (pytest.approx(0.98**8), 256.0)
     assert not events(cluster.path / f"run-{world_size}", "states_differ")
     assert audit(cluster.path / f"run-{world_size}").passed
 

@@ -33,6 +33,9 @@ PART_BYTES = 4096
 KEY = b"0123456789abcdef"
 
 
+POSITION = {"epoch": 0, "generation": 0, "world_size": 1}
+
+
 class Stops(BaseException):
     """The process is killed here."""
 
@@ -351,8 +354,7 @@ def test_one_that_is_given_up_on_its_way_is_deleted_and_not_told(url: str) -> No
     bucket = bucket_of(url, Slow(fsspec.filesystem("memory"), parse_url(url)))
     writer = writer_to(bucket)
     assert not writer.give_up(state_of(3), 3)
-    position = {"epoch": 0, "generation": 0, "world_size": 1}
-    assert writer.save_in_background(state_of(3), step=3, samples_done=3, **position)
+    assert writer.save_in_background(state_of(3), step=3, samples_done=3, **POSITION)
     assert sending.wait(10.0)
     assert not writer.give_up({"model": {"w": torch.full((2,), float("nan"))}}, 4), "the last good one"
     assert writer.give_up(state_of(4), 4)
@@ -360,7 +362,7 @@ def test_one_that_is_given_up_on_its_way_is_deleted_and_not_told(url: str) -> No
     save(writer, 4)
     assert writer.collect() == []
     assert {key.partition("/")[0] for key in bucket.store.list()} == {"step-000000000004-gen-0000-one"}
-    assert writer.save_in_background(state_of(5), step=5, samples_done=5, **position), "and the next one is not"
+    assert writer.save_in_background(state_of(5), step=5, samples_done=5, **POSITION), "and the next one is not"
     assert writer.wait(10.0)
     assert newest(bucket) == 5
 
@@ -402,14 +404,19 @@ def test_a_manifest_is_read_once_however_long_its_snapshot_stays(url: str) -> No
     assert steps == [10, 9, 8, 7, 6, 5, 4, 2, 1], "the one that was damaged since pushes none out"
 
 
-def test_old_ones_are_deleted_several_parts_at_a_time(url: str) -> None:
+def deleting_the_first(url: str) -> tuple[WatchedArm, Bucket, SnapshotWriter]:
+    """The second of two snapshots is there, and the parts of the first are deleted as soon as the arm lets go."""
     arm = WatchedArm(url)
     bucket = bucket_of(url, arm)
     writer = writer_to(bucket, keep=1)
     save(writer, 1)
     arm.let_go.clear()
-    position = {"epoch": 0, "generation": 0, "world_size": 1}
-    assert writer.save_in_background(state_of(2), step=2, samples_done=2, **position)
+    assert writer.save_in_background(state_of(2), step=2, samples_done=2, **POSITION)
+    return arm, bucket, writer
+
+
+def test_old_ones_are_deleted_several_parts_at_a_time(url: str) -> None:
+    arm, bucket, writer = deleting_the_first(url)
     for _ in range(AT_ONCE):
         assert arm.is_deleting.acquire(timeout=10.0)
     assert arm.deleted[0].endswith("/manifest.json"), "a reader finds the whole snapshot or none"
@@ -420,23 +427,17 @@ def test_old_ones_are_deleted_several_parts_at_a_time(url: str) -> None:
 
 def test_the_last_state_does_not_wait_until_old_ones_are_deleted(url: str) -> None:
     """Nor is the one before, which is there, told to be given up."""
-    arm = WatchedArm(url)
-    bucket = bucket_of(url, arm)
-    writer = writer_to(bucket, keep=1)
-    save(writer, 1)
-    arm.let_go.clear()
-    position = {"epoch": 0, "generation": 0, "world_size": 1}
-    assert writer.save_in_background(state_of(2), step=2, samples_done=2, **position)
+    arm, bucket, writer = deleting_the_first(url)
     assert arm.is_deleting.acquire(timeout=10.0)
     assert not writer.give_up(state_of(3), 3)
     flight = writer._flight
 
     def let_go_when_awaited() -> None:
-        wait_until(lambda: flight is not None and flight.is_awaited, "who waits for it")
+        wait_until(lambda: flight.is_awaited, "who waits for it")
         arm.let_go.set()
 
     threading.Thread(target=let_go_when_awaited).start()
-    writer.save(state_of(3), step=3, samples_done=3, is_stop=True, **position)
+    writer.save(state_of(3), step=3, samples_done=3, is_stop=True, **POSITION)
     assert len(arm.deleted) <= 1 + AT_ONCE, "its manifest, and what was on its way"
     [second] = writer.collect()
     assert isinstance(second, SnapshotResult)
@@ -447,9 +448,8 @@ def test_the_last_state_does_not_wait_until_old_ones_are_deleted(url: str) -> No
 
 
 def test_a_job_that_saves_at_stops_alone_deletes_old_ones_then(url: str) -> None:
-    position = {"epoch": 0, "generation": 0, "world_size": 1}
     for step in (1, 2, 3):
-        writer_to(bucket_of(url)).save(state_of(step), step=step, samples_done=step, is_stop=True, **position)
+        writer_to(bucket_of(url)).save(state_of(step), step=step, samples_done=step, is_stop=True, **POSITION)
     assert [info.step for info in find_snapshots(bucket_of(url), warn=pytest.fail)] == [3, 2]
 
 
