@@ -123,6 +123,8 @@ class Exits:
         self._files.leave_bucket(world)
         barrier()  # nobody's agent may end a node whose leader is still writing
         watcher.leave()
+        with suppress(StoreUnreachable):  # they go on, from what is saved here
+            self._membership.joins.announce_leaving("stopped")
         self._membership.barriers.end_together(world)
         return self._say_stopped(save_seconds)
 

@@ -311,3 +311,19 @@ def test_a_second_job_of_the_same_name_is_nodes_of_the_first(cluster: Cluster) -
     assert (sizes[0], sizes[-1]) == (2, 4)
     assert sizes == sorted(sizes)
     stop_all(cluster, [*first, *second])
+
+
+@BOTH
+def test_all_others_stop_once_a_join_is_decided(cluster: Cluster) -> None:
+    """The newcomer goes on from what they have saved, as one in the queue would."""
+    fault = {"ELASTIC_TRAIN_FAULT": "stop@proposed:rank=0"}
+    [first] = cluster.start(*ENDLESS, "--max-steps", "1000000", env=fault)
+    wait_for_step(cluster.run_dir, 5)
+    [second] = cluster.start(*ENDLESS, "--max-steps", "1000000")
+    assert first.wait(PATIENCE) == 1
+    assert "stopped by SIGTERM" in first.text()
+    [stopped_at] = (event["step"] for event in events(cluster.run_dir, "done"))
+    wait_for_step(cluster.run_dir, stopped_at + 20)
+    assert events(cluster.run_dir, "restore")[-1]["restored_step"] == stopped_at
+    assert "waiting" not in second.text()
+    stop_all(cluster, [second])
