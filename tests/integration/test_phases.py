@@ -13,6 +13,7 @@ from tests.integration.cluster import (
     last_step,
     newest_snapshot,
     result,
+    wait_for_step,
     wait_until,
     worlds,
 )
@@ -171,6 +172,7 @@ def test_worlds_that_commit_nothing_come_to_an_end(cluster: Cluster) -> None:
 
 def test_a_stuck_training_thread_is_expelled(cluster: Cluster) -> None:
     nodes = start_with_fault(cluster, "hang@step:rank=1,step=60,generation=0", flags=("--stall-timeout", "3"))
+    wait_for_step(cluster.run_dir, 55)
     wait_until(lambda: any(e["world_size"] == 2 for e in events(cluster.run_dir, "world")), "world of 2", 40)
     survivors = [node for node in nodes if "fault:" not in node.text()]
     cluster.finish(survivors)

@@ -326,7 +326,7 @@ def test_full_disk_during_a_snapshot(tiny_disk: Path, cluster: Cluster) -> None:
 
 
 FILES_OF_100_KIB = ("bash", "-c", 'ulimit -f 100; exec "$@"', "bash", PYTHON)
-"""what has room for events, and none for a snapshot"""
+"""what has room for events, and none for a snapshot, nor for what NCCL shares"""
 OWN_LOOP = """
 from torch import nn, optim
 from elastic_train import parse_flags, run
@@ -343,7 +343,7 @@ def test_what_was_trained_and_cannot_be_saved_is_no_success(cluster: Cluster) ->
     """A loop of one's own has the state in its hands, and may save it elsewhere."""
     (cluster.path / "own.py").write_text(OWN_LOOP)
     flags = ("--max-steps", "20", "--run-dir")
-    bundled = cluster.launch([*FILES_OF_100_KIB, "-m", "elastic_train", *flags, "bundled"], {})
+    bundled = cluster.launch([*FILES_OF_100_KIB, "-m", "elastic_train", "--device=cpu", *flags, "bundled"], {})
     own = cluster.launch([*FILES_OF_100_KIB, "own.py", *flags, "own"], {})
     assert (bundled.wait(), own.wait()) == (1, 0), bundled.text() + own.text()
     for node, name in ((bundled, "bundled"), (own, "own")):
@@ -355,7 +355,8 @@ def test_what_was_trained_and_cannot_be_saved_is_no_success(cluster: Cluster) ->
 
 
 def test_a_stop_whose_state_cannot_be_saved_is_no_orderly_one(cluster: Cluster) -> None:
-    node = cluster.launch([*FILES_OF_100_KIB, "-m", "elastic_train", "--run-dir", str(cluster.run_dir)], {})
+    command = ["-m", "elastic_train", "--device=cpu", "--run-dir", str(cluster.run_dir)]
+    node = cluster.launch([*FILES_OF_100_KIB, *command], {})
     wait_for_step(cluster.run_dir, 5)
     node.signal(signal.SIGTERM)
     assert node.wait() == 1
