@@ -96,8 +96,9 @@ class Exits:
         if world.is_directory_leader:
             save_result(self._worker, result.encode())
         self._worker.reporter.events.write("done", outcome="finished")
-        path = self._worker.directory.result_path
-        self._worker.reporter.log(f"the run is finished; this spare was not needed; {path}")
+        self._worker.reporter.log(
+            f"the run is finished; this spare was not needed; {self._worker.directory.result_path}"
+        )
         return 0
 
     def stop(self, world: World) -> int:
@@ -123,8 +124,7 @@ class Exits:
         self._files.leave_bucket(world)
         barrier()  # nobody's agent may end a node whose leader is still writing
         watcher.leave()
-        with suppress(StoreUnreachable):  # they go on, from what is saved here
-            self._membership.joins.announce_leaving("stopped")
+        self._membership.joins.announce_leaving("stopped")  # newcomers go on from what is saved here
         self._membership.barriers.end_together(world)
         return self._say_stopped(save_seconds)
 
@@ -156,8 +156,8 @@ class Exits:
         return 128 + worker.stop.cause
 
     def stop_late(self, world: World) -> int:
-        """Told to stop, and no commit comes in time. Not on the training thread, which has lost the state's lock: the
-        last commit is saved, by each node for itself, for nobody knows who else was told."""
+        """Told to stop, and no commit comes in time. Not on the training thread, which has lost the state's lock. Each
+        node saves the last commit for itself, for nobody knows who else was told."""
         stop, state, started = self._worker.stop, self._worker.state, time.monotonic()
         stop.settle()
         state.stopped_at = state.step

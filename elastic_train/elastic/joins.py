@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from elastic_train.elastic.barriers import Surroundings, no_answer, require_whole
 from elastic_train.elastic.formed_group import FormedGroup
@@ -349,10 +350,12 @@ class Joins:
         return preparation.plan
 
     def announce_leaving(self, reason: str) -> None:
-        """Tell the world that is prepared, which may be decided with this worker in it."""
+        """Tell the world that is prepared, which may be decided with this worker in it; if nobody answers, it will lose
+        this one as a peer."""
         preparation = self._preparation
         if preparation is not None and preparation.world is not None:
-            self._job.announce(preparation.world, f"left/{preparation.world.rank}", reason)
+            with suppress(StoreUnreachable):
+                self._job.announce(preparation.world, f"left/{preparation.world.rank}", reason)
 
     def take_formed(self, world: World) -> FormedGroup | None:
         """The process group of `world`, where it was formed ahead. It is the caller's from now on."""

@@ -131,8 +131,7 @@ class SimParts:
 
     def stop(self, world: World) -> int:
         self._watcher.leave()
-        with suppress(StoreUnreachable):
-            self._membership.joins.announce_leaving("stopped")
+        self._membership.joins.announce_leaving("stopped")
         self._membership.barriers.end_together(world)
         return self._end("left")
 
