@@ -96,9 +96,8 @@ class Exits:
         if world.is_directory_leader:
             save_result(self._worker, result.encode())
         self._worker.reporter.events.write("done", outcome="finished")
-        self._worker.reporter.log(
-            f"the run is finished; this spare was not needed; {self._worker.directory.result_path}"
-        )
+        path = self._worker.directory.result_path
+        self._worker.reporter.log(f"the run is finished; this spare was not needed; {path}")
         return 0
 
     def stop(self, world: World) -> int:
@@ -108,8 +107,7 @@ class Exits:
             RuntimeError, FormationFailed: a member is lost before all have committed the step.
         """
         state, watcher = self._worker.state, self._membership.watcher
-        # One who was held up in its last collective by a death has a step less, and agrees on a next world: who saves
-        # without it would wait for its share.
+        # Who was held up by a death in the last collective has a step less, goes on, and does not save its share.
         watcher.do(Activity.REDUCE)
         with state.lock.released():
             barrier()
