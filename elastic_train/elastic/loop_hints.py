@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
 import torch
 from torch import nn
 
 from elastic_train.elastic.worker import Worker
 from elastic_train.training.averaging import AveragedWeights
+from elastic_train.training.state import Stateful
+from elastic_train.training.state_hash import owned_by
 from elastic_train.world import World
 
 
@@ -16,9 +21,18 @@ class LoopHints:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._has_looked_for_scheduler = self._has_looked_at_gradients = self._has_looked_for_ddp = False
+        self._has_seen_early_commit = False
+        self._looked_at: set[int] = set()
+        """ids of optimizers"""
 
-    def note_stepped(self, world: World) -> None:
-        """The optimizer has stepped."""
+    def note_stepped(self, world: World, *, is_in_hand: bool) -> None:
+        """The optimizer has stepped, in a step that is in hand or between two."""
+        if not is_in_hand and world.rank == 0 and not self._has_seen_early_commit:
+            self._has_seen_early_commit = True
+            self._worker.reporter.warn(
+                f"the optimizer has stepped after the commit of step {self._worker.state.step}: its step belongs "
+                "before training.commit(loss), else what is saved, and handed to newcomers, lacks it"
+            )
         if self._has_looked_for_scheduler or world.rank != 0:
             return
         self._has_looked_for_scheduler = True
@@ -32,6 +46,25 @@ class LoopHints:
                 "continued, and on each node that joins; give it to run(..., extras={'scheduler': scheduler}), or make "
                 "the learning rate a function of training.state.step"
             )
+
+    def note_other_stepped(self, world: World, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer has stepped."""
+        if world.rank != 0 or id(optimizer) in self._looked_at:
+            return
+        self._looked_at.add(id(optimizer))
+        state, kind = self._worker.state, type(optimizer).__name__
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        is_known = any(optimizer is one for one in state.kept.updates.optimizers)
+        if not is_known and owned_by(state).issuperset(map(id, parameters)):  # one that another one is made of
+            return
+        saved = {one.data_ptr() for one in _tensors_in([state.model, *state.extras.values()])}
+        if is_known and saved.issuperset(one.data_ptr() for one in parameters):
+            return
+        what = f"the parameters that {kind} trains are" if is_known else f"{kind}, which trains too, is"
+        self._worker.reporter.warn(
+            f"{what} no part of the state: a restart or a newcomer begins with new ones. Give every optimizer but the "
+            "first, and every module but the model, to run(..., extras={'d': d, 'd_optimizer': d_optimizer})"
+        )
 
     def note_unstepped(self, world: World) -> None:
         """A step is committed in which the optimizer has not stepped."""
@@ -56,6 +89,18 @@ class LoopHints:
             "the function trains no module that training.parallel() has made: unless it calls that once a second "
             "worker has joined, nobody averages their gradients, and that ends the job with an error"
         )
+
+
+def _tensors_in(parts: Iterable[Stateful | nn.Module]) -> Iterator[torch.Tensor]:
+    values: list[Any] = [part.state_dict() for part in parts if not isinstance(part, torch.amp.GradScaler)]
+    while values:
+        value = values.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, list | tuple):
+            values += value
 
 
 def _do_add_up(model: nn.Module) -> bool:

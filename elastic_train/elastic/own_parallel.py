@@ -29,6 +29,7 @@ class OwnParallel:
 
     Args:
         note_unwrapped: called where a step of the only worker is committed, and none was made.
+        are_equal: whether all parameters of a module are known to be the same on all ranks.
     """
 
     def __init__(
@@ -39,28 +40,31 @@ class OwnParallel:
         steps: SessionSteps,
         sums: StepSums,
         note_unwrapped: Callable[[], None],
+        are_equal: Callable[[nn.Module], bool],
     ) -> None:
         self._world_size = world.world_size
         self._device = device
         self._watcher = watcher
         self._steps = steps
         self._sums = sums
-        self._note_unwrapped = note_unwrapped
+        self._note_unwrapped, self._are_equal = note_unwrapped, are_equal
         self._hooks: list[RemovableHandle] = []
         self.made: list[weakref.ref[DistributedDataParallel]] = []
         """the modules, which only the training function keeps"""
 
     def wrap(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """As `Training.parallel`."""
-        self._watcher.do(Activity.REDUCE, FIRST_SECONDS)  # it takes rank 0's weights
-        ddp = DistributedDataParallel(module, **options)
+        self._watcher.do(Activity.REDUCE, FIRST_SECONDS)  # it may take rank 0's weights
+        # Weights that this world has begun with equal ones of stay: NCCL would leave garbage in them where a peer dies.
+        init_sync = not self._are_equal(module)
+        ddp = DistributedDataParallel(module, **{"init_sync": init_sync, **options})
         self._steps.turn_to_function()
         if self._world_size > 1:
             ddp.register_comm_hook(self, OwnParallel._average_by_samples)
-        is_shared = self._world_size > 1 and self._device.type == "cpu"
-        shares_buffers: bool = is_shared and getattr(ddp, SHARES_BUFFERS)
-        if shares_buffers:
-            setattr(ddp, SHARES_BUFFERS, False)  # it is the hook that does it
+        shares_buffers: bool = getattr(ddp, SHARES_BUFFERS)
+        if self._world_size == 1 or self._device.type == "cpu":  # one has rank 0's; else it is the hook that does it
+            setattr(ddp, SHARES_BUFFERS, False)
+        shares_buffers = shares_buffers and self._world_size > 1 and self._device.type == "cpu"
         ddp.register_forward_pre_hook(partial(self._enter_forward, shares_buffers=shares_buffers))
         if self._device.type == "cpu":  # a GPU has the buffers later, and waits within a SyncBatchNorm
             self._hooks.append(ddp.module.register_forward_pre_hook(_ForwardBegins(self)))

@@ -249,10 +249,9 @@ class Training:
 
     # --- for Trainer --------------------------------------------------------------------------------------------------
 
-    def note_applied(self, found_inf: torch.Tensor | None) -> None:
-        """The optimizer has stepped; a fused one has done nothing where a GradScaler `found_inf`."""
-        if self._steps.in_hand is not None:
-            self._steps.in_hand.is_applied, self._steps.in_hand.found_inf = True, found_inf
+    def note_applied(self, found_inf: torch.Tensor | None) -> bool:
+        """As `SessionSteps.note_applied`."""
+        return self._steps.note_applied(found_inf)
 
     def finish(self) -> None:
         """The training function has returned. Raises: what ended the world; UsageError; TrainingDiverged."""

@@ -127,6 +127,13 @@ class SessionSteps:
         seed_model_draws(self._worker.config.seed, micro_batch.step, micro_batch.shard, self._worker.device)
         state.lock.let_go()
 
+    def note_applied(self, found_inf: torch.Tensor | None) -> bool:
+        """The optimizer has stepped; a fused one has done nothing where a GradScaler `found_inf`. Returns whether a
+        step is in hand."""
+        if self.in_hand is not None:
+            self.in_hand.is_applied, self.in_hand.found_inf = True, found_inf
+        return self.in_hand is not None
+
     def begin_commit(self) -> bool:
         """The step in hand is about to be committed, and is from here on whatever happens. Returns whether the
         optimizer has stepped; else a GradScaler has skipped it, or gradients add up.
@@ -161,10 +168,11 @@ class SessionSteps:
 
     def commit_what_is_applied(self, error: str | None = None) -> bool:
         """The world is over, by an `error` of the user's code or else a lost peer, and the step before is settled.
-        Where the weights are those after the step in hand, the step is done. Returns whether it is. Does not block."""
-        if self.in_hand is None or not self.in_hand.is_applied:
-            return False
+        Where the weights are those after the step in hand, the step is done, unless all of it can be put back. Returns
+        whether it is. Does not block."""
         state = self._worker.state
+        if self.in_hand is None or not self.in_hand.is_applied or state.kept.updates.are_kept:
+            return False
         has_all = self._is_alone or self.in_hand.has_reduced or self.in_hand.result is not None
         # Else the gradients were this rank's own; or it is why the error was raised that the weights are none.
         if error is not None and not (has_all and all(one.isfinite().all() for one in state.model.parameters())):

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.extras_check import ExtrasCheck
@@ -32,6 +34,7 @@ from elastic_train.errors import StatesDiffer, TrainingDiverged
 from elastic_train.rules import Activity
 from elastic_train.training.reduction import Share
 from elastic_train.training.state import TrainState
+from elastic_train.training.state_hash import are_compared
 from elastic_train.training.step import NO_VOTES, Outcome, Votes
 from elastic_train.world import World
 
@@ -81,7 +84,10 @@ class Trainer:
         optimizer = worker.state.optimizer
         if not self._is_bundled:
             worker.state.before_update = self._require_unbroken
-        self._hooks = () if self._is_bundled else (optimizer.register_step_post_hook(self._note_step),)
+        self._hooks: list[RemovableHandle] = []
+        if not self._is_bundled:
+            self._hooks.append(optimizer.register_step_post_hook(self._note_step))
+            self._hooks.append(register_optimizer_step_post_hook(self._note_any_step))
 
     @property
     def _is_bundled(self) -> bool:
@@ -210,7 +216,10 @@ class Trainer:
             reading=membership.sockets.reading,
             note_unstepped=partial(self._hints.note_unstepped, world),
         )
-        parallel = OwnParallel(world, worker.device, membership.watcher, steps, sums, self._hints.note_unwrapped)
+        parallel = OwnParallel(
+            world, worker.device, membership.watcher, steps, sums, self._hints.note_unwrapped,
+            partial(are_compared, worker.state),
+        )  # fmt: skip
         self._ddp_modules = parallel.made
         whole = WholeSteps(worker, membership, world, begin, self.states, self._stand_in)
         if self._is_bundled:  # before its first batch
@@ -263,8 +272,12 @@ class Trainer:
     def _note_step(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
         if self._training is None:
             return
-        self._training.note_applied(getattr(optimizer, "found_inf", None))
-        self._hints.note_stepped(self._training.world)
+        is_in_hand = self._training.note_applied(getattr(optimizer, "found_inf", None))
+        self._hints.note_stepped(self._training.world, is_in_hand=is_in_hand)
+
+    def _note_any_step(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+        if self._training is not None:
+            self._hints.note_other_stepped(self._training.world, optimizer)
 
 
 def begin_scalers_anew(state: TrainState) -> None:

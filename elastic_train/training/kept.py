@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
 
+from elastic_train.training.averaging import AveragedWeights
+
 Buffers = dict[str, torch.Tensor | None]
 """of one layer, as its forward pass finds them"""
 Remembered = dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]
 """which tensor each of them was, and a copy of what it held"""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""of an optimizer's `step`, itself the first"""
 _SCALES = ("_scale", "_growth_tracker")
 """of a GradScaler; None before its first use"""
+
+
+class KeptStep:
+    """All that a step may change before its last reduction is known to be sound."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, extras: Iterable[Any]) -> None:
+        extras = tuple(extras)
+        self.buffers, self._scales = KeptBuffers(model), KeptScales(extras)
+        self.updates = KeptUpdates(model, optimizer, extras)
+
+    def keep(self) -> None:
+        """A step begins."""
+        self.buffers.keep()
+        self._scales.keep()
+        self.updates.keep()
+
+    def put_back(self) -> bool:
+        """It is again what it was when the step in hand began. Returns whether that includes what optimizers change."""
+        self.buffers.put_back()
+        self._scales.put_back()
+        return self.updates.put_back()
 
 
 class KeptBuffers:
@@ -69,6 +95,92 @@ class KeptScales:
         """They are again what they were when the step in hand began."""
         for scaler, kept in self._kept:
             _put_back(vars(scaler), kept)
+
+
+class KeptUpdates:
+    """Weights, optimizers and extras when a step began, where optimizers may have changed them before its last
+    reduction: one of several has stepped, or one computes the loss several times in a step (a closure). A copy of all
+    that, in every such step.
+
+    For the thread that trains, or one that has acquired the state's lock.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, extras: Iterable[Any]) -> None:
+        own = torch.amp.GradScaler | AveragedWeights  # kept by `KeptScales`; changed at the commit
+        self._model = model
+        self._parts = [optimizer, *(extra for extra in extras if not isinstance(extra, own))]
+        self.optimizers = [part for part in self._parts if isinstance(part, torch.optim.Optimizer)]
+        self._last: Any = None
+        """the copy of the last step, whose memory is used again"""
+        self.are_kept = False
+        """of the step in hand"""
+
+    def call_before_steps(self, hook: Callable[..., Arguments | None]) -> None:
+        """As `Optimizer.register_step_pre_hook`, of each."""
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(hook)
+
+    def note_closure(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]
+    ) -> Arguments | None:
+        """An optimizer's step begins; no other part of the state has changed. Its closure runs passes, and reductions,
+        within the step: returns arguments whose closure calls `check` after each; None where there is no closure."""
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return None
+        if not self.are_kept:
+            self.keep(is_needed=True)
+
+        def compute() -> Any:
+            loss = closure()
+            check()
+            return loss
+
+        return (args[0], compute, *args[2:]), others
+
+    def keep(self, *, is_needed: bool = False) -> None:
+        """A step begins. What its one optimizer changes `is_needed` where that has a closure."""
+        self.are_kept = is_needed or len(self.optimizers) > 1
+        if self.are_kept:
+            with torch.no_grad():
+                self._last = _copy([self._parameters(), [part.state_dict() for part in self._parts]], self._last)
+
+    def put_back(self) -> bool:
+        """They are again what they were. Returns whether they were kept."""
+        if not self.are_kept:
+            return False
+        (values, states), self._last, self.are_kept = self._last, None, False  # optimizers take what they load
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters(), values, strict=True):
+                parameter.copy_(value)
+        for part, state in zip(self._parts, states, strict=True):
+            part.load_state_dict(state)
+        return True
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """The model's, and those of others that an optimizer changes; modules among the extras have all of theirs."""
+        owned = (one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"])
+        return list({id(one): one for one in (*self._model.parameters(), *owned)}.values())
+
+
+def _copy(value: Any, last: Any) -> Any:
+    """A copy of tensors and plain values, in the memory of the `last` one where that has the same form."""
+    if isinstance(value, torch.Tensor):
+        if (
+            isinstance(last, torch.Tensor)
+            and value.layout is torch.strided
+            and (last.shape, last.dtype, last.device) == (value.shape, value.dtype, value.device)
+        ):
+            return last.copy_(value)
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        earlier = last if isinstance(last, Mapping) else {}
+        return {key: _copy(entry, earlier.get(key)) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        others = last if isinstance(last, list | tuple) and len(last) == len(value) else [None] * len(value)
+        return type(value)(_copy(entry, other) for entry, other in zip(value, others, strict=True))
+    return deepcopy(value)
 
 
 def _remember(buffers: Buffers, kept: Remembered) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from elastic_train.branches import Branches, branches_of
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.kept import KeptBuffers, KeptScales
+from elastic_train.training.kept import Arguments, KeptStep
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.sampler import steps_per_epoch
 from elastic_train.training.state_lock import StateLock
@@ -105,11 +105,11 @@ class TrainState:
         if not model.training:  # as a whole; then that is no choice of layers
             model.train()
         self._modes = [(module, module.training) for module in model.modules()]
-        self.kept_buffers, self._kept_scales = KeptBuffers(model), KeptScales(self.extras.values())
+        self.kept = KeptStep(model, optimizer, self.extras.values())
         self._is_step_open = self._is_updating = False
         self.before_update: Callable[[], None] = lambda: None
         """called before the optimizer's step; what it raises leaves the weights those of the last commit"""
-        optimizer.register_step_pre_hook(self._note_update)
+        self.kept.updates.call_before_steps(self._note_update)
         self._schedule, self._has_own_optimizer = schedule, has_own_optimizer
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._apply_schedule()
@@ -144,10 +144,12 @@ class TrainState:
         """Samples of the step in hand: the global batch, fewer in the last step of an epoch."""
         return min(self.global_batch_size, self.length - self.samples_done)
 
-    def _note_update(self, *_arguments: Any) -> None:
+    def _note_update(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        checked = self.kept.updates.note_closure(args, kwargs, self.before_update)
         self.before_update()
         self.lock.hold()
         self._is_updating = True
+        return checked
 
     def set_modes(self) -> None:
         """Put every module of the model into the mode, `train()` or `eval()`, that it had when this state was made."""
@@ -156,20 +158,16 @@ class TrainState:
     def remember(self) -> None:
         """A step begins: keep what it may change before its reduction is known to be sound."""
         self._is_step_open = True
-        self.kept_buffers.keep()
-        self._kept_scales.keep()
+        self.kept.keep()
         self.step_start.note()
 
     def rollback(self) -> bool:
-        """Back to the last commit, after a step that failed in its reduction: the weights were not touched yet.
-
-        Returns whether there was a step in hand; else nothing is touched.
-        """
+        """Back to the last commit, after a step that failed in its reduction: the weights were not touched yet, or are
+        put back (`KeptUpdates`). Returns whether there was a step in hand; else nothing is touched."""
         if not self._is_step_open:
             return False
         self._is_step_open = False
-        self.kept_buffers.put_back()
-        self._kept_scales.put_back()
+        self._is_updating &= not self.kept.put_back()
         return True
 
     def commit(self, loss: float) -> bool:
@@ -214,7 +212,7 @@ class TrainState:
         """What `torch.load(weights_only=True)` can read; of a step that has begun nothing, until the optimizer's."""
         model = self.model.state_dict()
         if self._is_step_open:
-            self.kept_buffers.put_into(model)
+            self.kept.buffers.put_into(model)
         return {
             "model": model,
             "optimizer": self.optimizer.state_dict(),

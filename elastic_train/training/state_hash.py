@@ -122,17 +122,44 @@ def tensors_of(state: TrainState) -> Iterator[tuple[str, Any]]:
 
     Frozen parameters are left out: a forward pass may write each rank's own.
     """
-    frozen = frozen_of(state)
+    for name, parameter in _compared(state):
+        yield name, parameter.detach()
+    yield from _leaves("optimizer", _held_by(state.optimizer))
+    for place, extra in state.extras.items():
+        if isinstance(extra, torch.optim.Optimizer):
+            yield from _leaves(f"extra {place}", _held_by(extra))
+
+
+def _compared(state: TrainState) -> Iterator[tuple[str, nn.Parameter]]:
+    frozen, owned = frozen_of(state), owned_by(state)
     for name, parameter in state.model.named_parameters():
         if name not in frozen:
-            yield f"parameter {name}", parameter.detach()
-    held = {key: value for key, value in state.optimizer.state_dict().items() if key != "param_groups"}
-    yield from _leaves("optimizer", held)
+            yield f"parameter {name}", parameter
+    for place, extra in state.extras.items():
+        for name, parameter in extra.named_parameters() if isinstance(extra, nn.Module) else ():
+            if id(parameter) in owned:
+                yield f"extra {place} parameter {name}", parameter
+
+
+def _held_by(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in optimizer.state_dict().items() if key != "param_groups"}
+
+
+def owned_by(state: TrainState) -> set[int]:
+    """The ids of the parameters that optimizers change."""
+    groups = (group for optimizer in state.kept.updates.optimizers for group in optimizer.param_groups)
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def are_compared(state: TrainState, module: nn.Module) -> bool:
+    """Whether all parameters of `module` are among `tensors_of`."""
+    found = {id(parameter) for _, parameter in _compared(state)}
+    return found.issuperset(map(id, module.parameters()))
 
 
 def frozen_of(state: TrainState) -> dict[str, Tensor]:
     """The parameters, by name, that no optimizer owns and no gradient changes."""
-    owned = {id(parameter) for group in state.optimizer.param_groups for parameter in group["params"]}
+    owned = owned_by(state)
     return {
         name: parameter.detach()
         for name, parameter in state.model.named_parameters()

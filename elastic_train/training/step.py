@@ -70,7 +70,7 @@ def train_step(
                 f"the loss of step {state.step + 1} (epoch {state.epoch + 1}) is {totals.loss}; {OF_DIVERGED}. "
                 "Lower --lr, or look at the data of that step (--ledger writes it)"
             )
-        state.kept_buffers.put_back()  # an overflow in one forward pass must not stay in BatchNorm's statistics
+        state.kept.buffers.put_back()  # an overflow in one forward pass must not stay in BatchNorm's statistics
     if state.scaler:
         state.scaler.step(state.optimizer)
         state.scaler.update()

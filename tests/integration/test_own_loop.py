@@ -911,3 +911,59 @@ def test_a_scheduler_that_is_not_saved_is_told(cluster: Cluster, extras: str, is
     [node] = start_workers(cluster, 1, text)
     cluster.finish([node])
     assert ("the optimizer has a scheduler of torch's, which is not saved" in node.text()) is is_told
+
+
+GAN = """
+import os, signal, sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import elastic_train
+
+torch.manual_seed(0)
+g, d = nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+g_optimizer = torch.optim.Adam(g.parameters(), lr=0.01)
+d_optimizer = torch.optim.Adam(d.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.StepLR(d_optimizer, 100)
+
+
+def train(training):
+    ddp_g, ddp_d = training.parallel(), training.parallel(d)
+    for _ in training.epochs():
+        for (real,) in training.batches():
+            fake = ddp_g(torch.randn(len(real), 4))
+            d_optimizer.zero_grad()
+            (ddp_d(fake.detach()).mean() - ddp_d(real).mean()).backward()
+            d_optimizer.step()
+            scheduler.step()
+            if training.world.generation == 0 and training.world.rank == 0 and training.state.step == 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+            g_optimizer.zero_grad()
+            loss = -d(fake).mean()
+            loss.backward()
+            g_optimizer.step()
+            training.commit(loss)
+    steps = {int(held["step"]) for one in (g_optimizer, d_optimizer) for held in one.state.values()}
+    print("steps", steps, "scheduler", scheduler.last_epoch, "of", training.state.step, file=sys.stderr)
+
+
+data = TensorDataset(torch.randn(256, 2, generator=torch.Generator().manual_seed(1)))
+extras = {"d": d, "d_optimizer": d_optimizer, "scheduler": scheduler}
+elastic_train.run(train, g, g_optimizer, data, elastic_train.parse_flags(), extras=extras)
+"""
+
+
+def test_a_worker_dies_between_the_steps_of_two_optimizers(cluster: Cluster) -> None:
+    (cluster.path / "gan.py").write_text(GAN)
+    nodes = cluster.start("--epochs", "16", "--ledger", nodes=3, program=("gan.py",))
+    codes = [node.wait() for node in nodes]
+    assert sorted(codes) == [0, 0, 1]
+    survivors = [node for node, code in zip(nodes, codes, strict=True) if code == 0]
+    for node in survivors:
+        assert "steps {64} scheduler 64 of 64" in node.text()
+        assert "no part of the state" not in node.text()
+    assert not events(cluster.run_dir, "states_differ")
+    assert [(e["cause"], e["step"]) for e in events(cluster.run_dir, "world") if e["rank"] == 0][1:] == [
+        ("peer_lost", 20)
+    ]
+    check_steps(cluster.run_dir, 64)

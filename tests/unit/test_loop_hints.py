@@ -90,5 +90,39 @@ def test_a_scheduler_that_is_not_saved(is_given: bool) -> None:
     if is_given:
         told.hints._worker.state.extras["scheduler"] = scheduler
     for world in (SECOND, ALONE, ALONE):
-        told.hints.note_stepped(world)
+        told.hints.note_stepped(world, is_in_hand=True)
     assert len(told.warnings) == (not is_given)
+
+
+def test_a_commit_before_the_step_of_the_optimizer() -> None:
+    told = Told()
+    for is_in_hand in (True, False, False):
+        told.hints.note_stepped(ALONE, is_in_hand=is_in_hand)
+    [warning] = told.warnings
+    assert warning.startswith("the optimizer has stepped after the commit of step 0")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((), "Adam, which trains too, is no part of the state"),
+        (("d",), "Adam, which trains too, is no part of the state"),
+        (("d_optimizer",), "the parameters that Adam trains are no part of the state"),
+        (("d", "d_optimizer"), None),
+    ],
+)
+def test_a_second_optimizer_or_its_module_that_was_forgotten(given: tuple[str, ...], words: str | None) -> None:
+    d = nn.Linear(2, 1)
+    d_optimizer = torch.optim.Adam(d.parameters())
+    extras: dict[str, Any] = {"d": d, "d_optimizer": d_optimizer}
+    told = Told(**{name: extras[name] for name in given})
+    for world in (SECOND, ALONE, ALONE):
+        told.hints.note_other_stepped(world, d_optimizer)
+        told.hints.note_other_stepped(world, told.optimizer)
+    assert [words in warning for warning in told.warnings] == [True] * (words is not None)
+
+
+def test_an_optimizer_that_the_known_one_is_made_of() -> None:
+    told = Told()
+    told.hints.note_other_stepped(ALONE, torch.optim.Adam(told.model.parameters()))
+    assert told.warnings == []

@@ -465,3 +465,113 @@ def train_with(state: TrainState, scaler: torch.amp.GradScaler, gradient: float)
         parameter.grad = torch.full_like(parameter, gradient)
     scaler.step(state.optimizer)
     scaler.update()
+
+
+class Gan:
+    """Two modules with an optimizer each, one of them with a scheduler; all but the first are extras."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.g = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        self.d = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.d_optimizer = torch.optim.Adam(self.d.parameters(), lr=0.01, betas=(0.5, 0.9))
+        scheduler = torch.optim.lr_scheduler.StepLR(self.d_optimizer, 1, gamma=0.5)
+        extras = {"d": self.d, "d_optimizer": self.d_optimizer, "scheduler": scheduler}
+        self.state = TrainState(
+            self.g, torch.optim.SGD(self.g.parameters(), lr=0.1, momentum=0.9), length=64, global_batch_size=4,
+            epochs=9, extras=extras,
+        )  # fmt: skip
+        self.scheduler = scheduler
+
+    def step(self, *, breaks_in: str = "") -> None:
+        self.state.remember()
+        noise = torch.randn(4, 3, generator=torch.Generator().manual_seed(self.state.step))
+        for name, optimizer in (("d", self.d_optimizer), ("g", self.state.optimizer)):
+            self.d_optimizer.zero_grad()
+            self.state.optimizer.zero_grad()
+            score = self.d(self.g(noise)).square().mean()
+            (score if name == "d" else -score).backward()
+            if name == breaks_in:
+                raise RuntimeError("a peer was lost")
+            optimizer.step()
+            if name == "d":
+                self.scheduler.step()
+        if breaks_in == "commit":
+            raise RuntimeError("a peer was lost")
+        self.state.commit(0.0)
+
+
+@pytest.mark.parametrize("first", [0, 2], ids=["the first step", "a later one"])
+@pytest.mark.parametrize("breaks_in", ["d", "g", "commit"])
+def test_a_step_of_two_optimizers_is_taken_back_as_a_whole(breaks_in: str, first: int) -> None:
+    """A peer is lost before the first of them has stepped, between the two, and after both."""
+    ends = []
+    for breaks in (False, True):
+        gan = Gan()
+        for _ in range(first):
+            gan.step()
+        for _ in range(2 * breaks):
+            with pytest.raises(RuntimeError):
+                gan.step(breaks_in=breaks_in)
+            assert gan.state.is_whole == (breaks_in == "d")
+            assert gan.state.rollback()
+            assert gan.state.is_whole
+        for _ in range(3):
+            gan.step()
+        assert gan.scheduler.last_epoch == first + 3
+        ends.append(gan.state.state_dict())
+    for name in ("model", "optimizer", "extras"):
+        torch.testing.assert_close(ends[1][name], ends[0][name], rtol=0, atol=0)
+
+
+def test_the_step_of_another_optimizer_waits_for_nothing_broken_and_locks_the_state() -> None:
+    gan = Gan()
+    gan.state.remember()
+    gan.state.lock.let_go()
+    gan.state.before_update = break_off
+    gan.d(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="broken off"):
+        gan.d_optimizer.step()
+    assert gan.state.is_whole
+    gan.state.before_update = lambda: None
+    gan.d_optimizer.step()
+    assert not gan.state.is_whole
+
+
+@pytest.mark.parametrize("is_keyword", [False, True])
+def test_a_closure_that_breaks_off_leaves_the_weights_of_the_last_commit(is_keyword: bool) -> None:
+    """LBFGS moves the weights between the calls of its closure, each of which has a reduction of its own."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    state = TrainState(model, optimizer, length=64, global_batch_size=4, epochs=9)
+    inputs = torch.randn(16, 4)
+    calls: list[str] = []
+
+    def closure() -> torch.Tensor:
+        calls.append("closure")
+        if calls.count("closure") == fails_at:
+            raise RuntimeError("a peer was lost")
+        optimizer.zero_grad()
+        loss = (model(inputs) - inputs[:, :2].exp()).square().mean()
+        loss.backward()
+        return loss
+
+    def step() -> None:
+        state.remember()
+        optimizer.step(closure=closure) if is_keyword else optimizer.step(closure)
+
+    state.before_update = lambda: calls.append("check")
+    fails_at = 0
+    step()
+    state.commit(0.0)
+    assert calls[:5] == ["check", "closure", "check", "closure", "check"]
+    kept, fails_at = [one.detach().clone() for one in model.parameters()], calls.count("closure") + 2
+    held = optimizer.state_dict()["state"][0]["n_iter"]
+    with pytest.raises(RuntimeError, match="a peer was lost"):
+        step()
+    assert not all(map(torch.equal, model.parameters(), kept)), "it has moved them"
+    assert state.rollback()
+    assert state.is_whole
+    assert all(map(torch.equal, model.parameters(), kept))
+    assert optimizer.state_dict()["state"][0]["n_iter"] == held

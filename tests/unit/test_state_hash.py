@@ -12,7 +12,14 @@ from elastic_train.errors import StatesDiffer
 from elastic_train.rules import right_hashes
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.state import TrainState
-from elastic_train.training.state_hash import CANNOT_SAY, CHUNK_BYTES, StateComparison, hash_of, tensors_of
+from elastic_train.training.state_hash import (
+    CANNOT_SAY,
+    CHUNK_BYTES,
+    StateComparison,
+    are_compared,
+    hash_of,
+    tensors_of,
+)
 
 CHUNK = CHUNK_BYTES["cpu"] // 4
 SIZES = (1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
@@ -198,3 +205,23 @@ def test_what_a_forward_pass_writes_into_frozen_parameters_is_each_ranks_own() -
     assert "parameter weight" in [name for name, _ in tensors_of(state)], "the optimizer owns it"
     state.model.register_parameter("codes", nn.Parameter(torch.ones(2), requires_grad=False))
     assert "parameter codes" not in [name for name, _ in tensors_of(state)]
+
+
+def test_what_other_optimizers_train_belongs_to_it() -> None:
+    model, d, teacher = nn.Linear(3, 2), nn.Linear(2, 1), nn.Linear(2, 1)
+    d_optimizer = torch.optim.Adam(d.parameters())
+    extras = {"d": d, "d_optimizer": d_optimizer, "teacher": teacher}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainState(model, optimizer, length=8, global_batch_size=8, epochs=9, extras=extras)
+    assert [are_compared(state, module) for module in (model, d, teacher)] == [True, True, False]
+    hashes = [hash_of(dict(tensors_of(state)))]
+    for change in (d.weight, d_optimizer.state, teacher.weight):
+        with torch.no_grad():
+            if isinstance(change, torch.Tensor):
+                change += 1.0
+            else:
+                d(torch.ones(1, 2)).sum().requires_grad_()
+                change[d.weight]["exp_avg"] = torch.ones(1, 2)
+        hashes.append(hash_of(dict(tensors_of(state))))
+    assert len(set(hashes)) == 3
+    assert hashes[2] == hashes[3], "nobody trains the teacher"
