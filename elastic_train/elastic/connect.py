@@ -51,6 +51,8 @@ OWN_SECONDS = 30.0
 caller's name up, and a client of it is useless after one timeout"""
 MOST_NAMED = 4
 """of them: each that is gone without a refusal costs a newcomer half a second"""
+SET_MASTER = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, for all workers"
+"""also for those whom srun has started, who may never have set either"""
 
 
 @dataclass(frozen=True)
@@ -300,7 +302,7 @@ def finder_of(
             timeout=waits.formation_timeout if back is None else back.seconds_left(),
             earlier=lambda: (*known, *read_members(run_dir, launch.run_id)),
         )
-    start = f"restart-{launch.restart_count}"
+    start = f"step-{launch.step}/restart-{launch.restart_count}"
     if launch.world_size == 1 or launch.master is None:
         return Launcher(None, rank=launch.rank, start=start)
     host, port = launch.master
@@ -330,13 +332,12 @@ def store_of_launcher(host: str, port: int, seconds: float, stop: StopSignal, *,
             break
         if time.monotonic() > deadline + 5.0:
             raise StoreUnreachable(
-                f"something at {host}:{port} accepts connections and does not answer like a store; check MASTER_ADDR "
-                "and MASTER_PORT"
+                f"something at {host}:{port} accepts connections and does not answer like a store; {SET_MASTER}"
             )
     if isinstance(found, RuntimeError):
         verb = "serve" if is_server else "reach"
         raise StoreUnreachable(
-            f"cannot {verb} the store at {host}:{port}: {first_line(found)}; check MASTER_ADDR and MASTER_PORT"
+            f"cannot {verb} the store at {host}:{port}: {first_line(found)}; {SET_MASTER}"
         ) from found
     if is_server:  # a forked DataLoader process would keep the port taken beyond this process's death
         os.register_at_fork(after_in_child=lambda: close_sockets_at(port))
@@ -354,8 +355,8 @@ def wait_for_listener(host: str, port: int, deadline: float, stop: StopSignal) -
         except OSError as error:
             if time.monotonic() > deadline:
                 raise StoreUnreachable(
-                    f"cannot reach the store at {host}:{port}: {error.strerror or error}; check MASTER_ADDR and "
-                    "MASTER_PORT"
+                    f"cannot reach the store at {host}:{port}: {error.strerror or error}; rank 0 may say why it is not "
+                    f"there; or {SET_MASTER}"
                 ) from error
         time.sleep(0.2)
 

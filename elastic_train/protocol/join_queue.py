@@ -145,7 +145,7 @@ class Size:
     join_timeout: float = math.inf
     """seconds within which there have to be enough nodes for it"""
     fixed: int | None = None
-    """workers of a world that nobody joins, and that begins with all of them"""
+    """workers of a world that nobody joins, and that begins with one of each rank"""
 
 
 @dataclass
@@ -334,7 +334,7 @@ class Entrance:
         assert self._beginner_since is not None, "asked by the beginner"
         waiting = sorted(self.queue(), key=lambda one: one.order)
         if size.fixed is not None:
-            if len(waiting) < size.fixed:
+            if {one.order for one in waiting} != set(range(size.fixed)):
                 return
         else:
             nodes = len(ready_nodes(waiting, ()))
@@ -362,6 +362,8 @@ class Entrance:
         if gone:
             self.drop(gone)
             return
+        if size.fixed is not None and len(members) > size.fixed:
+            return  # of two workers of one rank, one is not of this world
         self._begin(members)
         self.drop(members)
 

@@ -18,7 +18,7 @@ class Launcher:
 
     Args:
         store: makes a client of the store there; None for a world of one. Blocks until it answers.
-        start: tells the starts of one job apart, which a launcher may restart.
+        start: tells the starts of one job apart, which a launcher may restart, or have beside each other.
     """
 
     def __init__(self, store: Callable[[], Store] | None, *, rank: int, start: str) -> None:

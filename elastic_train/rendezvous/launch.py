@@ -75,6 +75,8 @@ class Launch:
     num_nodes: int = 1
     run_id: str = "none"
     restart_count: int = 0
+    step: str = ""
+    """of the steps that srun has started in one job, which have one run id, which; "" without srun"""
     agent_pid: int | None = None
     """pid of the torchrun process on this node; None without torchrun"""
     min_nodes: int = 1
@@ -125,7 +127,8 @@ class Launch:
             UsageError: `store_endpoint` is not HOST:PORT.
         """
         agent_pid = os.getppid() if "TORCHELASTIC_RUN_ID" in environ else None  # not srun, nor another launcher
-        environ = {**environ, **torchrun_variables(environ)}
+        of_srun = torchrun_variables(environ)
+        environ = {**environ, **of_srun}
         if "RANK" not in environ or "WORLD_SIZE" not in environ:
             return Launch()
         etcd = environ.get(SETTINGS_VARIABLE)
@@ -140,6 +143,7 @@ class Launch:
             num_nodes=int(environ.get("GROUP_WORLD_SIZE", "1")),
             run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
             restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            step=environ.get("SLURM_STEP_ID", "") if of_srun else "",
             agent_pid=agent_pid,
             min_nodes=c10d.min_nodes if c10d is not None else int(environ.get(MIN_NODES_VARIABLE, "1")),
             master=None if is_own_node else (master[0], int(master[1])),

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 
 FIRST_PORT, NUM_PORTS = 29500, 10000
+STEP_STRIDE = 1009
+"""ports between two steps of one job: the jobs after it, which may be on the same host, have the ports between"""
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """from here on ids of steps that srun has not started: the batch script, an interactive shell (slurm.h)"""
 
@@ -14,15 +16,16 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """RANK, WORLD_SIZE, ... of an srun task; none where this is no task of several, or RANK is set already, or this is
     a batch script.
 
-    The store is hosted by rank 0, on the first host of the step, at a port that follows from the job's id; MASTER_ADDR
-    and MASTER_PORT override either.
+    The store is hosted by rank 0, on the first host of the step, at a port that follows from the ids of job and step;
+    MASTER_ADDR and MASTER_PORT override either.
     """
     size = num_tasks(environ)
     if "RANK" in environ or "SLURM_PROCID" not in environ or size == "1" or is_batch_script(environ):
         return {}
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE", "1")
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
-    job = environ.get("SLURM_JOB_ID", "0")
+    job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
+    offset = int(job) + STEP_STRIDE * int(step) if job.isdigit() and step.isdigit() else 0
     found = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": size,
@@ -32,7 +35,7 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": f"slurm-{job}",
         "TORCHELASTIC_RESTART_COUNT": environ.get("SLURM_RESTART_COUNT", "0"),
         "MASTER_ADDR": first_host(hosts) or "localhost",
-        "MASTER_PORT": str(FIRST_PORT + int(job) % NUM_PORTS if job.isdigit() else FIRST_PORT),
+        "MASTER_PORT": str(FIRST_PORT + offset % NUM_PORTS),
     }
     return {name: environ.get(name, value) for name, value in found.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from elastic_train.protocol.join_queue import (
+    CHECK_SECONDS,
     QUEUE_AGAIN_SECONDS,
     Entrance,
     Size,
@@ -20,6 +21,7 @@ from elastic_train.protocol.join_queue import (
     ready_nodes,
     without_nodes_of,
 )
+from elastic_train.protocol.launcher import Launcher
 from elastic_train.protocol.store import Clients, MemoryStore
 from elastic_train.world import Member
 
@@ -64,18 +66,61 @@ def test_what_another_version_has_written_is_nobody(text: str) -> None:
     assert Waiting.from_json(json.dumps(future)) is None
 
 
-def entrance_of(own: MemoryStore, clock: Callable[[], float]) -> Entrance:
-    finder: Any = None
+ANY_SIZE = Size(1, 4, 0.0)
+
+
+def entrance_of(
+    own: MemoryStore,
+    clock: Callable[[], float],
+    finder: Any = None,
+    size: Size = ANY_SIZE,
+    refused: Callable[[Sequence[Member]], list[Member]] = lambda _members: [],
+    begin: Callable[[tuple[Member, ...]], None] = lambda _members: None,
+) -> Entrance:
     return Entrance(
         Clients(own, "host", lambda _address: own),
         ("10.0.0.1", 5000),
         finder,
-        Size(1, 4, 0.0),
+        size,
         run_id="run",
-        refused=lambda _members: [],
-        begin=lambda _members: None,
+        refused=refused,
+        begin=begin,
         clock=clock,
     )
+
+
+def in_a_fixed_world(*orders: int, gone: Sequence[int] = ()) -> list[list[str]]:
+    """The worlds that rank 0 of three has begun when those of `orders` have come after it, one after the other, and
+    those at the places `gone` of these are dead."""
+    own, now, begun = MemoryStore(), [100.0], list[list[str]]()
+    dead = {f"w{place}-0" for place in gone}
+    entrance = entrance_of(
+        own,
+        lambda: now[0],
+        Launcher(None, rank=0, start="restart-0"),
+        Size(1, 3, 0.0, fixed=3),
+        lambda members: [one for one in members if one.uid in dead],
+        lambda members: begun.append([one.uid for one in members]),
+    )
+    mine = Waiting(member("first"), 1, order=0)
+    entrance.look(mine)
+    for place, order in enumerate(orders):
+        number = own.add("queue/count", 1)
+        own.put(f"queue/{number}", Waiting(replace(member("w"), uid=f"w{place}-0"), 1, order).to_json())
+        now[0] += CHECK_SECONDS
+        for _ in range(2):
+            entrance.look(mine)
+    return begun
+
+
+def test_a_fixed_world_begins_with_each_of_its_ranks_once() -> None:
+    assert in_a_fixed_world(1) == []
+    assert in_a_fixed_world(2, 1) == [["first0", "w1-0", "w0-0"]]
+    assert in_a_fixed_world(1, 1) == [], "two workers of one rank"
+    assert in_a_fixed_world(1, 0) == []
+    assert in_a_fixed_world(1, 7) == [], "another world's"
+    assert in_a_fixed_world(1, 1, 2) == [], "one of the two is a stranger, and nobody knows which"
+    assert in_a_fixed_world(1, 1, 2, gone=[0]) == [["first0", "w1-0", "w2-0"]], "it was started again"
 
 
 def test_a_node_is_ready_when_all_its_workers_are() -> None:

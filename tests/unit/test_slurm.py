@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from elastic_train.elastic.barriers import Waits
+from elastic_train.elastic.connect import finder_of
+from elastic_train.errors import StoreUnreachable
+from elastic_train.protocol.join_queue import Finder
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.rendezvous.slurm import first_host, torchrun_variables, unused_tasks_warning
+from elastic_train.stopping import StopSignal
+from elastic_train.tools.drills.nodes import free_port
+
+WAITS = Waits(formation_timeout=10.0, peer_timeout=10.0, wait_timeout=10.0)
 
 TASK = {
     "SLURM_JOB_ID": "1234567", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_NODEID": "2",
@@ -30,8 +38,40 @@ def test_a_task_of_several() -> None:
         local_world_size=2,
         num_nodes=4,
         run_id="slurm-1234567",
+        step="0",
         master=("gpu03", 29500 + 4567),
     )
+
+
+def test_two_steps_of_a_job_meet_at_two_ports_and_never_take_each_other_for_their_own() -> None:
+    """`srun A & srun B & wait` in one allocation; in the same run directory the later of two goes on with the run."""
+    steps = [Launch.from_environment(TASK | {"SLURM_STEP_ID": step}, None) for step in ("0", "1", "2")]
+    assert len({launch.master for launch in steps}) == 3
+    assert {launch.run_id for launch in steps} == {"slurm-1234567"}
+    after = Launch.from_environment(TASK | {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "1234568"}, None)
+    assert after.master not in [launch.master for launch in steps], "the next job's, which may be on the same host"
+
+
+def finder_at(port: int, environ: dict[str, str]) -> Finder:
+    here = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    return finder_of(Launch.from_environment(TASK | here | environ, None), WAITS, None, StopSignal())
+
+
+def test_a_step_at_the_port_of_another_one_is_a_stranger() -> None:
+    """MASTER_PORT was set for both."""
+    port = free_port()
+    first = finder_at(port, {"SLURM_PROCID": "0"})
+    first.show([("10.0.0.1", 5001)], "")
+    assert finder_at(port, {"SLURM_PROCID": "1"}).addresses() == [("10.0.0.1", 5001)]
+    assert finder_at(port, {"SLURM_PROCID": "1", "SLURM_STEP_ID": "1"}).addresses() == ()
+    with pytest.raises(StoreUnreachable, match=f"cannot serve the store at localhost:{port}: .*set MASTER_ADDR"):
+        finder_at(port, {"SLURM_PROCID": "0", "SLURM_STEP_ID": "1"})
+
+
+def test_a_step_is_one_of_srun_alone() -> None:
+    """Each node's torchrun may be started by an srun of its own."""
+    environ = TASK | {"RANK": "0", "WORLD_SIZE": "2", "SLURM_STEP_ID": "3"}
+    assert Launch.from_environment(environ, None).step == ""
 
 
 def test_three_variables_are_enough() -> None:
