@@ -299,7 +299,7 @@ def finder_of(
             [split_endpoint(endpoint) for endpoint in launch.c10d.endpoints],
             launch.run_id,
             is_host=launch.c10d.is_host,
-            timeout=waits.formation_timeout if back is None else back.seconds_left(),
+            timeout=launch.c10d.join_timeout if back is None else back.seconds_left(),
             earlier=lambda: (*known, *read_members(run_dir, launch.run_id)),
         )
     start = f"step-{launch.step}/restart-{launch.restart_count}"

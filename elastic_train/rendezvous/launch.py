@@ -53,7 +53,7 @@ class C10dSettings:
     is_host: bool | None = None
     """whether this node hosts the first endpoint; None: decided by the host's name"""
     join_timeout: float = JOIN_SECONDS
-    """seconds in which a first world has to form"""
+    """seconds in which a first world has to form, and in which somebody has to answer at an endpoint"""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

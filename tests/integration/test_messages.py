@@ -130,7 +130,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Nod
         (path / "photos" / "train").mkdir(parents=True)
 
         def as_worker(port: int) -> dict[str, str]:
-            settings = C10dSettings((f"localhost:{port}",), min_nodes=1, max_nodes=4, last_call=2.0)
+            settings = C10dSettings((f"localhost:{port}",), 1, 4, last_call=2.0, join_timeout=3.0)
             return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", C10D_VARIABLE: settings.to_json()}
 
         def in_a_fixed_world(port: int) -> dict[str, str]:
@@ -150,8 +150,8 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Nod
             "debug": (("--run-dir", "file/run", "--debug"), {}),
             "model": (("--model", "resnet81"), {}),
             "nothing-listens": (("--formation-timeout", "3"), in_a_fixed_world(free_port())),
-            "rude-server": (("--formation-timeout", "3"), as_worker(rude)),
-            "mute-server": (("--formation-timeout", "3"), as_worker(mute)),
+            "rude-server": ((), as_worker(rude)),
+            "mute-server": ((), as_worker(mute)),
         }
         started = {}
         for name, (flags, env) in cases.items():

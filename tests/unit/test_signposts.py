@@ -19,6 +19,8 @@ import psutil
 import pytest
 from torch.distributed import HashStore, TCPStore
 
+from elastic_train.elastic.barriers import Waits
+from elastic_train.elastic.connect import finder_of
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol import names as protocol_names
 from elastic_train.protocol import signposts
@@ -32,6 +34,8 @@ from elastic_train.protocol.signposts import (
     reach,
     serve,
 )
+from elastic_train.rendezvous.launch import C10dSettings, Launch
+from elastic_train.stopping import StopSignal
 from elastic_train.tools.drills.nodes import free_port
 from elastic_train.world import Address
 from tests.processes import freeze
@@ -185,6 +189,22 @@ def test_where_nobody_answers_for_long_a_machine_that_cannot_begin_says_so(make:
     with pytest.raises(StoreUnreachable, match=f"nobody answers at localhost:{port} for 40 s"):
         look(foreign, clock)
     assert look(local, clock) == (), "it begins"
+
+
+def test_join_timeout_says_how_long_the_first_endpoint_is_waited_for(clock: Clock, port: int) -> None:
+    """The first pod of a job may come hours after the others; --formation-timeout is for a world that forms."""
+    c10d = C10dSettings((f"localhost:{port}",), 1, 4, last_call=2.0, is_host=False, join_timeout=3000.0)
+    waits = Waits(formation_timeout=1.0, peer_timeout=1.0, wait_timeout=1.0)
+    posts = finder_of(Launch(c10d=c10d), waits, None, StopSignal())
+    assert isinstance(posts, Signposts)
+    posts._clock = clock
+    assert look(posts, clock) == ()
+    clock.now += 10.0
+    assert look(posts, clock) == ()
+    clock.now += 3000.0
+    with pytest.raises(StoreUnreachable, match=f"nobody answers at localhost:{port} for 3000 s"):
+        look(posts, clock)
+    posts.close()
 
 
 def test_patience_begins_anew_when_somebody_has_answered(make: Make, clock: Clock, port: int) -> None:

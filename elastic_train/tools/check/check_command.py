@@ -70,7 +70,8 @@ def launch_of(config: Config, environ: Mapping[str, str]) -> Launch:
     if launch.c10d is not None or launch.etcd is not None:
         # A job of its own, for a training under the same run id would take the check's workers in; and below the run's
         # keys in etcd, where its user may write.
-        return replace(launch, run_id=f"{launch.run_id}/{OWN_ID}")
+        c10d = launch.c10d and replace(launch.c10d, join_timeout=config.formation_timeout)
+        return replace(launch, run_id=f"{launch.run_id}/{OWN_ID}", c10d=c10d)
     return launch
 
 
