@@ -172,6 +172,8 @@ class Signposts:
         self._lock = threading.RLock()
         self._alone_since: float | None = None
         self._strange_since: dict[int, float] = {}
+        self._is_taken = False
+        """whether the port of the first endpoint could not be had on this machine; then somebody should answer there"""
         self._looked_at = -1e9
         self._seen: tuple[Address, ...] = ()
         self._sign: tuple[str, str, bool] | None = None
@@ -215,15 +217,9 @@ class Signposts:
                     texts = [store.get(key) for key in (self._key, self._key_of_beginning)]
                     is_asked = texts[0] is None and number > 0 and self._may_begin
                     first = store.get(self._key_of_first) if is_asked else None
-                except Stranger:
-                    self._note_stranger(number, now, STRANGER_SECONDS)
-                    continue
-                except Mute:
-                    self._note_stranger(number, now, min(MUTE_SECONDS, self._timeout))
-                    continue
-                except StoreUnreachable:
+                except StoreUnreachable as error:
                     self._clients.pop(number, None)
-                    self._strange_since.pop(number, None)
+                    self._note_failure(number, now, error)
                     continue
                 is_anybody_there = True
                 self._strange_since.pop(number, None)
@@ -268,15 +264,24 @@ class Signposts:
                 f"--rdzv-endpoint={theirs}: each would begin a job; give all nodes the same list"
             )
 
-    def _note_stranger(self, number: int, now: float, seconds: float) -> None:
-        """Raises: StoreUnreachable where it has been so for long enough."""
+    def _note_failure(self, number: int, now: float, error: StoreUnreachable) -> None:
+        """Raises: StoreUnreachable where it will not pass, and has lasted long enough."""
+        is_taken = number == 0 and self._is_taken and not self._has_world
+        if not is_taken and not isinstance(error, Stranger | Mute):
+            self._strange_since.pop(number, None)
+            return
         since = self._strange_since.setdefault(number, now)
-        if now - since > seconds:
-            host, port = self._endpoints[number]
+        if now - since <= (min(MUTE_SECONDS, self._timeout) if isinstance(error, Mute) else STRANGER_SECONDS):
+            return
+        host, port = self._endpoints[number]
+        if isinstance(error, Stranger | Mute):
             raise StoreUnreachable(
                 f"what listens at {host}:{port} is no rendezvous of elastic_train: another program has that port; "
                 "choose another --rdzv-endpoint"
             )
+        raise StoreUnreachable(
+            f"port {port} of this machine is taken on another address than {host}: choose another --rdzv-endpoint"
+        )
 
     def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
         key = self._key if job_token else self._key_of_beginning
@@ -355,6 +360,7 @@ class Signposts:
         if not self._is_local(number):
             return False
         server = serve(*self._endpoints[number])
+        self._is_taken = server is None if number == 0 else self._is_taken
         if server is None:
             return False
         self._servers[number] = server

@@ -299,6 +299,35 @@ def test_what_listens_and_is_silent_may_be_frozen(make: Make, clock: Clock, port
             clock.now += 2 * STRANGER_SECONDS
 
 
+def test_a_port_that_is_taken_on_another_address_of_this_machine_is_an_error_after_a_while(
+    clock: Clock, port: int
+) -> None:
+    """127.0.0.1 is somebody's torchrun's; the endpoint has all addresses or none."""
+    posts = Signposts([("127.0.0.2", port)], "run", is_host=None, timeout=PATIENCE, clock=clock)
+    with listening(port, HTTP):
+        for _ in range(2):
+            assert look(posts, clock) == ()
+            assert not posts.is_beginner()
+        clock.now += 2 * STRANGER_SECONDS
+        what = f"port {port} of this machine is taken on another address than 127.0.0.2: choose another --rdzv-endpoint"
+        with pytest.raises(StoreUnreachable, match=f"^{what}$"):
+            look(posts, clock)
+    posts.close()
+
+
+def test_a_port_that_was_taken_on_another_address_meanwhile_is_served(clock: Clock, port: int) -> None:
+    posts = Signposts([("127.0.0.2", port)], "run", is_host=None, timeout=PATIENCE, clock=clock)
+    with listening(port, HTTP):
+        assert look(posts, clock) == ()
+        assert not posts.is_beginner()
+    clock.now += 2 * STRANGER_SECONDS
+    assert look(posts, clock) == ()
+    assert posts.is_beginner()
+    clock.now += 2 * STRANGER_SECONDS
+    assert look(posts, clock) == ()
+    posts.close()
+
+
 # --- servers that die, and signs that move ----------------------------------------------------------------------------
 
 MEMBER = """
