@@ -30,8 +30,13 @@ def spawn(num_workers: int, arguments: Sequence[str]) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     workers: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []
+    is_starting = True
 
     def pass_on(signum: int, _frame: FrameType | None) -> None:
+        if is_starting:  # one that is just being started is in no list yet
+            early.append(signum)
+            return
         for worker in workers:
             worker.send_signal(signum)  # nothing where it has ended
 
@@ -42,6 +47,9 @@ def spawn(num_workers: int, arguments: Sequence[str]) -> int:
         # In a session of its own: a terminal's Ctrl-C would reach it twice, which means to end at once.
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         workers.append(subprocess.Popen(command, env=environ | own, start_new_session=True))
+    is_starting = False
+    for told in early:
+        pass_on(told, None)
     codes = [worker.wait() for worker in workers]
     if 0 in codes:
         return 0
