@@ -36,7 +36,7 @@ def parse_endpoints(text: str, option_name: str) -> tuple[str, ...]:
         raise UsageError(f"{option_name}: {error}") from error
     for part, _, port in found:
         if not 0 < port <= MAX_PORT:
-            raise UsageError(f"{option_name} {part}: a port is 1 to {MAX_PORT}")
+            raise UsageError(f"{option_name} {part}: a port is 1 to {MAX_PORT}, the same for all")
     return tuple(dict.fromkeys(normalize_endpoint(part) for part in parts))
 
 

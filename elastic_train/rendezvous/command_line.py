@@ -110,6 +110,11 @@ def asks_for_c10d(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
     return option(arguments, environ, "rdzv-backend") == "c10d" and not is_standalone
 
 
+def has_free_port(endpoint: str) -> bool:
+    """Whether an endpoint is `HOST:0`, as --standalone and launches of one node have it: nobody else can find it."""
+    return re.search(r":0+$", endpoint.strip()) is not None and "," not in endpoint
+
+
 def arguments_of_agent(agent_pid: int) -> list[str] | None:
     try:
         command = Path(f"/proc/{agent_pid}/cmdline").read_bytes().decode(errors="replace").split("\0")

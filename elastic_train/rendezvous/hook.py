@@ -12,11 +12,10 @@ This module imports nothing heavy at module level: agents load it before anythin
 from __future__ import annotations
 
 import os
-import re
 import sys
 from typing import Any
 
-from elastic_train.rendezvous.command_line import agent_arguments, launches_elastic_train
+from elastic_train.rendezvous.command_line import agent_arguments, has_free_port, launches_elastic_train
 from elastic_train.rendezvous.launch import MARKERS, NAME_LOOKUP_OPTIONS
 
 
@@ -47,7 +46,8 @@ def answer_c10d(registry: Any) -> None:
     def get_rendezvous_handler(params: Any) -> Any:
         for marker in MARKERS:  # an agent that a worker of another job has started inherits that job's
             os.environ.pop(marker, None)
-        if params.backend == "etcd3" or (params.backend == "c10d" and has_free_port(params.endpoint)):
+        is_of_one = has_free_port(params.endpoint) and params.min_nodes == 1  # else it would wait in vain
+        if params.backend == "etcd3" or (params.backend == "c10d" and is_of_one):
             return of_torch(params)
         from elastic_train.rendezvous import handler  # heavy, and only for those who asked for it
 
@@ -56,11 +56,6 @@ def answer_c10d(registry: Any) -> None:
         return handler.create_fixed_handler(params, of_torch)
 
     registry.get_rendezvous_handler = get_rendezvous_handler
-
-
-def has_free_port(endpoint: str) -> bool:
-    """Whether an endpoint is `HOST:0`, as --standalone and launches of one node have it: nobody else can find it."""
-    return re.search(r":0+$", endpoint.strip()) is not None and "," not in endpoint
 
 
 def refuse_as_backend(_parameters: Any) -> Any:

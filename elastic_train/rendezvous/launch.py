@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 
 from elastic_train.errors import FormationFailed
 from elastic_train.protocol.addresses import parse_endpoints
-from elastic_train.rendezvous.command_line import arguments_of_agent, asks_for_c10d, option, parse_nnodes
+from elastic_train.rendezvous.command_line import (
+    arguments_of_agent,
+    asks_for_c10d,
+    has_free_port,
+    option,
+    parse_nnodes,
+)
 from elastic_train.rendezvous.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
 from elastic_train.rendezvous.slurm import torchrun_variables
 
@@ -187,6 +193,12 @@ def alone_warning(launch: Launch, environ: Mapping[str, str]) -> str | None:
     arguments = None if launch.is_open or launch.agent_pid is None else arguments_of_agent(launch.agent_pid)
     if arguments is None or not asks_for_c10d(arguments, environ) or max_nodes_of(launch, environ) == 1:
         return None
+    endpoint = option(arguments, environ, "rdzv-endpoint") or ""
+    if has_free_port(endpoint):
+        return (
+            f"this node trains alone: no other can find --rdzv-endpoint={endpoint}, whose port is any free one; give "
+            f"all nodes the same port, such as {endpoint.rpartition(':')[0]}:29400"
+        )
     return f"this node trains alone, and no other can join it: {NO_PLUG_IN}"
 
 

@@ -27,6 +27,7 @@ from elastic_train.rendezvous import command_line, hook, launch
 from elastic_train.rendezvous.command_line import (
     agent_arguments,
     asks_for_c10d,
+    has_free_port,
     launches_elastic_train,
     option,
     parse_nnodes,
@@ -43,7 +44,6 @@ from elastic_train.rendezvous.handler import (
     keys_without_meaning,
     read_c10d_settings,
 )
-from elastic_train.rendezvous.hook import has_free_port
 from elastic_train.rendezvous.launch import (
     C10D_VARIABLE,
     MARKERS,
@@ -359,6 +359,8 @@ def test_the_hook_leaves_everything_else_to_torch() -> None:
         registry.get_rendezvous_handler(other)
     assert asked == others
     assert not os.environ.keys() & set(MARKERS)
+    with pytest.raises(SystemExit):  # else it waits for a second one, which cannot find it
+        registry.get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "job", 2, 4))
     assert isinstance(registry.get_rendezvous_handler(parameters()), WorkersHandler)
     assert isinstance(registry.get_rendezvous_handler(parameters(max_nodes=1)), WorkersHandler)
     assert asked == others
@@ -538,8 +540,19 @@ def test_a_node_that_nobody_can_join_says_so(agent: list[str]) -> None:
     assert alone_warning(Launch.from_environment(hooked, None), hooked) is None
     agent[:] = shlex.split("--rdzv-backend=c10d --rdzv-endpoint h:1 --nnodes 1 wrapper.sh")
     assert alone_warning(Launch.from_environment(OF_ONE_NODE, None), OF_ONE_NODE) is None
+    for flags in ("--rdzv-endpoint=h:0 --nnodes 1", "--rdzv-endpoint=localhost:0 --standalone --nnodes 1:4"):
+        agent[:] = shlex.split(f"--rdzv-backend=c10d {flags} -m elastic_train")
+        assert alone_warning(Launch.from_environment(OF_ONE_NODE, None), OF_ONE_NODE) is None
     agent[:] = ["--standalone", "wrapper.sh"]
     assert alone_warning(Launch.from_environment(OF_ONE_NODE, None), OF_ONE_NODE) is None
+
+
+def test_a_node_at_a_port_that_nobody_else_knows_says_so(agent: list[str]) -> None:
+    agent += shlex.split("--rdzv-backend=c10d --rdzv-endpoint=h:0 --nnodes 1:4 -m elastic_train")
+    assert alone_warning(Launch.from_environment(OF_ONE_NODE, None), OF_ONE_NODE) == (
+        "this node trains alone: no other can find --rdzv-endpoint=h:0, whose port is any free one; give all nodes the "
+        "same port, such as h:29400"
+    )
 
 
 def test_launch_under_c10d() -> None:
