@@ -10,6 +10,8 @@ from pathlib import Path
 
 from elastic_train.wording import TORCHRUN_OPTIONS, TORCHRUN_SWITCHES
 
+MOST_ABOVE = 8
+"""wrappers, one around the other, between an agent and its worker"""
 SHORT_OPTIONS = {"-m": "module", "-r": "redirects", "-t": "tee", "-h": "help"}
 
 
@@ -115,9 +117,18 @@ def has_free_port(endpoint: str) -> bool:
     return re.search(r":0+$", endpoint.strip()) is not None and "," not in endpoint
 
 
-def arguments_of_agent(agent_pid: int) -> list[str] | None:
-    try:
-        command = Path(f"/proc/{agent_pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return None
-    return agent_arguments(command)
+def arguments_of_agent(parent_pid: int, *, most_above: int = MOST_ABOVE) -> list[str] | None:
+    """Those of the torchrun that has started a worker, by the worker's parent: that agent, or a wrapper below it that
+    does not exec the worker. None where there is none among so many processes above the parent."""
+    pid = parent_pid
+    for _ in range(1 + most_above):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            status = Path(f"/proc/{pid}/stat").read_bytes()
+        except OSError:
+            return None
+        found = agent_arguments(command)
+        if found is not None:
+            return found
+        pid = int(status.rpartition(b")")[2].split()[1])  # a name in parentheses may hold others; then state, parent
+    return None

@@ -174,7 +174,9 @@ def c10d_settings(environ: Mapping[str, str], agent_pid: int | None, store_endpo
     if C10D_VARIABLE in environ:
         settings = C10dSettings.from_json(environ[C10D_VARIABLE])
         return replace(settings, endpoints=endpoints) if endpoints else settings
-    arguments = arguments_of_agent(agent_pid) if agent_pid is not None else None
+    if agent_pid is None:
+        return None
+    arguments = arguments_of_agent(agent_pid)
     if arguments is None or not asks_for_c10d(arguments, environ):
         return None
     num_nodes = int(environ.get("GROUP_WORLD_SIZE", "1"))
@@ -182,7 +184,7 @@ def c10d_settings(environ: Mapping[str, str], agent_pid: int | None, store_endpo
         raise FormationFailed(
             f"torchrun's own rendezvous has joined {num_nodes} nodes, where the loss of one ends all: {NO_PLUG_IN}"
         )
-    if endpoints is None:
+    if endpoints is None or arguments_of_agent(agent_pid, most_above=0) is None:  # a wrapper's pid is of no node
         return None
     min_nodes, max_nodes = parse_nnodes(option(arguments, environ, "nnodes") or "1:1")
     return C10dSettings(endpoints, min_nodes, max_nodes, last_call=LAST_CALL_SECONDS)

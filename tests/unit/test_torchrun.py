@@ -26,6 +26,7 @@ from elastic_train.protocol.addresses import normalize_endpoint, parse_endpoints
 from elastic_train.rendezvous import command_line, hook, launch
 from elastic_train.rendezvous.command_line import (
     agent_arguments,
+    arguments_of_agent,
     asks_for_c10d,
     has_free_port,
     launches_elastic_train,
@@ -501,8 +502,35 @@ OF_WORKERS = OF_ONE_NODE | {"MASTER_ADDR": MASTER_ADDR, "MASTER_PORT": MASTER_PO
 def agent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The command line of this process's agent; empty, it is no torchrun process."""
     words: list[str] = []
-    monkeypatch.setattr(launch, "arguments_of_agent", lambda _pid: words or None)
+    monkeypatch.setattr(launch, "arguments_of_agent", lambda _pid, **_kinds: words or None)
     return words
+
+
+OF_WRAPPED = """
+import os, sys
+from elastic_train.rendezvous.command_line import arguments_of_agent
+print(arguments_of_agent(os.getppid()), arguments_of_agent(os.getppid(), most_above=0), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "is_parent"), [('"$@"; exit $?', False), ('(exec "$@"); exit $?', False), ('exec "$@"', True)]
+)
+def test_the_agent_of_a_worker_that_a_wrapper_has_started(wrapper: str, is_parent: bool, tmp_path: Path) -> None:
+    """`torchrun --no-python wrapper.sh`, where the wrapper does not exec: the worker's parent is a shell."""
+    torchrun, script, worker = (tmp_path / name for name in ("torchrun", "wrapper.sh", "worker.py"))
+    torchrun.write_text("import subprocess, sys\nsubprocess.run(['bash', *sys.argv[-3:]], check=True)\n")
+    script.write_text(wrapper + "\n")
+    worker.write_text(OF_WRAPPED)
+    words = ["--rdzv-backend=c10d", "--nnodes=1:4", "--no-python", str(script), sys.executable, str(worker)]
+    told = subprocess.run([sys.executable, torchrun, *words], capture_output=True, text=True, timeout=60, check=True)
+    found = [*words, ""]  # what stands after the last NUL of /proc/PID/cmdline
+    assert told.stdout == f"{found} {found if is_parent else None}\n"
+
+
+def test_a_process_that_no_agent_has_started() -> None:
+    assert arguments_of_agent(os.getpid()) is None
+    assert arguments_of_agent(2**22 + 1) is None, "there is none"
 
 
 @pytest.mark.usefixtures("agent")
@@ -608,6 +636,17 @@ def test_several_nodes_without_the_plug_in_are_refused(agent: list[str]) -> None
             Launch.from_environment(ENVIRON, store_endpoint)
         assert found.value.exit_code == 1
         assert len(str(found.value).splitlines()) == 1
+
+
+def test_what_is_told_without_the_plug_in_is_told_behind_a_wrapper_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--rdzv-backend=c10d", "--nnodes=1:4", "--no-python", "wrapper.sh"]
+    monkeypatch.setattr(launch, "arguments_of_agent", lambda _pid, most_above=8: words if most_above else None)
+    with pytest.raises(FormationFailed, match=r"set ELASTIC_TRAIN=1"):
+        Launch.from_environment(ENVIRON, None)
+    for store_endpoint in (None, "h:1"):
+        found = Launch.from_environment(OF_ONE_NODE, store_endpoint)
+        assert (found.c10d, found.agent_pid) == (None, os.getppid())
+        assert "set ELASTIC_TRAIN=1" in str(alone_warning(found, OF_ONE_NODE))
 
 
 def test_one_node_without_the_plug_in_is_a_fixed_world(agent: list[str]) -> None:
