@@ -76,7 +76,7 @@ class Decision:
     ranks: tuple[int, ...]
     """old ranks, by rank in the new world"""
     new: tuple[Member, ...] = ()
-    """newcomers; their ranks follow"""
+    """newcomers, without their agreement texts; their ranks follow"""
     lost: tuple[int, ...] = ()
     """old ranks that are dead, or were given up"""
     left: tuple[int, ...] = ()
@@ -85,6 +85,10 @@ class Decision:
     """uids of those that are proven dead, or have left, or that a branch goes on without: they have no vote any more"""
     facts: Mapping[str, str] = field(default_factory=dict)
     """what the members know of the job, for the newcomers"""
+
+    def __post_init__(self) -> None:
+        # Their texts are equal, and a fact of the job: a thousand copies are more than etcd takes in one request.
+        object.__setattr__(self, "new", tuple(replace(one, agreement={}) for one in self.new))
 
     def to_json(self) -> str:
         return json.dumps(self.to_fields(), separators=(",", ":"))

@@ -8,10 +8,12 @@ from typing import Any
 from elastic_train.errors import StoreRefused
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 
+TOO_LARGE = "start each member of etcd with a larger --max-request-bytes (1.5 MiB by default), or use fewer workers"
 REMEDIES = {
     "invalid user ID or password": "correct user= and the first line of password_file= in --rdzv-conf",
     "user name is empty": "give user= and password_file= in --rdzv-conf, or cert= and key= of the user's certificate",
     "authentication is not enabled": "leave user= out of --rdzv-conf: this etcd knows no users yet",
+    "request is too large": TOO_LARGE,
 }
 """by words of etcd's own"""
 
@@ -89,6 +91,8 @@ def judge(error: Any) -> Exception:
         return LeaseLost(text)
     if code == codes.OUT_OF_RANGE:
         return Compacted(text)
+    if code == codes.RESOURCE_EXHAUSTED and "received message larger than max" in text:
+        return StoreRefused(text, TOO_LARGE)  # gRPC's own limit, half a MiB above etcd's
     if code == codes.RESOURCE_EXHAUSTED and "too many requests" not in text:
         return StoreRefused(f"it refuses to write: {text}", "a full database must be compacted and defragmented")
     if code == codes.PERMISSION_DENIED:

@@ -366,6 +366,12 @@ def test_a_run_id_can_be_used_again(trio: EtcdCluster, etcd: Etcd) -> None:
     assert not etcd.below("/elastic_train/again/")[0], "nothing is left"
 
 
+@pytest.mark.parametrize("mebibytes", [1.75, 3.0], ids=["etcd's limit", "gRPC's limit"])
+def test_what_is_too_large_for_a_request_is_told_with_a_remedy(etcd: Etcd, mebibytes: float) -> None:
+    with pytest.raises(StoreRefused, match=r"large.*; start each member of etcd with a larger --max-request-bytes"):
+        EtcdStore(etcd).put("too/large", "x" * int(mebibytes * 2**20))
+
+
 # --- TLS, users -------------------------------------------------------------------------------------------------------
 
 

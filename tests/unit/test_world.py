@@ -8,6 +8,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from elastic_train.elastic.next_world import Forming
+from elastic_train.protocol.agreement import Decision
 from elastic_train.world import Member, World
 
 
@@ -69,6 +70,30 @@ def test_members_survive_json_and_refuse_unknown_fields() -> None:
     assert Member.from_json(someone.to_json()) == someone
     with pytest.raises(TypeError):
         Member.from_json(someone.to_json()[:-1] + ',"surprise":1}')
+
+
+def test_the_first_world_of_a_thousand_workers_fits_into_a_request_of_etcd() -> None:
+    """1.5 MiB. Each brings the text that must be equal for all, of more than 1,000 bytes."""
+    flags = {f"--flag-{number}": "value" for number in range(50)}
+    many = tuple(
+        replace(
+            member(number, number),
+            host=f"node-{number}.trainers.cluster.local",
+            address=("10.100.200.100", 40000),
+            store=("10.100.200.100", 40001),
+            directory_id="d" * 40,
+            backend="cpu:gloo,cuda:nccl",
+            gpu=f"GPU-{'a' * 36}",
+            uid=f"uid{number:09}",
+            node_id="n" * 12,
+            agreement=flags,
+        )
+        for number in range(1024)
+    )
+    decision = Decision(0, "first", ranks=(), new=many)
+    assert len(decision.to_json()) < 1_000_000
+    assert Decision.from_json(decision.to_json()) == decision
+    assert many[0].agreement == flags, "the worker itself keeps its own"
 
 
 def test_the_same_members_that_have_failed_to_form_a_group_may_take_longer_the_next_time() -> None:
