@@ -8,11 +8,9 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from elastic_train.errors import StoreUnreachable
+from elastic_train.errors import StoreUnreachable, UsageError, first_line
 from elastic_train.rendezvous.etcd_client import import_etcd3
-from elastic_train.rendezvous.etcd_errors import (
-    Transient,
-)
+from elastic_train.rendezvous.etcd_errors import Transient
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 
 ATTEMPT_SECONDS = 2.0
@@ -37,7 +35,7 @@ class Connections:
         self._current = random.randrange(len(settings.endpoints))  # not everybody at the same one
         self._is_closed = False
         self.has_answered = False
-        """whether any member ever has: where certificates were good once, they may be being renewed"""
+        """whether any member ever has: where certificates and password were good once, they may be being renewed"""
         self.num_requests = 0
         """attempts made so far, and bytes of the messages both ways: for measurements"""
         self.num_bytes = 0
@@ -47,7 +45,8 @@ class Connections:
 
         Raises:
             grpc.RpcError: no connection, or the user or password is refused.
-            Transient: the certificates are being renewed at this moment.
+            Transient: the certificates, or a password that was good once, are being renewed at this moment.
+            UsageError: there is no password, and never was one.
         """
         with self._lock:
             if self._is_closed:
@@ -58,7 +57,7 @@ class Connections:
             return index, known[0]
         files = self._written_at()
         if files is None:
-            raise Transient("the certificates are being renewed: a file is missing or empty")
+            raise Transient("the certificates are being renewed: a file is missing, empty or cannot be read")
         made = self._connect(self.settings.endpoints[index])
         with self._lock:
             earlier, _ = self._clients.setdefault(index, (made, files))
@@ -69,17 +68,24 @@ class Connections:
     def _connect(self, endpoint: str) -> Any:
         settings = self.settings
         host, _, port = endpoint.rpartition(":")
-        return self.etcd3.client(
-            host,
-            int(port),
-            ca_cert=settings.ca,
-            cert_cert=settings.cert,
-            cert_key=settings.key,
-            timeout=ATTEMPT_SECONDS,
-            user=settings.user,
-            password=settings.password(os.environ),
-            grpc_options=CONNECT_OPTIONS,
-        )
+        try:
+            return self.etcd3.client(
+                host,
+                int(port),
+                ca_cert=settings.ca,
+                cert_cert=settings.cert,
+                cert_key=settings.key,
+                timeout=ATTEMPT_SECONDS,
+                user=settings.user,
+                password=settings.password(os.environ),
+                grpc_options=CONNECT_OPTIONS,
+            )
+        except UsageError as error:
+            if not self.has_answered:
+                raise
+            raise Transient(f"the password is being renewed: {error}") from error
+        except OSError as error:  # it was there a moment ago
+            raise Transient(f"the certificates are being renewed: {first_line(error)}") from error
 
     def rotate(self, index: int) -> None:
         """The endpoint of `index` did not answer: the next one, unless somebody else has turned already.
@@ -97,9 +103,9 @@ class Connections:
             outdated.close()
 
     def _written_at(self) -> tuple[int, ...] | None:
-        """None while a certificate is missing, or empty, at which gRPC would abort the process."""
+        """None while a certificate is missing, cannot be read, or is empty, at which gRPC would abort the process."""
         files = filter(None, (self.settings.ca, self.settings.cert, self.settings.key))
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             found = [os.stat(file) for file in files]
             if all(status.st_size for status in found):
                 return tuple(status.st_mtime_ns for status in found)

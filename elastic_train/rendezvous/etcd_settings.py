@@ -81,7 +81,9 @@ class EtcdSettings:
                 text = Path(self.password_file).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise UsageError(f"etcd: password_file={self.password_file}: {first_line(error)}") from error
-            return text.splitlines()[0] if text else ""
+            if not text:
+                raise UsageError(f"etcd: password_file={self.password_file} is empty: its first line is the password")
+            return text.splitlines()[0]
         if PASSWORD_VARIABLE not in environ:
             raise UsageError(
                 f"etcd: user {self.user} needs a password, in password_file=PATH (--rdzv-conf), in "

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from elastic_train.errors import UsageError
+from elastic_train.rendezvous.etcd_connections import Connections
+from elastic_train.rendezvous.etcd_errors import Transient
 from elastic_train.rendezvous.etcd_settings import EtcdSettings, parse_endpoints
 
 
@@ -101,3 +103,40 @@ def test_a_misspelt_key_is_named() -> None:
 def test_values_that_cannot_work(conf: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         settings(conf)
+
+
+# --- files that are being replaced ------------------------------------------------------------------------------------
+
+
+def test_a_password_that_cannot_be_read_for_a_moment_ends_nothing_once_etcd_has_answered(
+    files: dict[str, object],
+) -> None:
+    """Its client is dropped where a token has expired; the file may be on NFS, or be replaced at this moment."""
+    connections = Connections(settings({"user": "u", "password_file": files["password_file"]}))
+    path = Path(str(files["password_file"]))
+    for spoil in (lambda: path.write_text(""), path.unlink):
+        spoil()
+        connections.has_answered = False
+        with pytest.raises(UsageError, match="password_file="):  # at the start it is a mistake
+            connections.client()
+        connections.has_answered = True
+        with pytest.raises(Transient, match="renewed: etcd: password_file="):
+            connections.client()
+
+
+def test_a_certificate_that_cannot_be_read_for_a_moment_ends_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "tls"
+    folder.mkdir()
+    ca = folder / "ca.pem"
+    ca.write_text("x")
+    connections = Connections(settings({"ca": str(ca)}))
+    ca.unlink()
+    ca.mkdir()
+    (ca / "entry").touch()
+    with pytest.raises(Transient, match="renewed"):  # it can be looked at, and not be read
+        connections.client()
+    folder.rename(tmp_path / "away")
+    folder.touch()
+    with pytest.raises(Transient, match="renewed"):  # another error than that there is no such file
+        connections.client()
+    connections.rotate(0)
