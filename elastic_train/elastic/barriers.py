@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from elastic_train.errors import FormationFailed, ReturnedAlone, StoreUnreachable
+from elastic_train.errors import FormationFailed, LeftOut, ReturnedAlone, StoreUnreachable
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
@@ -19,6 +19,8 @@ READY_POLL_SECONDS = 0.00005
 """the same for each member of a world while all of them ask rank 0, which answers some 20,000 times a second"""
 SPARE_POLL_SECONDS = 0.01
 """between two looks of a spare; a part of what a recovery takes that waits for it"""
+NOBODY_THERE = (StoreUnreachable, LeftOut)
+"""of a worker that is through: it is so all the same. A new start takes a job away as soon as its rank 0 is through"""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Barriers:
 
     def announce_finished(self, world: World, result: str) -> None:
         """Tell the spares of the present world that the run is through, and with what."""
-        with suppress(StoreUnreachable):  # the run is finished all the same
+        with suppress(*NOBODY_THERE):
             self._job.announce(world, "finished", result)
 
     def end_together(self, world: World) -> None:
@@ -135,7 +137,7 @@ class Barriers:
             gone = (self._watcher.contacts.is_refused(world.members[rank]) for rank in missing)
             return self._around.monotonic() >= deadline or (world.rank == 0 and all(gone))
 
-        with suppress(StoreUnreachable):  # then rank 0 has seen all, and is gone
+        with suppress(*NOBODY_THERE):  # then rank 0 has seen all, and is gone
             self._meet_at_rank_0(world, "through", is_over)
 
     def return_together(self, world: World, step: int) -> None:
@@ -202,7 +204,7 @@ class Barriers:
     def finish(self, world: World) -> None:
         """At the end of training: tell those in the join queue."""
         if world.rank == 0:
-            with suppress(StoreUnreachable):  # the run is finished all the same
+            with suppress(*NOBODY_THERE):
                 self._job.finish(world)
 
 

@@ -67,7 +67,7 @@ class Exits:
         self._files.leave_bucket(world)
         if world.num_spares:
             self._membership.barriers.announce_finished(world, data.decode())
-        self._membership.watcher.leave()  # who is through goes now, and is not missed
+        leave_world(self._membership)  # who is through goes now, and is not missed
         self._membership.barriers.finish(world)
         self._membership.barriers.end_together(world)
         worker.reach("exit", world)
@@ -92,7 +92,7 @@ class Exits:
 
     def finish_as_spare(self, world: World, result: str) -> int:
         """The others have trained to the end: leave the same result.json, where this node's run directory lacks it."""
-        self._membership.watcher.leave()
+        leave_world(self._membership)
         if world.is_directory_leader:
             save_result(self._worker, result.encode())
         self._worker.reporter.events.write("done", outcome="finished")
@@ -218,8 +218,7 @@ class Exits:
             before: what it came back with the last time.
         """
         worker, membership, state = self._worker, self._membership, self._worker.state
-        with suppress(LeftOut):  # the watcher may be the one that has found out
-            membership.watcher.leave()
+        leave_world(membership)
         membership.job.stand_down()  # before what may take its time
         saved = self._save_before_return(world) if world is not None and has_state else ""
         discarded: dict[str, Any] = {}
@@ -297,6 +296,13 @@ class Exits:
 
     def _describe_saved(self, advice: str) -> str:
         return f"the state of step {self._worker.state.step} is saved, {advice}"
+
+
+def leave_world(membership: Membership) -> None:
+    """Also where the watcher is the one that has found out that this worker's job is taken away, or goes on without it:
+    a new start takes it away as soon as rank 0 is through."""
+    with suppress(LeftOut):
+        membership.watcher.leave()
 
 
 @contextmanager
