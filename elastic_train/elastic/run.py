@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import timedelta
 from functools import partial
+
+import torch
 
 from elastic_train.config import Config, max_world_size
 from elastic_train.elastic.barriers import Waits
@@ -169,11 +173,39 @@ def _compare_code(worker: Worker, membership: Membership, program: Program) -> N
         )
 
 
+def _compare_settings(worker: Worker, membership: Membership) -> None:
+    """Warns where the optimizers that this start has built are set otherwise than on the node that has begun the job:
+    all train with those of rank 0, or of the run."""
+    mine = settings_of(worker.state.kept.updates.optimizers)
+    theirs = json.loads(membership.agreed_once("optimizers", json.dumps(mine)))
+    names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
+    differing = [f"{name} {mine.get(name)} here, {theirs.get(name)} there" for name in names]
+    if differing:
+        worker.reporter.warn(
+            f"the optimizers are not set as on the node with which this job began ({', '.join(differing[:3])}): all "
+            "train with the settings of the run, or of the first rank 0; give all nodes the same"
+        )
+
+
+def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+    """The plain settings of each parameter group, by a name for a person."""
+    found = {}
+    for place, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            which = f"{type(optimizer).__name__}{f' {place}' * (place > 0)}{f', group {number}' * (number > 0)}"
+            for name, value in group.items():
+                if name != "params" and isinstance(value, int | float | str | tuple | torch.Tensor):
+                    found[f"{which}: {name}"] = f"{value.tolist() if isinstance(value, torch.Tensor) else value}"
+    return found
+
+
 def _make_parts(
     worker: Worker, membership: Membership, program: Program, back: Return | None, noticed: Noticed
 ) -> RingParts:
     files = RunFiles(worker, membership.agreed_once("job_token", new_token()))
     _compare_code(worker, membership, program)
+    if back is None:  # else they have been trained with
+        _compare_settings(worker, membership)
     saver = Saver(worker, files, written=noticed.judge)
     earlier = EarlierRun(worker, membership, files, back)
     trainer = Trainer(program, worker, membership, saver)

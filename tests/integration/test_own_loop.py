@@ -212,7 +212,7 @@ def test_a_node_with_other_code_is_told(cluster: Cluster) -> None:
     text = SCRIPT.replace("BEFORE_COMMIT", "import time; time.sleep(0.02)")
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{cluster.port}", "--nnodes=1:3"]
     nodes = []
-    for name, script in (("first.py", text), ("copied.py", text), ("other.py", text + "\n# of last week\n")):
+    for name, script in (("first.py", text), ("copied.py", text), ("other.py", text.replace("lr=0.1", "lr=0.2"))):
         (cluster.path / name).write_text(script)
         flags = ["--run-dir", str(cluster.run_dir), "--epochs", "100000", "--global-batch-size", "16"]
         nodes.append(cluster.launch([*TORCHRUN, *where, str(cluster.path / name), *flags], {}))
@@ -223,6 +223,7 @@ def test_a_node_with_other_code_is_told(cluster: Cluster) -> None:
     assert ["other.py is not what the node has with which this job began" in node.text() for node in nodes] == [
         False, False, True
     ]  # fmt: skip
+    assert ["(SGD: lr 0.2 here, 0.1 there" in node.text() for node in nodes] == [False, False, True]
 
 
 @pytest.mark.slow

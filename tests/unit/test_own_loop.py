@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elastic_train.elastic import own_loop
+from elastic_train.elastic.run import settings_of
 from elastic_train.elastic.session import Training, scalar_of
 from elastic_train.errors import UsageError
 
@@ -79,3 +80,13 @@ def test_what_is_kept_is_a_number() -> None:
     )
     with pytest.raises(UsageError, match=r"keep\(\) was given None: give how good the model is, a scalar"):
         Training.keep(training, None)  # type: ignore[arg-type]
+
+
+def test_the_settings_of_optimizers_by_name() -> None:
+    one, other = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    first = torch.optim.SGD([{"params": [one]}, {"params": [other], "lr": torch.tensor(0.5)}], lr=0.25)
+    second = torch.optim.Adam([one], lr=0.1, betas=(0.5, 0.9))
+    found = settings_of([first, second])
+    assert (found["SGD: lr"], found["SGD, group 1: lr"], found["Adam 1: lr"]) == ("0.25", "0.5", "0.1")
+    assert found["Adam 1: betas"] == "(0.5, 0.9)"
+    assert not [name for name in found if "params" in name]
