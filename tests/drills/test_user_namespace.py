@@ -83,7 +83,7 @@ def test_nor_where_his_files_could_not_be_seen_in_there(monkeypatch: pytest.Monk
 @pytest.mark.timeout(900)
 def test_a_drill_of_an_ordinary_user(tmp_path: Path) -> None:
     _needs_user_namespaces()
-    plan = scenario(tmp_path, "partition", "join", "power-loss", "disk-full", every=4.0)
+    plan = scenario(tmp_path, "partition", "power-loss", "join", "disk-full", every=4.0)
     command = [*AS_ANYBODY, *drill_command("--seed", "5", "--nodes", "3", "--scenario", plan)]
     done = subprocess.run(
         command, cwd=tmp_path, env=drill_environment(tmp_path), capture_output=True, text=True, timeout=880, check=False
