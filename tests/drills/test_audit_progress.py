@@ -327,6 +327,34 @@ def test_a_restart_from_a_snapshot_may_repeat_steps(run_dir: Path) -> None:
     assert lost_time(read_history(run_dir)).outages[-1].cause == "restart"
 
 
+def test_what_a_restart_undid_counts_again_when_it_is_done_again(run_dir: Path) -> None:
+    """The run goes on from the snapshot of step 3, and has come to step 5 again."""
+    restart(run_dir, 3, "snapshot")
+    edit_lines(events_of(run_dir), lambda lines: [line for line in lines if not _is_beyond(line, 5, 2)])
+    history = read_history(run_dir)
+    assert [(step.step, step.generation) for step in history.kept] == [(1, 0), (2, 0), (3, 0), (4, 2), (5, 2)]
+    lost = lost_time(history)
+    assert lost.wall == pytest.approx(4.9), "steps 1 to 5, with all that lies between"
+    assert 0.0 < lost.ratio < 1.0
+    assert [outage.generation for outage in lost.outages] == [2]
+
+
+def test_a_run_that_was_continued_to_an_earlier_end(run_dir: Path) -> None:
+    """Killed at step 7 with its snapshot at 3, and told to end with step 5."""
+    restart(run_dir, 3, "snapshot")
+    edit_lines(events_of(run_dir), lambda lines: [line for line in lines if not _is_beyond(line, 5, 2)])
+    change(events_of(run_dir), lambda line: (line["event"], line["generation"]) == ("done", 2), step=5)
+    edit_json(run_dir / "result.json", lambda result: {**result, "step": 5})
+    found = audit(run_dir)
+    [check] = [check for check in found.checks if check.name == "steps"]
+    assert (check.verdict, check.detail) == (CheckOutcome.PASS, "steps 1 to 5 in 3 generations"), found.reasons
+    assert "snapshots: finished, but there is no snapshot of step 5" in found.reasons
+
+
+def _is_beyond(line: Line, step: int, generation: int) -> bool:
+    return bool(line["event"] == "step" and line["generation"] == generation and line["step"] > step)
+
+
 def test_new_machines_that_went_on_from_a_snapshot(run_dir: Path) -> None:
     """Their disks were empty: nothing of the steps before is there, nor on anybody's."""
     restart(run_dir, 3, "snapshot", snapshot=3)

@@ -6,6 +6,7 @@ Unlike status.py, which looks at the ends of the files to answer at once, this r
 from __future__ import annotations
 
 import itertools
+import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -183,17 +184,24 @@ class History:
 
     @cached_property
     def kept(self) -> list[Step]:
-        """One per committed step, in order: where it was written twice, that of the largest generation."""
+        """One per committed step, in order: where it was written twice, that of the largest generation. A step that a
+        later world began without is undone, until it is done again."""
+        lasting: dict[int, float] = {}
+        fewest = math.inf
+        for world in reversed(self.worlds):
+            lasting[world.generation] = fewest
+            fewest = min(fewest, world.step)
         newest: dict[int, Step] = {}
         for step in self.steps:
-            if step.step not in newest or step.generation >= newest[step.step].generation:
+            is_undone = step.step > lasting.get(step.generation, math.inf)
+            if not is_undone and (step.step not in newest or step.generation >= newest[step.step].generation):
                 newest[step.step] = step
         return [newest[number] for number in sorted(newest)]
 
     @cached_property
     def last_step(self) -> int:
         """The newest committed step."""
-        return max((step.step for step in self.steps), default=0)
+        return self.kept[-1].step if self.kept else 0
 
     @cached_property
     def begins_after(self) -> int:
