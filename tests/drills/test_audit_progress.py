@@ -339,6 +339,24 @@ def test_what_a_restart_undid_counts_again_when_it_is_done_again(run_dir: Path) 
     assert [outage.generation for outage in lost.outages] == [2]
 
 
+@pytest.mark.parametrize(
+    ("source", "began", "reached", "wall", "lost"),
+    [("scratch", 0, 7, 5.1, 3.9), ("scratch", 0, 0, 1.1, 1.1), ("snapshot", 3, 3, 1.1, 0.9)],
+    ids=["from scratch", "from scratch, no step yet", "from a snapshot, no step yet"],
+)
+def test_what_a_restart_undid_is_lost_time(
+    run_dir: Path, source: str, began: int, reached: int, wall: float, lost: float
+) -> None:
+    restart(run_dir, began, source)
+    edit_lines(events_of(run_dir), lambda lines: [line for line in lines if not _is_beyond(line, reached, 2)])
+    history = read_history(run_dir)
+    assert history.last_step == reached
+    found = lost_time(history)
+    assert found.wall == pytest.approx(wall), "from the first step of all to the last, undone or not"
+    assert found.by_cause["restart"] == pytest.approx(lost, abs=1e-3)
+    assert found.useful + sum(found.by_cause.values()) == pytest.approx(wall)
+
+
 def test_a_run_that_was_continued_to_an_earlier_end(run_dir: Path) -> None:
     """Killed at step 7 with its snapshot at 3, and told to end with step 5."""
     restart(run_dir, 3, "snapshot")

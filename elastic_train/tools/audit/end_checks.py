@@ -194,7 +194,8 @@ def check_phases(history: History) -> Found:
 
 
 def _begun(history: History) -> float:
-    """The first event of the worker that began from scratch: an attempt before it, which saved nothing, is no part."""
+    """The first event of the worker that began from scratch. An attempt before it, which saved nothing, is no part of
+    what the state can tell; lost_time.py counts it."""
     scratch = [line for line in history.of("restore") if line["source"] == "scratch"]
     newest = max((int(line["generation"]) for line in scratch), default=None)
     writers = {writer(line) for line in scratch if line["generation"] == newest}

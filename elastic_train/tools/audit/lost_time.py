@@ -37,7 +37,7 @@ class Outage:
 
 @dataclass(frozen=True)
 class LostTime:
-    """Where the seconds between the first committed step and the last went. All of them sum to `wall`."""
+    """Where the seconds between the first step and the last went, undone ones among them. All of them sum to `wall`."""
 
     wall: float
     useful: float
@@ -71,14 +71,18 @@ def outages_of(history: History) -> tuple[Outage, ...]:
 
 
 def _lost_time(history: History, until: float) -> LostTime:
-    kept = [step for step in history.kept if step.time <= until]
-    if len(kept) < 2:
+    steps = [step for step in history.steps if step.time <= until]
+    if len(steps) < 2:
         return LostTime(0.0, 0.0, {}, (), {})
-    wall = kept[-1].time - kept[0].time
+    kept = [step for step in history.kept if step.time <= until]
+    if not kept or steps[0].generation < kept[0].generation:
+        kept.insert(0, steps[0])  # of an attempt that saved nothing: its time is lost to this run
+    undone = [step for step in steps if step.step > history.last_step and step.time > kept[-1].time]
+    wall = [*kept, *undone][-1].time - kept[0].time
     pairs = list(itertools.pairwise(kept))
     ordinary = _Ordinary(history, pairs)
     worlds = {world.generation: world for world in history.worlds}
-    outages = tuple(
+    outages = [
         Outage(
             generation=after.generation,
             cause=cause_of(worlds.get(after.generation)),
@@ -87,17 +91,20 @@ def _lost_time(history: History, until: float) -> LostTime:
         )
         for before, after in pairs
         if before.generation != after.generation
-    )
+    ]
+    if undone:
+        newest = history.worlds[-1]
+        outages.append(Outage(newest.generation, cause_of(newest), kept[-1].time, undone[-1].time - kept[-1].time))
     by_cause: dict[str, float] = defaultdict(float)
     for outage in outages:
         by_cause[outage.cause] += outage.seconds
-    evaluation = _evaluation_seconds(history, kept[0].time, kept[-1].time)
+    evaluation = _evaluation_seconds(history, kept[0].time, kept[0].time + wall)
     rest = wall - sum(by_cause.values())
     useful = min(rest, sum(itertools.starmap(ordinary.seconds, pairs)))
     if evaluation:
         by_cause["evaluation"] = min(evaluation, rest - useful)
     by_cause["slow steps"] = wall - useful - sum(by_cause.values())
-    return LostTime(wall, useful, dict(by_cause), outages, ordinary.by_size)
+    return LostTime(wall, useful, dict(by_cause), tuple(outages), ordinary.by_size)
 
 
 class _Ordinary:
