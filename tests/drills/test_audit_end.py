@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -199,6 +200,32 @@ def test_a_run_that_ended_without_a_word(run_dir: Path) -> None:
     for member in MEMBERS[:2]:
         edit_lines(events_of(run_dir, member), vanish)
     assert "the run is dead: nobody finished" in only_failure(run_dir, "end")
+
+
+@pytest.mark.parametrize(("silence", "is_over"), [(120.0, False), (3_700.0, True)])
+def test_a_run_of_other_machines_that_fell_silent(run_dir: Path, silence: float, is_over: bool) -> None:
+    """Nobody here can tell whether its workers live: after a while they do not."""
+    later = time.time() - silence - (START + 2.4)
+    (run_dir / "result.json").unlink()
+    for member in MEMBERS:
+        path = events_of(run_dir, member)
+        edit_lines(
+            path,
+            lambda lines: [{**line, "time": line["time"] + later} for line in lines if line["event"] != "done"],
+        )
+        os.utime(path, (time.time() - silence,) * 2)
+    if is_over:
+        told = only_failure(run_dir, "end")
+        silent = "end: its workers, on other machines, have written nothing for 1 h 1 min: nobody finished"
+        assert told == f"{silent}; the newest committed step is {LAST_STEP}"
+        for member in MEMBERS:
+            change(events_of(run_dir, member), lambda line: line["event"] == "start", config={"wait_timeout": 7200.0})
+            os.utime(events_of(run_dir, member), (time.time() - silence,) * 2)
+        assert verdicts(audit(run_dir))["end"] is CheckOutcome.SKIPPED, "it may wait for others as long"
+    else:
+        found = audit(run_dir)
+        assert found.passed, found.reasons
+        assert found.notes == ["the run is still running: this says nothing of its end"]
 
 
 def test_a_run_that_was_continued_and_stopped(run_dir: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from elastic_train.observe.bill import describe_bill
 from elastic_train.tools.audit.checks import CHECKS
+from elastic_train.tools.audit.end_checks import is_live
 from elastic_train.tools.audit.finding import Found, Skip
 from elastic_train.tools.audit.history import History, mixed_branches, read_history
 from elastic_train.tools.audit.lost_time import lost_time, span_of
@@ -88,15 +89,7 @@ def audit_history(history: History) -> Audit:
         promise = "one line of training"
         return Audit((Check("branches", promise, CheckOutcome.FAIL, "nothing else was looked at", (mixed,)),))
     checks = tuple(_run(name, promise, check, history) for name, promise, check in CHECKS)
-    return Audit(checks, _is_live(history), history.elsewhere)
-
-
-def _is_live(history: History) -> bool:
-    from elastic_train.observe.status import RunState, read_status
-
-    if history.is_finished or not history.events:
-        return False
-    return read_status(history.run_dir, time.time()).state in (RunState.STARTING, RunState.RUNNING)
+    return Audit(checks, is_live(history, time.time()), history.elsewhere)
 
 
 def _run(name: str, promise: str, check: Callable[[History], Found], history: History) -> Check:

@@ -8,11 +8,15 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError
+from elastic_train.observe.status import RunState, read_status
+from elastic_train.observe.status_files import HEARD_SECONDS
 from elastic_train.runlog.reader import Line
 from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
 from elastic_train.tools.audit.history import FINISHED, History, writer
+from elastic_train.tools.audit.lost_time import lost_time
 from elastic_train.tools.audit.record import DrillRecord
 from elastic_train.tools.audit.remains_checks import find_snapshots_of
+from elastic_train.wording import duration
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +33,8 @@ ACCURACY_TOLERANCE = 0.05
 """absolute: how far its test accuracy may be from the undisturbed one's"""
 ENDING_SECONDS = 60.0
 """from the last step to the end of every node, beside evaluation and snapshots; seconds, where the machine is idle"""
+SILENT_STEPS = 20
+"""median steps in which a worker on another machine may write nothing, if they take longer than HEARD_SECONDS"""
 
 
 def check_end(history: History) -> Found:
@@ -50,17 +56,32 @@ def check_end(history: History) -> Found:
 
 def _why_not_finished(history: History) -> str:
     """Raises Skip where that is no fault: the run goes on, or was told to stop."""
-    from elastic_train.observe.status import RunState, read_status
-
     nobody = f"nobody finished; the newest committed step is {history.last_step}"
     if history.drill is not None:
         return nobody
     if not history.events:
         raise Skip("no worker has written anything")
-    status = read_status(history.run_dir, time.time())
+    now = time.time()
+    status = read_status(history.run_dir, now)
     if status.state in (RunState.FAILED, RunState.DEAD):
         return f"the run is {status.state}: {status.error or nobody}"
+    if status.state is RunState.SILENT and not is_live(history, now):
+        silence = duration(now - (status.last_line_time or 0.0))
+        return f"its workers, on other machines, have written nothing for {silence}: {nobody}"
     raise Skip(f"the run is {status.state}")
+
+
+def is_live(history: History, now: float) -> bool:
+    """Whether its end is still to come, at `now` (Unix seconds). Of workers on other machines nobody here can tell:
+    they may be in a step, or wait for others; after longer than that they are dead."""
+    if history.is_finished or not history.events:
+        return False
+    status = read_status(history.run_dir, now)
+    if status.state is not RunState.SILENT:
+        return status.state in (RunState.STARTING, RunState.RUNNING)
+    step_seconds = max(lost_time(history).step_seconds.values(), default=0.0)
+    limit = max(HEARD_SECONDS, SILENT_STEPS * step_seconds, float(history.config.get("wait_timeout") or 0.0))
+    return now - (status.last_line_time or 0.0) <= limit
 
 
 def _wrong_ends(history: History, drill: DrillRecord) -> Iterable[str]:
