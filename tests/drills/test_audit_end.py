@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from elastic_train.errors import RunDirectoryError
+from elastic_train.runlog.goodput import bill
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.system import process_stat
-from elastic_train.tools.audit.audit import CheckOutcome, audit, audit_history, conclude
+from elastic_train.tools.audit.audit import CheckOutcome, audit, audit_history, conclude, describe
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.node_directories import as_one_run, read_status_of
-from elastic_train.tools.audit.report import write_report
+from elastic_train.tools.audit.report import page, write_report
 from elastic_train.training.state import state_sha256
 from elastic_train.world import host_name
 from tests.drills.planting import (
@@ -235,6 +236,21 @@ def test_a_run_that_was_continued_and_stopped(run_dir: Path) -> None:
     assert found.passed, found.reasons
     skipped = {name for name, verdict in verdicts(found).items() if verdict is CheckOutcome.SKIPPED}
     assert skipped == {"end", "faults", "losses", "phases", "state", "leftovers"}
+
+
+def test_what_an_earlier_end_came_to_is_not_told_of_the_run(run_dir: Path) -> None:
+    """It has gone on since: an event has the newest bill, and the wall and the accuracy are still to come."""
+    end_with(run_dir, outcome="stopped")
+    newest = bill(paid=20.0, kept=5.0, samples=28, price=0.24)
+    edit_lines(events_of(run_dir), lambda lines: [*lines[:-1], {**lines[-1], "bill": newest}])
+    edit_json(run_dir / "result.json", lambda result: {**result, "test_accuracy": 0.125, "wall_seconds": 77.75})
+    history = read_history(run_dir)
+    found = audit_history(history)
+    assert "20 node-seconds paid, 25% kept" in describe(found, history)[-1]
+    text = page(history, found)
+    assert "12.50%" not in text
+    assert "77.75 s" not in text
+    assert "As result.json has it" not in text
 
 
 def test_a_survivor_whose_torchrun_failed(run_dir: Path) -> None:

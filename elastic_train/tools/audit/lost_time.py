@@ -137,7 +137,7 @@ def _evaluation_seconds(history: History, since: float, until: float) -> float:
     """The share of the evaluations that lie between two times."""
     times = [float(line["time"]) for line in history.of("evaluation")]
     inside = [time for time in times if since <= time <= until]
-    seconds = float(dict((history.result or {}).get("goodput") or {}).get("evaluate", 0.0))
+    seconds = float(dict((history.final_result or {}).get("goodput") or {}).get("evaluate", 0.0))
     return seconds * len(inside) / len(times) if times else 0.0
 
 

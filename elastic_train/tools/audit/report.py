@@ -81,7 +81,7 @@ def write_report(history: History, found: Audit, path: Path | None = None) -> Pa
 def page(history: History, found: Audit) -> str:
     """The whole page. A part that the run has nothing for is left out."""
     times = [float(line["time"]) for line in history.events] or [0.0]
-    lost, drill, result = lost_time(history), history.drill, history.result or {}
+    lost, drill, result = lost_time(history), history.drill, history.final_result or {}
     phases = dict(result.get("goodput") or {})
     outages = outages_of(history)
     accuracy = result.get("test_accuracy")

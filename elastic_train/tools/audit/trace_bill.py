@@ -13,7 +13,7 @@ from elastic_train.tools.audit.history import History
 
 def bill_of_run(history: History) -> Line | None:
     """Of a trace with prices each node costs its own, from its start to its end; else as the run itself tells."""
-    told = newest_bill(history.result, history.events)
+    told = newest_bill(history.final_result, history.events)
     stays = (history.drill.settings.get("trace") or []) if history.drill is not None else []
     if history.drill is None or told is None or not any(stay.get("price") is not None for stay in stays):
         return told
