@@ -6,8 +6,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from elastic_train.errors import ElasticTrainError
+from elastic_train.errors import ElasticTrainError, SnapshotError
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.bench.goodput_of_trace import NUM_NODES, Ours, Restarts, Torchft, Trace
 from elastic_train.tools.bench.goodput_of_trace import measure as measure_goodput
@@ -15,7 +16,7 @@ from elastic_train.tools.bench.loop_speed import Effort, LoopCase, lower_bound, 
 from elastic_train.tools.bench.snapshot_cost import OURS, SnapshotEffort, measure_all, measure_way
 from elastic_train.tools.bench.snapshot_cost import RIVALS as SAVING
 from elastic_train.tools.bench.snapshot_cost import rows_of as rows_of_snapshots
-from elastic_train.tools.bench.snapshot_ways import Cost
+from elastic_train.tools.bench.snapshot_ways import Cost, save_once, way_of
 from elastic_train.tools.bench.startup import measure_ours, rows_of
 
 pytestmark = pytest.mark.timeout(180)
@@ -53,6 +54,16 @@ def test_a_worker_that_fails_ends_it() -> None:
         measure(
             [LoopCase("no-such-model", 64, 1)], Effort(block_seconds=0.02, case_seconds=0.1, min_pairs=2, launches=1)
         )
+
+
+def test_a_save_of_ours_that_fails_is_none(tmp_path: Path) -> None:
+    folder, state = tmp_path / "snapshots", {"model": {"weight": torch.zeros(10)}}
+    folder.mkdir()
+    save, _ = way_of("ours", folder, state)
+    folder.rmdir()
+    folder.touch()
+    with pytest.raises(SnapshotError, match="cannot be written"):
+        save_once(save, state, 1)
 
 
 def test_what_a_snapshot_costs_in_small() -> None:

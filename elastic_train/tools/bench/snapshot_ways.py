@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from elastic_train.errors import SnapshotError
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.system import num_cores
 
@@ -73,7 +74,16 @@ class OurWriter:
     def __call__(self, state: dict[str, Any], step: int) -> Callable[[], bool]:
         position: dict[str, Any] = {"step": step, "epoch": 0, "samples_done": 0, "generation": 0, "world_size": 1}
         assert self._writer.save_in_background(state, **position), "one at a time"
-        return lambda: not self._writer.is_busy()
+        return self._is_durable
+
+    def _is_durable(self) -> bool:
+        """Raises: SnapshotError: it was not written."""
+        if self._writer.is_busy():
+            return False
+        for outcome in self._writer.collect():
+            if isinstance(outcome, SnapshotError):
+                raise outcome
+        return True
 
 
 class TorchSave:
