@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,16 +36,14 @@ def read_all(path: Path) -> list[Line]:
         return []
 
 
-def read_with_torn(path: Path, packed: Callable[[Line], Line] = lambda line: line) -> tuple[list[Line], list[int]]:
-    """All lines of a file, and the numbers (from 1) of those that are torn. Raises OSError.
+def read_with_torn(path: Path, torn: list[int]) -> Iterator[Line]:
+    """The lines of a file, one by one. Raises OSError.
 
-    What follows the last newline is neither: it was cut off by a kill, or is still being written.
+    What follows the last newline is left out: it was cut off by a kill, or is still being written.
 
     Args:
-        packed: what is kept of a line, before the next one is read.
+        torn: gets the numbers (from 1) of the lines that are torn.
     """
-    found: list[Line] = []
-    torn = []
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if not raw.endswith(b"\n"):
@@ -55,8 +53,7 @@ def read_with_torn(path: Path, packed: Callable[[Line], Line] = lambda line: lin
             if (line := parse(raw)) is None:
                 torn.append(number)
             else:
-                found.append(packed(line))
-    return found, torn
+                yield line
 
 
 def read_events(path: Path, tail_bytes: int = 256 * 1024) -> list[Line]:

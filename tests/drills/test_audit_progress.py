@@ -151,6 +151,28 @@ def test_a_large_ledger_takes_a_few_bytes_for_a_sample(tmp_path: Path) -> None:
     assert most < 10 * epochs * length
 
 
+def test_a_long_run_takes_some_hundred_bytes_for_a_step(tmp_path: Path) -> None:
+    steps, member = 100_000, "a/0/11"
+    place: Line = {"generation": 0, "rank": 0, "world_size": 1, "nodes": 1, "pid": 11, "host": "a"}
+    lines = [
+        place | {"event": "start", "step": 0, "config": {"global_batch_size": 4}, "task": {"train_length": 8}},
+        place | {"event": "world", "step": 0, "cause": "start", "members": [member]},
+        *(
+            place | {"event": "step", "step": step, "epoch": (step - 1) // 2, "loss": 1.0 / step, "samples_done": 8}
+            for step in range(1, steps + 1)
+        ),
+    ]
+    told = [{**line, "time": START + 0.01 * n, "monotonic": 1.0 + 0.01 * n} for n, line in enumerate(lines)]
+    write_lines(tmp_path / "events" / "a-0-11.jsonl", told)
+    del lines, told
+    tracemalloc.start()
+    lost = lost_time(read_history(tmp_path))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert lost.wall == pytest.approx(0.01 * (steps - 1))
+    assert most < 400 * steps, "330; as dicts they took 2,000"
+
+
 def test_lines_of_a_step_that_was_not_committed_do_not_count(run_dir: Path) -> None:
     """Those of step 4 in generation 0, in which c died, are there; and a step beyond the last."""
     edit_lines(ledger_of(run_dir), lambda lines: [*lines, {**lines[-1], "step": LAST_STEP + 1}])

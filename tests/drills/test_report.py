@@ -18,6 +18,7 @@ from elastic_train.cli import main
 from elastic_train.tools.audit.audit import audit_history
 from elastic_train.tools.audit.charts import MAX_POINTS, Axis, nice_step, thinned
 from elastic_train.tools.audit.history import History, read_history
+from elastic_train.tools.audit.lives import Life
 from elastic_train.tools.audit.lost_time import lost_time
 from elastic_train.tools.audit.report import TEMPLATE, _lanes, write_report
 from tests.drills.planting import restart
@@ -199,16 +200,16 @@ def test_lanes_of_many_members_look_at_each_line_a_few_times() -> None:
             return super().__getitem__(name)
 
     members = [f"node{number}/0/1" for number in range(50)]
-    lines = []
+    lives = [Life(member) for member in members]
     for number in range(20):
         of_all = {"generation": number, "step": 0, "cause": "start", "members": members}
         for rank, member in enumerate(members):
             for event, after in (("world", 0.0), ("done", 0.5)):
                 line = {"time": number + after, "event": event, "writer": member, "rank": rank}
-                lines.append(Counted(of_all | line))
-    history = History(Path(), tuple(sorted(lines, key=lambda line: float(line["time"]))), ())
+                lives[rank].lines.append(Counted(of_all | line))
+    history = History(Path(), tuple(lives), ())
     lanes = _lanes(history, 0.0, 20.0)
-    assert looks[0] <= 3 * len(lines)
+    assert looks[0] <= 3 * sum(len(life.lines) for life in lives)
     assert [(start, stop) for start, stop, kind, _ in lanes[0][1] if kind != "alive"] == [
         (number, number + 0.5) for number in range(20)
     ]

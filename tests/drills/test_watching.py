@@ -94,3 +94,10 @@ def test_goodput_is_not_read_all_the_time(run_dir: Path) -> None:
     assert goodput.read() == first, "not due"
     clock[0] = 6.0
     assert goodput.read() is None, "no step is left"
+
+
+def test_the_goodput_of_a_long_run_is_left_to_the_audit(run_dir: Path) -> None:
+    size = sum(path.stat().st_size for path in (run_dir / "events").iterdir())
+    assert "0.545" in str(GoodputSoFar([run_dir], most_bytes=size).read())
+    goodput = GoodputSoFar([run_dir], most_bytes=size - 1)
+    assert goodput.read() == goodput.read() == "too long a run to read again and again; elastic-train audit tells it"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
 import pytest
 
 from elastic_train.tools.audit.clocks import TOLERANCE_SECONDS, set_right
+from elastic_train.tools.audit.lives import lives_of
 
 HOUR = 3600.0
 Line = dict[str, Any]
@@ -27,14 +27,20 @@ class Machine:
             self.generation = None
         self.generation = self.generation if generation is None else generation
         line = {"event": event, "generation": self.generation, "at": at}
+        if event == "step":
+            line |= {"step": 0, "epoch": 0, "world_size": 1, "loss": at}
         self.lines.append({**line, "time": at + self.ahead, "monotonic": at - self.boot})
 
 
 def errors(*machines: Machine) -> list[float]:
     """Of all lines, once they have been set right."""
-    files = copy.deepcopy([machine.lines for machine in machines])
-    set_right(files)
-    return [line["time"] - line["at"] for lines in files for line in lines]
+    lives = [life for machine in machines for life in lives_of("a/0/1", machine.lines)]
+    set_right(lives)
+    found = []
+    for life in lives:
+        found += [line["time"] - line["at"] for line in life.lines]
+        found += [step.time - (step.loss or 0.0) for step in life.steps]
+    return found
 
 
 def train(*machines: Machine, generation: int, at: float, jitter: float = 0.0) -> None:

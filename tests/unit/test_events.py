@@ -266,7 +266,9 @@ def test_reading_skips_what_is_no_whole_object(tmp_path: Path, text: str, found:
 def test_torn_lines_are_numbered_and_one_that_is_not_ended_is_none(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text('{"a":1}\n{"a"\n\n[1]\n{"a":2}\n{"a":3')
-    assert read_with_torn(path) == ([{"a": 1}, {"a": 2}], [2, 4])
+    torn: list[int] = []
+    assert list(read_with_torn(path, torn)) == [{"a": 1}, {"a": 2}]
+    assert torn == [2, 4]
 
 
 def test_a_follower_reads_every_line_once_and_none_before_its_end(tmp_path: Path) -> None:

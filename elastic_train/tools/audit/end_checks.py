@@ -59,7 +59,7 @@ def _why_not_finished(history: History) -> str:
     nobody = f"nobody finished; the newest committed step is {history.last_step}"
     if history.drill is not None:
         return nobody
-    if not history.events:
+    if not history.lives:
         raise Skip("no worker has written anything")
     now = time.time()
     status = read_status(history.run_dir, now)
@@ -74,7 +74,7 @@ def _why_not_finished(history: History) -> str:
 def is_live(history: History, now: float) -> bool:
     """Whether its end is still to come, at `now` (Unix seconds). Of workers on other machines nobody here can tell:
     they may be in a step, or wait for others; after longer than that they are dead."""
-    if history.is_finished or not history.events:
+    if history.is_finished or not history.lives:
         return False
     status = read_status(history.run_dir, now)
     if status.state is not RunState.SILENT:
@@ -109,8 +109,8 @@ def check_state(history: History) -> Found:
     """The final snapshot has the final weights, and so has a drill's undisturbed job: in ordered mode bit for bit."""
     findings = [
         f"the ranks' weights were not equal after step {event.get('step')}, and training went on"
-        for event in history.events
-        if event.get("event") == "states_differ" and event.get("is_mended") is False
+        for event in history.of("states_differ")
+        if event.get("is_mended") is False
     ]
     result = history.final_result
     if result is None:
@@ -204,7 +204,7 @@ def check_phases(history: History) -> Found:
     if abs(total - wall) > PHASE_TOLERANCE:
         findings.append(f"the phases sum to {total:.3f} s, the wall is {wall:.3f} s")
     if history.kept and result.get("step") == history.last_step:
-        began, ended = _begun(history), float(history.events[-1]["time"])
+        began, ended = _begun(history), max(life.ended for life in history.lives)
         if wall < history.kept[-1].time - began - WALL_TOLERANCE:
             findings.append(f"the wall is {wall:.1f} s, but the events span {history.kept[-1].time - began:.1f} s")
         # A process is as old as its imports take when it writes its first event.
@@ -220,4 +220,4 @@ def _begun(history: History) -> float:
     scratch = [line for line in history.of("restore") if line["source"] == "scratch"]
     newest = max((int(line["generation"]) for line in scratch), default=None)
     writers = {writer(line) for line in scratch if line["generation"] == newest}
-    return min(float(line["time"]) for line in history.events if not writers or writer(line) in writers)
+    return min(life.began for life in history.lives if not writers or life.member in writers)

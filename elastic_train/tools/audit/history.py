@@ -8,37 +8,23 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 
 from elastic_train.errors import RunDirectoryError
 from elastic_train.observe.status import missing
-from elastic_train.runlog.reader import Line, float_of, member_of, read_json, read_with_torn
+from elastic_train.runlog.reader import Line, member_of, read_json, read_with_torn
 from elastic_train.storage.store_urls import is_url
 from elastic_train.tools.audit.clocks import set_right
+from elastic_train.tools.audit.lives import Life, Step, lives_of
 from elastic_train.tools.audit.one_run import of_one_run
 from elastic_train.tools.audit.record import DrillRecord, read_drill
 
 FINISHED = frozenset({"finished", "already_finished"})
 """the outcomes of who reached the end"""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A committed step as somebody wrote it down."""
-
-    step: int
-    generation: int
-    epoch: int
-    loss: float | None
-    """None: it was not finite, and a GradScaler skipped the step"""
-    time: float
-    """of the commit, Unix seconds"""
-    world_size: int
-    writer: str
 
 
 @dataclass(frozen=True)
@@ -80,8 +66,8 @@ class History:
     """Everything that a run directory tells."""
 
     run_dir: Path
-    events: tuple[Line, ...]
-    """by time, on one clock for all writers: see clocks.py"""
+    lives: tuple[Life, ...]
+    """what each process wrote, on one clock for all: see clocks.py"""
     ledger: tuple[Line, ...]
     torn: tuple[str, ...] = ()
     """lines that are no JSON object: `file: what`; without those that a kill cut off at the end of their file"""
@@ -90,8 +76,13 @@ class History:
     names: tuple[str, ...] = field(default=(), repr=False)
     """every path below the run directory, relative"""
 
+    @cached_property
+    def events(self) -> list[Line]:
+        """All but the steps, by time."""
+        return sorted((line for life in self.lives for line in life.lines), key=lambda line: float(line["time"]))
+
     def of(self, event: str) -> list[Line]:
-        """By time."""
+        """Those of one kind, by time; for steps see `steps`."""
         return self._by_event.get(event, [])
 
     @cached_property
@@ -131,23 +122,21 @@ class History:
         return f"; those of {place}: elastic-train snapshot verify {place}" if is_url(place) else ""
 
     @cached_property
+    def written(self) -> list[Step]:
+        """Every step that somebody wrote down, by time."""
+        return sorted((step for life in self.lives for step in life.steps), key=attrgetter("time"))
+
+    @cached_property
     def steps(self) -> list[Step]:
-        """Every `step` event, by time; without those of a member that was expelled while it committed, where a member
+        """Those that count, by time: without those of a member that was expelled while it committed, where a member
         of the next generation has written the same step."""
-        found = [
-            Step(
-                int(line["step"]),
-                int(line["generation"]),
-                int(line["epoch"]),
-                float_of(line, "loss"),
-                float(line["time"]) - (float_of(line, "late_seconds") or 0.0),
-                int(line["world_size"]),
-                writer(line),
-            )
-            for line in self.of("step")
-        ]
-        counts = Counter((step.generation, step.step) for step in found)
-        twice = {place for place, number in counts.items() if number > 1}
+        found = self.written
+        by_step = sorted(sorted(found, key=attrgetter("step")), key=attrgetter("generation"))
+        twice = {
+            (step.generation, step.step)
+            for before, step in itertools.pairwise(by_step)
+            if (before.generation, before.step) == (step.generation, step.step)
+        }
         successors = {before.generation: after.members for before, after in itertools.pairwise(self.worlds)}
         counting = {
             (step.generation, step.step)
@@ -191,12 +180,14 @@ class History:
         for world in reversed(self.worlds):
             lasting[world.generation] = fewest
             fewest = min(fewest, world.step)
-        newest: dict[int, Step] = {}
-        for step in self.steps:
-            is_undone = step.step > lasting.get(step.generation, math.inf)
-            if not is_undone and (step.step not in newest or step.generation >= newest[step.step].generation):
-                newest[step.step] = step
-        return [newest[number] for number in sorted(newest)]
+        lasts = [step for step in self.steps if step.step <= lasting.get(step.generation, math.inf)]
+        kept: list[Step] = []
+        for step in sorted(sorted(lasts, key=attrgetter("generation")), key=attrgetter("step")):
+            if kept and kept[-1].step == step.step:
+                kept[-1] = step
+            else:
+                kept.append(step)
+        return kept
 
     @cached_property
     def last_step(self) -> int:
@@ -243,7 +234,7 @@ class History:
     @cached_property
     def elsewhere(self) -> tuple[str, ...]:
         """Members of its worlds of whom there is no file: they may have run directories of their own."""
-        here = {writer(line) for line in self.events}
+        here = {life.member for life in self.lives}
         return tuple(dict.fromkeys(member for world in self.worlds for member in world.members if member not in here))
 
     @cached_property
@@ -333,18 +324,25 @@ def read_history(run_dir: Path) -> History:
         require_run(run_dir)
         names = tuple(sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*")))
         torn: list[str] = []
-        files = [
-            [line for line in _read(path, torn) if {"time", "event"} <= line.keys()]
+        lives = [
+            life
             for path in sorted((run_dir / "events").glob("*.jsonl"))
+            for life in lives_of(
+                member_of(path), (line for line in _read(path, torn) if {"time", "event"} <= line.keys())
+            )
         ]
-        ledger = [line for path in sorted((run_dir / "ledger").glob("*.jsonl")) for line in _read(path, torn, _packed)]
+        ledger = [
+            {**_packed(line), "writer": member_of(path)}
+            for path in sorted((run_dir / "ledger").glob("*.jsonl"))
+            for line in _read(path, torn)
+        ]
     except OSError as error:
         raise RunDirectoryError(f"{run_dir} cannot be read: {error.strerror}") from error
-    set_right(files)
-    files, ledger = of_one_run(files, ledger)
+    set_right(lives)
+    lives, ledger = of_one_run(lives, ledger)
     return History(
         run_dir=run_dir,
-        events=tuple(sorted(itertools.chain.from_iterable(files), key=lambda line: float(line["time"]))),
+        lives=tuple(lives),
         ledger=tuple(ledger),
         torn=tuple(torn),
         result=read_json(run_dir / "result.json"),
@@ -360,28 +358,26 @@ def mixed_branches(history: History) -> str | None:
     for line in history.of("world"):
         began.setdefault(line.get("branch"), line)
     newest = {
-        branches[writer(line), int(line["generation"])]: line
-        for line in sorted(history.of("step"), key=lambda line: int(line["step"]))
-        if (writer(line), int(line["generation"])) in branches
+        branches[step.writer, step.generation]: (step.step, step.writer.rsplit("/", 2)[0])
+        for step in sorted(history.written, key=attrgetter("step"))
+        if (step.writer, step.generation) in branches
     }
-    for (before, last), (after, first) in itertools.product(newest.items(), began.items()):
+    for (before, (last, host)), (after, first) in itertools.product(newest.items(), began.items()):
         is_later = began[before]["time"] < first["time"]
-        if before != after and is_later and int(last["step"]) > int(first["step"]) + 1:  # the last one is provisional
-            there = newest.get(after, first)
+        if before != after and is_later and last > int(first["step"]) + 1:  # the last one is provisional
+            there, other = newest.get(after, (first["step"], first["host"]))
             names = [f"{'branch ' + name if name else 'the main line'}" for name in (before, after)]
             return (
-                f"host {last['host']} has come to step {last['step']} on {names[0]}, and host {there['host']} to step "
-                f"{there['step']} on {names[1]}, which began at step {first['step']}: audit each in a folder of its own"
+                f"host {host} has come to step {last} on {names[0]}, and host {other} to step {there} on {names[1]}, "
+                f"which began at step {first['step']}: audit each in a folder of its own"
             )
     return None
 
 
-def _read(path: Path, torn: list[str], packed: Callable[[Line], Line] = lambda line: line) -> list[Line]:
-    """The lines of a file, each with its writer."""
-    member = member_of(path)
-    lines, torn_numbers = read_with_torn(path, lambda line: {**packed(line), "writer": member})
-    torn += [f"{path.parent.name}/{path.name}: line {number} is torn" for number in torn_numbers]
-    return lines
+def _read(path: Path, torn: list[str]) -> Iterator[Line]:
+    numbers: list[int] = []
+    yield from read_with_torn(path, numbers)
+    torn += [f"{path.parent.name}/{path.name}: line {number} is torn" for number in numbers]
 
 
 def _packed(line: Line) -> Line:

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from elastic_train.tools.audit.history import History, PastWorld, Step
+from elastic_train.tools.audit.history import History, PastWorld
+from elastic_train.tools.audit.lives import Step
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,7 @@ def _lost_time(history: History, until: float) -> LostTime:
         kept.insert(0, steps[0])  # of an attempt that saved nothing: its time is lost to this run
     undone = [step for step in steps if step.step > history.last_step and step.time > kept[-1].time]
     wall = [*kept, *undone][-1].time - kept[0].time
-    pairs = list(itertools.pairwise(kept))
-    ordinary = _Ordinary(history, pairs)
+    ordinary = _Ordinary(history, kept)
     worlds = {world.generation: world for world in history.worlds}
     outages = [
         Outage(
@@ -89,7 +89,7 @@ def _lost_time(history: History, until: float) -> LostTime:
             time=before.time,
             seconds=max(0.0, after.time - before.time - ordinary.seconds(before, after)),
         )
-        for before, after in pairs
+        for before, after in itertools.pairwise(kept)
         if before.generation != after.generation
     ]
     if undone:
@@ -100,7 +100,7 @@ def _lost_time(history: History, until: float) -> LostTime:
         by_cause[outage.cause] += outage.seconds
     evaluation = _evaluation_seconds(history, kept[0].time, kept[0].time + wall)
     rest = wall - sum(by_cause.values())
-    useful = min(rest, sum(itertools.starmap(ordinary.seconds, pairs)))
+    useful = min(rest, sum(itertools.starmap(ordinary.seconds, itertools.pairwise(kept))))
     if evaluation:
         by_cause["evaluation"] = min(evaluation, rest - useful)
     by_cause["slow steps"] = wall - useful - sum(by_cause.values())
@@ -110,18 +110,18 @@ def _lost_time(history: History, until: float) -> LostTime:
 class _Ordinary:
     """What a step takes that nothing disturbs: the median of those like it."""
 
-    def __init__(self, history: History, pairs: Sequence[tuple[Step, Step]]) -> None:
+    def __init__(self, history: History, kept: Sequence[Step]) -> None:
         self._paces = (history.drill.settings.get("paces") or []) if history.drill is not None else []
         by_kind: dict[tuple[int, float], list[float]] = defaultdict(list)
         by_size: dict[int, list[float]] = defaultdict(list)
-        for before, after in pairs:
+        for before, after in itertools.pairwise(kept):
             if before.generation == after.generation:
                 seconds = max(0.0, after.time - before.time)
                 by_kind[self._kind(before, after)].append(seconds)
                 by_size[after.world_size].append(seconds)
         overall = median([seconds for found in by_size.values() for seconds in found] or [0.0])
         self._by_kind = {kind: median(found) for kind, found in by_kind.items()}
-        present = {after.world_size for _, after in pairs}
+        present = {after.world_size for after in kept[1:]}
         self.by_size = {size: median(by_size[size]) if size in by_size else overall for size in present}
 
     def seconds(self, before: Step, after: Step) -> float:

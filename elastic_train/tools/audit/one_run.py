@@ -7,27 +7,32 @@ import math
 from collections.abc import Sequence
 
 from elastic_train.runlog.reader import Line
+from elastic_train.tools.audit.lives import Life
 
 
-def of_one_run(files: Sequence[Sequence[Line]], ledger: Sequence[Line]) -> tuple[list[list[Line]], list[Line]]:
+def of_one_run(lives: Sequence[Life], ledger: Sequence[Line]) -> tuple[list[Life], list[Line]]:
     """The events of each process, by one clock, and the ledger, without lines that are not the run's."""
-    began = max((float(line["time"]) for lines in files for line in lines if line.get("is_anew")), default=-math.inf)
-    replaced = {str(lines[0]["writer"]) for lines in files if lines and float(lines[-1]["time"]) < began}
-    kept = [list(lines) for lines in files if lines and str(lines[0]["writer"]) not in replaced]
+    anew = (float(line["time"]) for life in lives for line in life.lines if line.get("is_anew"))
+    began = max(anew, default=-math.inf)
+    own = {life.member for life in lives if life.ended >= began}
+    replaced = {life.member for life in lives} - own
+    kept = [life for life in lives if life.member in own]
     kept_ledger = [line for line in ledger if str(line["writer"]) not in replaced] if replaced else list(ledger)
     if discarded := _discarded_worlds(kept):
-        kept = [[line for line in lines if not _is_discarded(line, discarded)] for lines in kept]
+        for life in kept:
+            life.lines = [line for line in life.lines if not _is_discarded(line, discarded)]
+            life.steps = [step for step in life.steps if (step.writer, step.generation) not in discarded]
         kept_ledger = [line for line in kept_ledger if not _is_discarded(line, discarded)]
-    return kept, kept_ledger
+    return [life for life in kept if life.lines or life.steps], kept_ledger
 
 
 _Place = tuple[str, int]
 """who wrote a line, and in which generation"""
 
 
-def _discarded_worlds(files: Sequence[Sequence[Line]]) -> set[_Place]:
+def _discarded_worlds(lives: Sequence[Life]) -> set[_Place]:
     """Of branches that have stopped where they met one with more steps: as their members have said."""
-    lines = [line for file in files for line in file]
+    lines = [line for life in lives for line in life.lines]
     said = [line["discarded"] for line in lines if line["event"] == "warning" and line.get("discarded")]
     return {
         (str(line["writer"]), int(line["generation"]))

@@ -80,7 +80,8 @@ def write_report(history: History, found: Audit, path: Path | None = None) -> Pa
 
 def page(history: History, found: Audit) -> str:
     """The whole page. A part that the run has nothing for is left out."""
-    times = [float(line["time"]) for line in history.events] or [0.0]
+    began = min((life.began for life in history.lives), default=0.0)
+    ended = max((life.ended for life in history.lives), default=0.0)
     lost, drill, result = lost_time(history), history.drill, history.final_result or {}
     phases = dict(result.get("goodput") or {})
     outages = outages_of(history)
@@ -101,14 +102,14 @@ def page(history: History, found: Audit) -> str:
         ),
         drill=drill,
         told=(drill.settings if drill else {}).get,
-        zero=times[0],
-        time=Axis.over([0.0, times[-1] - times[0]]),
-        lanes_of_nodes=_lanes(history, times[0], times[-1]),
+        zero=began,
+        time=Axis.over([0.0, ended - began]),
+        lanes_of_nodes=_lanes(history, began, ended),
         nodes_of=lambda members: ", ".join(dict.fromkeys(_node_of(history, member) for member in members)),
-        marks=_marks(history, times[0]),
+        marks=_marks(history, began),
         standstills=_standstills(history, outages),
         loss=_loss(history),
-        rate=_rate(history, times[0]),
+        rate=_rate(history, began),
         recoveries=_recoveries(history),
         lost=lost,
         span=span_of(history),
@@ -127,8 +128,9 @@ def _node_of(history: History, member: str) -> str:
 def _lanes(history: History, zero: float, end: float) -> list[tuple[str, list[Segment]]]:
     """Each node with when it was in which world and when in none, between two times."""
     lanes: dict[str, list[Segment]] = defaultdict(list)
-    for member, start, stop in _lives(history):
-        lanes[_node_of(history, member)].append((start - zero, stop - zero, "alive", f"{member}: in no world"))
+    for life in history.lives:
+        segment = (life.began - zero, life.ended - zero, "alive", f"{life.member}: in no world")
+        lanes[_node_of(history, life.member)].append(segment)
     done: dict[str, list[float]] = defaultdict(list)
     for line in history.of("done"):
         done[line["writer"]].append(float(line["time"]))
@@ -140,18 +142,6 @@ def _lanes(history: History, zero: float, end: float) -> list[tuple[str, list[Se
             kind = "odd" if world.generation % 2 else "even"
             lanes[_node_of(history, member)].append((world.time - zero, stop - zero, kind, title))
     return sorted(lanes.items())
-
-
-def _lives(history: History) -> list[tuple[str, float, float]]:
-    """(member, first event, last event) of each process; in containers a later one may have the same name."""
-    lives: list[tuple[str, float, float]] = []
-    open_lives: dict[str, tuple[float, float]] = {}
-    for line in history.events:
-        member, now = line["writer"], float(line["time"])
-        if line["event"] == "start" and member in open_lives:
-            lives.append((member, *open_lives.pop(member)))
-        open_lives[member] = (open_lives.get(member, (now, now))[0], now)
-    return lives + [(member, *life) for member, life in open_lives.items()]
 
 
 def _marks(history: History, zero: float) -> list[Mark]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ REFRESH_SECONDS = 1.0
 GOODPUT_EVERY_SECONDS = 5.0
 GOODPUT_SHARE = 0.05
 """of its time that this may spend on reading all of a long run's events"""
+GOODPUT_BYTES = 500_000_000
+"""of events that are read for it: two million steps, which take as much memory"""
 LINE = (
     "state", "generation", "world size", "members", "step", "epoch", "loss", "samples/s", "snapshot", "goodput",
     "incidents",
@@ -29,20 +32,26 @@ LIVE = (RunState.STARTING, RunState.RUNNING, RunState.SILENT)
 class GoodputSoFar:
     """The goodput of a live run, taken anew now and then: it takes all events, and the more there are the longer."""
 
-    def __init__(self, run_dirs: Sequence[Path], now: Callable[[], float] = time.monotonic) -> None:
-        self._run_dirs, self._now = run_dirs, now
+    def __init__(
+        self, run_dirs: Sequence[Path], now: Callable[[], float] = time.monotonic, most_bytes: int = GOODPUT_BYTES
+    ) -> None:
+        self._run_dirs, self._now, self._most_bytes = run_dirs, now, most_bytes
         self._text: str | None = None
         self._next = now()
 
     def read(self, *, is_over: bool = False) -> str | None:
         """As text, the figure that `audit` and `report` tell; None before the second step. Of a run that is over it is
-        taken anew."""
+        taken anew. Above so many bytes of events it says who tells it."""
         if is_over or self._now() >= self._next:
             started = self._now()
             try:
                 with as_one_run(self._run_dirs) as run_dir:
+                    if sum(path.stat().st_size for path in run_dir.glob("events/*.jsonl")) > self._most_bytes:
+                        self._text = "too long a run to read again and again; elastic-train audit tells it"
+                        self._next = math.inf
+                        return self._text
                     lost = lost_time(read_history(run_dir))
-            except RunDirectoryError:  # moved aside by a new start
+            except (RunDirectoryError, FileNotFoundError):  # moved aside by a new start
                 return self._text
             told = [f"{cause} {seconds:.1f} s" for cause, seconds in lost.by_cause.items() if seconds >= 0.05]
             ratio = f"{lost.ratio:.3f}{'' if is_over else ' so far'}"
