@@ -3,7 +3,8 @@
 One object per line, written by a single `write(2)` to a file opened for appending, so a process that is killed leaves
 whole lines. Only one that SIGKILL finds inside that very call may leave its last line cut off: Linux copies a write
 page by page and looks for a fatal signal between two pages. Such a line has no newline at its end, and reader.py
-passes over it. There is one file per worker process, so no two processes ever share one.
+passes over it. There is one file per worker process, so no two processes ever share one; in containers a later one may
+have the same name, and goes on with the file behind a newline.
 
 An event has its moment twice: `time`, Unix seconds by a clock that may be wrong or be set, and `monotonic`, the seconds
 of one that only ever goes on, of this machine alone. Readers of several files make one clock of them all:
@@ -52,7 +53,10 @@ class JsonLines:
         try:
             if self._fd is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                size = os.fstat(self._fd).st_size
+                if size and os.pread(self._fd, 1, size - 1) != b"\n":
+                    os.write(self._fd, b"\n")
             if os.write(self._fd, data) != len(data):
                 os.write(self._fd, b"\n")  # the disk filled up within the line: end it, so that readers skip only it
         except OSError as error:

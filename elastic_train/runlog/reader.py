@@ -42,8 +42,10 @@ def read_with_torn(path: Path, torn: list[int]) -> Iterator[Line]:
     What follows the last newline is left out: it was cut off by a kill, or is still being written.
 
     Args:
-        torn: gets the numbers (from 1) of the lines that are torn.
+        torn: gets the numbers (from 1) of the lines that are torn; without those that a kill cut off, behind which a
+            later process of the same name goes on.
     """
+    generation: int | None = None
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if not raw.endswith(b"\n"):
@@ -52,8 +54,20 @@ def read_with_torn(path: Path, torn: list[int]) -> Iterator[Line]:
                 continue
             if (line := parse(raw)) is None:
                 torn.append(number)
-            else:
-                yield line
+                continue
+            if torn[-1:] == [number - 1] and _begins_anew(line, generation):
+                torn.pop()
+            generation = int_of(line, "generation")
+            yield line
+
+
+def _begins_anew(line: Line, generation: int | None) -> bool:
+    """Whether a line may be the first of a process, where the one before it was of a generation. A line of the ledger
+    does not say; a process that goes on is of a later generation."""
+    if "event" in line:
+        return bool(line["event"] == "start")
+    own = int_of(line, "generation")
+    return own is not None and (generation is None or own > generation)
 
 
 def read_events(path: Path, tail_bytes: int = 256 * 1024) -> list[Line]:

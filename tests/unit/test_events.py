@@ -249,6 +249,39 @@ def test_appending_goes_on_after_what_is_there(tmp_path: Path) -> None:
     assert [line["number"] for line in read_all(tmp_path / "lines.jsonl")] == [0, 1]
 
 
+def test_a_later_process_of_the_same_name_goes_on_behind_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    """In containers pids repeat."""
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"event":"world"}\n{"event":"st')
+    for event in ("start", "step"):
+        lines = JsonLines(path)
+        lines.write({"event": event})
+        lines.close()
+    torn: list[int] = []
+    assert list(read_with_torn(path, torn)) == [{"event": "world"}, {"event": "start"}, {"event": "step"}]
+    assert torn == []
+
+
+@pytest.mark.parametrize(
+    ("text", "torn"),
+    [
+        ('{"event":"step"}\n{"ev\n{"event":"start"}\n', []),
+        ('{"event":"step"}\n{"ev\n{"event":"step"}\n{"event":"start"}\n', [2]),
+        ('{"event":"step"}\n{"ev\n\n', [2]),
+        ('{"generation":1}\n{"ge\n{"generation":2}\n', []),
+        ('{"generation":1}\n{"ge\n{"generation":1}\n', [2]),
+        ('{"generation":2}\n{"ge\n{"generation":1}\n', [2]),
+        ('{"ge\n{"generation":1}\n', []),
+    ],
+)
+def test_a_line_is_torn_unless_a_later_process_goes_on_behind_it(text: str, torn: list[int], tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text(text)
+    found: list[int] = []
+    for _ in read_with_torn(tmp_path / "lines", found):
+        pass
+    assert found == torn
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
