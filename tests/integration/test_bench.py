@@ -12,7 +12,8 @@ from elastic_train.errors import ElasticTrainError, SnapshotError
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.bench.goodput_of_trace import NUM_NODES, Ours, Restarts, Torchft, Trace
 from elastic_train.tools.bench.goodput_of_trace import measure as measure_goodput
-from elastic_train.tools.bench.loop_speed import Effort, LoopCase, lower_bound, measure
+from elastic_train.tools.bench.loop_speed import Effort, Launched, LoopCase, lower_bound, measure
+from elastic_train.tools.bench.loop_speed import rows_of as rows_of_loops
 from elastic_train.tools.bench.snapshot_cost import OURS, SnapshotEffort, measure_all, measure_way
 from elastic_train.tools.bench.snapshot_cost import RIVALS as SAVING
 from elastic_train.tools.bench.snapshot_cost import rows_of as rows_of_snapshots
@@ -47,6 +48,12 @@ def test_a_lower_bound_is_that_of_the_launches() -> None:
     assert lower_bound([[1.0] * 5] * 9) == 1.0
     assert lower_bound([[0.8] * 50] * 4 + [[1.0] * 50] * 5) == 0.8
     assert lower_bound([[0.8] * 50] * 1 + [[1.0] * 50] * 8) == 1.0
+
+
+def test_one_launch_shows_no_bound() -> None:
+    case, launched = LoopCase("cnn", 64, 1, items=True), Launched([(0.9, 1.0), (1.3, 1.0)], (1.0, 1.0))
+    assert [row.case for row in rows_of_loops(case, [launched])] == [str(case), "  of processor time"]
+    assert [row.case for row in rows_of_loops(case, [launched] * 2)][1] == "  at least, at 95 %"
 
 
 def test_a_worker_that_fails_ends_it() -> None:
