@@ -23,7 +23,9 @@ from elastic_train.tools.audit.trace_bill import bill_of_run, node_lives
 from elastic_train.tools.drills.conductor import Pending
 from elastic_train.tools.drills.drill_command import settings_of
 from elastic_train.tools.drills.faults import Join
+from elastic_train.tools.drills.jobs import JOBS
 from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.nodes import TooSlow
 from elastic_train.tools.drills.replay import Replay
 from elastic_train.tools.drills.schedule import Planned
 from elastic_train.tools.drills.trace import Act, AvailabilityTrace, Move, Stay, read_trace
@@ -290,6 +292,24 @@ class Untold:
 
     def log(self, text: str) -> None:
         pass
+
+
+def test_a_departure_that_meets_with_trouble_does_not_end_the_drill() -> None:
+    written: list[dict[str, Any]] = []
+    record: Any = SimpleNamespace(fault=lambda what, number, **more: written.append({"what": what, **more}))
+    place: Any = SimpleNamespace(name="node2", index=1, is_running=True, members=("b/0/2",), effect=None)
+
+    def kill(_places: list[Any]) -> None:
+        raise TooSlow("no end of the killed processes")
+
+    cluster: Any = SimpleNamespace(places=[place], inside=[], kill=kill, is_in=lambda _: True, rank_of=lambda _: 1)
+    cluster.watch = SimpleNamespace(generation=0, step=5)
+    settings: Any = SimpleNamespace(plan=[], seed=1, peer_timeout=2.0, job=JOBS["paced"])
+    trace = AvailabilityTrace((Stay("b", 0.0, float("inf")),), 1.0)
+    replay = Replay(settings, trace, cluster, record, Untold())  # type: ignore[arg-type]
+    replay._do(Move(1.0, Act.TAKE, 0))
+    reason = "no end of the killed processes"
+    assert written == [{"what": "skipped", "name": "kill", "target": "node2", "reason": reason}]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import psutil
 from elastic_train.errors import ElasticTrainError
 from elastic_train.tools.audit.record import Record
 from elastic_train.tools.drills.catalogue import FAULTS
-from elastic_train.tools.drills.cluster import Cluster
+from elastic_train.tools.drills.cluster import Cluster, Place
 from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed
 from elastic_train.tools.drills.injection import Fault, Injection, NotInjected
 from elastic_train.tools.drills.live import Timeline
@@ -150,15 +150,17 @@ class Conductor:
         settings = self._settings
         return Injection(self._cluster, rng, settings.peer_timeout, standstill=settings.job.standstill)
 
-    def _inject(self, number: int, planned: Planned, fault: Fault) -> None:
+    def _inject(self, number: int, planned: Planned, fault: Fault, targets: list[Place] | None = None) -> None:
+        """Into those that it chooses itself, where no `targets` are given."""
         cluster, injection = self._cluster, self._injection(number)
         try:
-            injection.targets = fault.choose(injection)
+            injection.targets = fault.choose(injection) if targets is None else targets
         except NotInjected as error:
             self._skip(number, planned, str(error))
             return
         injection.generation = cluster.watch.generation
-        injection.members = tuple(member for place in injection.targets for member in place.members)
+        there = [place for place in injection.targets if cluster.is_in(place)]
+        injection.members = tuple(member for place in there for member in place.members)
         ranks = [rank for place in injection.targets if (rank := cluster.rank_of(place)) is not None]
         at_rank = f" (rank {', '.join(map(str, ranks))})" if ranks else ""
         self._timeline.log(f"{fault.name}: {injection.target}{at_rank}, step {cluster.watch.step}")
@@ -171,14 +173,9 @@ class Conductor:
             for place in injection.targets:
                 place.effect = None
             return
-        self._await(Pending(number, planned, fault, injection, injected_at), step, evidence)
-
-    def _await(self, pending: Pending, step: int, evidence: str) -> None:
-        """Write down that a fault was injected, at a step and with what shows it; whether it is over is seen later."""
-        fault, injection = pending.fault, pending.injection
         self._record.fault(
             "struck",
-            pending.number,
+            number,
             name=fault.name,
             target=injection.target,
             step=step,
@@ -186,9 +183,9 @@ class Conductor:
             limit_seconds=fault.limit_seconds(injection),
             may_take=[place.name for place in fault.may_take(injection)],
             effects=sorted(fault.effects),
-            struck_at=pending.injected_at,
+            struck_at=injected_at,
         )
-        self._pending.append(pending)
+        self._pending.append(Pending(number, planned, fault, injection, injected_at))
 
     def _skip(self, number: int, planned: Planned, reason: str, target: str = "") -> None:
         self._timeline.log(f"{planned.fault} was not injected: {reason}")

@@ -11,7 +11,7 @@ import time
 from elastic_train.tools.audit.fault_checks import RESTART_LIMIT_SECONDS
 from elastic_train.tools.audit.record import Effect, Record
 from elastic_train.tools.drills.cluster import Cluster, Place
-from elastic_train.tools.drills.conductor import Conductor, Pending
+from elastic_train.tools.drills.conductor import Conductor
 from elastic_train.tools.drills.faults import Join
 from elastic_train.tools.drills.injection import Fault, Injection, has_stepped_anew
 from elastic_train.tools.drills.live import Timeline
@@ -33,13 +33,12 @@ class Departure(Fault):
 class Taken(Departure):
     name = "kill"
 
+    def inject(self, injection: Injection) -> str:
+        injection.cluster.kill(injection.targets)
+        return "all of its processes are gone"
 
-class NoticeGiven(Departure):
-    name = "stop"
-    effects = frozenset({Effect.ASKS_TO_LEAVE})
 
-
-class LastTaken(Departure):
+class LastTaken(Taken):
     """With it goes the state: what came after the newest snapshot is done again."""
 
     name = "kill-all"
@@ -49,11 +48,20 @@ class LastTaken(Departure):
         return RESTART_LIMIT_SECONDS
 
 
-class LastNoticed(LastTaken):
+class NoticeGiven(Departure):
+    name = "stop"
+    effects = frozenset({Effect.ASKS_TO_LEAVE})
+
+    def inject(self, injection: Injection) -> str:
+        assert injection.place.node is not None, "it runs"
+        injection.place.node.signal(signal.SIGTERM)
+        return "SIGTERM sent"
+
+
+class LastNoticed(NoticeGiven):
     """It saves the state before it goes."""
 
-    name = "stop"
-    effects = NoticeGiven.effects
+    limit_seconds = LastTaken.limit_seconds
 
 
 class Replay(Conductor):
@@ -102,40 +110,23 @@ class Replay(Conductor):
                 self._cluster.kill([place])
             return
         number, self._num_faults = self._num_faults, self._num_faults + 1
+        fault: Fault
         if move.act is Act.START:
             self._noticed.discard(move.place)
-            self._inject_now(number, move, Join(), place)
-            return
-        self._close_arrival(place)
-        self._noticed.add(move.place)
-        is_last = not [other for other in self._cluster.inside if other.index not in self._noticed]
-        kinds = {(Act.TAKE, False): Taken, (Act.TAKE, True): LastTaken, (Act.NOTICE, False): NoticeGiven}
-        self._inject_now(number, move, kinds.get((move.act, is_last), LastNoticed)(), place)
-
-    def _inject_now(self, number: int, move: Move, fault: Fault, place: Place) -> None:
-        cluster, injection = self._cluster, self._injection(number)
+            fault = Join()
+        else:
+            self._close_arrival(place)
+            self._noticed.add(move.place)
+            is_last = not [other for other in self._cluster.inside if other.index not in self._noticed]
+            if move.act is Act.TAKE:
+                fault = LastTaken() if is_last else Taken()
+            else:
+                fault = LastNoticed() if is_last else NoticeGiven()
         planned = Planned(move.at, move.act.value)
         if place.is_running is (move.act is Act.START):
             self._skip(number, planned, "the node runs still" if place.is_running else "its node had ended", place.name)
             return
-        injection.targets, injection.generation = [place], cluster.watch.generation
-        injection.members = place.members if cluster.is_in(place) else ()
-        self._timeline.log(f"{fault.name}: {place.name}, step {cluster.watch.step}")
-        injected_at, step = time.time(), cluster.watch.step
-        evidence = self._act(move.act, place)
-        self._await(Pending(number, planned, fault, injection, injected_at), step, evidence)
-
-    def _act(self, act: Act, place: Place) -> str:
-        """What shows that it happened."""
-        if act is Act.START:
-            self._cluster.start(place)
-            return "started"
-        if act is Act.TAKE:
-            self._cluster.kill([place])
-            return "all of its processes are gone"
-        assert place.node is not None, "it runs"
-        place.node.signal(signal.SIGTERM)
-        return "SIGTERM sent"
+        self._inject(number, planned, fault, [place])
 
     def _close_arrival(self, place: Place) -> None:
         """One that goes before it has come is not waited for; it had its time to come, or it had not."""
