@@ -9,9 +9,8 @@ import pytest
 
 from elastic_train.tools.check import node_rules, world_rules
 from elastic_train.tools.check.advice import Finding, Level
-from elastic_train.tools.check.check_command import describe
+from elastic_train.tools.check.check_command import RULES, describe, is_passed, judge
 from elastic_train.tools.check.facts import Gathered, Gpu, Problem, RendezvousFacts, SharedFacts, Wanted, WorkerFacts
-from elastic_train.tools.check.judgement import RULES, is_passed, judge
 
 GB = 10**9
 VERSIONS = {"python": "3.11", "torch": "2.15.0+cu132", "torchvision": "0.29.2", "elastic_train": "0.1.0"}

@@ -3,6 +3,6 @@
 - `facts.py`: what is gathered, as plain values
 - `here.py`: what a worker finds by itself; `endpoint.py`: at the store it is to meet the others at
 - `together.py`: what takes the others: who reaches whom, clocks, an all-reduce, the directory they share
-- `judgement.py`: facts in, findings out; the whole judgement, with no input or output
-- `check_command.py`: the order of it all, and what is printed
+- `node_rules.py`, `world_rules.py`: facts in, findings out, with no input or output
+- `check_command.py`: the order of it all, the rules among it, and what is printed
 """

@@ -11,7 +11,9 @@ from elastic_train.tools.check.facts import Gathered, WorkerFacts
 
 class Level(StrEnum):
     BREAKS = "BREAKS"
+    """it would end the job, keep it from starting, or cost it what it promises"""
     MATTERS = "warning"
+    """it will be slow or fragile"""
     FINE = "ok"
     SKIPPED = "skipped"
 

@@ -1,10 +1,10 @@
-"""`elastic-train check`: the order in which things are looked at, and what is printed."""
+"""`elastic-train check`: the order in which things are looked at, the rules that judge them, and what is printed."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +14,31 @@ from elastic_train.protocol.addresses import parse_endpoints
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.launch import Launch, max_nodes_of
 from elastic_train.stopping import StopSignal, die_with_parent
+from elastic_train.tools.check import node_rules, world_rules
 from elastic_train.tools.check.advice import Finding, Level
 from elastic_train.tools.check.facts import Gathered, RendezvousFacts, Wanted
-from elastic_train.tools.check.judgement import is_passed, judge
 from elastic_train.wording import count
 
 OWN_ID = "check"
 """follows the job's run id where its workers meet"""
 LEAST_PEER_TIMEOUT = 30.0
 """seconds: here nobody is in a hurry to be rid of a slow node"""
+RULES: tuple[Callable[[Gathered], list[Finding]], ...] = (
+    world_rules.world_is_the_one_asked_for,
+    world_rules.versions_are_equal,
+    world_rules.torch_is_known,
+    world_rules.store_is_usable,
+    world_rules.names_resolve,
+    world_rules.addresses_are_usable,
+    world_rules.everybody_reaches_everybody,
+    world_rules.clocks_agree,
+    node_rules.gpus_are_visible_and_not_shared,
+    node_rules.state_can_be_built,
+    node_rules.snapshot_directory_is_one,
+    node_rules.there_is_room,
+    node_rules.grace_is_long_enough,
+)
+"""in the order in which a person would look: pure functions, which say what they find for whoever starts the job"""
 
 
 def run_check(arguments: argparse.Namespace) -> int:
@@ -44,6 +60,15 @@ def run_check(arguments: argparse.Namespace) -> int:
     if launch.local_rank == 0:  # in each node's own terminal or log
         print("\n".join([*describe(findings), "PASS" if is_good else "FAIL"]), flush=True)
     return 0 if is_good else 1
+
+
+def judge(gathered: Gathered) -> list[Finding]:
+    """What every rule finds."""
+    return [finding for rule in RULES for finding in rule(gathered)]
+
+
+def is_passed(findings: Iterable[Finding]) -> bool:
+    return not any(finding.level is Level.BREAKS for finding in findings)
 
 
 def refuse_what_cannot_work(arguments: argparse.Namespace) -> None:
