@@ -20,6 +20,7 @@ from elastic_train.observe.bill import newest_bill
 from elastic_train.observe.capacity import NO_CAPACITY, Capacity, capacity_of, quarantines_of
 from elastic_train.observe.status_files import IsAlive, WorkerLines, drill_is_alive, process_is_alive, read_workers
 from elastic_train.observe.status_past import incidents_of, warnings_of
+from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line, dict_of, float_of, int_of, read_json, time_of
 from elastic_train.storage.run_snapshots import folder_by
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots
@@ -246,7 +247,7 @@ def _classify(workers: list[WorkerLines], now: float, is_alive: IsAlive) -> RunS
     if not workers:
         return RunState.STARTING
     outcomes = {worker.outcome for worker in workers}
-    if outcomes & {"finished", "already_finished"}:
+    if not FINISHED.isdisjoint(outcomes):
         return RunState.FINISHED
     age = now - max(worker.written for worker in workers)
     lives = {worker.is_alive(is_alive) for worker in workers if worker.outcome is None}

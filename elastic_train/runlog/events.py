@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from elastic_train.world import World
 
+FINISHED = frozenset({"finished", "already_finished"})
+"""the outcomes in a `done` event of who reached the end"""
+
 
 class JsonLines:
     """An append-only file of JSON objects, made at the first line; every line is in the kernel before `write` returns.

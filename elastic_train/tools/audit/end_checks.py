@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from elastic_train.errors import SnapshotDamaged, SnapshotError
 from elastic_train.observe.status import RunState, read_status
 from elastic_train.observe.status_files import HEARD_SECONDS
+from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line
 from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
-from elastic_train.tools.audit.history import FINISHED, History, writer
+from elastic_train.tools.audit.history import History, writer
 from elastic_train.tools.audit.lost_time import lost_time
 from elastic_train.tools.audit.record import DrillRecord
 from elastic_train.tools.audit.remains_checks import find_snapshots_of

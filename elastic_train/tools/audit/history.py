@@ -16,15 +16,13 @@ from pathlib import Path
 
 from elastic_train.errors import RunDirectoryError
 from elastic_train.observe.status import missing
+from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line, member_of, read_json, read_with_torn
 from elastic_train.storage.store_urls import is_url
 from elastic_train.tools.audit.clocks import set_right
 from elastic_train.tools.audit.lives import Life, Step, lives_of
 from elastic_train.tools.audit.one_run import of_one_run
 from elastic_train.tools.audit.record import DrillRecord, read_drill
-
-FINISHED = frozenset({"finished", "already_finished"})
-"""the outcomes of who reached the end"""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from elastic_train.runlog.events import FINISHED
 from elastic_train.tools.audit.finding import Found, Skip
-from elastic_train.tools.audit.history import FINISHED, History
+from elastic_train.tools.audit.history import History
 from elastic_train.tools.audit.lost_time import lost_time
 from elastic_train.tools.audit.record import DrillRecord, Effect, FaultRecord
 

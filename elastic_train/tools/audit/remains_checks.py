@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError
+from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line
 from elastic_train.storage.run_snapshots import folder_by
 from elastic_train.tools.audit.finding import Found, Skip
-from elastic_train.tools.audit.history import FINISHED, History, writer
+from elastic_train.tools.audit.history import History, writer
 from elastic_train.tools.audit.record import Effect
 from elastic_train.wording import count
 

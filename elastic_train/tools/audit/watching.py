@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from elastic_train.errors import RunDirectoryError
-from elastic_train.observe.status import RunState, Status
+from elastic_train.observe.status import THERE, Status
 from elastic_train.observe.status_table import as_table, describe
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.lost_time import lost_time
@@ -26,7 +26,6 @@ LINE = (
     "incidents",
 )  # fmt: skip
 """the facts of a line where there is no terminal"""
-LIVE = (RunState.STARTING, RunState.RUNNING, RunState.SILENT)
 
 
 class GoodputSoFar:
@@ -83,14 +82,14 @@ def watch_status(
         while True:
             status = read_status_of(run_dirs, now())
             live.update(as_table(status, _rows(status, goodput, now())), refresh=True)
-            if status.state not in LIVE:
+            if status.state not in THERE:
                 return status
             sleep(REFRESH_SECONDS)
 
 
 def _rows(status: Status, goodput: GoodputSoFar, now: float) -> list[tuple[str, str]]:
     rows = describe(status, now)
-    so_far = goodput.read(is_over=status.state not in LIVE)
+    so_far = goodput.read(is_over=status.state not in THERE)
     return rows if so_far is None else [*rows, ("goodput", so_far)]
 
 
@@ -119,6 +118,6 @@ def _print_lines(
             last = key
             rows = dict(_rows(status, goodput, now())) | _in_brief(status)
             print("; ".join(f"{name}: {rows[name]}" for name in LINE if name in rows), file=file, flush=True)
-        if status.state not in LIVE:
+        if status.state not in THERE:
             return status
         sleep(REFRESH_SECONDS)

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Follower, Line, float_of, member_of
 
 
@@ -88,7 +89,7 @@ class RunWatch:
 
     @property
     def is_finished(self) -> bool:
-        return not {"finished", "already_finished"}.isdisjoint(self.outcomes.values())
+        return not FINISHED.isdisjoint(self.outcomes.values())
 
 
 def _time(line: Line) -> float:
