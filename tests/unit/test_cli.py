@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -269,8 +269,8 @@ def test_status_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_every_benchmark_has_a_run() -> None:
-    for module in bench.BENCHMARKS.values():
-        assert callable(importlib.import_module(module).run)
+    for place in bench.BENCHMARKS.values():
+        assert callable(pkgutil.resolve_name(place))
 
 
 def test_bench_writes_the_rows_as_json_too(

@@ -1,28 +1,28 @@
 """Benchmarks: ours against what a good user would write by hand, interleaved in one run.
 
-One module per benchmark, imported only when it is asked for; each has `run(quick) -> dict` with the keys of
+One module per benchmark, imported only when it is asked for; each has a `run(quick) -> dict` with the keys of
 `elastic-train bench --json`, as `table.report` makes them.
 """
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from typing import Any
 
 BENCHMARKS = {
-    "goodput": "elastic_train.tools.bench.goodput_of_trace",
-    "loop": "elastic_train.tools.bench.loop_speed",
-    "membership": "elastic_train.tools.bench.membership_load",
-    "recovery": "elastic_train.tools.bench.recovery_time",
-    "recovery-etcd": "elastic_train.tools.bench.recovery_time_etcd",
-    "reduction": "elastic_train.tools.bench.reduction_speed",
-    "snapshot": "elastic_train.tools.bench.snapshot_cost",
-    "startup": "elastic_train.tools.bench.startup",
+    "goodput": "elastic_train.tools.bench.goodput_of_trace:run",
+    "loop": "elastic_train.tools.bench.loop_speed:run",
+    "membership": "elastic_train.tools.bench.membership_load:run",
+    "recovery": "elastic_train.tools.bench.recovery_time:run",
+    "recovery-etcd": "elastic_train.tools.bench.recovery_time:run_etcd",
+    "reduction": "elastic_train.tools.bench.reduction_speed:run",
+    "snapshot": "elastic_train.tools.bench.snapshot_cost:run",
+    "startup": "elastic_train.tools.bench.startup:run",
 }
-"""name on the command line -> module"""
+"""name on the command line -> MODULE:FUNCTION"""
 
 
 def run(name: str, quick: bool) -> dict[str, Any]:
     """Run the benchmark `name`, one of BENCHMARKS. Blocks for seconds (quick) to minutes."""
-    report: dict[str, Any] = importlib.import_module(BENCHMARKS[name]).run(quick)
+    report: dict[str, Any] = pkgutil.resolve_name(BENCHMARKS[name])(quick)
     return report

@@ -196,7 +196,7 @@ def measure_all(trace: Trace, with_rivals: bool) -> list[BenchRow]:
 
 
 def row(name: str, ours: float, rival: str, theirs: float) -> BenchRow:
-    return BenchRow(f"{name} beside {rival}", ours, theirs, "goodput", ours / theirs, 0.0)
+    return BenchRow.of_rates(f"{name} beside {rival}", [ours], [theirs], "goodput")
 
 
 def measure(contender: Contender, trace: Trace) -> float:

@@ -173,7 +173,7 @@ def rows_of(case: LoopCase, found: Sequence[Launched]) -> list[BenchRow]:
     rows = [BenchRow.of_rates(str(case), ours, theirs, "samples/s")]
     if case.items and len(found) > 1:
         bound = lower_bound([[our / their for our, their in one.pairs] for one in found])
-        rows.append(BenchRow("  at least, at 95 %", bound, MIN_RATIO, "ratio", bound / MIN_RATIO, 0.0))
+        rows.append(BenchRow.of_rates("  at least, at 95 %", [bound], [MIN_RATIO], "ratio"))
     if case.items:
         ours, theirs = zip(*(one.per_cpu_second for one in found), strict=True)
         rows.append(BenchRow.of_rates("  of processor time", ours, theirs, "samples/s"))

@@ -32,7 +32,7 @@ from elastic_train.errors import ElasticTrainError
 from elastic_train.runlog.reader import newest_first
 from elastic_train.tools.audit.record import Record
 from elastic_train.tools.bench import table
-from elastic_train.tools.bench.table import BenchRow, iqr
+from elastic_train.tools.bench.table import BenchRow
 from elastic_train.tools.drills.backends import C10d, Etcd3, backend_of
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
 from elastic_train.tools.drills.nodes import wait_until
@@ -98,6 +98,11 @@ def run(quick: bool) -> dict[str, Any]:
     return table.report("recovery", measure_all(C10d.name, quick))
 
 
+def run_etcd(quick: bool) -> dict[str, Any]:
+    """The same where nodes meet in an etcd cluster of three members, started for it."""
+    return table.report("recovery-etcd", measure_all(Etcd3.name, quick))
+
+
 def measure_all(backend: str, quick: bool) -> list[BenchRow]:
     cases = THOROUGH[backend]
     if quick:
@@ -139,7 +144,7 @@ def measure(backend: str, case: RecoveryCase, run_dir: Path) -> list[BenchRow]:
     worst = max(found["all"] for found in kills)
     return [
         *rows_of(killed, kills, case.limit),
-        BenchRow(f"{killed}, worst of {case.kills}", worst, case.worst, "s", case.worst / max(worst, 1e-6), 0.0),
+        BenchRow.within(f"{killed}, worst of {case.kills}", [worst], case.worst),
         *rows_of(
             f"{backend}, {case}, a node joined", joins, case.join_limit, statistics.median(j["step"] for j in joins)
         ),
@@ -150,10 +155,8 @@ def rows_of(case: str, found: Sequence[dict[str, float]], limit: float, step: fl
     """The median of the whole, then of every phase; `spread` in seconds. The whole may take `step` seconds more."""
     rows = []
     for phase in found[0]:
-        seconds = [one[phase] for one in found]
-        median = statistics.median(seconds)
         name, its_limit = (case, limit + step) if phase == "all" else (f"  {phase}", limit)
-        rows.append(BenchRow(name, median, its_limit, "s", its_limit / max(median, 1e-6), iqr(seconds)))
+        rows.append(BenchRow.within(name, [one[phase] for one in found], its_limit))
     return rows
 
 

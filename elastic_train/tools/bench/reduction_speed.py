@@ -34,7 +34,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_train.stopping import die_with_parent
-from elastic_train.tools.bench.table import BenchRow, iqr, report
+from elastic_train.tools.bench.table import BenchRow, report
 from elastic_train.training.models import build_model
 from elastic_train.training.ordered import OrderedReduction
 from elastic_train.training.reduction import Share
@@ -159,7 +159,7 @@ def measure(case: ReductionCase, world: World, seconds: float) -> list[BenchRow]
         row(f"{label}: DDP, same micro-batches", found["ordered"], found["accumulated"]),
         row(f"{label}: DDP, one batch a rank", found["ordered"], found["whole"]),
         row(f"{label}: exchange, all-reduce", found["exchange"], found["all-reduce"]),
-        BenchRow(f"{label}: memory at the peak, bound", held, bound, "gradients", bound / held, 0.0),
+        BenchRow.within(f"{label}: memory at the peak, bound", [held], bound, "gradients"),
     ]
     if world.rank == 0:
         share = statistics.median(found["exchange"]) / statistics.median(found["ordered"])
@@ -168,15 +168,8 @@ def measure(case: ReductionCase, world: World, seconds: float) -> list[BenchRow]
 
 
 def row(case: str, ours: list[float], theirs: list[float]) -> BenchRow:
-    ratios = [their / our for our, their in zip(ours, theirs, strict=True)]
-    return BenchRow(
-        case,
-        statistics.median(ours) * 1e3,
-        statistics.median(theirs) * 1e3,
-        "ms",
-        statistics.median(ratios),
-        iqr(ratios),
-    )
+    """From seconds."""
+    return BenchRow.of_costs(case, [1e3 * seconds for seconds in ours], [1e3 * seconds for seconds in theirs], "ms")
 
 
 def timed(step: Callable[[], None]) -> float:

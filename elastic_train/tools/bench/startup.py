@@ -108,18 +108,13 @@ def measure(num_joins: int) -> list[BenchRow]:
 
 def rows_of(joins: Sequence[JoinTimes]) -> list[BenchRow]:
     """The whole join beside its limit, pair by pair; then every phase, with its `spread` in seconds."""
-    ratios = [join.imports.limit / join.seconds for join in joins]
-    whole = statistics.median(join.seconds for join in joins)
-    limit = statistics.median(join.imports.limit for join in joins)
-    rows = [
-        BenchRow("from torchrun's start to the first step", whole, limit, "s", statistics.median(ratios), iqr(ratios))
-    ]
+    whole, limits = [join.seconds for join in joins], [join.imports.limit for join in joins]
+    rows = [BenchRow.of_costs("from torchrun's start to the first step", whole, limits, "s")]
     interpreter, torch, dynamo = map(statistics.median, zip(*(astuple(join.imports) for join in joins), strict=True))
     parts = {"agent: imports": interpreter + torch, "worker: imports": interpreter + torch + dynamo}
     for name in joins[0].phases:
-        seconds = [join.phases[name] for join in joins]
-        median, part = statistics.median(seconds), parts.get(name, ALLOWANCE_SECONDS)
-        rows.append(BenchRow(f"  {name}", median, part, "s", part / max(median, 1e-6), iqr(seconds)))
+        limit = parts.get(name, ALLOWANCE_SECONDS)
+        rows.append(BenchRow.within(f"  {name}", [join.phases[name] for join in joins], limit))
     return rows
 
 

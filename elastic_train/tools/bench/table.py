@@ -35,19 +35,27 @@ class BenchRow:
     spread: float
     """interquartile range of the pairs' ratios"""
 
-    @staticmethod
-    def of_rates(case: str, ours: Sequence[float], theirs: Sequence[float], unit: str) -> BenchRow:
+    @classmethod
+    def of_rates(cls, case: str, ours: Sequence[float], theirs: Sequence[float], unit: str) -> BenchRow:
         """From rates (more is better) that were measured in pairs, one right after the other."""
-        ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
-        return BenchRow(
-            case, statistics.median(ours), statistics.median(theirs), unit, statistics.median(ratios), iqr(ratios)
-        )
+        return cls._of_pairs(case, ours, theirs, unit, [our / their for our, their in zip(ours, theirs, strict=True)])
 
-    @staticmethod
-    def of_costs(case: str, ours: Sequence[float], theirs: Sequence[float], unit: str) -> BenchRow:
+    @classmethod
+    def of_costs(cls, case: str, ours: Sequence[float], theirs: Sequence[float], unit: str) -> BenchRow:
         """From seconds or bytes (less is better) that were measured in pairs."""
-        ratios = [their / our for our, their in zip(ours, theirs, strict=True)]
-        return BenchRow(
+        return cls._of_pairs(case, ours, theirs, unit, [their / our for our, their in zip(ours, theirs, strict=True)])
+
+    @classmethod
+    def within(cls, case: str, ours: Sequence[float], limit: float, unit: str = "s") -> BenchRow:
+        """From seconds or the like (less is better) beside the limit of their median; `spread` is in `unit`."""
+        median = statistics.median(ours)
+        return cls(case, median, limit, unit, limit / max(median, 1e-6), iqr(ours))
+
+    @classmethod
+    def _of_pairs(
+        cls, case: str, ours: Sequence[float], theirs: Sequence[float], unit: str, ratios: Sequence[float]
+    ) -> BenchRow:
+        return cls(
             case, statistics.median(ours), statistics.median(theirs), unit, statistics.median(ratios), iqr(ratios)
         )
 
