@@ -53,6 +53,17 @@ OVER = (RunState.FINISHED, RunState.FAILED)
 
 
 @dataclass(frozen=True)
+class NewestSnapshot:
+    """The newest that is whole by its size, not by its checksum. Below a URL, which nobody asks here, by its event."""
+
+    step: int | None
+    time: float
+    """Unix seconds"""
+    bytes: int | None
+    path: Path | str
+
+
+@dataclass(frozen=True)
 class Status:
     """What the files tell. None where they do not."""
 
@@ -84,10 +95,7 @@ class Status:
     """committed steps when it was measured"""
     test_metrics: Mapping[str, float] = field(default_factory=dict)
     """of the newest evaluation, by name"""
-    snapshot: SnapshotInfo | None = None
-    """the newest whole one by its size; its checksum is not verified"""
-    remote_snapshot: Line | None = None
-    """the event of the newest one, where they go to a URL, which nobody asks here"""
+    snapshot: NewestSnapshot | None = None
     incidents: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """oldest first; of those that differ in numbers only, as in the step of a snapshot, the newest, with a count"""
@@ -176,8 +184,7 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         test_accuracy=test_metrics.get("accuracy"),
         accuracy_step=accuracy_step,
         test_metrics=test_metrics,
-        snapshot=snapshot,
-        remote_snapshot=_newest_remote_snapshot(workers),
+        snapshot=_newest_remote_snapshot(workers) if snapshot is None else _told(snapshot),
         incidents=incidents_of(workers, current_result, now),
         warnings=tuple(dict.fromkeys([*warnings_of(workers), *problems])),
         is_drill=is_drill,
@@ -290,12 +297,19 @@ def _newest_snapshot(run_dir: Path, config: Line, problems: list[str]) -> Snapsh
         return None
 
 
-def _newest_remote_snapshot(workers: list[WorkerLines]) -> Line | None:
+def _told(info: SnapshotInfo) -> NewestSnapshot:
+    path = info.path if isinstance(info.path, Path) else str(info.path)
+    return NewestSnapshot(info.step, info.time, sum(file.bytes for file in info.files.values()), path)
+
+
+def _newest_remote_snapshot(workers: list[WorkerLines]) -> NewestSnapshot | None:
     written = (line for worker in workers for line in worker.lines if line["event"] == "snapshot")
-    remote = (line for line in written if is_url(line.get("path")))
-    return max(
-        remote, key=lambda line: (int_of(line, "generation") or 0, int_of(line, "snapshot_step") or 0), default=None
-    )
+    remote = [line for line in written if is_url(line.get("path"))]
+    if not remote:
+        return None
+    newest = max(remote, key=lambda line: (int_of(line, "generation") or 0, int_of(line, "snapshot_step") or 0))
+    step, size = int_of(newest, "snapshot_step"), int_of(newest, "bytes")
+    return NewestSnapshot(step, time_of(newest), size, str(newest["path"]))
 
 
 def _length(start: Line, snapshot: SnapshotInfo | None, step_lines: list[Line]) -> int | None:

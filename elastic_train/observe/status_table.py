@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from elastic_train.observe.bill import describe_bill
 from elastic_train.observe.capacity import describe_capacity
-from elastic_train.observe.status import SILENT_AFTER_SECONDS, RunState, Status
+from elastic_train.observe.status import SILENT_AFTER_SECONDS, NewestSnapshot, RunState, Status
 from elastic_train.protocol.quarantine import describe_deaths
-from elastic_train.runlog.reader import Line, int_of, time_of
-from elastic_train.storage.snapshot import SnapshotInfo
 from elastic_train.wording import duration, human_bytes, main_metrics
 
 if TYPE_CHECKING:
@@ -49,7 +47,7 @@ def describe(status: Status, now: float) -> list[tuple[str, str]]:
     at = f" at step {status.accuracy_step}" if status.accuracy_step != status.step else ""
     for name, value in main_metrics(status.test_metrics).items():
         row(f"test {name}", f"{value}{at}")
-    row("snapshot", _describe_snapshot(status.snapshot, status.remote_snapshot, now))
+    row("snapshot", _describe_snapshot(status.snapshot, now))
     row("training", None if status.goodput_ratio is None else f"{status.goodput_ratio:.0%} of the wall time")
     row("bill", describe_bill(status.bill))
     row("incidents", _some(status.incidents))
@@ -64,7 +62,7 @@ def _meaning_of_silence(status: Status, now: float) -> str:
     if status.is_drill and status.state in (RunState.DEAD, RunState.SILENT):
         return "; it was a drill, and its nodes are gone" if status.state is RunState.DEAD else "; it is a drill"
     if status.state is RunState.DEAD:
-        if status.snapshot is None and status.remote_snapshot is None:
+        if status.snapshot is None:
             return (
                 "; its processes are gone, and the same command continues from the newest snapshot that a node sees, "
                 "or begins anew where there is none"
@@ -86,15 +84,11 @@ def _of(value: int | None, total: int | None) -> str | None:
     return f"{value} of {total}" if value <= total else f"{value}, more than the {total} asked for"
 
 
-def _describe_snapshot(snapshot: SnapshotInfo | None, remote: Line | None, now: float) -> str:
-    if snapshot is not None:
-        size = sum(file.bytes for file in snapshot.files.values())
-        return f"step {snapshot.step}, {duration(now - snapshot.time)} ago, {human_bytes(size)}, {snapshot.path}"
-    if remote is not None:
-        size = int_of(remote, "bytes") or 0
-        ago = duration(now - time_of(remote))
-        return f"step {int_of(remote, 'snapshot_step')}, {ago} ago, {human_bytes(size)}, {remote['path']}"
-    return "none"
+def _describe_snapshot(snapshot: NewestSnapshot | None, now: float) -> str:
+    if snapshot is None:
+        return "none"
+    size = human_bytes(snapshot.bytes or 0)
+    return f"step {snapshot.step}, {duration(now - snapshot.time)} ago, {size}, {snapshot.path}"
 
 
 def _some(messages: tuple[str, ...]) -> str | None:
