@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elastic_train.errors import UsageError, cause_of
@@ -33,36 +32,13 @@ CAUSES = ("peer_lost", "leave", "join", "restart")
 """of incidents; told from the start, so that the first of each is seen as an increase"""
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The newest snapshot that this worker has written."""
-
-    written_at: float
-    """Unix seconds"""
-    step: int
-    bytes: int
-    stall_seconds: float
-    total_seconds: float
+Family = tuple[str, str, str, Mapping[str, float]]
+"""name, help, the label beside `run`, and the values by it; without a label the one value is that of """ ""
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """What a scrape tells; replaced as a whole, so that no lock is needed."""
-
-    step: int
-    loss: float | None
-    step_committed_at: float | None
-    """Unix seconds; None before the first step of this process"""
-    samples_per_second: float
-    generation: int
-    members: int
-    nodes: int
-    training_nodes: int
-    phase_seconds: dict[str, float]
-    incidents: dict[str, int]
-    recovery_seconds: dict[str, float]
-    """over the run, by cause"""
-    last_recovery_seconds: float | None
+def _one(name: str, what: str, value: float | None) -> Family:
+    """With no value where there is none yet."""
+    return name, what, "", {} if value is None else {"": value}
 
 
 class Metrics:
@@ -93,8 +69,12 @@ class Metrics:
         self._host, self._port = host, port
         self._run, self._max_nodes = run, max_nodes
         self._log, self._warn, self._is_noticed = log, warn, is_noticed
-        self._numbers: Numbers | None = None
-        self._snapshot: Snapshot | None = None
+        self._of_run: tuple[Family, ...] = ()
+        """replaced as a whole, so that no lock is needed, as the next one"""
+        self._of_snapshot: tuple[Family, ...] = ()
+        """of the newest that this worker has written"""
+        self._committed_at: float | None = None
+        """Unix seconds; None before the first step of this process"""
         self._rate = Rate()
         self._world: World | None = None
         self._updated_at = 0.0
@@ -151,8 +131,15 @@ class Metrics:
         if time.monotonic() - self._updated_at >= UPDATE_SECONDS or state.is_finished:
             self._update(state, loss, committed_at=time.time())
 
-    def snapshot(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
+    def snapshot(self, *, step: int, num_bytes: int, stall_seconds: float, total_seconds: float) -> None:
+        """This worker has written one just now."""
+        self._of_snapshot = (
+            _one("snapshot_time_seconds", "Unix time of the newest snapshot", time.time()),
+            _one("snapshot_step", "of the newest snapshot", step),
+            _one("snapshot_bytes", "of the newest snapshot", num_bytes),
+            _one("snapshot_stall_seconds", "that training waited for it", stall_seconds),
+            _one("snapshot_write_seconds", "until it was durable", total_seconds),
+        )
 
     def _update(self, state: TrainState, loss: float | None, committed_at: float | None = None) -> None:
         world = self._world
@@ -169,20 +156,27 @@ class Metrics:
         for cause, seconds in recoveries:
             incidents[cause] += 1
             recovery_seconds[cause] = recovery_seconds.get(cause, 0.0) + seconds
-        before = self._numbers
-        self._numbers = Numbers(
-            step=state.step,
-            loss=loss,
-            step_committed_at=committed_at or (before.step_committed_at if before else None),
-            samples_per_second=self._rate.per_second,
-            generation=world.generation,
-            members=world.world_size,
-            nodes=world.num_nodes,
-            training_nodes=world.num_training_nodes,
-            phase_seconds=state.clock.totals(),
-            incidents=dict(incidents),
-            recovery_seconds=recovery_seconds,
-            last_recovery_seconds=recoveries[-1][1] if recoveries else None,
+        self._committed_at = committed_at or self._committed_at
+        phases, nodes = state.clock.totals(), world.num_nodes
+        ratio = goodput(phases)["ratio"]
+        last = recoveries[-1][1] if recoveries else None
+        self._of_run = (
+            _one("step", "committed steps of the run", state.step),
+            _one("loss", "of the last step, over its whole batch", loss),
+            _one("step_committed_time_seconds", "Unix time at which a step was last committed", self._committed_at),
+            _one("started_time_seconds", "Unix time of this worker's first world", self._started_at),
+            _one("samples_per_second", "over all workers, the last few seconds", self._rate.per_second),
+            _one("generation", "number of the present world", world.generation),
+            _one("members", "workers that train", world.world_size),
+            _one("nodes", "nodes in the world, which could train: spares too", nodes),
+            _one("training_nodes", "nodes that train", world.num_training_nodes),
+            _one("max_nodes", "nodes that the job is to have, by --nnodes", self._max_nodes),
+            _one("wanted_nodes", "that would find a place", max(0, self._max_nodes - nodes)),
+            _one("goodput_ratio", "share of the wall time of the run in steps that were kept", ratio),
+            ("phase_seconds", "where the wall time of the run went", "phase", phases),
+            ("incidents", "over the whole run", "cause", incidents),
+            ("recovery_seconds", "over the whole run", "cause", recovery_seconds),
+            _one("last_recovery_seconds", "from what interrupted training last to its going on", last),
         )
 
     def close(self) -> None:
@@ -196,56 +190,19 @@ class Metrics:
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """prometheus_client calls it at every scrape."""
-        numbers, snapshot = self._numbers, self._snapshot
-        if numbers is None:
+        from prometheus_client.core import GaugeMetricFamily
+
+        of_run = self._of_run
+        if not of_run:
             return
-        ratio = goodput(numbers.phase_seconds)["ratio"]
-        yield self._gauge("step", "committed steps of the run", numbers.step)
-        yield self._gauge("loss", "of the last step, over its whole batch", numbers.loss)
-        yield self._gauge(
-            "step_committed_time_seconds", "Unix time at which a step was last committed", numbers.step_committed_at
-        )
-        yield self._gauge("started_time_seconds", "Unix time of this worker's first world", self._started_at)
-        yield self._gauge("samples_per_second", "over all workers, the last few seconds", numbers.samples_per_second)
-        yield self._gauge("generation", "number of the present world", numbers.generation)
-        yield self._gauge("members", "workers that train", numbers.members)
-        yield self._gauge("nodes", "nodes in the world, which could train: spares too", numbers.nodes)
-        yield self._gauge("training_nodes", "nodes that train", numbers.training_nodes)
-        yield self._gauge("max_nodes", "nodes that the job is to have, by --nnodes", self._max_nodes)
-        yield self._gauge("wanted_nodes", "that would find a place", max(0, self._max_nodes - numbers.nodes))
-        yield self._gauge("may_be_taken", "1 where this node has a standing notice", int(self._is_noticed()))
-        yield self._gauge("goodput_ratio", "share of the wall time of the run in steps that were kept", ratio)
         left = {str(one["host"]): one["until"] - time.time() for one in self.quarantines}
         waits = {host: seconds for host, seconds in left.items() if seconds > 0}
-        yield self._by("quarantine_seconds", "until the host is admitted again", "host", waits)
-        yield self._by("phase_seconds", "where the wall time of the run went", "phase", numbers.phase_seconds)
-        yield self._by("incidents", "over the whole run", "cause", numbers.incidents)
-        yield self._by("recovery_seconds", "over the whole run", "cause", numbers.recovery_seconds)
-        yield self._gauge(
-            "last_recovery_seconds",
-            "from what interrupted training last to its going on",
-            numbers.last_recovery_seconds,
+        of_now: tuple[Family, ...] = (
+            _one("may_be_taken", "1 where this node has a standing notice", int(self._is_noticed())),
+            ("quarantine_seconds", "until the host is admitted again", "host", waits),
         )
-        if snapshot is not None:
-            yield self._gauge("snapshot_time_seconds", "Unix time of the newest snapshot", snapshot.written_at)
-            yield self._gauge("snapshot_step", "of the newest snapshot", snapshot.step)
-            yield self._gauge("snapshot_bytes", "of the newest snapshot", snapshot.bytes)
-            yield self._gauge("snapshot_stall_seconds", "that training waited for it", snapshot.stall_seconds)
-            yield self._gauge("snapshot_write_seconds", "until it was durable", snapshot.total_seconds)
-
-    def _gauge(self, name: str, what: str, value: float | None) -> GaugeMetricFamily:
-        """With no value where there is none yet."""
-        from prometheus_client.core import GaugeMetricFamily
-
-        family = GaugeMetricFamily(f"elastic_train_{name}", what, labels=["run"])
-        if value is not None:
-            family.add_metric([self._run], value)
-        return family
-
-    def _by(self, name: str, what: str, label: str, values: dict[str, Any]) -> GaugeMetricFamily:
-        from prometheus_client.core import GaugeMetricFamily
-
-        family = GaugeMetricFamily(f"elastic_train_{name}", what, labels=["run", label])
-        for key, value in values.items():
-            family.add_metric([self._run, key], value)
-        return family
+        for name, what, label, values in (*of_run, *of_now, *self._of_snapshot):
+            family = GaugeMetricFamily(f"elastic_train_{name}", what, labels=["run", label] if label else ["run"])
+            for key, value in values.items():
+                family.add_metric([self._run, key] if label else [self._run], value)
+            yield family

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_train.observe.bill import bill_of
-from elastic_train.observe.metrics import Metrics, Snapshot
+from elastic_train.observe.metrics import Metrics
 from elastic_train.observe.rate import Rate
 from elastic_train.runlog.events import EventLog, Ledger, file_name
 from elastic_train.runlog.reader import newest_first
@@ -249,7 +249,9 @@ class Reporter:
     def snapshot(self, *, step: int, path: object, num_bytes: int, stall_seconds: float, total_seconds: float) -> None:
         self._last_snapshot_step = step
         if self.metrics is not None:
-            self.metrics.snapshot(Snapshot(time.time(), step, num_bytes, stall_seconds, total_seconds))
+            self.metrics.snapshot(
+                step=step, num_bytes=num_bytes, stall_seconds=stall_seconds, total_seconds=total_seconds
+            )
         self.events.write(
             "snapshot",
             path=str(path),

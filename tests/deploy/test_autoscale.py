@@ -100,4 +100,4 @@ def test_the_manifest_of_keda_is_yaml_and_asks_for_a_metric_that_there_is() -> N
     assert manifest["kind"] == "ScaledJob"
     (trigger,) = manifest["spec"]["triggers"]
     (name,) = re.findall(r"elastic_train_(\w+)", trigger["metadata"]["query"])
-    assert f'"{name}"' in inspect.getsource(Metrics.collect)
+    assert f'"{name}"' in inspect.getsource(Metrics)

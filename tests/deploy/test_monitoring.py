@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from elastic_train.observe.metrics import Metrics, Snapshot
+from elastic_train.observe.metrics import Metrics
 from elastic_train.tools.drills.nodes import free_port, wait_until
 from tests.unit.test_metrics import state, world
 
@@ -88,7 +87,7 @@ def expressions() -> list[str]:
 def test_alerts_and_dashboard_ask_for_what_is_told(stack: ExitStack) -> None:
     metrics, _ = endpoint(stack, "mine")
     metrics.enter(world(1), state())
-    metrics.snapshot(Snapshot(1.0, 1, 1, 1.0, 1.0))
+    metrics.snapshot(step=1, num_bytes=1, stall_seconds=1.0, total_seconds=1.0)
     told = {family.name for family in metrics.collect()}
     shown = names_in("\n".join(expressions()))
     # Descriptions of alerts are prose, and name files and commands of the project too.
@@ -182,7 +181,7 @@ def test_every_alert_fires_in_a_real_prometheus(stack: ExitStack, tmp_path: Path
         """As training would, for those that do."""
         for name in names:
             if name not in ("stuck", "unsaved"):
-                runs[name].snapshot(Snapshot(time.time(), 7, 1000, 0.01, 0.1))
+                runs[name].snapshot(step=7, num_bytes=1000, stall_seconds=0.01, total_seconds=0.1)
             if name != "stuck":
                 form = 1000.0 if name == "wasteful" else 10.0
                 runs[name].step(state(train=1000.0, form=form), 0.5, 64)
