@@ -43,7 +43,6 @@ class RunWatch:
     """the newest; -1 before the first"""
     world: SeenWorld | None = None
     """of that generation; None again once its processes are known to be gone"""
-    last_step_at: float = 0.0
     names: set[str] = field(default_factory=set)
     """every member that ever wrote, as `host/local_rank/pid`"""
     outcomes: dict[str, str] = field(default_factory=dict)
@@ -67,11 +66,9 @@ class RunWatch:
         if event == "step":
             if line["generation"] >= self.generation and line["step"] >= self.step:
                 self.step, self.loss = int(line["step"]), float_of(line, "loss")
-            committed_at = _time(line)
-            self.last_step_at = max(self.last_step_at, committed_at)
             world = self.world
             if world is not None and world.generation == line["generation"] and world.first_step_at is None:
-                world.first_step_at = committed_at
+                world.first_step_at = _time(line)
         elif event == "world":
             if line["generation"] > self.generation:
                 self.generation = int(line["generation"])
