@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+import weakref
 
 import torch
 from torch import nn
 
 from elastic_train.elastic.worker import Worker
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.state import Stateful
 from elastic_train.training.state_hash import owned_by
 from elastic_train.world import World
+
+STEPS_OF_ONE_THAT_STAYS = 3
+"""in which an optimizer has stepped that is not made anew for each"""
 
 
 class LoopHints:
@@ -22,16 +23,17 @@ class LoopHints:
         self._worker = worker
         self._has_looked_for_scheduler = self._has_looked_at_gradients = self._has_looked_for_ddp = False
         self._has_seen_early_commit = False
-        self._looked_at: set[int] = set()
-        """ids of optimizers"""
+        self._steps_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        """in which step each has stepped last, and in how many"""
+        self._has_told_of_other = False
 
     def note_stepped(self, world: World, *, is_in_hand: bool) -> None:
         """The optimizer has stepped, in a step that is in hand or between two."""
         if not is_in_hand and world.rank == 0 and not self._has_seen_early_commit:
             self._has_seen_early_commit = True
             self._worker.reporter.warn(
-                f"the optimizer has stepped after the commit of step {self._worker.state.step}: its step belongs "
-                "before training.commit(loss), else what is saved, and handed to newcomers, lacks it"
+                f"the optimizer has stepped between two steps (after step {self._worker.state.step}): its step belongs "
+                "between the batch and training.commit(loss), else what is saved, and handed to newcomers, may lack it"
             )
         if self._has_looked_for_scheduler or world.rank != 0:
             return
@@ -48,18 +50,27 @@ class LoopHints:
             )
 
     def note_other_stepped(self, world: World, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer has stepped."""
-        if world.rank != 0 or id(optimizer) in self._looked_at:
+        """Any optimizer has stepped. One that is made for a step, and thrown away, is no news."""
+        if world.rank != 0 or self._has_told_of_other:
             return
-        self._looked_at.add(id(optimizer))
-        state, kind = self._worker.state, type(optimizer).__name__
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        state = self._worker.state
+        last_step, num_steps = self._steps_of.get(optimizer, (-1, 0))
+        self._steps_of[optimizer] = state.step, num_steps + (last_step != state.step)
+        if last_step == state.step or num_steps + 1 != STEPS_OF_ONE_THAT_STAYS:
+            return
+        parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        modules = [state.model, *(extra for extra in state.extras.values() if isinstance(extra, nn.Module))]
+        others = torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler | AveragedWeights
         is_known = any(optimizer is one for one in state.kept.updates.optimizers)
-        if not is_known and owned_by(state).issuperset(map(id, parameters)):  # one that another one is made of
+        if is_known:
+            saved = {id(parameter) for module in modules for parameter in module.parameters()}
+            may_be_saved = any(not isinstance(one, others | nn.Module) for one in state.extras.values())
+        else:  # or another one is made of it
+            saved, may_be_saved = owned_by(state), False
+        if may_be_saved or saved.issuperset(parameters):
             return
-        saved = {one.data_ptr() for one in _tensors_in([state.model, *state.extras.values()])}
-        if is_known and saved.issuperset(one.data_ptr() for one in parameters):
-            return
+        self._has_told_of_other = True
+        kind = type(optimizer).__name__
         what = f"the parameters that {kind} trains are" if is_known else f"{kind}, which trains too, is"
         self._worker.reporter.warn(
             f"{what} no part of the state: a restart or a newcomer begins with new ones. Give every optimizer but the "
@@ -89,18 +100,6 @@ class LoopHints:
             "the function trains no module that training.parallel() has made: unless it calls that once a second "
             "worker has joined, nobody averages their gradients, and that ends the job with an error"
         )
-
-
-def _tensors_in(parts: Iterable[Stateful | nn.Module]) -> Iterator[torch.Tensor]:
-    values: list[Any] = [part.state_dict() for part in parts if not isinstance(part, torch.amp.GradScaler)]
-    while values:
-        value = values.pop()
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            values += value.values()
-        elif isinstance(value, list | tuple):
-            values += value
 
 
 def _do_add_up(model: nn.Module) -> bool:

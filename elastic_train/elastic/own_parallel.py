@@ -3,7 +3,8 @@
 # Without postponed annotations: DDP compares those of a communication hook with its own types.
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ class OwnParallel:
 
     Args:
         note_unwrapped: called where a step of the only worker is committed, and none was made.
-        are_equal: whether all parameters of a module are known to be the same on all ranks.
+        require_unbroken: raises FormationFailed where the process group was broken off; waits for the device.
     """
 
     def __init__(
@@ -40,14 +41,14 @@ class OwnParallel:
         steps: SessionSteps,
         sums: StepSums,
         note_unwrapped: Callable[[], None],
-        are_equal: Callable[[nn.Module], bool],
+        require_unbroken: Callable[[], None],
     ) -> None:
         self._world_size = world.world_size
         self._device = device
         self._watcher = watcher
         self._steps = steps
         self._sums = sums
-        self._note_unwrapped, self._are_equal = note_unwrapped, are_equal
+        self._note_unwrapped, self._require_unbroken = note_unwrapped, require_unbroken
         self._hooks: list[RemovableHandle] = []
         self.made: list[weakref.ref[DistributedDataParallel]] = []
         """the modules, which only the training function keeps"""
@@ -55,9 +56,8 @@ class OwnParallel:
     def wrap(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """As `Training.parallel`."""
         self._watcher.do(Activity.REDUCE, FIRST_SECONDS)  # it may take rank 0's weights
-        # Weights that this world has begun with equal ones of stay: NCCL would leave garbage in them where a peer dies.
-        init_sync = not self._are_equal(module)
-        ddp = DistributedDataParallel(module, **{"init_sync": init_sync, **options})
+        with self._kept_if_broken(module):
+            ddp = DistributedDataParallel(module, **options)
         self._steps.turn_to_function()
         if self._world_size > 1:
             ddp.register_comm_hook(self, OwnParallel._average_by_samples)
@@ -70,6 +70,24 @@ class OwnParallel:
             self._hooks.append(ddp.module.register_forward_pre_hook(_ForwardBegins(self)))
         self.made.append(weakref.ref(ddp))
         return ddp
+
+    @contextmanager
+    def _kept_if_broken(self, module: nn.Module) -> Iterator[None]:
+        """DDP puts rank 0's weights and buffers into `module` inside the block. Where NCCL's group is broken off these
+        are garbage: what was there is put back. Raises: FormationFailed, then."""
+        if self._world_size == 1 or self._device.type == "cpu":  # gloo raises before it changes any
+            yield
+            return
+        tensors = [one.detach() for one in (*module.parameters(), *module.buffers())]
+        before = [one.clone() for one in tensors]
+        try:
+            yield
+            self._require_unbroken()
+        except Exception:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, before, strict=True):
+                    tensor.copy_(value)
+            raise
 
     def require_made(self) -> None:
         """Raises: UsageError: several workers train, and each would go its own way."""

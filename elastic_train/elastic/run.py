@@ -187,14 +187,20 @@ def _compare_settings(worker: Worker, membership: Membership) -> None:
         )
 
 
+NUM_GROUPS = 4
+"""whose settings are compared: all members keep the text"""
+NOT_COMPARED = ("params", "fused", "foreach", "capturable")
+
+
 def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
-    """The plain settings of each parameter group, by a name for a person."""
+    """The plain settings of the first parameter groups of each, by a name for a person. Which kernel computes a step
+    may differ."""
     found = {}
     for place, optimizer in enumerate(optimizers):
-        for number, group in enumerate(optimizer.param_groups):
+        for number, group in enumerate(optimizer.param_groups[:NUM_GROUPS]):
             which = f"{type(optimizer).__name__}{f' {place}' * (place > 0)}{f', group {number}' * (number > 0)}"
             for name, value in group.items():
-                if name != "params" and isinstance(value, int | float | str | tuple | torch.Tensor):
+                if name not in NOT_COMPARED and isinstance(value, int | float | str | tuple | torch.Tensor):
                     found[f"{which}: {name}"] = f"{value.tolist() if isinstance(value, torch.Tensor) else value}"
     return found
 

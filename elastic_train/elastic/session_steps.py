@@ -118,12 +118,13 @@ class SessionSteps:
             share = next(self._shares)
         self.in_hand = StepInHand(share[0][0], sum(len(micro_batch.indices) for micro_batch, _ in share))
         self._observer.begin(share)
+        if self._is_own_code:
+            self._worker.state.remember()
         return share
 
     def leave_to_function(self, micro_batch: MicroBatch) -> None:
         """The user's own code computes the step in hand, from its one micro-batch on this rank."""
         state = self._worker.state
-        state.remember()
         seed_model_draws(self._worker.config.seed, micro_batch.step, micro_batch.shard, self._worker.device)
         state.lock.let_go()
 
@@ -135,7 +136,8 @@ class SessionSteps:
         return self.in_hand is not None
 
     def begin_commit(self) -> bool:
-        """The step in hand is about to be committed, and is from here on whatever happens. Returns whether the
+        """The step in hand is about to be committed, and is from here on whatever happens, unless it is taken back as a
+        whole (`KeptUpdates`). Returns whether the
         optimizer has stepped; else a GradScaler has skipped it, or gradients add up.
 
         Raises: FormationFailed where it has not, because the reduction was broken off: to a GradScaler that looks like

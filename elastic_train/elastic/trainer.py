@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.extras_check import ExtrasCheck
@@ -34,7 +33,6 @@ from elastic_train.errors import StatesDiffer, TrainingDiverged
 from elastic_train.rules import Activity
 from elastic_train.training.reduction import Share
 from elastic_train.training.state import TrainState
-from elastic_train.training.state_hash import are_compared
 from elastic_train.training.step import NO_VOTES, Outcome, Votes
 from elastic_train.world import World
 
@@ -84,10 +82,7 @@ class Trainer:
         optimizer = worker.state.optimizer
         if not self._is_bundled:
             worker.state.before_update = self._require_unbroken
-        self._hooks: list[RemovableHandle] = []
-        if not self._is_bundled:
-            self._hooks.append(optimizer.register_step_post_hook(self._note_step))
-            self._hooks.append(register_optimizer_step_post_hook(self._note_any_step))
+        self._hooks = () if self._is_bundled else (optimizer.register_step_post_hook(self._note_step),)
 
     @property
     def _is_bundled(self) -> bool:
@@ -117,7 +112,8 @@ class Trainer:
         self._training = training = self._make_training(world, shares, begin)
         try:
             try:
-                self._program.train(training)
+                with self._seeing_every_optimizer():
+                    self._program.train(training)
             except SystemExit as end:  # else the process would be gone without a word, its last commits with it
                 raise RuntimeError(
                     f"the training code called sys.exit({end.code!r}) at step {state.step}: to end training there, "
@@ -218,7 +214,7 @@ class Trainer:
         )
         parallel = OwnParallel(
             world, worker.device, membership.watcher, steps, sums, self._hints.note_unwrapped,
-            partial(are_compared, worker.state),
+            self._require_unbroken,
         )  # fmt: skip
         self._ddp_modules = parallel.made
         whole = WholeSteps(worker, membership, world, begin, self.states, self._stand_in)
@@ -275,9 +271,20 @@ class Trainer:
         is_in_hand = self._training.note_applied(getattr(optimizer, "found_inf", None))
         self._hints.note_stepped(self._training.world, is_in_hand=is_in_hand)
 
-    def _note_any_step(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
-        if self._training is not None:
-            self._hints.note_other_stepped(self._training.world, optimizer)
+    @contextmanager
+    def _seeing_every_optimizer(self) -> Iterator[None]:
+        """Of a loop of one's own, those that it has not told of, too."""
+
+        def note_step(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+            if self._training is not None:
+                self._hints.note_other_stepped(self._training.world, optimizer)
+
+        hook = None if self._is_bundled else register_optimizer_step_post_hook(note_step)
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
 
 
 def begin_scalers_anew(state: TrainState) -> None:

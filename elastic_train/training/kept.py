@@ -98,9 +98,9 @@ class KeptScales:
 
 
 class KeptUpdates:
-    """Weights, optimizers and extras when a step began, where optimizers may have changed them before its last
-    reduction: one of several has stepped, or one computes the loss several times in a step (a closure). A copy of all
-    that, in every such step.
+    """Weights, optimizers and extras when a step began, where optimizers may change them before its last reduction: one
+    of several has stepped, or one steps again, or computes the loss several times in its step (a closure). A copy of
+    all that, in every such step; the first in which one steps again has none.
 
     For the thread that trains, or one that has acquired the state's lock.
     """
@@ -110,6 +110,10 @@ class KeptUpdates:
         self._model = model
         self._parts = [optimizer, *(extra for extra in extras if not isinstance(extra, own))]
         self.optimizers = [part for part in self._parts if isinstance(part, torch.optim.Optimizer)]
+        self._is_needed = len(self.optimizers) > 1
+        self._num_begun = 0
+        """optimizers' steps in the step in hand"""
+        self._parameters: list[nn.Parameter] = []
         self._last: Any = None
         """the copy of the last step, whose memory is used again"""
         self.are_kept = False
@@ -120,48 +124,61 @@ class KeptUpdates:
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(hook)
 
-    def note_closure(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]
-    ) -> Arguments | None:
-        """An optimizer's step begins; no other part of the state has changed. Its closure runs passes, and reductions,
-        within the step: returns arguments whose closure calls `check` after each; None where there is no closure."""
-        others = {name: value for name, value in kwargs.items() if name != "closure"}
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
+    def note_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]) -> Arguments | None:
+        """An optimizer's step begins. A closure of it runs passes, and reductions, within that: returns arguments whose
+        closure calls `check` after each; None where there is no closure."""
+        self._num_begun += 1
+        if self._num_begun > 1:
+            self._is_needed = True
+        is_named = "closure" in kwargs
+        closure = kwargs["closure"] if is_named else args[1] if len(args) > 1 else None
+        if not callable(closure):
             return None
-        if not self.are_kept:
-            self.keep(is_needed=True)
+        self._is_needed = True
+        if not self.are_kept and self._num_begun == 1:  # nothing that an optimizer changes has changed
+            self._keep()
 
         def compute() -> Any:
             loss = closure()
             check()
             return loss
 
-        return (args[0], compute, *args[2:]), others
+        return (args, {**kwargs, "closure": compute}) if is_named else ((args[0], compute, *args[2:]), kwargs)
 
-    def keep(self, *, is_needed: bool = False) -> None:
-        """A step begins. What its one optimizer changes `is_needed` where that has a closure."""
-        self.are_kept = is_needed or len(self.optimizers) > 1
-        if self.are_kept:
-            with torch.no_grad():
-                self._last = _copy([self._parameters(), [part.state_dict() for part in self._parts]], self._last)
+    def keep(self) -> None:
+        """A step begins."""
+        self.are_kept, self._num_begun = False, 0
+        if self._is_needed:
+            self._keep()
+
+    def _keep(self) -> None:
+        # Parameters of modules that are no extra are kept, too.
+        owned = (one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"])
+        self._parameters = list({id(one): one for one in (*self._model.parameters(), *owned)}.values())
+        with torch.no_grad():
+            self._last = _copy([self._parameters, [part.state_dict() for part in self._parts]], self._last)
+        self.are_kept = True
 
     def put_back(self) -> bool:
-        """They are again what they were. Returns whether they were kept."""
+        """They are again what they were. Returns whether they were kept, and could be loaded: what has another form by
+        now, such as another number of parameter groups, cannot."""
         if not self.are_kept:
             return False
-        (values, states), self._last, self.are_kept = self._last, None, False  # optimizers take what they load
+        values, states = self._last
+        self.let_go()  # optimizers take what they load
         with torch.no_grad():
-            for parameter, value in zip(self._parameters(), values, strict=True):
+            for parameter, value in zip(self._parameters, values, strict=True):
                 parameter.copy_(value)
-        for part, state in zip(self._parts, states, strict=True):
-            part.load_state_dict(state)
+        try:
+            for part, state in zip(self._parts, states, strict=True):
+                part.load_state_dict(state)
+        except (KeyError, RuntimeError, TypeError, ValueError):
+            return False
         return True
 
-    def _parameters(self) -> list[nn.Parameter]:
-        """The model's, and those of others that an optimizer changes; modules among the extras have all of theirs."""
-        owned = (one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"])
-        return list({id(one): one for one in (*self._model.parameters(), *owned)}.values())
+    def let_go(self) -> None:
+        """Of the copy, and its memory."""
+        self._last, self.are_kept = None, False
 
 
 def _copy(value: Any, last: Any) -> Any:

@@ -145,7 +145,7 @@ class TrainState:
         return min(self.global_batch_size, self.length - self.samples_done)
 
     def _note_update(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        checked = self.kept.updates.note_closure(args, kwargs, self.before_update)
+        checked = self.kept.updates.note_step(args, kwargs, self.before_update)
         self.before_update()
         self.lock.hold()
         self._is_updating = True
@@ -157,7 +157,7 @@ class TrainState:
 
     def remember(self) -> None:
         """A step begins: keep what it may change before its reduction is known to be sound."""
-        self._is_step_open = True
+        self._is_step_open, self._is_updating = True, False  # what it is now is what a step is taken back to
         self.kept.keep()
         self.step_start.note()
 
@@ -254,6 +254,7 @@ class TrainState:
             KeyError, TypeError, ValueError, RuntimeError: it is of another model, optimizer or kind of extras.
         """
         self._is_step_open, self._is_updating = False, True
+        self.kept.updates.let_go()
         self.model.load_state_dict(state["model"])
         loaded = state["optimizer"]
         if self._schedule is not None and not self._has_own_optimizer:

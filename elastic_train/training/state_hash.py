@@ -151,12 +151,6 @@ def owned_by(state: TrainState) -> set[int]:
     return {id(parameter) for group in groups for parameter in group["params"]}
 
 
-def are_compared(state: TrainState, module: nn.Module) -> bool:
-    """Whether all parameters of `module` are among `tensors_of`."""
-    found = {id(parameter) for _, parameter in _compared(state)}
-    return found.issuperset(map(id, module.parameters()))
-
-
 def frozen_of(state: TrainState) -> dict[str, Tensor]:
     """The parameters, by name, that no optimizer owns and no gradient changes."""
     owned = owned_by(state)

@@ -59,7 +59,8 @@ def train_step(
     Raises:
         TrainingDiverged: the loss is NaN or infinite, on every rank alike; the weights are those before the step.
     """
-    state.remember()
+    if not state.is_step_open:  # a loop of one's own may have done something in it before
+        state.remember()
     drop_gradients(state.optimizer)
     scale = state.scaler.scale if state.scaler else _unscaled
     with state.lock.released():

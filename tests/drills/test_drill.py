@@ -144,7 +144,7 @@ def test_an_interrupted_drill_says_so(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(Network.why_not() is not None, reason=f"no network namespaces: {Network.why_not()}")
 def test_a_drill_with_cables_and_power(tmp_path: Path) -> None:
-    lossy = () if PacketLoss.why_not() else (PacketLoss.name,)  # a kernel may lack netem
+    lossy = () if PacketLoss.why_not() else ("packet-loss",)  # a kernel may lack netem
     plan = scenario(tmp_path, "partition", "one-way", "power-loss", "join", "slow-link", *lossy, every=4.0)
     done = drill(tmp_path, "--seed", "5", "--nodes-as", "namespaces", "--scenario", plan, timeout=880)
     assert done.returncode == 0, done.stdout + done.stderr

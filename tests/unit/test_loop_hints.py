@@ -99,7 +99,7 @@ def test_a_commit_before_the_step_of_the_optimizer() -> None:
     for is_in_hand in (True, False, False):
         told.hints.note_stepped(ALONE, is_in_hand=is_in_hand)
     [warning] = told.warnings
-    assert warning.startswith("the optimizer has stepped after the commit of step 0")
+    assert warning.startswith("the optimizer has stepped between two steps (after step 0)")
 
 
 @pytest.mark.parametrize(
@@ -109,20 +109,37 @@ def test_a_commit_before_the_step_of_the_optimizer() -> None:
         (("d",), "Adam, which trains too, is no part of the state"),
         (("d_optimizer",), "the parameters that Adam trains are no part of the state"),
         (("d", "d_optimizer"), None),
+        (("d_optimizer", "anything"), None),
     ],
 )
 def test_a_second_optimizer_or_its_module_that_was_forgotten(given: tuple[str, ...], words: str | None) -> None:
     d = nn.Linear(2, 1)
     d_optimizer = torch.optim.Adam(d.parameters())
-    extras: dict[str, Any] = {"d": d, "d_optimizer": d_optimizer}
+    anything = SimpleNamespace(state_dict=dict, load_state_dict=lambda _state: None)  # may hold the module
+    extras: dict[str, Any] = {"d": d, "d_optimizer": d_optimizer, "anything": anything}
     told = Told(**{name: extras[name] for name in given})
-    for world in (SECOND, ALONE, ALONE):
-        told.hints.note_other_stepped(world, d_optimizer)
-        told.hints.note_other_stepped(world, told.optimizer)
-    assert [words in warning for warning in told.warnings] == [True] * (words is not None)
+    for _ in range(5):
+        for world in (SECOND, ALONE, ALONE):
+            told.hints.note_other_stepped(world, d_optimizer)
+            told.hints.note_other_stepped(world, told.optimizer)
+        told.hints._worker.state.commit(0.0)
+    assert len(told.warnings) == (words is not None)
+    assert all(words in warning for warning in told.warnings)
+
+
+def test_an_optimizer_that_is_thrown_away_after_a_step_is_no_news() -> None:
+    told = Told()
+    for _ in range(5):
+        for _ in range(5):
+            told.hints.note_other_stepped(ALONE, torch.optim.Adam([nn.Parameter(torch.zeros(1))]))
+        told.hints._worker.state.commit(0.0)
+    assert told.warnings == []
 
 
 def test_an_optimizer_that_the_known_one_is_made_of() -> None:
     told = Told()
-    told.hints.note_other_stepped(ALONE, torch.optim.Adam(told.model.parameters()))
+    inner = torch.optim.Adam(told.model.parameters())
+    for _ in range(5):
+        told.hints.note_other_stepped(ALONE, inner)
+        told.hints._worker.state.commit(0.0)
     assert told.warnings == []

@@ -575,3 +575,71 @@ def test_a_closure_that_breaks_off_leaves_the_weights_of_the_last_commit(is_keyw
     assert state.is_whole
     assert all(map(torch.equal, model.parameters(), kept))
     assert optimizer.state_dict()["state"][0]["n_iter"] == held
+
+
+def test_what_is_done_between_two_steps_stays_when_the_next_one_is_taken_back() -> None:
+    """A loop that commits before the optimizer's step, or warms up."""
+    state = make_state()
+    state.remember()
+    state.model(torch.randn(8, 4)).sum().backward()
+    state.commit(0.0)
+    state.optimizer.step()
+    weights = [one.detach().clone() for one in state.model.parameters()]
+    state.remember()
+    assert state.rollback()
+    assert state.is_whole
+    assert all(map(torch.equal, state.model.parameters(), weights))
+
+
+def test_an_optimizer_that_steps_several_times_is_taken_back_from_the_second_step_on() -> None:
+    """As in PPO, whose epochs are over one batch."""
+    state = make_state()
+    for number in range(3):
+        state.remember()
+        assert state.kept.updates.are_kept == (number > 0)
+        weights = [one.detach().clone() for one in state.model.parameters()]
+        for _ in range(3):
+            state.model(torch.randn(8, 4)).sum().backward()
+            state.optimizer.step()
+        if number == 2:
+            assert state.rollback()
+            assert state.is_whole
+            assert all(map(torch.equal, state.model.parameters(), weights))
+        else:
+            state.commit(0.0)
+
+
+def test_a_group_that_was_added_in_the_step_cannot_be_taken_back() -> None:
+    gan = Gan()
+    gan.step()
+    gan.state.remember()
+    gan.d_optimizer.step()
+    gan.d_optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    assert gan.state.rollback()
+    assert not gan.state.is_whole
+
+
+class Scaled(torch.optim.Optimizer):
+    """One whose step has arguments of its own, a closure not as the first."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.seen: list[Any] = []
+
+    def step(self, scale: Any = None, *, closure: Any = None) -> Any:  # type: ignore[override]
+        self.seen.append(scale)
+        return closure() if closure is not None else None
+
+
+def test_what_is_no_closure_is_left_alone() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = Scaled(model.parameters())
+    state = TrainState(model, optimizer, length=64, global_batch_size=4, epochs=9)
+    checks: list[str] = []
+    state.before_update = lambda: checks.append("check")
+    state.remember()
+    optimizer.step(torch.ones(()))
+    assert not state.kept.updates.are_kept
+    assert optimizer.step(2.0, closure=lambda: "loss") == "loss"
+    assert [float(one) for one in optimizer.seen] == [1.0, 2.0]
+    assert checks == ["check"] * 3

@@ -16,7 +16,6 @@ from elastic_train.training.state_hash import (
     CANNOT_SAY,
     CHUNK_BYTES,
     StateComparison,
-    are_compared,
     hash_of,
     tensors_of,
 )
@@ -213,7 +212,6 @@ def test_what_other_optimizers_train_belongs_to_it() -> None:
     extras = {"d": d, "d_optimizer": d_optimizer, "teacher": teacher}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = TrainState(model, optimizer, length=8, global_batch_size=8, epochs=9, extras=extras)
-    assert [are_compared(state, module) for module in (model, d, teacher)] == [True, True, False]
     hashes = [hash_of(dict(tensors_of(state)))]
     for change in (d.weight, d_optimizer.state, teacher.weight):
         with torch.no_grad():
