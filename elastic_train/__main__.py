@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from elastic_train.config import parse
 from elastic_train.errors import ElasticTrainError, report, show_traceback
-from elastic_train.stopping import StopSignal, die_with_parent
+from elastic_train.stopping import StopSignal, die_with_agent
 from elastic_train.system import require_system_for_training
 from elastic_train.training.own_flags import own_flags
 
@@ -22,7 +22,7 @@ def main() -> int:
     try:
         require_system_for_training(os.environ)
         if "RANK" in os.environ:
-            die_with_parent()  # first of all: a task of one's own may be imported for long
+            die_with_agent()  # first of all: a task of one's own may be imported for long
         with quick_imports():
             config = parse(sys.argv[1:], own_flags(sys.argv[1:]))
         if config.spawn is not None and "RANK" not in os.environ:

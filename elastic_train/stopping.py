@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 from elastic_train.errors import Stopped
 from elastic_train.preemption import SHORTEST_SECONDS, PreemptionNotice
+from elastic_train.system import AGENT_VARIABLE, has_ended
 
 GRACE_SECONDS = 3.0
 """people, and schedulers, stop nodes one after the other, and on a busy machine an agent passes the signal on late"""
@@ -256,6 +258,21 @@ class StopSignal:
         """
         if self.settle_if_requested():
             raise Stopped(self.cause, self.why)
+
+
+def die_with_agent() -> None:
+    """As `die_with_parent`, for a worker: also where its agent died before this call, while it imported. The agent need
+    not be the parent: a wrapper may lie between them.
+
+    It says so in one line, and exits at once as by SIGKILL.
+    """
+    die_with_parent()
+    agent = os.environ.get(AGENT_VARIABLE, "")
+    if has_ended(agent):
+        with contextlib.suppress(OSError):  # the agent may have read our stderr
+            line = f"elastic_train: error: the agent, pid {agent.split()[0]}, has ended: this worker ends too\n"
+            os.write(2, line.encode())
+        os._exit(128 + signal.SIGKILL)
 
 
 def die_with_parent() -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 from elastic_train.errors import UnsupportedSystem
 
 INSTEAD = "use a container (deploy/docker)"
+AGENT_VARIABLE = "ELASTIC_TRAIN_AGENT"
+"""in which an agent gives its workers its `name_of_process`"""
 MALLOC_LIMITS = {-3: 32 * 2**20, -1: 64 * 2**20}
 """M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h -> bytes, the most that glibc's own adjustment comes to"""
 
@@ -135,6 +137,29 @@ def process_stat(pid: int) -> tuple[str | None, str]:
         return (None if os.path.isdir("/proc/self") else "?"), ""
     except (OSError, IndexError):
         return "?", ""
+
+
+def name_of_process(pid: int) -> str:
+    """Of this machine; by it `has_ended` knows the process again, also where a later one has its pid."""
+    return f"{pid} {process_stat(pid)[1]} {_pid_namespace()}"
+
+
+def has_ended(name: str) -> bool:
+    """Whether a process, by its `name_of_process`, has ended; False where that cannot be seen from here, as from
+    within a container."""
+    pid, started, namespace = [*name.split(), "", "", ""][:3]
+    if not (pid.isdecimal() and namespace and namespace == _pid_namespace()):
+        return False
+    state, started_here = process_stat(int(pid))
+    return state in (None, "Z", "X") or (state != "?" and started_here != started)
+
+
+def _pid_namespace() -> str:
+    """ "" where there is no /proc, or one that counts processes otherwise than this one does."""
+    try:
+        return os.readlink("/proc/self/ns/pid") if os.readlink("/proc/self") == str(os.getpid()) else ""
+    except OSError:
+        return ""
 
 
 def open_sockets() -> dict[int, str]:

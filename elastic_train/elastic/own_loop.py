@@ -34,7 +34,7 @@ from elastic_train.elastic.trainer import Program, TrainingFunction
 from elastic_train.elastic.worker import Parts, Worker, build
 from elastic_train.errors import ElasticTrainError, UsageError, report
 from elastic_train.rendezvous.launch import Launch
-from elastic_train.stopping import StopSignal, die_with_parent
+from elastic_train.stopping import StopSignal, die_with_agent
 from elastic_train.system import require_system_for_training
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.epoch_dataset import length_of
@@ -133,7 +133,7 @@ def run(
     stop = StopSignal()
     stop.install()
     if "RANK" in os.environ:
-        die_with_parent()
+        die_with_agent()
     try:
         worker = _build_worker(train, model, optimizer, dataset, config, collate, extras, stop)
         code = run_worker(worker, Program(train))

@@ -17,6 +17,7 @@ from typing import Any
 
 from elastic_train.rendezvous.command_line import agent_arguments, has_free_port, launches_elastic_train
 from elastic_train.rendezvous.launch import MARKERS, NAME_LOOKUP_OPTIONS
+from elastic_train.system import AGENT_VARIABLE, name_of_process
 
 
 def prepare_agent() -> Any:
@@ -46,6 +47,7 @@ def answer_c10d(registry: Any) -> None:
     def get_rendezvous_handler(params: Any) -> Any:
         for marker in MARKERS:  # an agent that a worker of another job has started inherits that job's
             os.environ.pop(marker, None)
+        os.environ[AGENT_VARIABLE] = name_of_process(os.getpid())
         is_of_one = has_free_port(params.endpoint) and params.min_nodes == 1  # else it would wait in vain
         if params.backend == "etcd3" or (params.backend == "c10d" and is_of_one):
             return of_torch(params)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from elastic_train.system import require_linux
+from elastic_train.system import AGENT_VARIABLE, name_of_process, require_linux
 
 
 def spawn(num_workers: int, arguments: Sequence[str]) -> int:
@@ -28,6 +28,7 @@ def spawn(num_workers: int, arguments: Sequence[str]) -> int:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        AGENT_VARIABLE: name_of_process(os.getpid()),
     }
     workers: list[subprocess.Popen[bytes]] = []
     early: list[int] = []

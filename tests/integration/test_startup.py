@@ -10,11 +10,11 @@ from importlib.machinery import PathFinder
 from tests.integration.cluster import PYTHON, Cluster, wait_for_step, wait_until
 
 ANNOUNCED, JOINED = "elastic_train: meeting", "elastic_train: in world"
-OF_THE_AGENT = {"elastic_train", *(f"elastic_train.{name}" for name in ("errors", "protocol", "rendezvous", "version"))}
+OF_THE_AGENT = {"elastic_train", *(f"elastic_train.{name}" for name in ("errors", "protocol", "rendezvous", "system"))}
 OF_THE_AGENT |= {f"elastic_train.protocol.{name}" for name in ("addresses", "names")}
 OF_THE_AGENT |= {f"elastic_train.rendezvous.{name}" for name in ("command_line", "etcd_settings", "handler", "hook")}
 OF_THE_AGENT |= {f"elastic_train.rendezvous.{name}" for name in ("launch", "slurm")}
-OF_THE_AGENT |= {"elastic_train.wording"}  # names of torchrun's flags
+OF_THE_AGENT |= {"elastic_train.version", "elastic_train.wording"}  # names of torchrun's flags
 OF_THE_AGENT |= {"elastic_train.torchrun"}  # of an older editable install
 OF_THE_FLAGS = {"simple_parsing", "docstring_parser", "yaml"}
 

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,17 @@ import pytest
 from elastic_train import __main__, system
 from elastic_train.protocol import store
 from elastic_train.protocol.store import limit_socket_waits
-from elastic_train.system import close_sockets_at, copy_of_socket, keep_freed_memory, num_cores, open_sockets
+from elastic_train.stopping import die_with_agent
+from elastic_train.system import (
+    AGENT_VARIABLE,
+    close_sockets_at,
+    copy_of_socket,
+    has_ended,
+    keep_freed_memory,
+    name_of_process,
+    num_cores,
+    open_sockets,
+)
 
 
 @pytest.mark.parametrize(("flags", "launcher"), [([], {"RANK": "0"}), (["--spawn", "2"], {})])
@@ -28,7 +39,7 @@ def test_macos_has_no_world_of_several(
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(sys, "argv", ["elastic_train", *flags])
     monkeypatch.setattr(os, "environ", {**os.environ, **launcher})
-    monkeypatch.delattr(__main__, "die_with_parent")
+    monkeypatch.delattr(__main__, "die_with_agent")
     assert __main__.main() == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -141,3 +152,69 @@ def test_memory_that_is_freed_is_not_given_back_in_every_step() -> None:
 )
 def test_what_the_user_has_set_for_malloc_stays(variables: dict[str, str]) -> None:
     assert not keep_freed_memory(variables)
+
+
+AGENT = """
+import os, subprocess, sys, time
+from elastic_train.system import AGENT_VARIABLE, name_of_process
+os.environ[AGENT_VARIABLE] = name_of_process(os.getpid())
+subprocess.Popen(sys.argv[1:], start_new_session=True)
+time.sleep(600)
+"""
+WORKER = """
+import os, sys
+print(os.getpid(), flush=True)
+sys.stdin.readline()  # an import that takes long
+from elastic_train.stopping import die_with_agent
+die_with_agent()
+print("trains", flush=True)
+"""
+
+
+@pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$@"; :', "sh"]], ids=["none", "one that does not exec"])
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_worker_whose_agent_died_while_it_imported_does_not_train(wrapper: list[str], is_killed: bool) -> None:
+    """The agent is a zombie then: this test, its parent, has not waited for it."""
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, *wrapper, sys.executable, "-c", WORKER],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert agent.stdin is not None
+    assert agent.stdout is not None
+    agent.stdout.readline()
+    if is_killed:
+        os.kill(agent.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOWAIT)
+    agent.stdin.write("go on\n")
+    agent.stdin.flush()
+    said = agent.stdout.readline()
+    agent.kill()
+    out, err = agent.communicate(timeout=60)
+    if is_killed:
+        assert said + out == ""
+        assert err == f"elastic_train: error: the agent, pid {agent.pid}, has ended: this worker ends too\n"
+    else:
+        assert said == "trains\n"
+        assert err == ""
+
+
+def test_a_proc_of_another_pid_namespace_proves_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `unshare --pid` without --mount-proc: our pids are other processes' there, or nobody's."""
+    name = name_of_process(os.getpid())
+    monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
+    assert not has_ended(name_of_process(os.getpid()))
+    assert not has_ended(name.replace(name.split()[0], str(2**22 + 1), 1))
+
+
+def test_whether_a_process_has_ended_is_told_by_more_than_its_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        name = name_of_process(process.pid)
+        assert not has_ended(name)
+    assert has_ended(name)
+    pid, _, namespace = name_of_process(os.getpid()).split()
+    assert has_ended(f"{pid} 1 {namespace}"), "another process had this pid"
+    assert not has_ended(name.replace(namespace, "pid:[1]")), "pids of another namespace say nothing here"
+    assert not has_ended("?")
+    monkeypatch.delenv(AGENT_VARIABLE, raising=False)
+    monkeypatch.setattr("elastic_train.stopping.die_with_parent", lambda: None)
+    die_with_agent()

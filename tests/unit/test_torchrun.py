@@ -55,6 +55,7 @@ from elastic_train.rendezvous.launch import (
     alone_warning,
     max_nodes_of,
 )
+from elastic_train.system import AGENT_VARIABLE
 from elastic_train.world import World
 from tests.unit.test_world import member
 
@@ -412,7 +413,7 @@ def test_torchs_launcher_asks_where_the_hook_answers(monkeypatch: pytest.MonkeyP
 
 SHOW_ENVIRONMENT = """\
 import json, os
-print(json.dumps(dict(os.environ)))
+print(json.dumps(dict(os.environ, PARENT=str(os.getppid()))))
 """
 CALLER = "from torch.distributed import run; run.run(run.parse_args({!r}))"
 
@@ -440,7 +441,8 @@ def start(arguments: str, program: str, directory: Path, *, is_called: bool = Fa
     ids=["in full", "abbreviated", "by PET_ variables"],
 )
 def test_our_program_gets_our_handler(arguments: str, environ: dict[str, str], tmp_path: Path) -> None:
-    found, said = start(arguments, "elastic_train", tmp_path, **environ)
+    found, said = start(arguments, "elastic_train", tmp_path, **environ, **{AGENT_VARIABLE: "1 1 of-a-job-around"})
+    assert found[AGENT_VARIABLE].split()[0] == found["PARENT"]
     assert C10dSettings.from_json(found[C10D_VARIABLE]) == C10dSettings(("h1:29400", "h2:2"), 2, 4, 2.0)
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == (MASTER_ADDR, MASTER_PORT)
     assert found["RES_OPTIONS"] == launch.NAME_LOOKUP_OPTIONS

@@ -13,7 +13,7 @@ from elastic_train.errors import FormationFailed, LeftOut, StoreRefused, StoreUn
 from elastic_train.protocol.addresses import parse_endpoints
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.launch import Launch, max_nodes_of
-from elastic_train.stopping import StopSignal, die_with_parent
+from elastic_train.stopping import StopSignal, die_with_agent
 from elastic_train.tools.check import node_rules, world_rules
 from elastic_train.tools.check.advice import Finding, Level
 from elastic_train.tools.check.facts import Gathered, RendezvousFacts, Wanted
@@ -49,7 +49,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     """
     refuse_what_cannot_work(arguments)
     if "RANK" in os.environ:
-        die_with_parent()
+        die_with_agent()
     from elastic_train.training.own_flags import own_flags
 
     config = replace(parse(arguments.flags, own_flags(arguments.flags)), formation_timeout=arguments.wait)
