@@ -301,7 +301,7 @@ def _save_last(
     except SnapshotError as error:
         cause = error.__cause__
         is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
-        removed = writer.make_room() if is_full and not state.branches else []
+        removed = writer.make_room(state.state_dict()) if is_full and not state.branches else []
         if not removed:
             raise
     warn(f"no room for the state of step {state.step}: removed {', '.join(removed)}")

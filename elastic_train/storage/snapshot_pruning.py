@@ -104,24 +104,32 @@ class SnapshotPruner:
             return [f"old snapshots in {self._directory} cannot be removed: {cause}"]
         return []
 
-    def make_room(self) -> list[str]:
+    def make_room(self, num_bytes: int) -> list[str]:
         """Remove more than `prune` does, where the disk is full: older ones of this host than its newest whole one, but
-        for what is pinned for good, the oldest first, until there is room for another of that size. Returns names."""
+        for what is pinned for good, the oldest first, until there is room for a state of `num_bytes`; nothing where
+        all of them are not enough. Returns names."""
         of_run = [info for info in self._readable() if info.run_uid == self._run_uid]
         own = sorted((info for info in of_run if self._is_own(info.name)), key=lambda info: info.age_key)
         newest = next(filter(self._is_whole, reversed(own)), None)
         if newest is None:
             return []
-        pinned, removed, num_bytes = self._keep.pinned(of_run, self._is_whole), [], 0
-        for info in own[: own.index(newest)]:
-            if info.age_key in pinned or num_bytes >= newest.files[STATE_FILE].bytes:
-                continue
+        pinned = self._keep.pinned(of_run, self._is_whole)
+        missing = _on_disk(num_bytes)
+        free = shutil.disk_usage(self._directory).free
+        missing -= free if free < missing else 0  # else it is a quota, say, that is full
+        removed = []
+        older = [info for info in own[: own.index(newest)] if info.age_key not in pinned]
+        if sum(_on_disk(info.files[STATE_FILE].bytes) for info in older) < missing:
+            return []
+        for info in older:
+            if missing <= 0:
+                break
             try:
                 self._remove(self._directory / info.name)
             except OSError:  # another one may do it at the same time, or the disk not let anybody
                 continue
             removed.append(info.name)
-            num_bytes += info.files[STATE_FILE].bytes
+            missing -= _on_disk(info.files[STATE_FILE].bytes)
         return removed
 
     def _readable(self) -> list[SnapshotInfo]:
@@ -175,6 +183,11 @@ class SnapshotPruner:
             shutil.rmtree(doomed)
         finally:
             IN_HAND.discard(doomed)
+
+
+def _on_disk(num_bytes: int) -> int:
+    """In whole blocks, as most file systems have them."""
+    return -(-num_bytes // 4096) * 4096
 
 
 def _is_alive(pid: int) -> bool:

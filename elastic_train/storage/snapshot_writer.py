@@ -37,6 +37,7 @@ from elastic_train.storage.state_bytes import (
     HostBuffers,
     SnapshotFile,
     require_numbers,
+    size_of,
     write_state,
 )
 from elastic_train.storage.store_faults import errors_told
@@ -179,9 +180,9 @@ class SnapshotWriter:
         self._thread.start()
         return True
 
-    def make_room(self) -> list[str]:
-        """As `SnapshotPruner.make_room`; nothing below a URL."""
-        return self._pruner.make_room() if isinstance(self.directory, Path) else []
+    def make_room(self, state: dict[str, Any]) -> list[str]:
+        """As `SnapshotPruner.make_room`, for this state; nothing below a URL."""
+        return self._pruner.make_room(size_of(state)) if isinstance(self.directory, Path) else []
 
     def is_busy(self) -> bool:
         """Whether a snapshot is being written in the background."""
@@ -379,6 +380,6 @@ def _unwritten(path: Path, error: OSError) -> SnapshotError:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         advice = "make the folder writable for this user or "
     return SnapshotError(
-        f"snapshot {path} cannot be written: {cause_of(error)}; older snapshots are untouched; "
+        f"snapshot {path} cannot be written: {cause_of(error)}; the snapshots that are there are untouched; "
         f"{advice}choose another --snapshot-dir"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import io
+import os
 import re
 import threading
 from collections import Counter, OrderedDict
@@ -232,12 +233,14 @@ class HashingFile:
     def __init__(self, file: IO[bytes], is_over: Callable[[], bool] = lambda: False) -> None:
         self._file, self._is_over = file, is_over
         self._hash = hashlib.sha256()
-        self._bytes = 0
+        self.num_bytes = 0
+        """that were given to it, also those that it has not written"""
         self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         # Called from C++, which turns an exception into an unrelated one; hence kept, and raised by the writer.
         num_bytes = memoryview(data).nbytes
+        self.num_bytes += num_bytes
         if self.error is None and not self._is_over():
             try:
                 self._file.write(data)
@@ -245,14 +248,21 @@ class HashingFile:
                 self.error = error
             else:
                 self._hash.update(data)
-                self._bytes += num_bytes
         return num_bytes
 
     def flush(self) -> None:
         """Called by torch.save; the writer flushes and fsyncs by itself."""
 
     def written(self) -> SnapshotFile:
-        return SnapshotFile(bytes=self._bytes, sha256=self._hash.hexdigest())
+        return SnapshotFile(bytes=self.num_bytes, sha256=self._hash.hexdigest())
+
+
+def size_of(state: dict[str, Any]) -> int:
+    """Bytes that `write_state` makes of it."""
+    with open(os.devnull, "wb") as nowhere:
+        counting = HashingFile(nowhere, is_over=lambda: True)
+        write_state(state, counting)
+    return counting.num_bytes
 
 
 def require_numbers(model: object, step: int) -> None:

@@ -467,18 +467,22 @@ def sizes_of(path: Path) -> list[int]:
 
 
 def test_room_is_made_by_the_oldest_down_to_the_newest_whole_one(tmp_path: Path) -> None:
-    """Of this host alone, without those kept for good, and no more than another one needs."""
+    """Of this host alone, without those kept for good, and no more than the state needs, or none where it is larger
+    than all of them."""
     writer = make_writer(tmp_path, keep=Retention(9, every=20))
     for step in (10, 20, 30, 40, 50):
         save(writer, step)
     other = SnapshotWriter(tmp_path, keep=9, host="other", run_uid="run", task={})
     save(other, 5)
     flip_a_bit(next(path for path in tmp_path.iterdir() if "-000000000050-" in path.name) / "state.pt")
-    [removed] = writer.make_room()
+    state = {"step": 60, "w": torch.full((100,), 60.0)}
+    assert writer.make_room({"w": torch.zeros(6000)}) == [], "two snapshots of 4 kB make no room for 24 kB"
+    assert sizes_of(tmp_path) == [5, 10, 20, 30, 40, 50]
+    [removed] = writer.make_room(state)
     assert "-000000000010-" in removed, "and 20 is kept for good; one makes room for one"
-    [removed] = writer.make_room()
+    [removed] = writer.make_room(state)
     assert "-000000000030-" in removed
-    assert writer.make_room() == [], "40 is the newest that is whole"
+    assert writer.make_room(state) == [], "40 is the newest that is whole"
     assert sizes_of(tmp_path) == [5, 20, 40, 50]
 
 
@@ -491,7 +495,7 @@ def test_what_cannot_be_removed_makes_no_room(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(os, "rename", refuse)
-    assert writer.make_room() == []
+    assert writer.make_room({"w": torch.zeros(100)}) == []
 
 
 def test_what_another_container_writes_is_no_leftover(tmp_path: Path) -> None:
@@ -786,7 +790,7 @@ def test_a_disk_that_is_really_full(small_disk: Path) -> None:
     for step in (1, 2, 3):
         save(writer, step, state=big)
     for step in (4, 5, 6):
-        with pytest.raises(SnapshotError, match=r"No space left on device; older snapshots are untouched"):
+        with pytest.raises(SnapshotError, match=r"No space left on device; the snapshots that are there are untouched"):
             save(writer, step, state=big)
         assert save_in_background(writer, big, step)
         assert writer.wait(DEADLINE)
@@ -795,6 +799,17 @@ def test_a_disk_that_is_really_full(small_disk: Path) -> None:
     for step in (7, 8, 9):
         save(writer, step)
     assert keys(small_disk) == [(0, 9), (0, 8), (0, 7)]
+
+
+def test_room_is_counted_from_what_is_free_and_what_the_state_takes(small_disk: Path) -> None:
+    """Of a state that has grown, as with a replay buffer."""
+    writer = make_writer(small_disk, keep=9)
+    for step in (1, 2, 3):
+        save(writer, step, state={"w": torch.zeros(62_500)})  # 250 kB, and some 250 kB are free
+    assert writer.make_room({"w": torch.zeros(250_000)}) == [], "all that may go is 500 kB, and 1 MB would not fit"
+    assert len(writer.make_room({"w": torch.zeros(100_000)})) == 1, "400 kB: half of it is free"
+    save(writer, 4, state={"w": torch.zeros(100_000)})
+    assert keys(small_disk) == [(0, 4), (0, 3), (0, 2)]
 
 
 # --- killed, and stopped ----------------------------------------------------------------------------------------
