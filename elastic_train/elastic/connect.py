@@ -27,7 +27,7 @@ from elastic_train.protocol.arbiter import Arbiter
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.job import Job
-from elastic_train.protocol.join_queue import Finder, Size, stores_by_node
+from elastic_train.protocol.join_queue import Finder, Size, address_of, stores_by_node
 from elastic_train.protocol.launcher import Launcher
 from elastic_train.protocol.links import Links
 from elastic_train.protocol.liveness import Watcher, ping_interval
@@ -121,10 +121,12 @@ def connect_worker(applicant: Applicant) -> Membership:
     launch, waits = applicant.launch, applicant.waits
     own = open_endpoints(applicant)
     other_sides: OtherSides | None = None
+    finder: Finder | None = None
     if launch.etcd is not None:
         job: Job = etcd_job(applicant, launch.etcd, own)
     else:
-        job, other_sides = peer_job(applicant, own)
+        finder = finder_of(launch, waits, applicant.run_dir, applicant.stop, applicant.back)
+        job, other_sides = peer_job(applicant, own, finder)
     watcher = watcher_of(applicant, own, lambda: membership)
     begin_timeout, too_late = begin_limit(applicant)
     membership = Membership(
@@ -154,6 +156,12 @@ def connect_worker(applicant: Applicant) -> Membership:
     except BaseException:
         membership.close()
         raise
+    if isinstance(finder, Signposts) and finder.is_silent and not job.is_first and applicant.back is None:
+        host, port = address_of(job.host_says("host") or '["?", 0]')
+        applicant.log(
+            f"nobody answers at {finder.describe()}: this node joins the job that {applicant.run_dir} shows at "
+            f"{host}:{port}; a job of its own takes another --run-dir"
+        )
     watcher.thread.start()
     return membership
 
@@ -217,12 +225,10 @@ def etcd_job(applicant: Applicant, settings: EtcdSettings, own: Endpoints) -> Jo
     )
 
 
-def peer_job(applicant: Applicant, own: Endpoints) -> tuple[PeerJob, OtherSides | None]:
-    """The job in its members' own stores, and what looks for other sides of the run, where nodes may join. Blocks as
-    `finder_of`."""
-    launch, run_dir, around = applicant.launch, applicant.run_dir, own.around
+def peer_job(applicant: Applicant, own: Endpoints, finder: Finder) -> tuple[PeerJob, OtherSides | None]:
+    """The job in its members' own stores, and what looks for other sides of the run, where nodes may join."""
+    launch, around = applicant.launch, own.around
     store = TorchStore(own.server.store, timedelta(seconds=OWN_SECONDS))
-    finder = finder_of(launch, applicant.waits, run_dir, applicant.stop, applicant.back)
     other_sides: OtherSides | None = None
     if launch.c10d is not None:
         other_sides = OtherSides(

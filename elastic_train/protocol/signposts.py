@@ -199,6 +199,11 @@ class Signposts:
         """Where it is the first endpoint: whose, and of which list."""
         return f"elastic_train/{self._run_id}/first"
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether nobody answered at any endpoint when `addresses` looked last."""
+        return self._alone_since is not None
+
     def is_beginner(self) -> bool:
         with self._lock:
             return self._serve(0)

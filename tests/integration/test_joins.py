@@ -15,6 +15,7 @@ from tests.integration.cluster import (
     check_steps,
     error_lines,
     events,
+    free_port,
     last_step,
     outcomes,
     result,
@@ -327,3 +328,18 @@ def test_all_others_stop_once_a_join_is_decided(cluster: Cluster) -> None:
     assert events(cluster.run_dir, "restore")[-1]["restored_step"] == stopped_at
     assert "waiting" not in second.text()
     stop_all(cluster, [second])
+
+
+def test_a_start_at_another_endpoint_says_that_it_joins_by_the_run_directory(cluster: Cluster) -> None:
+    """It was meant for a job of its own, perhaps."""
+    [first] = cluster.start(*ENDLESS, nnodes="1:4")
+    wait_for_step(cluster.run_dir, 5)
+    port = free_port()
+    [other] = cluster.start(*ENDLESS, nnodes="1:4", nproc=2, port=port)
+    world_of_size(cluster, 3)
+    told = [line for line in other.text().splitlines() if "nobody answers" in line]
+    assert len(told) == 1, "a node has one line, however many its workers are"
+    assert told[0].startswith(f"elastic_train: nobody answers at localhost:{port}: this node joins the job that ")
+    assert f"{cluster.run_dir} shows at 127.0.0.1:" in told[0]
+    assert told[0].endswith("; a job of its own takes another --run-dir")
+    assert "nobody answers" not in first.text()

@@ -121,6 +121,7 @@ def test_what_is_shown_is_read(make: Make, clock: Clock, port: int) -> None:
     assert look(other, clock) == (A,)
     one.show([A, B], "token")
     assert look(other, clock) == (A, B)
+    assert not other.is_silent
     assert look(one, clock) == (A, B)
 
 
