@@ -21,8 +21,14 @@ def bill_of(state: TrainState, price: float | None) -> dict[str, Any]:
 
 def newest_bill(result: Line | None, events: Iterable[Line]) -> Line | None:
     """Of result.json, else of the newest event that has one."""
-    told = max((line for line in events if dict_of(line, "bill")), key=time_of, default={})
-    return dict_of(result or {}, "bill") or dict_of(told, "bill") or None
+    return dict_of(newest_with_bill(result, events), "bill") or None
+
+
+def newest_with_bill(result: Line | None, events: Iterable[Line]) -> Line:
+    """What `newest_bill` stands in; its `step` says up to which one was counted. Empty where there is none."""
+    if result is not None and dict_of(result, "bill"):
+        return result
+    return max((line for line in events if dict_of(line, "bill")), key=time_of, default={})
 
 
 def describe_bill(told: Line | None) -> str | None:

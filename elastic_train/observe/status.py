@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from elastic_train.errors import RunDirectoryError, SnapshotError
-from elastic_train.observe.bill import newest_bill
+from elastic_train.observe.bill import newest_with_bill
 from elastic_train.observe.capacity import NO_CAPACITY, Capacity, capacity_of, quarantines_of
 from elastic_train.observe.status_files import IsAlive, WorkerLines, drill_is_alive, process_is_alive, read_workers
 from elastic_train.observe.status_past import incidents_of, warnings_of
@@ -107,6 +107,8 @@ class Status:
     goodput_ratio: float | None = None
     bill: Line | None = None
     """of result.json, else of the newest event that has one"""
+    bill_step: int | None = None
+    """committed steps when it was made"""
     notes: tuple[str, ...] = ()
 
 
@@ -164,6 +166,7 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
     epoch, samples_done = _position(step, step_lines, length, batch)
     result = read_json(run_dir / "result.json")
     current_result = result if result is not None and (step is None or int_of(result, "step") == step) else None
+    billed = newest_with_bill(current_result, world)
     accuracy_step, test_metrics = _newest_evaluation(world, result)
     return Status(
         run_dir=run_dir,
@@ -192,7 +195,8 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         quarantined=quarantines_of(world, now) if is_there else (),
         result_path=run_dir / "result.json" if result is not None else None,
         goodput_ratio=float_of(dict_of(current_result or {}, "goodput"), "ratio"),
-        bill=newest_bill(current_result, world),
+        bill=dict_of(billed, "bill") or None,
+        bill_step=int_of(billed, "step"),
         notes=(*notes, *_unsaved(current), *_missing(world, result, current_result)),
     )
 

@@ -49,7 +49,8 @@ def describe(status: Status, now: float) -> list[tuple[str, str]]:
         row(f"test {name}", f"{value}{at}")
     row("snapshot", _describe_snapshot(status.snapshot, now))
     row("training", None if status.goodput_ratio is None else f"{status.goodput_ratio:.0%} of the wall time")
-    row("bill", describe_bill(status.bill))
+    at = f" at step {status.bill_step}" if status.bill_step != status.step else ""
+    row("bill", (told := describe_bill(status.bill)) and f"{told}{at}")
     row("incidents", _some(status.incidents))
     row("warnings", _some(status.warnings))
     row("result", None if status.result_path is None else str(status.result_path))

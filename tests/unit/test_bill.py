@@ -126,11 +126,13 @@ def test_status_tells_the_newest_bill(tmp_path: Path) -> None:
     worker.write("snapshot", NOW - 10, bill=new)
     worker.train(1, 20, NOW - 1)
     assert read(files).bill == new
-    assert dict(describe(read(files), NOW))["bill"] == "100 node-seconds paid, 90% kept"
+    bill_line = dict(describe(read(files), NOW))["bill"]
+    assert bill_line == "100 node-seconds paid, 90% kept at step 0", "no snapshot since: what was kept then is no share"
     last = bill(paid=200.0, kept=180.0, samples=12800, price=None)
     worker.write("done", NOW, outcome="finished")
     files.result(step=20, bill=last)
     assert read(files, False).bill == last
+    assert dict(describe(read(files, False), NOW))["bill"] == "200 node-seconds paid, 90% kept", "of the last step"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
