@@ -24,6 +24,7 @@ from elastic_train.observe.reporting import Reporter
 from elastic_train.protocol.addresses import parse_endpoints
 from elastic_train.rendezvous.launch import Launch, alone_warning, max_nodes_of
 from elastic_train.rendezvous.slurm import unused_tasks_warning
+from elastic_train.rules import DATA_BY
 from elastic_train.runlog.events import EventLog, Ledger
 from elastic_train.stopping import StopSignal
 from elastic_train.storage.atomic_files import require_writable
@@ -173,7 +174,7 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
         warn_of_flags(config, launch, task, state.length, reporter)
         task.describe()  # reads the test set too: a fault in it should show now
         data = identify(task.train_set, seed=config.seed, collate=task.collate, may_read=config.num_workers == 0)
-        identity = {f"training set by its {name}": value for name, value in data.items()} | identify_state(state)
+        identity = {f"{DATA_BY}{name}": value for name, value in data.items()} | identify_state(state)
     except BaseException as error:
         reporter.failed(error)
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
+from elastic_train.errors import Refused
+from elastic_train.rules import DATA_BY, require_agreement, spread
 from elastic_train.training.data_identity import identify, identify_code
 
 
@@ -40,6 +43,36 @@ def test_a_folder_is_known_wherever_it_lies_and_not_in_another_order(root: str) 
     assert found(Files(NAMES, root)) == here
     assert found(Files(NAMES[::-1], root))["names"] != here["names"]
     assert found(Files([*NAMES[:-1], "dog/new.png"], root))["names"] != here["names"]
+
+
+def told(ours: Dataset[Any], theirs: Dataset[Any]) -> str:
+    one, other = (
+        {
+            "train_length": len(data),
+            **{f"{DATA_BY}{name}": value for name, value in found(data, may_read=False).items()},
+        }  # type: ignore[arg-type]
+        for data in (ours, theirs)
+    )
+    with pytest.raises(Refused) as raised:
+        require_agreement(one, other, "the run")
+    return str(raised.value)
+
+
+def test_a_refusal_says_where_names_differ() -> None:
+    """Where the first names are equal, too."""
+    others = [*NAMES[:50], *(f"dog/{number}.jpg" for number in range(50))]
+    line = told(Files(NAMES), Files(others))
+    number = re.search(r"at least (\d+) of 64 entries that were compared differ, the first is number (\d+), ", line)
+    assert number is not None, line
+    assert 25 <= int(number[1]) <= 32
+    assert 50 <= int(number[2]) <= 53
+    labelled, otherwise = Files(NAMES), Files(NAMES)
+    labelled.files, otherwise.files = ([(name, label) for name in NAMES] for label in (0, 1))  # type: ignore[misc]
+    assert "of 64 entries that were compared differ, the first is number 0, " in told(labelled, otherwise)
+    assert "entries" not in told(ConcatDataset([Files(NAMES)]), ConcatDataset([Files(others)])), "not its own list"
+    assert told(Files(NAMES), Files(NAMES[1:])).startswith(
+        "the training set has 100 samples here and 99 on the run: this worker is refused; "
+    )
 
 
 def test_millions_of_names_are_not_walked_through() -> None:
@@ -142,7 +175,7 @@ def test_what_draws_from_elsewhere_or_fails_says_nothing() -> None:
             raise OSError("not now")
 
     for kind in (Clock, Broken):
-        assert found(kind(NAMES, "/a/")).keys() == {"names"}
+        assert found(kind(NAMES, "/a/")).keys() == {"names", "places"}
 
 
 def test_code_is_the_file_that_it_stands_in() -> None:
@@ -152,3 +185,11 @@ def test_code_is_the_file_that_it_stands_in() -> None:
     assert len(digest) == 12
     assert identify_code(identify) not in (None, (path, digest))
     assert identify_code(partial(found)) is None, "nothing is compared"
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 63, 64, 65, 1999, 10**6])
+def test_places_are_spread_from_the_first_to_the_last(length: int) -> None:
+    places = spread(length, 64)
+    assert len(set(places)) == len(places) == min(length, 64)
+    assert places == sorted(places)
+    assert length == 0 or (places[0], places[-1]) == (0, length - 1)
