@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import re
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +19,7 @@ from rich.console import Console
 
 from elastic_train.tools.audit.checks import CHECKS
 from elastic_train.tools.audit.record import FaultRecord, Record, read_drill
+from elastic_train.tools.drills import conductor as conductor_module
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
 from elastic_train.tools.drills.conductor import Conductor, Pending
 from elastic_train.tools.drills.drill import _Ends, _judge
@@ -174,6 +178,28 @@ def test_a_job_with_a_length_of_its_own_keeps_its_pace(
     found = read_drill(tmp_path)
     assert found is not None
     assert ("released" in found.settings) == (job == "paced")
+
+
+def test_what_is_left_after_the_last_fault_is_told(
+    tmp_path: Path, conductor: Conductor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script may have epochs to go: minutes, of which nothing else is seen."""
+    (tmp_path / "events").mkdir()
+    start = {"event": "start", "generation": None, "step": 0, "time": time.time(), "host": "h", "pid": 1}
+    start |= {"config": {"global_batch_size": 10, "epochs": 3}, "task": {"train_length": 100}}
+    (tmp_path / "events" / "h-0-1.jsonl").write_text(json.dumps(start) + "\n")
+    file = conductor._timeline._file = io.StringIO()
+    watch, looks = conductor._cluster.watch, iter(range(100))
+    watch.step = 10
+    monkeypatch.setattr(conductor_module, "FIRST_REST_SECONDS", 0.0)
+    running = property(lambda _cluster: [1] if next(looks) < 3 else [])
+    monkeypatch.setattr(Cluster, "running", running)
+    monkeypatch.setattr(conductor, "_look", lambda: setattr(watch, "step", watch.step + 1))
+    conductor._finish()
+    first, then, last = (line.split("  ", 1)[1] for line in file.getvalue().splitlines())
+    assert first == "no more faults; the job goes on to its end, step 10 of 30: 20 left"
+    assert re.fullmatch(r"step 11 of 30: 19 left, at \S+ steps/s some \S.*", then)
+    assert last == "every node has ended, step 13"
 
 
 @pytest.mark.parametrize("columns", [100, 60])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from dataclasses import dataclass, field
 
 import psutil
 
-from elastic_train.errors import ElasticTrainError
+from elastic_train.errors import ElasticTrainError, RunDirectoryError
+from elastic_train.observe.status import read_status
 from elastic_train.tools.audit.record import Record
 from elastic_train.tools.drills.catalogue import FAULTS
 from elastic_train.tools.drills.cluster import Cluster, Place
@@ -18,12 +20,14 @@ from elastic_train.tools.drills.live import Timeline
 from elastic_train.tools.drills.network import NetworkError
 from elastic_train.tools.drills.nodes import TooSlow
 from elastic_train.tools.drills.schedule import Planned, Settings
-from elastic_train.wording import count
+from elastic_train.wording import count, duration
 
 TICK_SECONDS = 0.03
 START_LIMIT_SECONDS = 600.0
 PRECONDITION_LIMIT_SECONDS = 300.0
 END_LIMIT_SECONDS = 600.0
+FIRST_REST_SECONDS, REST_SECONDS = 10.0, 60.0
+"""until it is said how far the job is on the way to its end, and between two such lines"""
 TROUBLE = (NotInjected, NetworkError, EtcdCallFailed, TooSlow, psutil.Error)
 """what a fault may meet with on a machine, and no reason to end the drill"""
 
@@ -47,6 +51,44 @@ class Pending:
     is_closed: bool = False
     in_force_at: float = field(default_factory=time.time)
     """when the injection was through, and this was made: what passes lasts from then on"""
+
+
+class Rest:
+    """What is left of the job once the faults are through, for a person: a job that is not the drill's may take long.
+
+    Args:
+        step: the newest committed one now.
+    """
+
+    def __init__(self, settings: Settings, step: int) -> None:
+        self._first_step = self._step = step
+        self._began = self.newest_at = time.monotonic()
+        """when the newest step was seen"""
+        self._due_at = self._began + FIRST_REST_SECONDS
+        self._last_step = settings.last_step
+        if self._last_step is None:  # a script knows it itself
+            with contextlib.suppress(RunDirectoryError):
+                self._last_step = read_status(settings.run_dir, time.time()).last_step
+
+    def is_worth_a_line(self, step: int) -> bool:
+        """Whether it is time for another one, at this step."""
+        now = time.monotonic()
+        if step > self._step:
+            self._step, self.newest_at = step, now
+        if self._last_step is None or step == self._first_step or now < self._due_at:
+            return False
+        self._due_at = now + REST_SECONDS
+        return True
+
+    def __str__(self) -> str:
+        if self._last_step is None:
+            return f"step {self._step}"
+        left = max(0, self._last_step - self._step)
+        told = f"step {self._step} of {self._last_step}: {left} left"
+        if self._step == self._first_step:
+            return told
+        rate = (self._step - self._first_step) / (self.newest_at - self._began)
+        return f"{told}, at {rate:.2g} steps/s some {duration(left / rate)}"
 
 
 class Conductor:
@@ -259,14 +301,13 @@ class Conductor:
 
     def _finish(self) -> None:
         """Let the job reach its end."""
-        self._timeline.log(f"no more faults; the job goes on to its end, step {self._cluster.watch.step}")
-        deadline = time.monotonic() + END_LIMIT_SECONDS
-        step = self._cluster.watch.step
+        rest = Rest(self._settings, self._cluster.watch.step)
+        self._timeline.log(f"no more faults; the job goes on to its end, {rest}")
         while self._cluster.running:
             self._look()
-            if self._cluster.watch.step > step:
-                step, deadline = self._cluster.watch.step, time.monotonic() + END_LIMIT_SECONDS
-            if time.monotonic() > deadline:
+            if rest.is_worth_a_line(self._cluster.watch.step):
+                self._timeline.log(str(rest))
+            if time.monotonic() > rest.newest_at + END_LIMIT_SECONDS:
                 names = ", ".join(place.name for place in self._cluster.running)
                 self._timeline.log(f"{names} did not end within {END_LIMIT_SECONDS:.0f} s after the last step")
                 return
