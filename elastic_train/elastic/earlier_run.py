@@ -15,6 +15,7 @@ from elastic_train.branches import BRANCH, Branch, id_of
 from elastic_train.elastic.connect import Return
 from elastic_train.elastic.handover import Check
 from elastic_train.elastic.ledger_repair import write_lines_again
+from elastic_train.elastic.loading import other_rates, peak_rates
 from elastic_train.elastic.membership import Membership, new_token, versions
 from elastic_train.elastic.process_group import choose_backend, gpu_of
 from elastic_train.elastic.restore import Restored, require_line, restore
@@ -203,6 +204,7 @@ class EarlierRun:
             raise SnapshotsInUse(in_use)
         self._look()  # while this worker waited for others, snapshots may have been written, and pruned
         lost = next((entry["lost"] for entry in told if entry["lost"] is not None), None)
+        started = peak_rates(state) if state.generation is None else None
         restored = restore(
             state,
             world,
@@ -223,6 +225,8 @@ class EarlierRun:
         state.run_uid = self._membership.agreed_once("run_uid", state.run_uid)
         self._membership.agreed_once("agreement", json.dumps(worker.agreement()))
         if restored.source == "snapshot":
+            if started is not None and world.rank == 0 and (line := other_rates(started, peak_rates(state))):
+                worker.reporter.log(line)
             write_lines_again(worker, world)  # before the next exchange: nobody has a state until all have written
         seen = gather_json({"reached": self._traces.reached, "logged": self._traces.logged})
         note_restart(state, restored, newest_step([entry["reached"] for entry in seen]))

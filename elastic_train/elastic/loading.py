@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,20 @@ def load(state: TrainState, loaded: Mapping[str, Any], source: str) -> None:
             f"{source} does not fit this model and its optimizer: {what}; go on with those that it was made with, or "
             "give --fresh to begin anew"
         ) from error
+
+
+def peak_rates(state: TrainState) -> list[float]:
+    """The optimizer's learning rates by group, as they were before a scheduler of torch's or ours changed them."""
+    groups = zip(state.optimizer.param_groups, state.learning_rates, strict=True)
+    return [float(group.get("initial_lr", rate)) for group, rate in groups]
+
+
+def other_rates(started: Sequence[float], used: Sequence[float]) -> str | None:
+    """What to say where a start was given other learning rates than the run that it continues; None where not."""
+    if list(started) == list(used):
+        return None
+    given, kept = (", ".join(f"{rate:g}" for rate in rates) for rates in (started, used))
+    return f"the run's learning rate {kept} is used, not this start's {given}"
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:

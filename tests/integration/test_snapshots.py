@@ -354,6 +354,16 @@ def test_what_was_trained_and_cannot_be_saved_is_no_success(cluster: Cluster) ->
     assert "returned with step 20" in own.text()
 
 
+def test_a_learning_rate_of_the_script_that_the_run_does_not_take_is_told(cluster: Cluster) -> None:
+    """Its optimizer's groups are the run's. Once, by rank 0, and not where it is the same."""
+    for steps, lr in ((5, "0.01"), (10, "0.01"), (15, "0.5")):
+        (cluster.path / "own.py").write_text(OWN_LOOP.replace("lr=0.01", f"lr={lr}"))
+        cluster.finish(cluster.start("--max-steps", str(steps), nproc=2, program=("own.py",)))
+    told = [line for node in cluster.nodes for line in node.text().splitlines() if "learning rate" in line]
+    assert told == ["elastic_train: the run's learning rate 0.01 is used, not this start's 0.5"]
+    assert "not this start's 0.5" in cluster.nodes[-1].text()
+
+
 def test_a_stop_whose_state_cannot_be_saved_is_no_orderly_one(cluster: Cluster) -> None:
     command = ["-m", "elastic_train", "--device=cpu", "--run-dir", str(cluster.run_dir)]
     node = cluster.launch([*FILES_OF_100_KIB, *command], {})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.elastic.loading import difference
+from elastic_train.elastic.loading import difference, other_rates, peak_rates
 from elastic_train.training.state import TrainState
 
 
@@ -60,3 +60,40 @@ def test_extras_may_come_and_go(held: dict[str, float]) -> None:
         "best": held.get("best", 0.0),
         "new": 7.0,
     }
+
+
+@pytest.mark.parametrize("is_scheduled", [False, True])
+@pytest.mark.parametrize("lr", [4e-4, 1e-2])
+def test_a_learning_rate_that_is_not_used_is_told(lr: float, is_scheduled: bool) -> None:
+    """What a scheduler has made of one that is the same is no other one."""
+
+    def state(lr: float) -> tuple[TrainState, Any]:
+        model = nn.Linear(1, 1)
+        groups = [{"params": [model.weight], "lr": lr}, {"params": [model.bias], "lr": 2e-4}]
+        optimizer = torch.optim.SGD(groups)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if is_scheduled else None
+        return TrainState(model, optimizer, length=8, global_batch_size=8, epochs=9), scheduler
+
+    earlier, scheduler = state(4e-4)
+    if scheduler is not None:
+        earlier.optimizer.step()
+        scheduler.step()
+    now, _ = state(lr)
+    started = peak_rates(now)
+    now.load_state_dict(earlier.state_dict())
+    line = other_rates(started, peak_rates(now))
+    expected = "the run's learning rate 0.0004, 0.0002 is used, not this start's 0.01, 0.0002"
+    assert line == (None if lr == 4e-4 else expected)
+
+
+def test_a_schedule_of_ours_takes_the_rate_of_the_new_start() -> None:
+    def state(lr: float) -> TrainState:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        return TrainState(model, optimizer, length=8, global_batch_size=8, epochs=9, schedule="cosine")
+
+    earlier, now = state(0.1), state(0.3)
+    earlier.step = 4
+    started = peak_rates(now)
+    now.load_state_dict(earlier.state_dict())
+    assert other_rates(started, peak_rates(now)) is None
