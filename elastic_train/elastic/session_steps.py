@@ -180,10 +180,11 @@ class SessionSteps:
         if error is not None and not (has_all and all(one.isfinite().all() for one in state.model.parameters())):
             return False
         what, then = (f"{error} came", "") if error else ("a peer was lost", "; move collectives out of there")
-        self._worker.reporter.warn(
-            f"{what} between the optimizer's step and the commit of step {state.step + 1}, which counts: what the loop "
-            f"does in between (a scheduler's step) may be missing once{then}"
-        )
+        if error != UsageError.__name__:  # whose own line says how the loop is to be mended
+            self._worker.reporter.warn(
+                f"{what} between the optimizer's step and the commit of step {state.step + 1}, which counts: what the "
+                f"loop does in between (a scheduler's step) may be missing once{then}"
+            )
         # Its loss was not told; that of the step before stands in.
         self.commit(state.last_loss or 0.0, is_told=error is None or self._is_alone)
         state.lock.hold()
