@@ -162,9 +162,8 @@ class Signposts:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._endpoints, self._run_id, self._timeout, self._clock = tuple(endpoints), run_id, timeout, clock
-        self._earlier = earlier
         self._name = uuid.uuid4().hex
-        self._is_host = is_host
+        self._earlier, self._is_host = earlier, is_host
         self._local: dict[int, tuple[float, bool]] = {}
         """whether an endpoint is on this machine, with when its name was looked up"""
         self._servers: dict[int, TCPStore] = {}
