@@ -14,6 +14,7 @@ from elastic_train.notices.notice import NoticeSource
 from elastic_train.notices.own_sources import Relay
 from elastic_train.notices.watcher import NoticeWatcher
 from elastic_train.preemption import SAVE_SOONER, Fit, PreemptionNotice, fit_of, given_seconds, notices_flag
+from elastic_train.rendezvous.command_line import agent_above
 from elastic_train.storage.shares import LEAST_BYTES
 from elastic_train.storage.snapshot import SnapshotResult
 from elastic_train.wording import duration, human_bytes
@@ -134,8 +135,10 @@ def end_agent(worker: Worker) -> None:
     launch, stop = worker.launch, worker.stop
     if stop.notice is None or not stop.is_settled or launch.local_rank > 0:
         return
-    if os.getppid() == launch.agent_pid:
-        os.kill(os.getppid(), signal.SIGTERM)
+    parent = os.getppid()
+    agent_pid, _ = agent_above(parent) or (parent, [])
+    if agent_pid == launch.agent_pid:  # else that one has ended
+        os.kill(agent_pid, signal.SIGTERM)
 
 
 def relay_path(worker: Worker) -> Path:

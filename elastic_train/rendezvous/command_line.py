@@ -117,11 +117,17 @@ def has_free_port(endpoint: str) -> bool:
     return re.search(r":0+$", endpoint.strip()) is not None and "," not in endpoint
 
 
-def arguments_of_agent(parent_pid: int, *, most_above: int = MOST_ABOVE) -> list[str] | None:
-    """Those of the torchrun that has started a worker, by the worker's parent: that agent, or a wrapper below it that
-    does not exec the worker. None where there is none among so many processes above the parent."""
+def arguments_of_agent(pid: int) -> list[str] | None:
+    """Those of the torchrun that is process `pid`, or above it."""
+    found = agent_above(pid)
+    return None if found is None else found[1]
+
+
+def agent_above(parent_pid: int) -> tuple[int, list[str]] | None:
+    """The pid and the arguments of the torchrun that has started a worker, by the worker's parent: that agent, or a
+    wrapper below it that does not exec the worker. None where there is none within MOST_ABOVE."""
     pid = parent_pid
-    for _ in range(1 + most_above):
+    for _ in range(1 + MOST_ABOVE):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
             status = Path(f"/proc/{pid}/stat").read_bytes()
@@ -129,6 +135,6 @@ def arguments_of_agent(parent_pid: int, *, most_above: int = MOST_ABOVE) -> list
             return None
         found = agent_arguments(command)
         if found is not None:
-            return found
+            return pid, found
         pid = int(status.rpartition(b")")[2].split()[1])  # a name in parentheses may hold others; then state, parent
     return None

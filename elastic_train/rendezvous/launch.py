@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from elastic_train.errors import FormationFailed
 from elastic_train.protocol.addresses import parse_endpoints
 from elastic_train.rendezvous.command_line import (
+    agent_above,
     arguments_of_agent,
     asks_for_c10d,
     has_free_port,
@@ -132,7 +133,9 @@ class Launch:
             FormationFailed: torchrun's own c10d rendezvous has joined several nodes.
             UsageError: `store_endpoint` is not HOST:PORT.
         """
-        agent_pid = os.getppid() if "TORCHELASTIC_RUN_ID" in environ else None  # not srun, nor another launcher
+        agent_pid = None
+        if "TORCHELASTIC_RUN_ID" in environ:  # not srun, nor another launcher
+            agent_pid, _ = agent_above(os.getppid()) or (os.getppid(), [])
         of_srun = torchrun_variables(environ)
         environ = {**environ, **of_srun}
         if "RANK" not in environ or "WORLD_SIZE" not in environ:
@@ -184,7 +187,7 @@ def c10d_settings(environ: Mapping[str, str], agent_pid: int | None, store_endpo
         raise FormationFailed(
             f"torchrun's own rendezvous has joined {num_nodes} nodes, where the loss of one ends all: {NO_PLUG_IN}"
         )
-    if endpoints is None or arguments_of_agent(agent_pid, most_above=0) is None:  # a wrapper's pid is of no node
+    if endpoints is None:
         return None
     min_nodes, max_nodes = parse_nnodes(option(arguments, environ, "nnodes") or "1:1")
     return C10dSettings(endpoints, min_nodes, max_nodes, last_call=LAST_CALL_SECONDS)

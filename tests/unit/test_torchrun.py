@@ -511,7 +511,9 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 OF_WRAPPED = """
 import os, sys
 from elastic_train.rendezvous.command_line import arguments_of_agent
-print(arguments_of_agent(os.getppid()), arguments_of_agent(os.getppid(), most_above=0), flush=True)
+from elastic_train.rendezvous.launch import Launch
+agent_pid = Launch.from_environment({**os.environ, **ENVIRON}, None).agent_pid
+print(arguments_of_agent(os.getppid()), agent_pid == int(os.environ["AGENT"]), agent_pid == os.getppid(), flush=True)
 """
 
 
@@ -521,13 +523,16 @@ print(arguments_of_agent(os.getppid()), arguments_of_agent(os.getppid(), most_ab
 def test_the_agent_of_a_worker_that_a_wrapper_has_started(wrapper: str, is_parent: bool, tmp_path: Path) -> None:
     """`torchrun --no-python wrapper.sh`, where the wrapper does not exec: the worker's parent is a shell."""
     torchrun, script, worker = (tmp_path / name for name in ("torchrun", "wrapper.sh", "worker.py"))
-    torchrun.write_text("import subprocess, sys\nsubprocess.run(['bash', *sys.argv[-3:]], check=True)\n")
+    torchrun.write_text(
+        "import os, subprocess, sys\n"
+        "subprocess.run(['bash', *sys.argv[-3:]], env={**os.environ, 'AGENT': str(os.getpid())}, check=True)\n"
+    )
     script.write_text(wrapper + "\n")
-    worker.write_text(OF_WRAPPED)
+    worker.write_text(f"ENVIRON = {OF_ONE_NODE}\n{OF_WRAPPED}")
     words = ["--rdzv-backend=c10d", "--nnodes=1:4", "--no-python", str(script), sys.executable, str(worker)]
     told = subprocess.run([sys.executable, torchrun, *words], capture_output=True, text=True, timeout=60, check=True)
     found = [*words, ""]  # what stands after the last NUL of /proc/PID/cmdline
-    assert told.stdout == f"{found} {found if is_parent else None}\n"
+    assert told.stdout == f"{found} True {is_parent}\n", "workers of one agent are of one node"
 
 
 def test_a_process_that_no_agent_has_started() -> None:
@@ -642,13 +647,14 @@ def test_several_nodes_without_the_plug_in_are_refused(agent: list[str]) -> None
 
 def test_what_is_told_without_the_plug_in_is_told_behind_a_wrapper_too(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--rdzv-backend=c10d", "--nnodes=1:4", "--no-python", "wrapper.sh"]
-    monkeypatch.setattr(launch, "arguments_of_agent", lambda _pid, most_above=8: words if most_above else None)
+    monkeypatch.setattr(launch, "agent_above", lambda _pid: (4711, words))
+    monkeypatch.setattr(launch, "arguments_of_agent", lambda pid: words if pid == 4711 else None)
     with pytest.raises(FormationFailed, match=r"set ELASTIC_TRAIN=1"):
         Launch.from_environment(ENVIRON, None)
-    for store_endpoint in (None, "h:1"):
-        found = Launch.from_environment(OF_ONE_NODE, store_endpoint)
-        assert (found.c10d, found.agent_pid) == (None, os.getppid())
-        assert "set ELASTIC_TRAIN=1" in str(alone_warning(found, OF_ONE_NODE))
+    found = Launch.from_environment(OF_ONE_NODE, None)
+    assert (found.c10d, found.agent_pid) == (None, 4711)
+    assert "set ELASTIC_TRAIN=1" in str(alone_warning(found, OF_ONE_NODE))
+    assert Launch.from_environment(OF_ONE_NODE, "h:1").c10d == C10dSettings(("h:1",), 1, 4, 2.0)
 
 
 def test_one_node_without_the_plug_in_is_a_fixed_world(agent: list[str]) -> None:
