@@ -9,7 +9,6 @@ from torch import nn
 
 from elastic_train.elastic.worker import Worker
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.state_hash import owned_by
 from elastic_train.world import World
 
 STEPS_OF_ONE_THAT_STAYS = 3
@@ -66,7 +65,7 @@ class LoopHints:
             saved = {id(parameter) for module in modules for parameter in module.parameters()}
             may_be_saved = any(not isinstance(one, others | nn.Module) for one in state.extras.values())
         else:  # or another one is made of it
-            saved, may_be_saved = owned_by(state), False
+            saved, may_be_saved = state.kept.updates.owned, False
         if may_be_saved or saved.issuperset(parameters):
             return
         self._has_told_of_other = True

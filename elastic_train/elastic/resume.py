@@ -212,9 +212,9 @@ class Resume:
         state = self._worker.state
         if state.rollback():
             state.clock.reassign(seconds, Phase.TRAIN, Phase.LOST)
-        if self.has_state and not state.is_whole:  # no state at all: another member has one, or there is a snapshot
-            self.holding = Holding.NOTHING
-            self._why_dropped = f"the optimizer was interrupted in step {state.step + 1}"
+            if self.has_state and not state.is_whole:  # another member has one that is, or there is a snapshot
+                self.holding = Holding.NOTHING
+                self._why_dropped = f"the optimizer was interrupted in step {state.step + 1}"
         state.clock.enter(Phase.FORM)
 
     def drop_wrong_states(self, world: World, differ: StatesDiffer, seconds: float) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.extras_check import ExtrasCheck
@@ -31,6 +31,7 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import StepObserver, WorldEnd, WorldEnds, votes_of
 from elastic_train.errors import StatesDiffer, TrainingDiverged
 from elastic_train.rules import Activity
+from elastic_train.training.kept import Arguments
 from elastic_train.training.reduction import Share
 from elastic_train.training.state import TrainState
 from elastic_train.training.step import NO_VOTES, Outcome, Votes
@@ -273,17 +274,30 @@ class Trainer:
 
     @contextmanager
     def _seeing_every_optimizer(self) -> Iterator[None]:
-        """Of a loop of one's own, those that it has not told of, too."""
+        """Of a loop of one's own, those that it has not told of, too: another one may be made of them, and leave the
+        weights changed between passes of its own (SAM)."""
+        state = self._worker.state
 
-        def note_step(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
-            if self._training is not None:
-                self._hints.note_other_stepped(self._training.world, optimizer)
+        def begin(optimizer: torch.optim.Optimizer, *arguments: Any) -> Arguments | None:
+            if self._training is None or not state.is_whole or not state.kept.updates.is_part(optimizer):
+                return None
+            state.kept.updates.is_needed = True
+            return state.begin_update(optimizer, *arguments)
 
-        hook = None if self._is_bundled else register_optimizer_step_post_hook(note_step)
+        def end(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+            if self._training is None:
+                return
+            if state.kept.updates.is_part(optimizer):
+                self._training.note_applied(None)
+            self._hints.note_other_stepped(self._training.world, optimizer)
+
+        hooks = () if self._is_bundled else (
+            register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
+        )  # fmt: skip
         try:
             yield
         finally:
-            if hook is not None:
+            for hook in hooks:
                 hook.remove()
 
 

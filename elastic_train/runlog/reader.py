@@ -62,11 +62,11 @@ def read_with_torn(path: Path, torn: list[int]) -> Iterator[Line]:
 
 
 def _begins_anew(line: Line, generation: int | None) -> bool:
-    """Whether a line may be the first of a process, where the one before it was of a generation. A line of the ledger
-    does not say; a process that goes on is of a later generation."""
-    if "event" in line:
-        return bool(line["event"] == "start")
+    """Whether a line may be the first of a process, where the one before it was of a generation. Before its first world
+    an event has none. A line of the ledger does not say; a process that goes on is of a later generation."""
     own = int_of(line, "generation")
+    if "event" in line:
+        return bool(line["event"] == "start") or (own is None and generation is not None)
     return own is not None and (generation is None or own > generation)
 
 

@@ -24,9 +24,15 @@ _SCALES = ("_scale", "_growth_tracker")
 class KeptStep:
     """All that a step may change before its last reduction is known to be sound."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, extras: Iterable[Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        extras: Iterable[Any],
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
         extras = tuple(extras)
-        self.buffers, self._scales = KeptBuffers(model), KeptScales(extras)
+        self.buffers, self._scales = KeptBuffers(model), KeptScales((*extras, scaler))
         self.updates = KeptUpdates(model, optimizer, extras)
 
     def keep(self) -> None:
@@ -78,7 +84,7 @@ class KeptBuffers:
 
 
 class KeptScales:
-    """The scales of a loop's own GradScalers at the beginning of a step. A scaler adapts its scale to the gradients,
+    """The scales of GradScalers at the beginning of a step. A scaler adapts its scale to the gradients,
     and after a broken reduction these differ between the ranks."""
 
     def __init__(self, extras: Iterable[Any]) -> None:
@@ -110,7 +116,8 @@ class KeptUpdates:
         self._model = model
         self._parts = [optimizer, *(extra for extra in extras if not isinstance(extra, own))]
         self.optimizers = [part for part in self._parts if isinstance(part, torch.optim.Optimizer)]
-        self._is_needed = len(self.optimizers) > 1
+        self.is_needed = len(self.optimizers) > 1
+        """from the next step on; a part of the state, for who takes it over"""
         self._num_begun = 0
         """optimizers' steps in the step in hand"""
         self._parameters: list[nn.Parameter] = []
@@ -124,17 +131,29 @@ class KeptUpdates:
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(hook)
 
+    @property
+    def owned(self) -> set[int]:
+        """The ids of the parameters that the optimizers change."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return {id(parameter) for group in groups for parameter in group["params"]}
+
+    def is_part(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether one of the optimizers is made of another one, which this is."""
+        if any(optimizer is one for one in self.optimizers):
+            return False
+        return self.owned.issuperset(id(one) for group in optimizer.param_groups for one in group["params"])
+
     def note_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]) -> Arguments | None:
         """An optimizer's step begins. A closure of it runs passes, and reductions, within that: returns arguments whose
         closure calls `check` after each; None where there is no closure."""
         self._num_begun += 1
         if self._num_begun > 1:
-            self._is_needed = True
+            self.is_needed = True
         is_named = "closure" in kwargs
         closure = kwargs["closure"] if is_named else args[1] if len(args) > 1 else None
         if not callable(closure):
             return None
-        self._is_needed = True
+        self.is_needed = True
         if not self.are_kept and self._num_begun == 1:  # nothing that an optimizer changes has changed
             self._keep()
 
@@ -148,7 +167,7 @@ class KeptUpdates:
     def keep(self) -> None:
         """A step begins."""
         self.are_kept, self._num_begun = False, 0
-        if self._is_needed:
+        if self.is_needed:
             self._keep()
 
     def _keep(self) -> None:
@@ -176,9 +195,10 @@ class KeptUpdates:
             return False
         return True
 
-    def let_go(self) -> None:
-        """Of the copy, and its memory."""
+    def let_go(self, *, is_needed: bool = False) -> None:
+        """Of the copy, and its memory. `is_needed` from the next step on, where a state is taken over that needs it."""
         self._last, self.are_kept = None, False
+        self.is_needed |= is_needed
 
 
 def _copy(value: Any, last: Any) -> Any:

@@ -105,11 +105,11 @@ class TrainState:
         if not model.training:  # as a whole; then that is no choice of layers
             model.train()
         self._modes = [(module, module.training) for module in model.modules()]
-        self.kept = KeptStep(model, optimizer, self.extras.values())
+        self.kept = KeptStep(model, optimizer, self.extras.values(), scaler)
         self._is_step_open = self._is_updating = False
         self.before_update: Callable[[], None] = lambda: None
         """called before the optimizer's step; what it raises leaves the weights those of the last commit"""
-        self.kept.updates.call_before_steps(self._note_update)
+        self.kept.updates.call_before_steps(self.begin_update)
         self._schedule, self._has_own_optimizer = schedule, has_own_optimizer
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._apply_schedule()
@@ -144,7 +144,8 @@ class TrainState:
         """Samples of the step in hand: the global batch, fewer in the last step of an epoch."""
         return min(self.global_batch_size, self.length - self.samples_done)
 
-    def _note_update(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def begin_update(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """An optimizer's step begins: what its pre-hook returns."""
         checked = self.kept.updates.note_step(args, kwargs, self.before_update)
         self.before_update()
         self.lock.hold()
@@ -239,6 +240,7 @@ class TrainState:
                 "branches": [list(one) for one in self.branches],
                 "restarts": [list(one) for one in self.restarts],
                 "fingerprint": self.fingerprint,
+                "keeps_updates": self.kept.updates.is_needed,
                 "clock": self.clock.state_dict(),
             },
         }
@@ -254,7 +256,7 @@ class TrainState:
             KeyError, TypeError, ValueError, RuntimeError: it is of another model, optimizer or kind of extras.
         """
         self._is_step_open, self._is_updating = False, True
-        self.kept.updates.let_go()
+        self.kept.updates.let_go(is_needed=bool(state["run"].get("keeps_updates", False)))
         self.model.load_state_dict(state["model"])
         loaded = state["optimizer"]
         if self._schedule is not None and not self._has_own_optimizer:
@@ -273,12 +275,11 @@ class TrainState:
         self.run_uid, self.superseded = str(run["uid"]), tuple(run.get("superseded", ()))
         self.micro_batch_size = self.micro_batch_size or run["micro_batch_size"]
         self.last_loss, self.last_commits = run["last_loss"], list(run.get("last_commits", ()))
-        self.test_metrics = dict(run.get("test_metrics", {}))
         self.ratings.load_state_dict(run.get("ratings", {}))
         self.incidents, self.generations = list(run["incidents"]), int(run["generations"])
         self.evaluated_step, self.stopped_at = int(run.get("evaluated_step", -1)), int(run.get("stopped_at", -1))
         self.branches, self.restarts = branches_of(run.get("branches", ())), branches_of(run.get("restarts", ()))
-        self.fingerprint = dict(run.get("fingerprint", {}))
+        self.test_metrics, self.fingerprint = dict(run.get("test_metrics", {})), dict(run.get("fingerprint", {}))
         self._apply_schedule()
         self._is_updating = False
 

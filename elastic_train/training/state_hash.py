@@ -131,7 +131,7 @@ def tensors_of(state: TrainState) -> Iterator[tuple[str, Any]]:
 
 
 def _compared(state: TrainState) -> Iterator[tuple[str, nn.Parameter]]:
-    frozen, owned = frozen_of(state), owned_by(state)
+    frozen, owned = frozen_of(state), state.kept.updates.owned
     for name, parameter in state.model.named_parameters():
         if name not in frozen:
             yield f"parameter {name}", parameter
@@ -145,15 +145,9 @@ def _held_by(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {key: value for key, value in optimizer.state_dict().items() if key != "param_groups"}
 
 
-def owned_by(state: TrainState) -> set[int]:
-    """The ids of the parameters that optimizers change."""
-    groups = (group for optimizer in state.kept.updates.optimizers for group in optimizer.param_groups)
-    return {id(parameter) for group in groups for parameter in group["params"]}
-
-
 def frozen_of(state: TrainState) -> dict[str, Tensor]:
     """The parameters, by name, that no optimizer owns and no gradient changes."""
-    owned = owned_by(state)
+    owned = state.kept.updates.owned
     return {
         name: parameter.detach()
         for name, parameter in state.model.named_parameters()

@@ -267,6 +267,8 @@ def test_a_later_process_of_the_same_name_goes_on_behind_a_line_that_was_cut_off
     [
         ('{"event":"step"}\n{"ev\n{"event":"start"}\n', []),
         ('{"event":"step"}\n{"ev\n{"event":"step"}\n{"event":"start"}\n', [2]),
+        ('{"event":"step","generation":1}\n{"ev\n{"event":"warning","generation":null}\n{"event":"start"}\n', []),
+        ('{"event":"step","generation":1}\n{"ev\n{"event":"warning","generation":1}\n', [2]),
         ('{"event":"step"}\n{"ev\n\n', [2]),
         ('{"generation":1}\n{"ge\n{"generation":2}\n', []),
         ('{"generation":1}\n{"ge\n{"generation":1}\n', [2]),

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from elastic_train.config import Config
 from elastic_train.elastic.loop import bundled
-from elastic_train.elastic.trainer import Trainer
+from elastic_train.elastic.trainer import Program, Trainer
 from elastic_train.elastic.world_end import votes_of
 from elastic_train.errors import UsageError
 from elastic_train.protocol.heartbeat import FIRST_SECONDS, LEAST_SECONDS, Pace
@@ -37,7 +37,7 @@ class Watched(Task):
 
     def __init__(self, test_samples: int | None = None) -> None:
         self.watcher = SimpleNamespace(
-            do=lambda _activity: None,
+            do=lambda *_: None,
             pace=Pace(10.0),
             store_silence=SimpleNamespace(is_too_long=False),
             announce_broken=lambda: None,
@@ -60,7 +60,9 @@ class Watched(Task):
         return super().loss(module, batch)
 
 
-def make_loop(task: Watched, **flags: Any) -> tuple[Trainer, TrainState, list[str]]:
+def make_loop(
+    task: Watched, train: Callable[[Any], None] | None = None, **flags: Any
+) -> tuple[Trainer, TrainState, list[str]]:
     told: list[str] = []
     model = task.build_model()
     state = TrainState(
@@ -78,6 +80,7 @@ def make_loop(task: Watched, **flags: Any) -> tuple[Trainer, TrainState, list[st
         reporter=reporter,
         reach=lambda *_: None,
         stop=SimpleNamespace(votes=lambda: (0, 0)),
+        launch=SimpleNamespace(is_open=False),
     )
     membership: Any = SimpleNamespace(
         watcher=task.watcher,
@@ -86,7 +89,8 @@ def make_loop(task: Watched, **flags: Any) -> tuple[Trainer, TrainState, list[st
         joins=SimpleNamespace(vote=lambda: 0, follow_vote=lambda world, vote: None),
     )
     saver: Any = SimpleNamespace(is_due=lambda _state: False, owes_best=lambda _state: False)
-    return Trainer(bundled(worker), worker, membership, saver), state, told
+    program = bundled(worker) if train is None else Program(train)
+    return Trainer(program, worker, membership, saver), state, told
 
 
 def steps(task: Watched) -> list[list[tuple[MicroBatch, Any]]]:
@@ -96,6 +100,33 @@ def steps(task: Watched) -> list[list[tuple[MicroBatch, Any]]]:
 
     batch = (torch.ones(2, 1), torch.zeros(2, dtype=torch.int64))
     return [[(micro_batch(step), batch)] for step in (1, 2)]
+
+
+def test_weights_that_are_changed_between_passes_are_kept_from_the_second_step_on() -> None:
+    """By an optimizer that is stepped through another one, and by hand before that, as SAM's usual form is."""
+    found: list[tuple[bool, bool]] = []
+
+    def train(training: Any) -> None:
+        inner = torch.optim.SGD(training.model.parameters(), lr=0.1)
+        for inputs, _ in training.batches():
+            weights = [one.detach().clone() for one in training.model.parameters()]
+            with torch.no_grad():
+                for one in training.model.parameters():
+                    one.add_(1.0)
+            (training.model(inputs) - 1.0).square().mean().backward()
+            found.append((state.kept.updates.are_kept, training._steps.in_hand.is_applied))
+            with torch.no_grad():
+                for one, value in zip(training.model.parameters(), weights, strict=True):
+                    one.copy_(value)
+            inner.step()
+            assert training._steps.in_hand.is_applied
+            assert not state.is_whole
+            training.commit(0.0)
+
+    loop, state, told = make_loop(Watched(), train)
+    loop.run(WORLD, steps(Watched()))
+    assert found == [(False, False), (True, False)]
+    assert not [line for line in told if line.startswith("warning")]
 
 
 def test_a_loss_that_is_no_scalar_is_told_by_its_shape() -> None:

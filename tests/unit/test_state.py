@@ -643,3 +643,36 @@ def test_what_is_no_closure_is_left_alone() -> None:
     assert optimizer.step(2.0, closure=lambda: "loss") == "loss"
     assert [float(one) for one in optimizer.seen] == [1.0, 2.0]
     assert checks == ["check"] * 3
+
+
+def test_who_takes_a_state_over_keeps_what_its_steps_need() -> None:
+    """Else a newcomer's first step, of several optimizer's steps, would be the one that counts."""
+    state = make_state()
+    state.remember()
+    for _ in range(2):
+        state.model(torch.randn(8, 4)).sum().backward()
+        state.optimizer.step()
+    state.commit(0.0)
+    for is_needed, there in ((False, make_state()), (True, state)):
+        newcomer = make_state()
+        newcomer.load_state_dict(there.state_dict())
+        newcomer.remember()
+        assert newcomer.kept.updates.are_kept is is_needed
+
+
+def test_the_scale_of_the_flags_is_taken_back_too() -> None:
+    model = nn.Linear(4, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=9)
+    state = TrainState(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, schedule="constant", length=8, global_batch_size=4,
+        epochs=1,
+    )  # fmt: skip
+    for is_kept in (True, False):
+        before = scaler.state_dict()
+        state.remember()
+        train_with(state, scaler, gradient=1.0)
+        if is_kept:
+            state.commit(0.0)
+        else:
+            assert state.rollback()
+            assert scaler.state_dict() == before
