@@ -354,6 +354,7 @@ def test_what_was_trained_and_cannot_be_saved_is_no_success(cluster: Cluster) ->
     assert "returned with step 20" in own.text()
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_the_script_that_the_run_does_not_take_is_told(cluster: Cluster) -> None:
     """Its optimizer's groups are the run's. Once, by rank 0, and not where it is the same."""
     for steps, lr in ((5, "0.01"), (10, "0.01"), (15, "0.5")):
