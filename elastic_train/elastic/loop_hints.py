@@ -72,8 +72,9 @@ class LoopHints:
         kind = type(optimizer).__name__
         what = f"the parameters that {kind} trains are" if is_known else f"{kind}, which trains too, is"
         self._worker.reporter.warn(
-            f"{what} no part of the state: a restart or a newcomer begins with new ones. Give every optimizer but the "
-            "first, and every module but the model, to run(..., extras={'d': d, 'd_optimizer': d_optimizer})"
+            f"{what} no part of the state: a restart or a newcomer begins with new ones, and of a step that is broken "
+            "off these keep their half. Give every optimizer but the first, and every module but the model, to "
+            "run(..., extras={'d': d, 'd_optimizer': d_optimizer})"
         )
 
     def note_unstepped(self, world: World) -> None:

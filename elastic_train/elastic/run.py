@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import timedelta
 from functools import partial
@@ -176,7 +176,9 @@ def _compare_code(worker: Worker, membership: Membership, program: Program) -> N
 def _compare_settings(worker: Worker, membership: Membership) -> None:
     """Warns where the optimizers that this start has built are set otherwise than on the node that has begun the job:
     all train with those of rank 0, or of the run."""
-    mine = settings_of(worker.state.kept.updates.optimizers)
+    state = worker.state
+    others = {name: one for name, one in state.extras.items() if isinstance(one, torch.optim.Optimizer)}
+    mine = settings_of({type(state.optimizer).__name__: state.optimizer, **others})
     theirs = json.loads(membership.agreed_once("optimizers", json.dumps(mine)))
     names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
     differing = [f"{name} {mine.get(name)} here, {theirs.get(name)} there" for name in names]
@@ -192,13 +194,13 @@ NUM_GROUPS = 4
 NOT_COMPARED = ("params", "fused", "foreach", "capturable")
 
 
-def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+def settings_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
     """The plain settings of the first parameter groups of each, by a name for a person. Which kernel computes a step
     may differ."""
     found = {}
-    for place, optimizer in enumerate(optimizers):
+    for title, optimizer in optimizers.items():
         for number, group in enumerate(optimizer.param_groups[:NUM_GROUPS]):
-            which = f"{type(optimizer).__name__}{f' {place}' * (place > 0)}{f', group {number}' * (number > 0)}"
+            which = f"{title}{f', group {number}' * (number > 0)}"
             for name, value in group.items():
                 if name not in NOT_COMPARED and isinstance(value, int | float | str | tuple | torch.Tensor):
                     found[f"{which}: {name}"] = f"{value.tolist() if isinstance(value, torch.Tensor) else value}"

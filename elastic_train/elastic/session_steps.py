@@ -92,7 +92,10 @@ class SessionSteps:
     def required(self) -> StepInHand:
         """The step in hand. Raises: UsageError where there is none."""
         if self.in_hand is None:
-            raise UsageError("there is no step in hand: training.batches() begins one, and commit() ends it")
+            raise UsageError(
+                "there is no step in hand: training.batches() begins one, and commit() ends it, after the last "
+                "optimizer's step"
+            )
         return self.in_hand
 
     def require_committed(self) -> None:

@@ -86,7 +86,7 @@ def test_the_settings_of_optimizers_by_name() -> None:
     one, other = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     first = torch.optim.SGD([{"params": [one]}, {"params": [other], "lr": torch.tensor(0.5)}], lr=0.25)
     second = torch.optim.Adam([one], lr=0.1, betas=(0.5, 0.9))
-    found = settings_of([first, second])
-    assert (found["SGD: lr"], found["SGD, group 1: lr"], found["Adam 1: lr"]) == ("0.25", "0.5", "0.1")
-    assert found["Adam 1: betas"] == "(0.5, 0.9)"
+    found = settings_of({"SGD": first, "d_optimizer": second})
+    assert (found["SGD: lr"], found["SGD, group 1: lr"], found["d_optimizer: lr"]) == ("0.25", "0.5", "0.1")
+    assert found["d_optimizer: betas"] == "(0.5, 0.9)"
     assert not [name for name in found if "params" in name]
