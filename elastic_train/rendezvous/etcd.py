@@ -119,12 +119,11 @@ class Etcd:
             is_ambiguous=bool(tried),
         )
 
-    def delete(self, key: str) -> None:
-        self._call(lambda client: client.kvstub.DeleteRange, self._rpc.DeleteRangeRequest(key=key.encode()))
-
-    def delete_prefix(self, prefix: str) -> None:
-        request = self._rpc.DeleteRangeRequest(key=prefix.encode(), range_end=end_of(prefix))
-        self._call(lambda client: client.kvstub.DeleteRange, request)
+    def delete(self, key: str, *, is_prefix: bool = False) -> int:
+        """The revision that has removed the key, or all that begin with it; 0 where there was none."""
+        request = self._rpc.DeleteRangeRequest(key=key.encode(), range_end=end_of(key) if is_prefix else b"")
+        response = self._call(lambda client: client.kvstub.DeleteRange, request)
+        return int(response.header.revision) if response.deleted else 0
 
     # --- the parts of a transaction -----------------------------------------------------------------------------------
 

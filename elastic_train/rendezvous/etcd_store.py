@@ -125,11 +125,11 @@ class EtcdStore:
         return {entry.key: text_of(entry) or "" for entry in self.etcd.below(prefix)[0]}
 
     def delete(self, key: str) -> None:
-        self.etcd.delete(key)
+        self._note(key, self.etcd.delete(key))
 
     def delete_prefix(self, prefix: str) -> None:
         """Remove all keys that begin with `prefix`."""
-        self.etcd.delete_prefix(prefix)
+        self._note(prefix, self.etcd.delete(prefix, is_prefix=True))
 
     # --- writing ------------------------------------------------------------------------------------------------------
 

@@ -143,6 +143,13 @@ class TestKeyValueStore:
             assert store.get_many([key, f"{key}/other"]) == [None, "another"]
         assert store.create(key, "new") == "new"
 
+    def test_what_was_deleted_is_gone_at_once(self, store: KeyValueStore, key: str) -> None:
+        """A mirror hears of it a moment later."""
+        for number in range(100):
+            store.put(f"{key}/{number}", "value")
+            store.delete(f"{key}/{number}")
+            assert store.get(f"{key}/{number}") is None
+
     def test_a_clone_is_the_same_store(self, store: KeyValueStore, key: str) -> None:
         clone = store.clone()
         store.put(key, "ours")
