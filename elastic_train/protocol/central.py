@@ -6,8 +6,7 @@ through the queue.
 
 Keys, below the job's prefix: `fact/NAME`, `queue/UID`, `here/UID` (every worker that has not ended), `heartbeat/UID`
 (of rank 0, of those in the queue, and of those between two worlds), `over`, `start/next`, and for each world
-`present/RANK`, `left/RANK`, `next` and what else was announced. Rank 0 removes what those have left who are gone: of a
-newcomer no decision tells it, but its silence does.
+`present/RANK`, `left/RANK`, `next` and what else was announced.
 """
 
 from __future__ import annotations
@@ -64,18 +63,14 @@ class Leftovers:
 
     Args:
         prefix: of the job's keys.
-        longest_silence: as of CentralJob.
     """
 
-    def __init__(self, prefix: str, longest_silence: float, clock: Callable[[], float]) -> None:
-        self._prefix, self._longest_silence, self._clock = prefix, longest_silence, clock
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
         self._gone: set[str] = set()
         """uids of members; two threads change it, in place"""
         self._swept = self._before = ""
         """keys of the worlds before the present one, the last and the one before it"""
-        self._outside: dict[str, tuple[str | None, float]] = {}
-        """the last heartbeat of workers that are in no world and not in the queue, and since when it is that one"""
-        self._next_look = 0.0
 
     def note_gone(self, before: Collection[Member], now: Collection[Member]) -> None:
         """Of these members those are left."""
@@ -88,38 +83,13 @@ class Leftovers:
             self._gone.discard(uid)
 
     def remove(self, store: ListingStore, world: World) -> None:
-        """All that `world` does not need. For its rank 0."""
+        """All that `world` does not need."""
         self.remove_members(store)
-        self._remove_silent(store, world)
         if self._swept != world.key:
             store.delete_prefix(f"{self._prefix}/ahead/")  # of the plan for this world
             for part in ("present/", "left/", "ready/", "through/") if self._before else ():
                 store.delete_prefix(f"{self._prefix}/{self._before}/{part}")
             self._swept, self._before = world.key, self._swept
-
-    def _remove_silent(self, store: ListingStore, world: World) -> None:
-        """What newcomers have left that died before a world had them. One that was frozen says anew that it is here,
-        with its place in the queue."""
-        now = self._clock()
-        if now < self._next_look:
-            return
-        self._next_look = now + self._longest_silence / 8  # all keys are read
-        texts = store.below(f"{self._prefix}/")
-        stands = Standing(world.key, world.generation, world.members, uid=world.uid)
-        decided = stands.follow(lambda key: texts.get(f"{self._prefix}/{key}"))
-        inside = {member.uid for member in (*world.members, *decided.members)}
-        before, self._outside = self._outside, {}
-        for key in texts:
-            uid = key.removeprefix(f"{self._prefix}/here/")
-            if uid == key or uid in inside or f"{self._prefix}/queue/{uid}" in texts:
-                continue
-            heartbeat = texts.get(f"{self._prefix}/heartbeat/{uid}")
-            known = before.get(uid)
-            since = now if known is None or known[0] != heartbeat else known[1]
-            self._outside[uid] = heartbeat, since
-            if now - since > self._longest_silence:
-                store.delete(f"{self._prefix}/heartbeat/{uid}")
-                store.delete(f"{self._prefix}/here/{uid}")
 
 
 class CentralJob:
@@ -161,8 +131,7 @@ class CentralJob:
             draw_uid=draw_uid,
             clock=clock,
         )
-        self._stands, self._holders = Standing(), StateHolders()
-        self._leftovers = Leftovers(prefix, longest_silence, clock)
+        self._stands, self._holders, self._leftovers = Standing(), StateHolders(), Leftovers(prefix)
         self._mine: Waiting | None = None
         self._is_queued = self._is_beginning = False
         self._uid = ""

@@ -111,7 +111,6 @@ class EtcdJob(CentralJob):
             mine = self._mine
             if mine is None or (self._queue_lease and store.etcd.refresh(self._queue_lease)):
                 return
-            store.put(f"{self._prefix}/here/{self._uid}", "")  # its place may have run out, and it was taken for dead
             lease = store.etcd.grant(self._queue_seconds)
             store.under(lease).put(self._queue_key, mine.to_json())
             self._queue_lease = lease  # not before: a lease without the key would be refreshed for ever

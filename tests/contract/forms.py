@@ -32,7 +32,6 @@ from elastic_train.world import Address, Member
 
 MIN_NODES = 3
 PEER_TIMEOUT = 2.0
-LONGEST_SILENCE = 1000.0
 PATIENCE = 20.0
 """seconds that a store may take where nothing is wrong with it"""
 
@@ -277,7 +276,7 @@ class CentralInMemory(_OnFakeClock):
             "job",
             Size(min_nodes=MIN_NODES, max_nodes=8, last_call=0.0),
             peer_timeout=PEER_TIMEOUT,
-            longest_silence=LONGEST_SILENCE,
+            longest_silence=1000.0,
             max_world_size=None,
             refused=lambda _members: [],
             draw_uid=self.clock.draw_uid,

@@ -16,13 +16,10 @@ import pytest
 
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
-from elastic_train.protocol.job import Admitted, Over
-from elastic_train.protocol.join_queue import Waiting
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_errors import LeaseLost
 from elastic_train.rendezvous.etcd_job import delete_job, open_job
-from elastic_train.rendezvous.etcd_members import EtcdJob
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Guard, Mirror
 from elastic_train.tools.drills.etcd_cluster import EtcdCluster
@@ -369,46 +366,6 @@ def test_a_run_id_can_be_used_again(trio: EtcdCluster, etcd: Etcd) -> None:
     assert not etcd.below("/elastic_train/again/")[0], "nothing is left"
 
 
-def test_a_newcomer_that_dies_leaves_nothing_and_one_that_thaws_is_in_the_queue_again(
-    trio: EtcdCluster, etcd: Etcd
-) -> None:
-    settings = replace(trio.settings(), min_nodes=1, max_nodes=4, last_call=0.01, grace=PATIENCE)
-
-    def start(uid: str) -> tuple[EtcdJob, Member]:
-        job = EtcdJob(
-            settings, "leaves", uid=uid, peer_timeout=PATIENCE, max_world_size=None, check=lambda: None, log=print,
-            refused=lambda _members: [], draw_uid=lambda: "first",
-        )  # fmt: skip
-        return job, Member(uid, 0, 1, 1, ("10.0.0.1", 1), "d", "gloo", None, uid=uid)
-
-    (first, me), (dead, _), frozen = map(start, ("uid0", "uid1", "uid2"))
-    first._leftovers._longest_silence = 1.0
-    wait_until(lambda: isinstance(first.look_from_queue(Waiting(me, 1)), Admitted), "the first world", PATIENCE)
-    place = first.look_from_queue(Waiting(me, 1))
-    assert isinstance(place, Admitted)
-    first.leave_queue()
-    first.enter(place.world, place.facts, None)
-    frozen[0].look_from_queue(Waiting(frozen[1], 1))
-    etcd.revoke(frozen[0]._queue_lease)  # its time is up
-
-    def here() -> set[str]:
-        first.tend(place.world, is_spokesman=True)
-        return {key.rpartition("/")[2] for key in first._own.below(f"{first._prefix}/here/")}
-
-    assert here() == {"uid0", "uid1", "uid2"}
-    wait_until(lambda: here() == {"uid0"}, "they are taken for dead", PATIENCE)
-    frozen[0].tend(None, is_spokesman=False)
-    wait_until(lambda: [one.member.uid for one in first.queue()] == ["uid2"], "it queues again", PATIENCE)
-    assert here() == {"uid0", "uid2"}
-    first.finish(place.world)
-    wait_until(lambda: isinstance(frozen[0].look_from_queue(Waiting(frozen[1], 1)), Over), "it is told so", PATIENCE)
-    frozen[0].close(None)
-    first.close(me)
-    assert not etcd.below("/elastic_train/leaves/")[0], "though the dead one has never closed"
-    dead._mirror.close()
-    dead.connections.close()
-
-
 @pytest.mark.parametrize("mebibytes", [1.75, 3.0], ids=["etcd's limit", "gRPC's limit"])
 def test_what_is_too_large_for_a_request_is_told_with_a_remedy(etcd: Etcd, mebibytes: float) -> None:
     with pytest.raises(StoreRefused, match=r"large.*; start each member of etcd with a larger --max-request-bytes"):
@@ -522,7 +479,6 @@ def test_a_stranger_authority_is_told_at_once_and_in_one_line(secure: tuple[Etcd
 from elastic_train.errors import StoreRefused
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
-from elastic_train.rendezvous.etcd_members import EtcdJob
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 try:
     Etcd(Connections(EtcdSettings.from_json({settings.to_json()!r})), deadline={PATIENCE}).get("/team/x")

@@ -15,24 +15,12 @@ from elastic_train.branches import BRANCH, Branch
 from elastic_train.errors import FormationFailed
 from elastic_train.protocol import known_worlds
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, LeftBehind, Liveness, Presence, Wait
-from elastic_train.protocol.central import CentralJob
 from elastic_train.protocol.job import Admitted, Denied, Job, Place
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.plan import Plan, Preparation, mark
 from elastic_train.world import Member, World
-from tests.contract.forms import (
-    FORMS,
-    LONGEST_SILENCE,
-    MIN_NODES,
-    PATIENCE,
-    PEER_TIMEOUT,
-    CentralInMemory,
-    Form,
-    PeersInMemory,
-    eventually,
-    member,
-)
+from tests.contract.forms import FORMS, MIN_NODES, PATIENCE, PEER_TIMEOUT, Form, PeersInMemory, eventually, member
 
 
 def begin(form: Form) -> tuple[list[Job], list[World]]:
@@ -224,35 +212,6 @@ def test_who_comes_back_does_not_wait_in_its_own_queue() -> None:
     back.look_from_queue(Waiting(form.member(9), 1))
     assert [job.queue() for job in (jobs[0], jobs[2])] == [[], []]
     assert [waiting.member.uid for waiting in jobs[1].queue()] == ["uid9"]
-
-
-def test_what_a_dead_newcomer_has_left_is_removed() -> None:
-    """No decision names it. Its place in the queue runs out by itself, where the store has leases."""
-    form = CentralInMemory()
-    jobs, worlds = begin(form)
-    store = form._store
-    for job, world in zip(jobs, worlds, strict=True):
-        assert isinstance(job, CentralJob)
-        job.open(world.me.uid)
-        job.tend(None, is_spokesman=False)
-    first, newcomers = jobs[0], {name: form.job(number) for number, name in enumerate(("dead", "loads", "waits"), 7)}
-    for name, newcomer in newcomers.items():
-        newcomer.open(name)
-    store.put("job/queue/waits", "frozen, and its place has not run out")
-    told = Decision(worlds[0].generation + 1, "next", (0, 1, 2), new=(replace(form.member(10), uid="admitted"),))
-    store.put("job/here/admitted", "")
-    store.put(f"job/{worlds[0].key}/next", told.to_json())
-
-    def here() -> set[str]:
-        return {key.removeprefix("job/here/") for key in store.below("job/here/")}
-
-    inside = {member.uid for member in worlds[0].members}
-    for seconds, left in ((0.0, {"dead"}), (0.9, {"dead"}), (0.3, set())):
-        form.clock.now += seconds * LONGEST_SILENCE
-        newcomers["loads"].tend(None, is_spokesman=False)
-        first.tend(worlds[0], is_spokesman=True)
-        assert here() == {*inside, "loads", "waits", "admitted"} | left
-    assert set(store.below("job/heartbeat/")) == {f"job/heartbeat/{uid}" for uid in (*inside, "loads")}
 
 
 def test_a_job_is_closed_whose_store_is_gone() -> None:

@@ -345,7 +345,6 @@ class SimEtcdJob(CentralJob):
             mine = self._mine
             if mine is None or (self._queue_lease and store.refresh(self._queue_lease)):
                 return
-            store.put(f"{self._prefix}/here/{self._uid}", "")
             lease = store.grant(QUEUE_LEASE_SECONDS)
             store.under(lease).put(self._queue_key, mine.to_json())
             self._queue_lease = lease
