@@ -9,6 +9,7 @@ from torch import nn
 
 from elastic_train.elastic.worker import Worker
 from elastic_train.training.averaging import AveragedWeights
+from elastic_train.training.kept import parameters_of
 from elastic_train.world import World
 
 STEPS_OF_ONE_THAT_STAYS = 3
@@ -57,17 +58,16 @@ class LoopHints:
         self._steps_of[optimizer] = state.step, num_steps + (last_step != state.step)
         if last_step == state.step or num_steps + 1 != STEPS_OF_ONE_THAT_STAYS:
             return
-        parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        if state.kept.updates.is_part(optimizer):
+            return
         modules = [state.model, *(extra for extra in state.extras.values() if isinstance(extra, nn.Module))]
         others = torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler | AveragedWeights
         is_known = any(optimizer is one for one in state.kept.updates.optimizers)
         if is_known:
             saved = {id(parameter) for module in modules for parameter in module.parameters()}
             may_be_saved = any(not isinstance(one, others | nn.Module) for one in state.extras.values())
-        else:  # or another one is made of it
-            saved, may_be_saved = state.kept.updates.owned, False
-        if may_be_saved or saved.issuperset(parameters):
-            return
+            if may_be_saved or saved.issuperset(map(id, parameters_of(optimizer))):
+                return
         self._has_told_of_other = True
         kind = type(optimizer).__name__
         what = f"the parameters that {kind} trains are" if is_known else f"{kind}, which trains too, is"

@@ -134,14 +134,13 @@ class KeptUpdates:
     @property
     def owned(self) -> set[int]:
         """The ids of the parameters that the optimizers change."""
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        return {id(parameter) for group in groups for parameter in group["params"]}
+        return {id(one) for optimizer in self.optimizers for one in parameters_of(optimizer)}
 
     def is_part(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether one of the optimizers is made of another one, which this is."""
         if any(optimizer is one for one in self.optimizers):
             return False
-        return self.owned.issuperset(id(one) for group in optimizer.param_groups for one in group["params"])
+        return self.owned.issuperset(map(id, parameters_of(optimizer)))
 
     def note_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]) -> Arguments | None:
         """An optimizer's step begins. A closure of it runs passes, and reductions, within that: returns arguments whose
@@ -172,7 +171,7 @@ class KeptUpdates:
 
     def _keep(self) -> None:
         # Parameters of modules that are no extra are kept, too.
-        owned = (one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"])
+        owned = (one for optimizer in self.optimizers for one in parameters_of(optimizer))
         self._parameters = list({id(one): one for one in (*self._model.parameters(), *owned)}.values())
         with torch.no_grad():
             self._last = _copy([self._parameters, [part.state_dict() for part in self._parts]], self._last)
@@ -199,6 +198,11 @@ class KeptUpdates:
         """Of the copy, and its memory. `is_needed` from the next step on, where a state is taken over that needs it."""
         self._last, self.are_kept = None, False
         self.is_needed |= is_needed
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Of all its groups."""
+    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def _copy(value: Any, last: Any) -> Any:
