@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elastic_train.elastic import own_loop
+from elastic_train.elastic.own_parallel import OwnParallel
 from elastic_train.elastic.run import settings_of
 from elastic_train.elastic.session import Training, scalar_of
-from elastic_train.errors import UsageError
+from elastic_train.errors import FormationFailed, UsageError
 
 MODEL = nn.Linear(1, 1)
 OPTIMIZER = torch.optim.AdamW(MODEL.parameters())
@@ -90,3 +91,30 @@ def test_the_settings_of_optimizers_by_name() -> None:
     assert (found["SGD: lr"], found["SGD, group 1: lr"], found["d_optimizer: lr"]) == ("0.25", "0.5", "0.1")
     assert found["d_optimizer: betas"] == "(0.5, 0.9)"
     assert not [name for name in found if "params" in name]
+
+
+def test_what_a_broken_off_broadcast_has_left_in_the_weights_is_put_back() -> None:
+    """NCCL ends it with garbage and no error, inside of DDP's constructor; a fake of the device stands in."""
+    anything: Any = SimpleNamespace
+    is_broken = True
+
+    def require_unbroken() -> None:
+        if is_broken:
+            raise FormationFailed("the process group was broken off")
+
+    world, device = anything(world_size=2), anything(type="cuda")
+    parallel = OwnParallel(world, device, anything(), anything(), anything(), lambda: None, require_unbroken)
+    module = nn.BatchNorm1d(2)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+
+    def broadcast() -> None:
+        with torch.no_grad(), parallel._kept_if_broken(module):
+            for value in module.state_dict().values():
+                value.fill_(7)
+
+    with pytest.raises(FormationFailed):
+        broadcast()
+    torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
+    is_broken = False
+    broadcast()
+    assert module.weight.tolist() == [7.0, 7.0]
