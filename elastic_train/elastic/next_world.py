@@ -256,6 +256,7 @@ class Survivors:
             Presence(world.generation, unreachable),
             status=status,
             is_heard=lambda rank: contacts.is_heard(world.members[rank]),
+            is_refused=lambda rank: contacts.is_refused(world.members[rank]),
             newcomers=lambda: self._newcomers(world),
             facts=self._facts,
             draw_uid=self._around.draw_uid,
@@ -274,7 +275,8 @@ class Survivors:
             return lacking
         if lacking is None:
             names = ", ".join(self._names(world, found.votes))
-            heard = {one.uid for one in world.members if self._watcher.contacts.is_heard(one)}
+            contacts = self._watcher.contacts
+            heard = {one.uid for one in world.members if contacts.is_heard(one) and not contacts.is_refused(one)}
             are_heard = heard.issuperset(found.votes)
             what = "can be heard, but do not answer," if are_heard else "cannot be reached"
             self.may_not_go_on(f"{names} {what} and may train on: waiting for contact")

@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import Any
 
 from elastic_train.errors import FormationFailed
-from elastic_train.protocol.job import Denied, Job
+from elastic_train.protocol.job import Denied, Job, KnownMembers
 from elastic_train.rules import next_generation, next_members
 from elastic_train.world import Member, Reach, World, from_runs, to_runs
 
@@ -196,6 +196,7 @@ class Agreement:
         presence: what this member says of itself.
         status: what is known of an old member.
         is_heard: whether one has just given a sign of life; a call to another would only wait.
+        is_refused: whether one is gone for sure, whenever it died.
         newcomers: asked once, when this member proposes, for those to be admitted.
         draw_uid: names a world that nobody else has.
         watched: ranks of which this member sees whether they live; the others by default.
@@ -213,6 +214,7 @@ class Agreement:
         *,
         status: Callable[[int], Liveness],
         is_heard: Callable[[int], bool],
+        is_refused: Callable[[int], bool],
         newcomers: Callable[[], Sequence[Member]],
         facts: Mapping[str, str],
         draw_uid: Callable[[], str],
@@ -225,7 +227,7 @@ class Agreement:
         others = [rank for rank in range(len(world.members)) if rank != world.rank]
         self._watched, self._watch_too, self._witnesses = watched or (lambda: others), watch_too, witnesses
         self._job, self._world, self._mine = job, world, presence
-        self._status, self._is_heard = status, is_heard
+        self._status, self._is_heard, self._is_refused = status, is_heard, is_refused
         self._newcomers, self._facts, self._draw_uid = newcomers, facts, draw_uid
         self._reach, self._is_early = reach, is_early
         self._present: dict[int, Presence] = {world.rank: presence}
@@ -316,6 +318,7 @@ class Agreement:
         if missed_by and self._is_early():
             return Wait(tuple(missed_by))
         newcomers = tuple(self._newcomers())
+        ended = job.ended_holders({world.members[rank].uid for rank in out if self._is_refused(rank)})
         seen = [self._present[rank].max_generation for rank in verdict.members]
         decision = Decision(
             generation=next_generation([*seen, world.generation, *(one.max_generation for one in newcomers)]),
@@ -324,14 +327,14 @@ class Agreement:
             new=newcomers,
             lost=tuple(rank for rank in found if rank not in verdict.members and rank not in left),
             left=tuple(sorted(left)),
-            dead=tuple(sorted(gone)),
+            dead=tuple(sorted(gone | ended)),
             facts=self._facts,
         )
         reachable = [rank for rank, status in found.items() if status is Liveness.ALIVE and self._is_heard(rank)]
-        answering = [world.members[rank].uid for rank in found if self._is_heard(rank)]
+        answering = frozenset(world.members[rank].uid for rank in found if self._is_heard(rank))
         self._reach("proposed", world)
         outcome = job.decide(
-            world, decision.to_json(), reachable=[world.rank, *reachable], dead=gone, answering=answering
+            world, decision.to_json(), KnownMembers([world.rank, *reachable], frozenset(gone), ended, answering)
         )
         if isinstance(outcome, Denied):
             self.asks_others = bool(outcome.votes)

@@ -135,6 +135,8 @@ class Round:
     dead: frozenset[str]
     answering: frozenset[str] = frozenset()
     """uids of members of this world that answer probes, whether they take part or not"""
+    ended: frozenset[str] = frozenset()
+    """as Job.ended_holders: their votes are not waited for, where a claim is made"""
     needs_votes: bool = True
     """whether a claim does not make up for them"""
     needs_all: bool = False
@@ -205,7 +207,9 @@ class Ballots:
 
     def _decide_by_claim(self, round_: Round) -> str | Denied | None:
         """None where all votes may have decided another one than stands. Raises: ArbiterSilent."""
-        world, worlds, side = round_.world, round_.worlds, uids(round_.world, round_.reachable)
+        worlds = [one.without(round_.ended) for one in round_.worlds]
+        round_ = replace(round_, worlds=worlds, dead=round_.dead | round_.ended)
+        world, side = round_.world, uids(round_.world, round_.reachable)
         # Not only for what stands: where the place is silent, two that have each voted for their own decision below,
         # and may have claimed it, wait for it both.
         standing = self._claim(world, None)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from elastic_train.protocol.agreement import Decision, Standing
 from elastic_train.protocol.central_queue import CentralQueue
-from elastic_train.protocol.job import Admitted, Denied, Over, Place
+from elastic_train.protocol.job import Admitted, Denied, KnownMembers, Over, Place
 from elastic_train.protocol.join_queue import Size, Waiting
 from elastic_train.protocol.store import Below, KeyValueStore, ListingStore, Notes, scoped
 from elastic_train.rules import require_agreement
@@ -257,17 +257,12 @@ class CentralJob:
     def decided(self, world: World, asked: Sequence[int]) -> str | None:
         return self._store.get(self._key(world, "next"))
 
-    def decide(
-        self,
-        world: World,
-        proposal: str,
-        *,
-        reachable: Sequence[int],
-        dead: Collection[str],
-        answering: Collection[str] = (),
-    ) -> str | Denied:
-        side = [world.members[rank].uid for rank in Decision.from_json(proposal).ranks]
-        if self._holders.may_live_outside(side, dead):
+    def ended_holders(self, refused: Collection[str]) -> frozenset[str]:
+        return frozenset()
+
+    def decide(self, world: World, proposal: str, known: KnownMembers) -> str | Denied:
+        inside = [world.members[rank].uid for rank in Decision.from_json(proposal).ranks]
+        if self._holders.may_live_outside(inside, known.dead):
             return Denied(gone_on=world.generation)
         return self._store.create(self._key(world, "next"), proposal)
 

@@ -20,7 +20,7 @@ from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Arbitration
 from elastic_train.protocol.ballots import Ballots, Elsewhere, Round
 from elastic_train.protocol.branch_off import BranchOff
-from elastic_train.protocol.job import SETTLED_REDUCTIONS, Denied, InQueue, Over, Place
+from elastic_train.protocol.job import SETTLED_REDUCTIONS, Denied, InQueue, KnownMembers, Over, Place
 from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting, stores_by_node
 from elastic_train.protocol.known_worlds import Announcements, KnownWorlds, Newcomers
 from elastic_train.protocol.store import Afresh, Clients, KeyValueStore, Notes, OwnStore, entries, scoped
@@ -284,18 +284,14 @@ class PeerJob:
     def note_place(self, world: World, *, is_shared: bool | None) -> None:
         self._arbitration.note(world.uid, is_shared=is_shared)
 
-    def decide(
-        self,
-        world: World,
-        proposal: str,
-        *,
-        reachable: Sequence[int],
-        dead: Collection[str],
-        answering: Collection[str] = (),
-    ) -> str | Denied:
-        voters = self._known.voters_without(dead)
-        round_ = Round(self._clients, world, voters, proposal, reachable, frozenset(dead), frozenset(answering))
-        return self._decide(round_)
+    def ended_holders(self, refused: Collection[str]) -> frozenset[str]:
+        return self._arbitration.ended_holders(self._known.voters, refused)
+
+    def decide(self, world: World, proposal: str, known: KnownMembers) -> str | Denied:
+        voters = self._known.voters_without(known.dead)
+        return self._decide(
+            Round(self._clients, world, voters, proposal, known.reachable, known.dead, known.answering, known.ended)
+        )
 
     def release(self, world: World, decision: Decision) -> None:
         self._ballots.release(self._clients, world, decision)

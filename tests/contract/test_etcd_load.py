@@ -64,6 +64,7 @@ def live(cluster: EtcdCluster, number: int, count: int, everybody: threading.Bar
         Presence(world.generation),
         status=lambda _rank: Liveness.ALIVE,
         is_heard=lambda _rank: True,
+        is_refused=lambda _rank: False,
         newcomers=tuple,
         facts={},
         draw_uid=lambda: secrets.token_hex(6),

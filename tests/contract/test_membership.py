@@ -15,7 +15,7 @@ from elastic_train.branches import BRANCH, Branch
 from elastic_train.errors import FormationFailed
 from elastic_train.protocol import known_worlds
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, LeftBehind, Liveness, Presence, Wait
-from elastic_train.protocol.job import Admitted, Denied, Job, Place
+from elastic_train.protocol.job import Admitted, Denied, Job, KnownMembers, Place
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.plan import Plan, Preparation, mark
@@ -59,6 +59,7 @@ def agreement(
         Presence(world.generation),
         status=lambda rank: status.get(rank, Liveness.ALIVE),
         is_heard=lambda _rank: True,
+        is_refused=lambda _rank: False,
         newcomers=lambda: newcomers,
         facts={"token": "t"},
         draw_uid=form.draw_uid,
@@ -323,7 +324,7 @@ def test_one_of_three_goes_on_as_a_branch() -> None:
     assert world is not None
     jobs[2].enter(world, decision.facts, decision)
     after = Decision(9, "after", (0,), facts=decision.facts)
-    assert jobs[2].decide(world, after.to_json(), reachable=[0], dead=()) == after.to_json(), "by its own votes"
+    assert jobs[2].decide(world, after.to_json(), KnownMembers([0])) == after.to_json(), "by its own votes"
 
 
 @pytest.mark.parametrize("why", [{"answering": True}, {"has_state": False}, {"min_nodes": 2}])
@@ -333,7 +334,7 @@ def test_no_side_goes_on_without_those_that_answer_nor_without_state_or_nodes(wh
 
 
 def decide(job: Job, world: World, uid: str, reachable: Sequence[int]) -> str | Denied:
-    return job.decide(world, Decision(1, uid, tuple(reachable)).to_json(), reachable=reachable, dead=())
+    return job.decide(world, Decision(1, uid, tuple(reachable)).to_json(), KnownMembers(reachable))
 
 
 @pytest.mark.parametrize("reachable", [(0, 1), (0, 2), (0, 1, 2)])

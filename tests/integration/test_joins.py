@@ -343,3 +343,26 @@ def test_a_start_at_another_endpoint_says_that_it_joins_by_the_run_directory(clu
     assert f"{cluster.run_dir} shows at 127.0.0.1:" in told[0]
     assert told[0].endswith("; a job of its own takes another --run-dir")
     assert "nobody answers" not in first.text()
+
+
+@BOTH
+@pytest.mark.slow
+def test_the_only_node_with_the_state_dies_as_others_join(cluster: Cluster) -> None:
+    """In their first step: nobody had its answer in that world, which would prove in time that it is dead."""
+    pace = cluster.path / PACE_FILE
+    set_pace(pace, 0.05)
+    flags = (*ENDLESS, *PacedJob.FLAGS, "--max-steps", "1000000", "--snapshot-every", "5")
+    env = {PACE_VARIABLE: str(pace), "ELASTIC_TRAIN_FAULT": "kill-node@step:rank=0,generation=1"}
+    [first] = cluster.start(*flags, nnodes="1:3", env=env)
+    wait_for_step(cluster.run_dir, 10)
+    others = cluster.start(*flags, nodes=2, nnodes="1:3", env={PACE_VARIABLE: str(pace)})
+    assert first.wait(PATIENCE) != 0
+    reached = last_step(cluster.run_dir)
+    wait_for_step(cluster.run_dir, reached + 10)
+    assert worlds(cluster.run_dir)[-1][1] == 2
+    [restored] = {e["restored_step"] for e in events(cluster.run_dir, "restore") if e["generation"] > 1}
+    assert reached - 5 <= restored <= reached, "the newest snapshot"
+    for node in others:
+        node.signal(signal.SIGTERM)
+    cluster.finish(others, code=1)
+    check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=last_step(cluster.run_dir))

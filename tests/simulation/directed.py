@@ -37,6 +37,14 @@ def voters_without_state(grace: float | None = None) -> Plan:
     return replace(quiet, faults=((at, "partition", (0,), (1, 2, 3)),), recovers_at=at + 8.0)
 
 
+def only_holder_dies(hosts: int, delay: float) -> Plan:
+    """All share a directory. One has trained alone, others are admitted, and it is killed before they have had its
+    answer in that world."""
+    quiet = replace(plan(hosts, recovers_at=6.0, founders=1, min_nodes=1), directories=(0,) * hosts)
+    at = when(quiet, "enters generation 1") + delay
+    return replace(quiet, faults=((at, "kill", 0),), recovers_at=None, seconds=at + 5.0)
+
+
 def expelled_behind_its_back(at: float = 1.0) -> Plan:
     """3: a stuck trainer is voted out while its watcher answers; the others commit and are killed; it wakes."""
     stuck = plan(3, (at, "stick", 2), recovers_at=30.0)

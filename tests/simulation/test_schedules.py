@@ -36,6 +36,15 @@ def test_2_voters_without_the_state_begin_nothing(grace: float | None) -> None:
     assert len(simulation.starts) == 1
 
 
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.1, 0.2, 0.3, 0.36, 0.38])
+@pytest.mark.parametrize("hosts", [2, 3, 4])
+def test_2_others_go_on_where_all_who_had_the_state_are_gone(hosts: int, delay: float) -> None:
+    """Up to the moment in which the death would be proven in time."""
+    simulation = run(directed.only_holder_dies(hosts, delay))
+    assert [worker.activity for worker in simulation.living] == ["trains"] * (hosts - 1)
+    assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
+
+
 @pytest.mark.parametrize("at", [1.0, 1.33, 1.39, 1.45])
 def test_3_expelled_behind_its_back(at: float) -> None:
     run(directed.expelled_behind_its_back(at))
