@@ -21,41 +21,41 @@ from elastic_train.tools.audit.checks import CHECKS
 from elastic_train.tools.audit.record import FaultRecord, Record, read_drill
 from elastic_train.tools.drills import conductor as conductor_module
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
-from elastic_train.tools.drills.conductor import Conductor, Pending
+from elastic_train.tools.drills.conductor import Conductor
 from elastic_train.tools.drills.drill import _Ends, _judge
 from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed
-from elastic_train.tools.drills.injection import Fault, Injection, NotInjected
+from elastic_train.tools.drills.injection import Fault, NotInjected
 from elastic_train.tools.drills.jobs import JOBS
 from elastic_train.tools.drills.live import Timeline
 from elastic_train.tools.drills.network import NetworkError
 from elastic_train.tools.drills.nodes import TooSlow
 from elastic_train.tools.drills.schedule import Planned, Settings
 
-PLANNED = Planned(0.0, "half-done")
+PLANNED = Planned(0.0, "kill")
 
 
 class HalfDone(Fault):
     name = "half-done"
     undo_after = 1.0
 
-    def __init__(self, error: Exception | None = None, undo_error: Exception | None = None) -> None:
-        self.error, self.undo_error = error, undo_error
-        self.num_undone = 0
+    error: Exception | None = None
+    undo_error: Exception | None = None
+    num_undone = 0
 
-    def choose(self, injection: Injection) -> list[Place]:
-        return injection.cluster.places[:1]
+    def choose(self) -> list[Place]:
+        return self.cluster.places[:1]
 
-    def inject(self, injection: Injection) -> str:
-        injection.targets[0].effect = NodeState.FROZEN
+    def inject(self) -> str:
+        self.place.effect = NodeState.FROZEN
         if self.error is not None:
             raise self.error
         return "frozen"
 
-    def undo(self, injection: Injection) -> None:
+    def undo(self) -> None:
         self.num_undone += 1
         if self.undo_error is not None:
             raise self.undo_error
-        injection.targets[0].effect = NodeState.OUT
+        self.place.effect = NodeState.OUT
 
 
 def settings_in(run_dir: Path) -> Settings:
@@ -74,6 +74,14 @@ def conductor(tmp_path: Path) -> Iterator[Conductor]:
         yield Conductor(settings_in(tmp_path), cluster, record, timeline)
     record.close()
     cluster.close()
+
+
+def half_done(conductor: Conductor, **errors: Exception) -> HalfDone:
+    fault = conductor.new_fault(HalfDone, 0)
+    assert isinstance(fault, HalfDone)
+    for name, error in errors.items():
+        setattr(fault, name, error)
+    return fault
 
 
 def recorded(run_dir: Path) -> FaultRecord:
@@ -96,27 +104,27 @@ def recorded(run_dir: Path) -> FaultRecord:
     ids=lambda error: type(error).__name__,
 )
 def test_what_was_done_in_part_is_undone(tmp_path: Path, conductor: Conductor, error: Exception) -> None:
-    fault = HalfDone(error, undo_error=NetworkError("no such link"))
-    conductor._inject(0, PLANNED, fault)
+    fault = half_done(conductor, error=error, undo_error=NetworkError("no such link"))
+    conductor._inject(fault)
     assert fault.num_undone == 1
     assert conductor._cluster.places[0].effect is None
     found = recorded(tmp_path)
     assert (found.injected_at, found.target, found.reason) == (None, "node1", str(error))
 
 
-def injected(conductor: Conductor, fault: Fault) -> Pending:
-    conductor._inject(0, PLANNED, fault)
-    (pending,) = conductor._pending
-    return pending
+def injected(conductor: Conductor, **errors: Exception) -> HalfDone:
+    fault = half_done(conductor, **errors)
+    conductor._inject(fault)
+    assert conductor._open == [fault]
+    return fault
 
 
 def test_what_the_job_does_not_get_over_is_undone(tmp_path: Path, conductor: Conductor) -> None:
     """Else a node stays frozen, or without its network, under all that follows, and never ends."""
-    fault = HalfDone()
-    pending = injected(conductor, fault)
-    pending.injected_at -= 1000.0
-    conductor._follow(pending)
-    assert pending.is_closed
+    fault = injected(conductor)
+    fault.injected_at -= 1000.0
+    conductor._follow(fault)
+    assert fault.is_closed
     assert fault.num_undone == 1
     assert conductor._cluster.places[0].effect is NodeState.OUT
     conductor._give_up_the_rest()
@@ -127,23 +135,21 @@ def test_what_the_job_does_not_get_over_is_undone(tmp_path: Path, conductor: Con
 
 def test_what_passes_lasts_from_when_it_was_in_force(conductor: Conductor) -> None:
     """However long it took to inject it."""
-    fault = HalfDone()
+    fault = injected(conductor)
     fault.changes_world = False
-    pending = injected(conductor, fault)
-    pending.injected_at -= 2.0
-    conductor._follow(pending)
+    fault.injected_at -= 2.0
+    conductor._follow(fault)
     assert fault.num_undone == 0
-    pending.in_force_at -= 2.0
-    conductor._follow(pending)
+    fault.in_force_at -= 2.0
+    conductor._follow(fault)
     assert fault.num_undone == 1
 
 
 def test_what_cannot_be_undone_is_told_and_not_tried_again(tmp_path: Path, conductor: Conductor) -> None:
-    fault = HalfDone(undo_error=EtcdCallFailed("no member leads"))
-    pending = injected(conductor, fault)
-    pending.recovered_at = pending.injected_at - 10.0
-    conductor._follow(pending)
-    conductor._follow(pending)
+    fault = injected(conductor, undo_error=EtcdCallFailed("no member leads"))
+    fault.recovered_at = fault.injected_at - 10.0
+    conductor._follow(fault)
+    conductor._follow(fault)
     assert fault.num_undone == 1
     assert recorded(tmp_path).undone_at is None
     assert "half-done of node1 could not be undone: no member leads" in conductor._timeline._file.getvalue()  # type: ignore[attr-defined]

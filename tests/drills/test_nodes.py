@@ -19,7 +19,7 @@ from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, Record
 from elastic_train.tools.drills import network_faults
 from elastic_train.tools.drills.backends import C10d
 from elastic_train.tools.drills.cluster import Cluster, Place
-from elastic_train.tools.drills.injection import Fault, Injection, NotInjected
+from elastic_train.tools.drills.injection import Fault
 from elastic_train.tools.drills.network import HUB_ADDRESS, NAMESPACES, Network
 from elastic_train.tools.drills.network_faults import PacketLoss, SlowLink
 from elastic_train.tools.drills.nodes import (
@@ -233,9 +233,9 @@ def test_a_fault_of_a_network_that_meets_with_no_packet_was_not_injected(
     network = Network(2)
     sender = receiver = None
     try:
-        injection = Injection(Mock(network=network), random.Random(1), 5.0, targets=[Place(0)])
-        with pytest.raises(NotInjected, match=what):
-            kind().inject(injection)
+        fault = kind(Mock(network=network), random.Random(1), 5.0, targets=[Place(0)])
+        with pytest.raises(TooSlow, match=what):
+            fault.inject()
         network.heal(0)
         # Datagrams in both directions: what the one fault takes comes in, what the other slows down goes out.
         send = "import socket, sys, time; s = socket.socket(type=socket.SOCK_DGRAM)\nwhile True:"
@@ -244,7 +244,7 @@ def test_a_fault_of_a_network_that_meets_with_no_packet_was_not_injected(
         monkeypatch.setattr(network_faults, "EFFECT_SECONDS", 20.0)
         sender = subprocess.Popen(["ip", "netns", "exec", network._name(0), *python, network.address(1)])
         receiver = subprocess.Popen(["ip", "netns", "exec", network._name(1), *python, network.address(0)])
-        assert "the first packet" in kind().inject(injection)
+        assert "the first packet" in fault.inject()
     finally:
         for process in filter(None, (sender, receiver)):
             process.kill()

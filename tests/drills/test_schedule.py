@@ -24,9 +24,6 @@ from elastic_train.tools.drills.schedule import (
     read_scenario,
 )
 
-SIZES = {name: kind.size for name, kind in FAULTS.items()}
-LEAST = {name: kind.least_nodes() for name, kind in FAULTS.items()}
-
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_job_lasts_until_its_last_fault(name: str) -> None:
@@ -41,11 +38,11 @@ def test_a_job_lasts_until_its_last_fault(name: str) -> None:
 def test_the_default_plan_has_its_five_faults_in_a_possible_order() -> None:
     orders = set()
     for seed in range(200):
-        plan = default_plan(seed, 60.0, 4, SIZES)
-        assert plan == default_plan(seed, 60.0, 4, SIZES)
+        plan = default_plan(seed, 60.0, 4)
+        assert plan == default_plan(seed, 60.0, 4)
         order = tuple(planned.fault for planned in plan)
         assert sorted(order) == sorted(DEFAULT_FAULTS)
-        assert fits(order, 4, SIZES)
+        assert fits(order, 4)
         assert [planned.at for planned in plan] == [10.0, 20.0, 30.0, 40.0, 50.0]
         orders.add(order)
     assert len(orders) > 20, "the seed decides"
@@ -54,26 +51,26 @@ def test_the_default_plan_has_its_five_faults_in_a_possible_order() -> None:
 @pytest.mark.parametrize("nodes", [2, 3, 4, 8])
 def test_a_long_plan_never_runs_out_of_nodes_or_places(nodes: int) -> None:
     for seed in range(50):
-        plan = random_plan(seed, list(FAULTS), 900.0, 5.0, nodes, SIZES, LEAST)
-        assert plan == random_plan(seed, list(FAULTS), 900.0, 5.0, nodes, SIZES, LEAST)
+        plan = random_plan(seed, list(FAULTS), 900.0, 5.0, nodes)
+        assert plan == random_plan(seed, list(FAULTS), 900.0, 5.0, nodes)
         assert len(plan) == 180
-        assert fits([planned.fault for planned in plan], nodes, SIZES)
+        assert fits([planned.fault for planned in plan], nodes)
         assert plan[-1].at == 900.0
         present = nodes
         for planned in plan:
-            assert present >= LEAST[planned.fault], "a slow line needs somebody at its other end"
-            present += SIZES[planned.fault]
+            assert present >= FAULTS[planned.fault].least_nodes(), "a slow line needs somebody at its other end"
+            present += FAULTS[planned.fault].size
 
 
 def test_faults_that_no_job_of_this_size_survives() -> None:
     with pytest.raises(UsageError, match="none of them leaves a node of 2"):
-        random_plan(0, ["kill-two"], 60.0, 10.0, 2, SIZES, LEAST)
+        random_plan(0, ["kill-two"], 60.0, 10.0, 2)
 
 
 def test_a_scenario_file(tmp_path: Path) -> None:
     path = tmp_path / "scenario.toml"
     path.write_text('[[fault]]\nat = 20\nname = "join"\n[[fault]]\nat = 5.5\nname = "kill"\n')
-    assert [(planned.at, planned.fault) for planned in read_scenario(path, list(FAULTS))] == [
+    assert [(planned.at, planned.fault) for planned in read_scenario(path)] == [
         (5.5, "kill"),
         (20, "join"),
     ]
@@ -94,9 +91,9 @@ def test_a_scenario_file(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(UsageError, match=message):
-            read_scenario(path, list(FAULTS))
+            read_scenario(path)
     with pytest.raises(UsageError, match="cannot be read"):
-        read_scenario(tmp_path / "missing", list(FAULTS))
+        read_scenario(tmp_path / "missing")
 
 
 def settings(*arguments: str) -> argparse.Namespace:

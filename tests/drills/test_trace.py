@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import time
 from pathlib import Path
@@ -20,7 +21,6 @@ from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.lost_time import lost_time
 from elastic_train.tools.audit.record import fault_records, read_drill
 from elastic_train.tools.audit.trace_bill import bill_of_run, node_lives
-from elastic_train.tools.drills.conductor import Pending
 from elastic_train.tools.drills.drill_command import settings_of
 from elastic_train.tools.drills.faults import Join
 from elastic_train.tools.drills.jobs import JOBS
@@ -325,15 +325,15 @@ def test_a_join_whose_node_goes_before_it_is_through(ago: float, recovered_at: f
         fault=lambda what, number, **more: written.append({"what": what, "number": number, **more})
     )
     trace = AvailabilityTrace((Stay("a", 0.0, float("inf")),), 1.0)
-    cluster = SimpleNamespace(places=[SimpleNamespace(name="node1", index=0), place])
+    cluster: Any = SimpleNamespace(places=[SimpleNamespace(name="node1", index=0), place])
     settings: Any = SimpleNamespace(plan=[])
     replay = Replay(settings, trace, cluster, record, Untold())  # type: ignore[arg-type]
-    injection: Any = SimpleNamespace(targets=[place])
-    pending = Pending(0, Planned(3.0, "join"), Join(), injection, time.time() - ago, recovered_at)
-    replay._pending.append(pending)
+    fault = Join(cluster, random.Random(1), 5.0, targets=[place])
+    fault.injected_at, fault.recovered_at = time.time() - ago, recovered_at
+    replay._injected.append(fault)
     replay._close_arrival(place)
     assert [line["what"] for line in written] == told
-    for fault in fault_records(written):
-        assert fault.recovered_seconds is None
-        assert fault.is_withdrawn == (told == ["withdrawn"])
-    assert pending.is_closed
+    for found in fault_records(written):
+        assert found.recovered_seconds is None
+        assert found.is_withdrawn == (told == ["withdrawn"])
+    assert fault.is_closed

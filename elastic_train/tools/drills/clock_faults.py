@@ -6,7 +6,7 @@ import subprocess
 import time
 
 from elastic_train.tools.drills.faketime import REREAD_SECONDS, NodeClocks
-from elastic_train.tools.drills.injection import Disturbance, Injection, NotInjected
+from elastic_train.tools.drills.injection import Disturbance, NotInjected
 
 OFFSET_SECONDS = 3600
 """a time zone, or daylight saving, that somebody took for the time"""
@@ -22,14 +22,13 @@ class SetClock(Disturbance):
     def why_not(cls) -> str | None:
         return NodeClocks.why_not()
 
-    def inject(self, injection: Injection) -> str:
-        place, clocks = injection.place, injection.cluster.clocks
+    def inject(self) -> str:
+        place, clocks = self.place, self.cluster.clocks
         assert clocks is not None
-        assert place.node is not None
-        processes = [*filter(None, [place.node.agent()]), *place.node.workers()]
+        processes = [self.agent(), *place.workers()]
         if honest := [process.pid for process in processes if not clocks.is_mapped(process.pid)]:
             raise NotInjected(f"libfaketime is not in process {honest[0]}")
-        offset = injection.rng.choice((OFFSET_SECONDS, -OFFSET_SECONDS))
+        offset = self.rng.choice((OFFSET_SECONDS, -OFFSET_SECONDS))
         clocks.set(place.index, offset)
         try:
             seen = clocks.offset(place.index)
@@ -39,10 +38,10 @@ class SetClock(Disturbance):
             raise NotInjected(f"its clock was set {offset:+d} s off, and is {seen:+.0f} s off")
         return f"the clock is {seen:+.0f} s off in all {len(processes)} processes"
 
-    def undo(self, injection: Injection) -> None:
-        assert injection.cluster.clocks is not None
-        injection.cluster.clocks.set(injection.place.index, 0)
+    def undo(self) -> None:
+        assert self.cluster.clocks is not None
+        self.cluster.clocks.set(self.place.index, 0)
         self._right_from = time.monotonic() + REREAD_SECONDS
 
-    def is_cleared(self, injection: Injection) -> bool:
+    def is_cleared(self) -> bool:
         return time.monotonic() > self._right_from

@@ -62,6 +62,10 @@ class Place:
     def is_running(self) -> bool:
         return self.node is not None
 
+    def workers(self) -> list[psutil.Process]:
+        """Those of its node that run."""
+        return self.node.workers() if self.node is not None else []
+
 
 class Cluster:
     """Everything that a drill starts; `close` ends it all."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from dataclasses import dataclass, field
 
 import psutil
 
@@ -15,11 +14,11 @@ from elastic_train.tools.audit.record import Record
 from elastic_train.tools.drills.catalogue import FAULTS
 from elastic_train.tools.drills.cluster import Cluster, Place
 from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed
-from elastic_train.tools.drills.injection import Fault, Injection, NotInjected
+from elastic_train.tools.drills.injection import Fault, NotInjected
 from elastic_train.tools.drills.live import Timeline
 from elastic_train.tools.drills.network import NetworkError
 from elastic_train.tools.drills.nodes import TooSlow
-from elastic_train.tools.drills.schedule import Planned, Settings
+from elastic_train.tools.drills.schedule import Settings
 from elastic_train.wording import count, duration
 
 TICK_SECONDS = 0.03
@@ -34,23 +33,6 @@ TROUBLE = (NotInjected, NetworkError, EtcdCallFailed, TooSlow, psutil.Error)
 
 class DrillFailed(ElasticTrainError):
     """The drill could not be carried out; says nothing about the job."""
-
-
-@dataclass
-class Pending:
-    """A fault that was injected and is watched."""
-
-    number: int
-    planned: Planned
-    fault: Fault
-    injection: Injection
-    injected_at: float
-    """Unix seconds, when its injection began"""
-    recovered_at: float | None = None
-    is_undone: bool = False
-    is_closed: bool = False
-    in_force_at: float = field(default_factory=time.time)
-    """when the injection was through, and this was made: what passes lasts from then on"""
 
 
 class Rest:
@@ -98,7 +80,7 @@ class Conductor:
         self._settings, self._cluster = settings, cluster
         self._record, self._timeline = record, timeline
         self._plan = list(enumerate(settings.plan))
-        self._pending: list[Pending] = []
+        self._injected: list[Fault] = []
         self._beginners = cluster.places
         """those whose nodes are there before anything happens"""
         self._due_since: float | None = None
@@ -118,8 +100,8 @@ class Conductor:
         self._finish()
 
     @property
-    def _open(self) -> list[Pending]:
-        return [pending for pending in self._pending if not pending.is_closed]
+    def _open(self) -> list[Fault]:
+        return [fault for fault in self._injected if not fault.is_closed]
 
     def _start(self) -> None:
         cluster, log = self._cluster, self._timeline.log
@@ -149,8 +131,8 @@ class Conductor:
     def _tick(self) -> None:
         self._look()
         self._adapt_pace()
-        for pending in self._open:
-            self._follow(pending)
+        for fault in self._open:
+            self._follow(fault)
         if self._plan and time.monotonic() - self._zero >= self._plan[0][1].at:
             self._try_next()
 
@@ -164,14 +146,14 @@ class Conductor:
 
     def _try_next(self) -> None:
         number, planned = self._plan[0]
-        fault = FAULTS[planned.fault]()
+        fault = self.new_fault(FAULTS[planned.fault], number)
         now = time.monotonic()
         self._due_since = self._due_since or now
-        missing = "an earlier fault is not over" if self._open else fault.not_yet(self._cluster)
+        missing = "an earlier fault is not over" if self._open else fault.not_yet()
         if missing is None:
-            self._inject(number, planned, fault)
-        elif now - self._due_since > PRECONDITION_LIMIT_SECONDS + fault.limit_seconds(self._injection(number)):
-            self._skip(number, planned, f"in {now - self._due_since:.0f} s it found no moment: {missing}")
+            self._inject(fault)
+        elif now - self._due_since > PRECONDITION_LIMIT_SECONDS + fault.limit_seconds():
+            self._skip(fault, f"in {now - self._due_since:.0f} s it found no moment: {missing}")
         else:
             self._replace_lost(fault)
             return
@@ -187,98 +169,95 @@ class Conductor:
             self._timeline.log(f"{place.name} starts: {fault.name} needs {fault.least_nodes()} nodes")
             cluster.start(place)
 
-    def _injection(self, number: int) -> Injection:
-        rng = random.Random(f"{self._settings.seed}/{number}")
+    def new_fault(self, kind: type[Fault], number: int, targets: list[Place] | None = None) -> Fault:
         settings = self._settings
-        return Injection(self._cluster, rng, settings.peer_timeout, standstill=settings.job.standstill)
+        rng, standstill = random.Random(f"{settings.seed}/{number}"), settings.job.standstill
+        return kind(self._cluster, rng, settings.peer_timeout, number=number, standstill=standstill, targets=targets)
 
-    def _inject(self, number: int, planned: Planned, fault: Fault, targets: list[Place] | None = None) -> None:
-        """Into those that it chooses itself, where no `targets` are given."""
-        cluster, injection = self._cluster, self._injection(number)
+    def _inject(self, fault: Fault) -> None:
+        cluster = self._cluster
         try:
-            injection.targets = fault.choose(injection) if targets is None else targets
+            fault.targets = fault.targets or fault.choose()
         except NotInjected as error:
-            self._skip(number, planned, str(error))
+            self._skip(fault, str(error))
             return
-        injection.generation = cluster.watch.generation
-        there = [place for place in injection.targets if cluster.is_in(place)]
-        injection.members = tuple(member for place in there for member in place.members)
-        ranks = [rank for place in injection.targets if (rank := cluster.rank_of(place)) is not None]
+        fault.generation = cluster.watch.generation
+        there = [place for place in fault.targets if cluster.is_in(place)]
+        fault.members = tuple(member for place in there for member in place.members)
+        ranks = [rank for place in fault.targets if (rank := cluster.rank_of(place)) is not None]
         at_rank = f" (rank {', '.join(map(str, ranks))})" if ranks else ""
-        self._timeline.log(f"{fault.name}: {injection.target}{at_rank}, step {cluster.watch.step}")
-        injected_at, step = time.time(), cluster.watch.step
+        self._timeline.log(f"{fault.name}: {fault.target}{at_rank}, step {cluster.watch.step}")
+        fault.injected_at, step = time.time(), cluster.watch.step
         try:
-            evidence = fault.inject(injection)
+            evidence = fault.inject()
         except TROUBLE as error:
-            self._skip(number, planned, str(error), injection.target)
-            self._try_undo(fault, injection)  # it may have been done in part
-            for place in injection.targets:
+            self._skip(fault, str(error))
+            self._try_undo(fault)  # it may have been done in part
+            for place in fault.targets:
                 place.effect = None
             return
+        fault.in_force_at = time.time()
         self._record.fault(
             "struck",
-            number,
+            fault.number,
             name=fault.name,
-            target=injection.target,
+            target=fault.target,
             step=step,
             evidence=evidence,
-            limit_seconds=fault.limit_seconds(injection),
-            may_take=[place.name for place in fault.may_take(injection)],
+            limit_seconds=fault.limit_seconds(),
+            may_take=[place.name for place in fault.may_take()],
             effects=sorted(fault.effects),
-            struck_at=injected_at,
+            struck_at=fault.injected_at,
         )
-        self._pending.append(Pending(number, planned, fault, injection, injected_at))
+        self._injected.append(fault)
 
-    def _skip(self, number: int, planned: Planned, reason: str, target: str = "") -> None:
-        self._timeline.log(f"{planned.fault} was not injected: {reason}")
-        self._record.fault("skipped", number, name=planned.fault, target=target, reason=reason)
+    def _skip(self, fault: Fault, reason: str) -> None:
+        self._timeline.log(f"{fault.name} was not injected: {reason}")
+        self._record.fault("skipped", fault.number, name=fault.name, target=fault.target, reason=reason)
 
-    def _follow(self, pending: Pending) -> None:
-        fault, injection, watch = pending.fault, pending.injection, self._cluster.watch
-        now = time.time()
-        if fault.undo_after is not None and not pending.is_undone:
-            since = pending.recovered_at if fault.changes_world else pending.in_force_at
-            if since is not None and now - since >= fault.undo_after:
-                self._undo(pending)
-        if pending.recovered_at is None:
-            if fault.is_over(injection):
+    def _follow(self, fault: Fault) -> None:
+        watch, now = self._cluster.watch, time.time()
+        if fault.has_to_be_undone:
+            since = fault.recovered_at if fault.changes_world else fault.in_force_at
+            if since is not None and now - since >= (fault.undo_after or 0.0):
+                self._undo(fault)
+        if fault.recovered_at is None:
+            if fault.is_over():
                 stepped_at = watch.world.first_step_at if fault.changes_world and watch.world is not None else now
-                pending.recovered_at = stepped_at or now
-                seconds = max(0.0, pending.recovered_at - pending.injected_at)
-                self._record.fault("recovered", pending.number, seconds=seconds)
+                fault.recovered_at = stepped_at or now
+                seconds = max(0.0, fault.recovered_at - fault.injected_at)
+                self._record.fault("recovered", fault.number, seconds=seconds)
                 self._timeline.log(f"{fault.name}: next step after {seconds:.2f} s, {self._world_in_words()}")
-            elif now - pending.injected_at > 2 * fault.limit_seconds(injection) + 30:
-                self._fail(pending, f"no step within {now - pending.injected_at:.0f} s")
-        elif (fault.undo_after is None or pending.is_undone) and fault.is_cleared(injection):
-            pending.is_closed = True
-        elif now - pending.recovered_at > END_LIMIT_SECONDS:
-            self._fail(
-                pending, f"{injection.target} was not back {END_LIMIT_SECONDS:.0f} s after the others were through"
-            )
+            elif now - fault.injected_at > 2 * fault.limit_seconds() + 30:
+                self._fail(fault, f"no step within {now - fault.injected_at:.0f} s")
+        elif not fault.has_to_be_undone and fault.is_cleared():
+            fault.is_closed = True
+        elif now - fault.recovered_at > END_LIMIT_SECONDS:
+            self._fail(fault, f"{fault.target} was not back {END_LIMIT_SECONDS:.0f} s after the others were through")
 
-    def _undo(self, pending: Pending) -> None:
+    def _undo(self, fault: Fault) -> None:
         """Once, whatever comes of it."""
-        pending.is_undone = True
-        if self._try_undo(pending.fault, pending.injection):
-            pending.injection.undone_at_step = self._cluster.watch.step
-            self._record.fault("undone", pending.number)
-            self._timeline.log(f"{pending.fault.name} of {pending.injection.target} is undone")
+        fault.is_undone = True
+        if self._try_undo(fault):
+            fault.undone_at_step = self._cluster.watch.step
+            self._record.fault("undone", fault.number)
+            self._timeline.log(f"{fault.name} of {fault.target} is undone")
 
-    def _try_undo(self, fault: Fault, injection: Injection) -> bool:
+    def _try_undo(self, fault: Fault) -> bool:
         try:
-            fault.undo(injection)
+            fault.undo()
         except TROUBLE as error:
-            self._timeline.log(f"{fault.name} of {injection.target} could not be undone: {error}")
+            self._timeline.log(f"{fault.name} of {fault.target} could not be undone: {error}")
             return False
         return True
 
-    def _fail(self, pending: Pending, reason: str) -> None:
+    def _fail(self, fault: Fault, reason: str) -> None:
         """The job did not recover from it; nor is it to get into the way of what comes next."""
-        self._timeline.log(f"{pending.fault.name}: {reason}")
-        self._record.fault("recovered", pending.number, seconds=None, reason=reason)
-        if pending.fault.undo_after is not None and not pending.is_undone:
-            self._undo(pending)
-        pending.is_closed = True
+        self._timeline.log(f"{fault.name}: {reason}")
+        self._record.fault("recovered", fault.number, seconds=None, reason=reason)
+        if fault.has_to_be_undone:
+            self._undo(fault)
+        fault.is_closed = True
 
     def _world_in_words(self) -> str:
         world = self._cluster.watch.world
@@ -289,13 +268,13 @@ class Conductor:
         ended = "training had ended" if self._cluster.watch.is_finished else "no node was left"
         for number, planned in self._plan:
             more = "; give it more to do, e.g. --epochs" if self._settings.last_step is None else ""
-            self._skip(number, planned, f"{ended} before its time{more}")
+            self._skip(self.new_fault(FAULTS[planned.fault], number), f"{ended} before its time{more}")
         self._plan.clear()
-        for pending in self._open:
-            if pending.recovered_at is None:
-                self._fail(pending, f"{ended} before the next step")
-            elif pending.fault.undo_after is not None and not pending.is_undone:
-                self._undo(pending)
+        for fault in self._open:
+            if fault.recovered_at is None:
+                self._fail(fault, f"{ended} before the next step")
+            elif fault.has_to_be_undone:
+                self._undo(fault)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

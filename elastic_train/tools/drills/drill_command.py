@@ -27,6 +27,7 @@ from elastic_train.tools.drills.schedule import (
 )
 from elastic_train.tools.drills.trace import AvailabilityTrace, read_trace
 from elastic_train.training.own_flags import own_flags
+from elastic_train.wording import aligned
 
 TASK_FLAGS = ("--task", "--dataset", "--model")
 OWNED_FLAGS = ("--run-dir", "--fresh", "--snapshot-dir")
@@ -38,14 +39,12 @@ SHARE_TRAINED = 0.8
 
 def list_faults() -> list[str]:
     """One line for each fault there is, and for each job."""
-    width = max(map(len, FAULTS))
-    faults = [
-        f"{name:<{width}}  {kind.says}"
-        f"{' (needs network namespaces)' if kind.needs_network else ''}"
-        f"{f' (--backend {kind.backend})' if kind.backend else ''}"
-        for name, kind in FAULTS.items()
-    ]
-    return [*faults, "", *(f"{f'--job {name}':<{width}}  {job.says}" for name, job in JOBS.items())]
+    rows = []
+    for name, kind in FAULTS.items():
+        needs = " (needs network namespaces)" if kind.needs_network else ""
+        rows.append((name, f"{kind.says}{needs}{f' (--backend {kind.backend})' if kind.backend else ''}"))
+    rows += [("", ""), *((f"--job {name}", job.says) for name, job in JOBS.items())]
+    return aligned(rows, left=(0, 1))
 
 
 def may_use_namespaces(arguments: argparse.Namespace) -> bool:
@@ -164,19 +163,17 @@ def num_steps(plan: Sequence[Planned], job: DrillJob, *, is_long: bool) -> int:
 
 def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list[Planned]:
     """The schedule that the flags ask for. Raises UsageError."""
-    sizes = {name: kind.size for name, kind in FAULTS.items()}
-    least = {name: kind.least_nodes() for name, kind in FAULTS.items()}
     if arguments.scenario is not None:
         if arguments.faults is not None or arguments.every is not None:
             raise UsageError("--scenario says what happens when: it goes without --faults and --every")
-        plan = read_scenario(arguments.scenario, list(FAULTS))
+        plan = read_scenario(arguments.scenario)
         _require_available([planned.fault for planned in plan], arguments.backend, has_network)
         return plan
     if arguments.faults is None and arguments.every is None:
         if arguments.nodes < len(DEFAULT_FAULTS) - 1:
             every = arguments.duration / (len(DEFAULT_FAULTS) + 1)
-            return random_plan(seed, DEFAULT_FAULTS, arguments.duration, every, arguments.nodes, sizes, least)
-        return default_plan(seed, arguments.duration, arguments.nodes, sizes)
+            return random_plan(seed, DEFAULT_FAULTS, arguments.duration, every, arguments.nodes)
+        return default_plan(seed, arguments.duration, arguments.nodes)
     if arguments.faults is not None:
         names = arguments.faults.split(",")
         unknown = sorted(set(names) - set(FAULTS))
@@ -186,7 +183,7 @@ def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list
     else:
         names = [name for name in FAULTS if _why_not(name, arguments.backend, has_network) is None]
     every = arguments.every or EVERY_SECONDS
-    return random_plan(seed, names, arguments.duration, every, arguments.nodes, sizes, least)
+    return random_plan(seed, names, arguments.duration, every, arguments.nodes)
 
 
 def _require_available(names: Iterable[str], backend: str, has_network: bool) -> None:

@@ -1,55 +1,66 @@
-"""Injection to the etcd members under a job, of which training should not notice anything."""
+"""Faults of the etcd members under a job, of which training should not notice anything."""
 
 from __future__ import annotations
 
 import signal
-from typing import ClassVar
 
-from elastic_train.tools.drills.cluster import Cluster, Place
-from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed, EtcdCluster
-from elastic_train.tools.drills.injection import Disturbance, Injection, NotInjected
+from elastic_train.tools.drills.backends import Etcd3
+from elastic_train.tools.drills.cluster import Place
+from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed, EtcdCluster, EtcdMember
+from elastic_train.tools.drills.injection import Disturbance, NotInjected
 
 
-class EtcdSignalFault(Disturbance):
-    """Does what a SignalRow says to a member of the drill's own etcd cluster, and puts it right again."""
+class KillEtcd(Disturbance):
+    name = "kill-etcd"
+    says = "SIGKILL to a member of the drill's own etcd cluster; started again after three seconds"
+    backend = Etcd3.name
 
-    to: ClassVar[str]
-    signum: ClassVar[signal.Signals]
+    @property
+    def etcd(self) -> EtcdCluster:
+        assert self.cluster.backend.members is not None, "not_yet() asks"
+        return self.cluster.backend.members
 
-    def not_yet(self, cluster: Cluster) -> str | None:
-        if cluster.backend.members is None:
+    def not_yet(self) -> str | None:
+        if self.cluster.backend.members is None:
             return "the etcd cluster is not the drill's own"
-        return super().not_yet(cluster)
+        return super().not_yet()
 
-    def choose(self, injection: Injection) -> list[Place]:
-        members = _members(injection)
+    def choose(self) -> list[Place]:
         try:
-            self._member = members.leader() if self.to == "etcd leader" else injection.rng.choice(members.members)
+            self._member = self.choose_member()
         except EtcdCallFailed as error:
             raise NotInjected(str(error)) from error
-        injection.detail = f"etcd member {self._member.name}"
+        self.detail = f"etcd member {self._member.name}"
         return []
 
-    def inject(self, injection: Injection) -> str:
-        if self.signum == signal.SIGKILL:
-            self._member.kill()
-        else:
-            self._member.signal(self.signum)
-        if _members(injection).is_healthy(self._member):
+    def choose_member(self) -> EtcdMember:
+        return self.rng.choice(self.etcd.members)
+
+    def inject(self) -> str:
+        self.silence(self._member)
+        if self.etcd.is_healthy(self._member):
             raise NotInjected("it still answers")
         return "it does not answer"
 
-    def undo(self, injection: Injection) -> None:
-        if self._member.process is None:
-            self._member.start()
-        else:
-            self._member.signal(signal.SIGCONT)
+    def silence(self, member: EtcdMember) -> None:
+        member.kill()
 
-    def is_cleared(self, injection: Injection) -> bool:
-        return _members(injection).is_healthy(self._member)
+    def undo(self) -> None:
+        self._member.start()
+
+    def is_cleared(self) -> bool:
+        return self.etcd.is_healthy(self._member)
 
 
-def _members(injection: Injection) -> EtcdCluster:
-    members = injection.cluster.backend.members
-    assert members is not None, "not_yet() asks"
-    return members
+class FreezeEtcdLeader(KillEtcd):
+    name = "freeze-etcd-leader"
+    says = "SIGSTOP to the leader of the drill's own etcd cluster for three seconds"
+
+    def choose_member(self) -> EtcdMember:
+        return self.etcd.leader()
+
+    def silence(self, member: EtcdMember) -> None:
+        member.signal(signal.SIGSTOP)
+
+    def undo(self) -> None:
+        self._member.signal(signal.SIGCONT)

@@ -3,97 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, cast
 
 import psutil
 
 from elastic_train.tools.audit.fault_checks import JOIN_LIMIT_SECONDS, RESTART_LIMIT_SECONDS
 from elastic_train.tools.audit.record import Effect
-from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
-from elastic_train.tools.drills.injection import (
-    Absence,
-    Disturbance,
-    Fault,
-    Injection,
-    NotInjected,
-    agent_of,
-    choose_worker,
-    has_stepped_anew,
-    snapshots_of,
-    some_workers,
-    wait_gone,
-    with_rank_zero,
-    workers_of,
-)
-
-HOLDERS: dict[str, Callable[[Cluster], list[Place]]] = {
-    "has rank 0": with_rank_zero,
-    "hosts the endpoint": lambda cluster: cluster.hosting,
-}
-"""what one node alone does -> that node, if it is healthy"""
+from elastic_train.tools.drills.backends import C10d
+from elastic_train.tools.drills.cluster import NodeState, Place
+from elastic_train.tools.drills.injection import Absence, Disturbance, Fault, NotInjected, wait_gone
+from elastic_train.tools.drills.nodes import wait_until
 
 
-class SignalFault(Fault):
-    """Does what a SignalRow says to nodes, or to one process of a node."""
+class Kill(Fault):
+    name = "kill"
+    says = "SIGKILL to every process of a node"
 
-    to: ClassVar[str]
-    signum: ClassVar[signal.Signals]
-    holder: ClassVar[str | None]
-
-    def not_yet(self, cluster: Cluster) -> str | None:
-        missing = super().not_yet(cluster)
-        if missing is None and self.holder is not None and not HOLDERS[self.holder](cluster):
-            return f"nobody healthy {self.holder}"
-        return missing
-
-    def choose(self, injection: Injection) -> list[Place]:
-        return super().choose(injection) if self.holder is None else HOLDERS[self.holder](injection.cluster)
-
-    def inject(self, injection: Injection) -> str:
-        if self.to == "node":
-            injection.cluster.kill(injection.targets)
-            return "all of its processes are gone"
-        process = choose_worker(injection) if self.to == "worker" else agent_of(injection)
-        process.send_signal(self.signum)
-        if self.signum != signal.SIGKILL:
-            return f"{self.signum.name} sent"
-        wait_gone(process)
-        return f"{self.to} {process.pid} is gone"
+    def inject(self) -> str:
+        self.cluster.kill(self.targets)
+        return "all of its processes are gone"
 
 
-@dataclass(frozen=True)
-class SignalRow:
-    """A fault of the catalogue that is one signal."""
+class KillRankZero(Kill):
+    name = "kill-rank-0"
+    says = "the same to the node that has rank 0"
+    holder = "has rank 0"
 
-    name: str
-    says: str
-    to: str = "node"
-    """`node`: to every process of the targets at once; `agent`; `worker`, `etcd member`: to one; `etcd leader`"""
-    signum: signal.Signals = signal.SIGKILL
-    size: int = -1
-    holder: str | None = None
-    """a key of HOLDERS: it is for that node and no other"""
-    backend: str | None = None
-    acts: type[Fault] = SignalFault
-    """what does it; reads the other fields as class attributes"""
 
-    def __post_init__(self) -> None:
-        if self.acts is not SignalFault:
-            return
-        if self.to not in ("node", "agent", "worker") or (self.to == "node" and self.signum != signal.SIGKILL):
-            raise ValueError(f"fault {self.name}: {self.signum.name} cannot be sent to {self.to!r}")
-        if self.signum == signal.SIGSTOP:
-            raise ValueError(f"fault {self.name}: a signal that has to be undone takes a class of its own")
-        if self.holder not in (None, *HOLDERS):
-            raise ValueError(f"fault {self.name}: nobody {self.holder!r}; write one of {', '.join(HOLDERS)}")
+class KillEndpoint(Kill):
+    name = "kill-endpoint"
+    says = "the same to the node that hosts the endpoint"
+    holder = "hosts the endpoint"
+    backend = C10d.name
 
-    def fault(self) -> type[Fault]:
-        effects = frozenset({Effect.ASKS_TO_LEAVE} if self.signum == signal.SIGTERM else ())
-        return cast("type[Fault]", type(self.name, (self.acts,), {**vars(self), "effects": effects}))
+
+class KillTwo(Kill):
+    name = "kill-two"
+    says = "two nodes at once"
+    size = -2
 
 
 class KillAgain(Fault):
@@ -101,46 +48,71 @@ class KillAgain(Fault):
     says = "a node, and another within a fifth of a second, while the others re-form"
     size = -2
 
-    def inject(self, injection: Injection) -> str:
-        first, second = injection.targets
-        pause = injection.rng.uniform(0.0, 0.2)
+    def inject(self) -> str:
+        first, second = self.targets
+        pause = self.rng.uniform(0.0, 0.2)
         started = time.monotonic()
-        injection.cluster.kill([first])
+        self.cluster.kill([first])
         time.sleep(max(0.0, started + pause - time.monotonic()))
-        seconds, is_late = time.monotonic() - started, self._has_stepped(injection)
-        injection.cluster.kill([second])
-        when = "after their next step" if is_late or self._has_stepped(injection) else "while the others re-formed"
+        seconds, is_late = time.monotonic() - started, self._has_stepped()
+        self.cluster.kill([second])
+        when = "after their next step" if is_late or self._has_stepped() else "while the others re-formed"
         return f"the second died {seconds * 1000:.0f} ms after the first, {when}"
 
-    def _has_stepped(self, injection: Injection) -> bool:
+    def _has_stepped(self) -> bool:
         """Whether a step was committed without the first, and with the second."""
-        injection.cluster.watch.poll()
-        world = injection.cluster.watch.world
-        return (
-            world is not None and has_stepped_anew(injection) and not set(world.members).isdisjoint(injection.members)
-        )
+        self.cluster.watch.poll()
+        world = self.cluster.watch.world
+        return world is not None and self.has_stepped_anew() and not set(world.members).isdisjoint(self.members)
+
+
+class KillWorker(Fault):
+    name = "kill-worker"
+    says = "SIGKILL to one worker; its agent ends the node"
+
+    def inject(self) -> str:
+        return self.kill("worker", self.rng.choice(self.workers()))
+
+    def kill(self, what: str, process: psutil.Process) -> str:
+        process.kill()
+        wait_gone(process)
+        return f"{what} {process.pid} is gone"
+
+
+class KillAgent(KillWorker):
+    name = "kill-agent"
+    says = "SIGKILL to the agent alone; its workers die with it"
+
+    def inject(self) -> str:
+        return self.kill("agent", self.agent())
+
+
+class Stop(Fault):
+    name = "stop"
+    says = "SIGTERM to a node's agent, as a scheduler does it"
+    effects = frozenset({Effect.ASKS_TO_LEAVE})
+
+    def inject(self) -> str:
+        self.agent().terminate()
+        return "SIGTERM sent"
 
 
 class Freeze(Fault):
     """SIGSTOP to a node's workers, and SIGCONT."""
 
-    def inject(self, injection: Injection) -> str:
-        workers = some_workers(injection.place)
+    def inject(self) -> str:
+        workers = self.workers()
         for worker in workers:
-            worker.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 5.0
-        while any(worker.status() != psutil.STATUS_STOPPED for worker in workers):
-            if time.monotonic() > deadline:
-                raise NotInjected("it did not stop")
-            time.sleep(0.005)
-        injection.place.effect = NodeState.FROZEN
+            worker.suspend()
+        wait_until(lambda: all(one.status() == psutil.STATUS_STOPPED for one in workers), "stop of its workers", 5.0)
+        self.place.effect = NodeState.FROZEN
         return f"{len(workers)} stopped"
 
-    def undo(self, injection: Injection) -> None:
-        for worker in workers_of(injection.place):
+    def undo(self) -> None:
+        for worker in self.place.workers():
             with contextlib.suppress(psutil.NoSuchProcess):
-                worker.send_signal(signal.SIGCONT)
-        injection.place.effect = NodeState.OUT if self.changes_world else None
+                worker.resume()
+        self.place.effect = NodeState.OUT if self.changes_world else None
 
 
 class Hang(Freeze, Absence):
@@ -160,8 +132,8 @@ class Slow(Disturbance):
     says = "a node's workers run at nice 19, all on one processor, for three seconds"
     effects = frozenset({Effect.HOLDS_UP})
 
-    def inject(self, injection: Injection) -> str:
-        workers = workers_of(injection.place)
+    def inject(self) -> str:
+        workers = self.workers()
         for worker in workers:
             worker.nice(19)
             worker.cpu_affinity(psutil.Process().cpu_affinity()[:1])
@@ -170,8 +142,8 @@ class Slow(Disturbance):
             raise NotInjected(f"nice value and processors are {found}")
         return f"{len(workers)} at nice {found[0][0]}, on processor {found[0][1]}"
 
-    def undo(self, injection: Injection) -> None:
-        for worker in workers_of(injection.place):
+    def undo(self) -> None:
+        for worker in self.place.workers():
             with contextlib.suppress(psutil.NoSuchProcess):
                 with contextlib.suppress(psutil.AccessDenied):
                     worker.nice(psutil.Process().nice())  # as the drill itself, from which it had it
@@ -183,58 +155,56 @@ class Join(Fault):
     says = "a node starts, a new one or one that died"
     size = 1
 
-    def limit_seconds(self, injection: Injection) -> float:
+    def limit_seconds(self) -> float:
         return JOIN_LIMIT_SECONDS
 
-    def not_yet(self, cluster: Cluster) -> str | None:
-        if not cluster.is_settled:
+    def not_yet(self) -> str | None:
+        if not self.cluster.is_settled:
             return "the world is not settled"
-        return None if cluster.vacant else "every node runs"
+        return None if self.cluster.vacant else "every node runs"
 
-    def choose(self, injection: Injection) -> list[Place]:
-        return [injection.rng.choice(injection.cluster.vacant)]
+    def choose(self) -> list[Place]:
+        return [self.rng.choice(self.cluster.vacant)]
 
-    def inject(self, injection: Injection) -> str:
-        injection.cluster.start(injection.place)
+    def inject(self) -> str:
+        self.cluster.start(self.place)
         return "started"
 
-    def may_take(self, injection: Injection) -> list[Place]:
+    def may_take(self) -> list[Place]:
         return []
 
-    def is_over(self, injection: Injection) -> bool:
-        return has_stepped_anew(injection) and injection.cluster.is_in(injection.place)
+    def is_over(self) -> bool:
+        return self.has_stepped_anew() and self.cluster.is_in(self.place)
 
 
 class KillAll(Fault):
     name = "kill-all"
     says = "every node; as many start again and continue from the newest snapshot"
     size = 0
-    undo_after = None
     effects = frozenset({Effect.LOSES_STEPS})
 
-    def limit_seconds(self, injection: Injection) -> float:
+    def limit_seconds(self) -> float:
         return RESTART_LIMIT_SECONDS
 
-    def choose(self, injection: Injection) -> list[Place]:
-        return list(injection.cluster.inside)
+    def choose(self) -> list[Place]:
+        return list(self.cluster.inside)
 
-    def inject(self, injection: Injection) -> str:
-        cluster = injection.cluster
-        injection.detail = "all nodes"
-        cluster.kill(cluster.running)
-        return self.start_again(injection)
+    def inject(self) -> str:
+        self.detail = "all nodes"
+        self.cluster.kill(self.cluster.running)
+        return self.start_again()
 
-    def start_again(self, injection: Injection) -> str:
-        cluster = injection.cluster
+    def start_again(self) -> str:
+        cluster = self.cluster
         cluster.watch.forget_world()
         first = cluster.places[0]  # under c10d only the node at the first address begins a job
-        others = [place for place in injection.targets if place is not first]
-        for place in [first, *others][: len(injection.targets)]:
+        others = [place for place in self.targets if place is not first]
+        for place in [first, *others][: len(self.targets)]:
             cluster.start(place)
-        return f"{len(injection.targets)} killed and started again"
+        return f"{len(self.targets)} killed and started again"
 
-    def is_over(self, injection: Injection) -> bool:
-        return has_stepped_anew(injection)
+    def is_over(self) -> bool:
+        return self.has_stepped_anew()
 
 
 class Damage(KillAll):
@@ -242,19 +212,16 @@ class Damage(KillAll):
     says = "a bit of the newest snapshot is flipped and everything killed: the one before it is used"
     effects = frozenset({Effect.LOSES_STEPS, Effect.DAMAGES})
 
-    def not_yet(self, cluster: Cluster) -> str | None:
-        if len(snapshots_of(cluster)) < 2:
-            return "there are not two snapshots yet"
-        return super().not_yet(cluster)
+    def not_yet(self) -> str | None:
+        return "there are not two snapshots yet" if len(self.newest_snapshots()) < 2 else super().not_yet()
 
-    def inject(self, injection: Injection) -> str:
-        cluster = injection.cluster
-        cluster.kill(cluster.running)
-        newest = cluster.run_dir / "snapshots" / snapshots_of(cluster)[0].name
+    def inject(self) -> str:
+        self.cluster.kill(self.cluster.running)
+        newest = self.cluster.run_dir / "snapshots" / self.newest_snapshots()[0].name
         state = newest / "state.pt"
         data = bytearray(state.read_bytes())
-        position = injection.rng.randrange(len(data))
+        position = self.rng.randrange(len(data))
         data[position] ^= 1
         state.write_bytes(data)
-        injection.detail = newest.name
-        return f"byte {position}; {self.start_again(injection)}"
+        self.detail = newest.name
+        return f"byte {position}; {self.start_again()}"

@@ -7,8 +7,8 @@ and when the job has recovered from it (`is_over`). What has to be put right aga
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -23,31 +23,71 @@ if TYPE_CHECKING:
 
 RECOVERY_LIMIT_SECONDS = 30.0
 """from a death to the next committed step; measured in tenths, but machines are loaded"""
+HOLDERS: dict[str, Callable[[Cluster], list[Place]]] = {
+    "has rank 0": lambda cluster: [place for place in cluster.inside if cluster.rank_of(place) == 0],
+    "hosts the endpoint": lambda cluster: cluster.hosting,
+}
+"""what one node alone does -> that node, if it is healthy"""
 
 
 class NotInjected(Exception):
     """A fault found that it could not do what it is for; the message says why."""
 
 
-@dataclass
-class Injection:
-    """One fault at work."""
+class Fault:
+    """Base of all: the class is a kind of fault, an instance one that is injected and watched."""
 
-    cluster: Cluster
-    rng: random.Random
-    peer_timeout: float
-    """seconds, the worker's flag"""
-    standstill: float = 0.0
-    """seconds that the job may be without a step by itself"""
-    targets: list[Place] = field(default_factory=list)
-    generation: int = -1
-    """of the world that it met"""
-    members: tuple[str, ...] = ()
-    """of the targets before it"""
-    undone_at_step: int | None = None
-    """committed steps when it was undone; None before"""
-    detail: str = ""
-    """what it was done to, where that is not the targets"""
+    name: str
+    says: str
+    """one line for --list"""
+    size = -1
+    """by how much it changes the number of nodes"""
+    needs_company = False
+    """whether it has no effect on a node that trains alone"""
+    needs_network = False
+    """whether its nodes must be network namespaces"""
+    needs_clocks = False
+    """whether its nodes must have clocks of their own (faketime.py)"""
+    holder: str | None = None
+    """a key of HOLDERS: it is for that node and no other"""
+    backend: str | None = None
+    """the only one that it goes with; None: any"""
+    undo_after: float | None = None
+    """seconds to `undo`: from the recovery, or without `changes_world` from the end of `inject`; None: never"""
+    snapshots = 0
+    """that are written while it lasts"""
+    effects: frozenset[Effect] = frozenset()
+    """what the audit has to know of it"""
+    changes_world = True
+    """whether a new generation is what it leads to"""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        rng: random.Random,
+        peer_timeout: float,
+        *,
+        number: int = 0,
+        standstill: float = 0.0,
+        targets: list[Place] | None = None,
+    ) -> None:
+        """`peer_timeout` is the worker's flag, in seconds; `standstill` are those that the job may be without a step by
+        itself; `number` counts the faults of a drill from 0. Without `targets` it chooses them."""
+        self.cluster, self.rng, self.number = cluster, rng, number
+        self.peer_timeout, self.standstill = peer_timeout, standstill
+        self.targets = targets or []
+        self.detail = ""
+        """what it was done to, where that is not the targets"""
+        self.generation = -1
+        """of the world that it met"""
+        self.members: tuple[str, ...] = ()
+        """of the targets before it"""
+        self.injected_at = self.in_force_at = 0.0
+        """Unix seconds when its injection began, and when that was through: what passes lasts from then on"""
+        self.recovered_at: float | None = None
+        self.is_undone = self.is_closed = False
+        self.undone_at_step: int | None = None
+        """committed steps when it was undone; None before"""
 
     @property
     def place(self) -> Place:
@@ -63,30 +103,11 @@ class Injection:
     def target(self) -> str:
         return self.detail or ", ".join(place.name for place in self.targets)
 
+    @property
+    def has_to_be_undone(self) -> bool:
+        return self.undo_after is not None and not self.is_undone
 
-class Fault:
-    """Base of all. `size` says by how much it changes the number of nodes."""
-
-    name: ClassVar[str]
-    says: ClassVar[str]
-    """one line for --list"""
-    size: ClassVar[int] = -1
-    needs_company: ClassVar[bool] = False
-    """whether it has no effect on a node that trains alone"""
-    needs_network: ClassVar[bool] = False
-    """whether its nodes must be network namespaces"""
-    needs_clocks: ClassVar[bool] = False
-    """whether its nodes must have clocks of their own (faketime.py)"""
-    backend: ClassVar[str | None] = None
-    """the only one that it goes with; None: any"""
-    undo_after: ClassVar[float | None] = None
-    """seconds to `undo`: from the recovery, or without `changes_world` from the end of `inject`; None: never"""
-    snapshots: ClassVar[int] = 0
-    """that are written while it lasts"""
-    effects: ClassVar[frozenset[Effect]] = frozenset()
-    """what the audit has to know of it"""
-    changes_world: ClassVar[bool] = True
-    """whether a new generation is what it leads to"""
+    # --- what kinds do in ways of their own ---------------------------------------------------------------------------
 
     @classmethod
     def why_not(cls) -> str | None:
@@ -98,54 +119,84 @@ class Fault:
         """How many healthy ones there must be."""
         return max(1 - cls.size, 2 if cls.needs_company else 1)
 
-    def limit_seconds(self, injection: Injection) -> float:
+    def limit_seconds(self) -> float:
         """From the injection to the next step, at most."""
-        return RECOVERY_LIMIT_SECONDS + injection.standstill
+        return RECOVERY_LIMIT_SECONDS + self.standstill
 
-    def not_yet(self, cluster: Cluster) -> str | None:
+    def not_yet(self) -> str | None:
         """What it waits for; None when it may be injected."""
-        if not cluster.is_settled:
+        if not self.cluster.is_settled:
             return "the world is not settled"
-        if len(cluster.inside) < self.least_nodes():
-            return f"only {len(cluster.inside)} healthy nodes are in"
+        if len(self.cluster.inside) < self.least_nodes():
+            return f"only {len(self.cluster.inside)} healthy nodes are in"
+        if self.holder is not None and not HOLDERS[self.holder](self.cluster):
+            return f"nobody healthy {self.holder}"
         return None
 
-    def choose(self, injection: Injection) -> list[Place]:
+    def choose(self) -> list[Place]:
         """The nodes that it is for. Raises NotInjected."""
-        return injection.rng.sample(injection.cluster.inside, max(1, -self.size))
+        if self.holder is not None:
+            return HOLDERS[self.holder](self.cluster)
+        return self.rng.sample(self.cluster.inside, max(1, -self.size))
 
-    def inject(self, injection: Injection) -> str:
+    def inject(self) -> str:
         """Do it; returns what shows that it happened. Raises NotInjected."""
         raise NotImplementedError
 
-    def may_take(self, injection: Injection) -> list[Place]:
+    def may_take(self) -> list[Place]:
         """The nodes that the job may lose by it; the audit reports every other that is lost."""
-        return injection.targets
+        return self.targets
 
-    def is_over(self, injection: Injection) -> bool:
+    def is_over(self) -> bool:
         """Whether a step was committed that this fault stood in the way of: here, in a world without the targets."""
-        world = injection.cluster.watch.world
-        return world is not None and has_stepped_anew(injection) and not set(world.members) & set(injection.members)
+        world = self.cluster.watch.world
+        return world is not None and self.has_stepped_anew() and not set(world.members) & set(self.members)
 
-    def undo(self, injection: Injection) -> None:
+    def undo(self) -> None:
         """Put right what can be."""
 
-    def is_cleared(self, injection: Injection) -> bool:
+    def is_cleared(self) -> bool:
         """Whether nothing of it is left, so that the job may be counted as healthy again."""
         return True
+
+    # --- what they have in common -------------------------------------------------------------------------------------
+
+    def has_stepped_anew(self) -> bool:
+        """Whether a later generation, of any members, has committed a step."""
+        world = self.cluster.watch.world
+        return world is not None and world.generation > self.generation and world.first_step_at is not None
+
+    def workers(self) -> list[psutil.Process]:
+        """The target's that run; not empty. Raises: NotInjected where none is left."""
+        if not (found := self.place.workers()):
+            raise NotInjected("it had no worker any more")
+        return found
+
+    def agent(self) -> psutil.Process:
+        """The target's. Raises: NotInjected where it has ended."""
+        agent = self.place.node.agent() if self.place.node is not None else None
+        if agent is None:
+            raise NotInjected("its agent had ended")
+        return agent
+
+    def newest_snapshots(self) -> list[SnapshotInfo]:
+        """Newest first."""
+        from elastic_train.storage.snapshot import find_snapshots
+
+        return find_snapshots(self.cluster.run_dir / "snapshots", warn=lambda _: None)
 
 
 class Silence(Fault):
     """A node says nothing any more, and nobody can tell whether it lives."""
 
-    def limit_seconds(self, injection: Injection) -> float:
-        return 3 * injection.peer_timeout + super().limit_seconds(injection)
+    def limit_seconds(self) -> float:
+        return 3 * self.peer_timeout + super().limit_seconds()
 
-    def choose(self, injection: Injection) -> list[Place]:
+    def choose(self) -> list[Place]:
         """Under c10d, of two nodes the one with the higher rank: where the other is silent it waits for that one."""
-        found = sorted(injection.cluster.inside, key=lambda place: injection.cluster.rank_of(place) or 0)
-        has_arbiter = injection.cluster.backend.name != C10d.name
-        return [injection.rng.choice(found[1:] if len(found) == 2 and not has_arbiter else found)]
+        found = sorted(self.cluster.inside, key=lambda place: self.cluster.rank_of(place) or 0)
+        has_arbiter = self.cluster.backend.name != C10d.name
+        return [self.rng.choice(found[1:] if len(found) == 2 and not has_arbiter else found)]
 
 
 class Absence(Silence):
@@ -155,11 +206,10 @@ class Absence(Silence):
     needs_company = True
     undo_after = 1.0
 
-    def is_cleared(self, injection: Injection) -> bool:
-        place = injection.place
-        if place.is_running and not injection.cluster.is_in(place):
+    def is_cleared(self) -> bool:
+        if self.place.is_running and not self.cluster.is_in(self.place):
             return False
-        place.effect = None
+        self.place.effect = None
         return True
 
 
@@ -170,55 +220,13 @@ class Disturbance(Fault):
     undo_after = 3.0
     changes_world = False
 
-    def may_take(self, injection: Injection) -> list[Place]:
+    def may_take(self) -> list[Place]:
         return []
 
-    def is_over(self, injection: Injection) -> bool:
-        return injection.undone_at_step is not None and injection.cluster.watch.step > injection.undone_at_step
-
-
-def has_stepped_anew(injection: Injection) -> bool:
-    """Whether a later generation, of any members, has committed a step."""
-    world = injection.cluster.watch.world
-    return world is not None and world.generation > injection.generation and world.first_step_at is not None
-
-
-def with_rank_zero(cluster: Cluster) -> list[Place]:
-    """The healthy node that has rank 0, if there is one."""
-    return [place for place in cluster.inside if cluster.rank_of(place) == 0]
-
-
-def workers_of(place: Place) -> list[psutil.Process]:
-    return place.node.workers() if place.node is not None else []
-
-
-def some_workers(place: Place) -> list[psutil.Process]:
-    """Raises: NotInjected where none is left."""
-    if not (workers := workers_of(place)):
-        raise NotInjected("it had no worker any more")
-    return workers
-
-
-def choose_worker(injection: Injection) -> psutil.Process:
-    """One of the target's. Raises: NotInjected where none is left."""
-    return injection.rng.choice(some_workers(injection.place))
-
-
-def agent_of(injection: Injection) -> psutil.Process:
-    """The target's. Raises: NotInjected where it has ended."""
-    agent = injection.place.node.agent() if injection.place.node is not None else None
-    if agent is None:
-        raise NotInjected("its agent had ended")
-    return agent
+    def is_over(self) -> bool:
+        return self.undone_at_step is not None and self.cluster.watch.step > self.undone_at_step
 
 
 def wait_gone(process: psutil.Process) -> None:
     """Raises: TooSlow where it does not end."""
     wait_until(lambda: not is_running(process), f"end of process {process.pid}", 10.0)
-
-
-def snapshots_of(cluster: Cluster) -> list[SnapshotInfo]:
-    """Newest first."""
-    from elastic_train.storage.snapshot import find_snapshots
-
-    return find_snapshots(cluster.run_dir / "snapshots", warn=lambda _: None)

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 
 from elastic_train.tools.drills.cluster import NodeState, Place
-from elastic_train.tools.drills.injection import Absence, Disturbance, Injection, NotInjected, Silence
+from elastic_train.tools.drills.injection import Absence, Disturbance, NotInjected, Silence
 from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.nodes import wait_until
 
 LOST_SHARE = 0.2
 SLOW_RATE = "2mbit"
@@ -20,27 +21,27 @@ class Partition(Absence):
     says = "a node's cable is pulled; plugged in again once the others are through, and it comes back"
     needs_network = True
 
-    def cut(self, injection: Injection) -> None:
-        injection.network.pull_cable(injection.place.index)
+    def cut(self) -> None:
+        self.network.pull_cable(self.place.index)
 
-    def inject(self, injection: Injection) -> str:
-        self.cut(injection)
-        injection.place.effect = NodeState.CUT_OFF
-        if injection.network.can_reach(injection.place.index, seconds=0.3):
+    def inject(self) -> str:
+        self.cut()
+        self.place.effect = NodeState.CUT_OFF
+        if self.network.can_reach(self.place.index, seconds=0.3):
             raise NotInjected("it still reaches the others")
         return "it does not reach the bridge"
 
-    def undo(self, injection: Injection) -> None:
-        injection.network.heal(injection.place.index)
-        injection.place.effect = NodeState.OUT
+    def undo(self) -> None:
+        self.network.heal(self.place.index)
+        self.place.effect = NodeState.OUT
 
 
 class OneWayDrop(Partition):
     name = "one-way"
     says = "what a node sends is dropped, what it hears is not"
 
-    def cut(self, injection: Injection) -> None:
-        injection.network.drop_outgoing(injection.place.index)
+    def cut(self) -> None:
+        self.network.drop_outgoing(self.place.index)
 
 
 class PowerLoss(Silence):
@@ -48,9 +49,9 @@ class PowerLoss(Silence):
     says = "a node's port goes down, then all of its processes: silence, no FIN and no RST"
     needs_network = True
 
-    def inject(self, injection: Injection) -> str:
-        injection.network.pull_cable(injection.place.index)
-        injection.cluster.kill(injection.targets)  # it comes back with its cable when it joins
+    def inject(self) -> str:
+        self.network.pull_cable(self.place.index)
+        self.cluster.kill(self.targets)  # it comes back with its cable when it joins
         return "port down, processes gone"
 
 
@@ -63,18 +64,18 @@ class PacketLoss(Disturbance):
     def why_not(cls) -> str | None:
         return Network.why_no(lambda network: network.drop_some(0, LOST_SHARE))
 
-    def inject(self, injection: Injection) -> str:
-        network, index = injection.network, injection.place.index
+    def inject(self) -> str:
+        network, index = self.network, self.place.index
         network.drop_some(index, LOST_SHARE)
-        seconds = _seconds_until(lambda: network.num_dropped(index) > 0, "no packet was dropped")
+        seconds = _seconds_until(lambda: network.num_dropped(index) > 0, "packet was dropped")
         return f"{LOST_SHARE:.0%} of what comes in is dropped, the first packet after {seconds:.2f} s"
 
-    def may_take(self, injection: Injection) -> list[Place]:
+    def may_take(self) -> list[Place]:
         """TCP doubles its wait at every loss of the same packet: by chance a node is silent for --peer-timeout."""
-        return injection.targets
+        return self.targets
 
-    def undo(self, injection: Injection) -> None:
-        injection.network.heal(injection.place.index)
+    def undo(self) -> None:
+        self.network.heal(self.place.index)
 
 
 class SlowLink(PacketLoss):
@@ -86,18 +87,15 @@ class SlowLink(PacketLoss):
     def why_not(cls) -> str | None:
         return Network.why_no(lambda network: network.slow_down(0, SLOW_RATE))
 
-    def inject(self, injection: Injection) -> str:
-        network, index = injection.network, injection.place.index
+    def inject(self) -> str:
+        network, index = self.network, self.place.index
         network.slow_down(index, SLOW_RATE)
-        seconds = _seconds_until(lambda: network.num_held_back(index) > 0, "no packet was held back")
+        seconds = _seconds_until(lambda: network.num_held_back(index) > 0, "packet was held back")
         return f"{SLOW_RATE}, the first packet was held back after {seconds:.2f} s"
 
 
-def _seconds_until(has_effect: Callable[[], bool], otherwise: str) -> float:
-    """How long it took. Raises: NotInjected where what was done meets with no packet."""
+def _seconds_until(has_effect: Callable[[], bool], what: str) -> float:
+    """How long it took. Raises: TooSlow where what was done meets with no packet."""
     started = time.monotonic()
-    while not has_effect():
-        if time.monotonic() - started > EFFECT_SECONDS:
-            raise NotInjected(f"{otherwise} in {EFFECT_SECONDS:.0f} s")
-        time.sleep(0.02)
+    wait_until(has_effect, what, EFFECT_SECONDS)
     return time.monotonic() - started

@@ -5,7 +5,6 @@ Other drills wait with a fault until the one before is over; here several may be
 
 from __future__ import annotations
 
-import signal
 import time
 
 from elastic_train.tools.audit.fault_checks import RESTART_LIMIT_SECONDS
@@ -13,55 +12,37 @@ from elastic_train.tools.audit.record import Effect, Record
 from elastic_train.tools.drills.cluster import Cluster, Place
 from elastic_train.tools.drills.conductor import Conductor
 from elastic_train.tools.drills.faults import Join
-from elastic_train.tools.drills.injection import Fault, Injection, has_stepped_anew
+from elastic_train.tools.drills.injection import Fault
 from elastic_train.tools.drills.live import Timeline
-from elastic_train.tools.drills.schedule import Planned, Settings
+from elastic_train.tools.drills.schedule import Settings
 from elastic_train.tools.drills.trace import Act, AvailabilityTrace, Move
 
 
 class Departure(Fault):
-    """A node goes, at once or after a notice."""
+    """A node goes, at once or after a notice. With the last one goes the state: what came after the newest snapshot is
+    done again, but for what a notice gives time to save."""
 
-    def is_over(self, injection: Injection) -> bool:
-        """Whether others train without it; of a node that was in no world, whether anybody does."""
-        world = injection.cluster.watch.world
-        if world is None or world.first_step_at is None or set(world.members) & set(injection.members):
-            return False
-        return has_stepped_anew(injection) or not injection.members
-
-
-class Taken(Departure):
     name = "kill"
+    has_notice = is_last = False
 
-    def inject(self, injection: Injection) -> str:
-        injection.cluster.kill(injection.targets)
+    def limit_seconds(self) -> float:
+        return RESTART_LIMIT_SECONDS if self.is_last else super().limit_seconds()
+
+    def inject(self) -> str:
+        if self.has_notice:
+            self.agent().terminate()
+            return "SIGTERM sent"
+        self.cluster.kill(self.targets)
+        if self.is_last:
+            self.name, self.effects = "kill-all", frozenset({Effect.LOSES_STEPS})
         return "all of its processes are gone"
 
-
-class LastTaken(Taken):
-    """With it goes the state: what came after the newest snapshot is done again."""
-
-    name = "kill-all"
-    effects = frozenset({Effect.LOSES_STEPS})
-
-    def limit_seconds(self, injection: Injection) -> float:
-        return RESTART_LIMIT_SECONDS
-
-
-class NoticeGiven(Departure):
-    name = "stop"
-    effects = frozenset({Effect.ASKS_TO_LEAVE})
-
-    def inject(self, injection: Injection) -> str:
-        assert injection.place.node is not None, "it runs"
-        injection.place.node.signal(signal.SIGTERM)
-        return "SIGTERM sent"
-
-
-class LastNoticed(NoticeGiven):
-    """It saves the state before it goes."""
-
-    limit_seconds = LastTaken.limit_seconds
+    def is_over(self) -> bool:
+        """Whether others train without it; of a node that was in no world, whether anybody does."""
+        world = self.cluster.watch.world
+        if world is None or world.first_step_at is None or set(world.members) & set(self.members):
+            return False
+        return self.has_stepped_anew() or not self.members
 
 
 class Replay(Conductor):
@@ -89,8 +70,8 @@ class Replay(Conductor):
             self._adapt_pace()
             if not self._cluster.running:
                 self._cluster.watch.forget_world()
-            for pending in self._open:
-                self._follow(pending)
+            for fault in self._open:
+                self._follow(fault)
             while self._moves and time.monotonic() - self._zero >= self._moves[0].at:
                 self._do(self._moves.pop(0))
         self._plan = self._plan[self._num_faults :]  # which it did not come to
@@ -110,34 +91,32 @@ class Replay(Conductor):
                 self._cluster.kill([place])
             return
         number, self._num_faults = self._num_faults, self._num_faults + 1
-        fault: Fault
-        if move.act is Act.START:
+        comes = move.act is Act.START
+        if comes:
             self._noticed.discard(move.place)
-            fault = Join()
         else:
             self._close_arrival(place)
             self._noticed.add(move.place)
-            is_last = not [other for other in self._cluster.inside if other.index not in self._noticed]
-            if move.act is Act.TAKE:
-                fault = LastTaken() if is_last else Taken()
-            else:
-                fault = LastNoticed() if is_last else NoticeGiven()
-        planned = Planned(move.at, move.act.value)
-        if place.is_running is (move.act is Act.START):
-            self._skip(number, planned, "the node runs still" if place.is_running else "its node had ended", place.name)
-            return
-        self._inject(number, planned, fault, [place])
+        fault = self.new_fault(Join if comes else Departure, number, [place])
+        if isinstance(fault, Departure):
+            fault.is_last = not [other for other in self._cluster.inside if other.index not in self._noticed]
+            if move.act is Act.NOTICE:
+                fault.name, fault.has_notice, fault.effects = "stop", True, frozenset({Effect.ASKS_TO_LEAVE})
+        if place.is_running is comes:
+            self._skip(fault, "the node runs still" if comes else "its node had ended")
+        else:
+            self._inject(fault)
 
     def _close_arrival(self, place: Place) -> None:
         """One that goes before it has come is not waited for; it had its time to come, or it had not."""
-        for pending in self._open:
-            if pending.planned.fault == Act.START.value and pending.injection.targets == [place]:
-                pending.is_closed = True
-                seconds = time.time() - pending.injected_at
-                if pending.recovered_at is not None:
+        for fault in self._open:
+            if isinstance(fault, Join) and fault.targets == [place]:
+                fault.is_closed = True
+                seconds = time.time() - fault.injected_at
+                if fault.recovered_at is not None:
                     continue
-                if seconds > pending.fault.limit_seconds(pending.injection):
-                    self._fail(pending, f"{place.name} had not come after {seconds:.0f} s, when it was taken")
+                if seconds > fault.limit_seconds():
+                    self._fail(fault, f"{place.name} had not come after {seconds:.0f} s, when it was taken")
                     continue
-                self._record.fault("withdrawn", pending.number)
+                self._record.fault("withdrawn", fault.number)
                 self._timeline.log(f"{place.name} goes before it has come")

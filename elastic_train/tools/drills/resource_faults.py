@@ -10,19 +10,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from elastic_train.tools.drills.cluster import Cluster, Place
-from elastic_train.tools.drills.injection import (
-    Disturbance,
-    Fault,
-    Injection,
-    NotInjected,
-    choose_worker,
-    snapshots_of,
-    some_workers,
-    wait_gone,
-    with_rank_zero,
-)
-from elastic_train.tools.drills.nodes import is_running
+from elastic_train.tools.drills.injection import Disturbance, Fault, NotInjected, wait_gone
+from elastic_train.tools.drills.nodes import is_running, wait_until
 
 CGROUPS = Path("/sys/fs/cgroup")
 SNAPSHOT_SECONDS = 90.0
@@ -38,8 +27,8 @@ class OutOfMemory(Fault):
     def why_not(cls) -> str | None:
         return None if memory_cgroups() else "no memory cgroup can be made here"
 
-    def inject(self, injection: Injection) -> str:
-        worker, root = choose_worker(injection), memory_cgroups()
+    def inject(self) -> str:
+        worker, root = self.rng.choice(self.workers()), memory_cgroups()
         if root is None:
             raise NotInjected("no memory cgroup can be made here")
         is_unified = root == CGROUPS
@@ -58,7 +47,7 @@ class OutOfMemory(Fault):
             if is_running(worker):
                 with suppress(OSError):  # it may end at last; what stays is told by the removal
                     (home / "cgroup.procs").write_text(str(worker.pid))
-            _remove(group)
+            wait_until(lambda: _is_removed(group), f"removal of {group}", 5.0)
         if int(dict(line.split() for line in counts.splitlines())["oom_kill"]) == 0:
             raise NotInjected(f"worker {worker.pid} ended, but not by the OOM killer: {counts.split()}")
         return f"worker {worker.pid} was killed by the kernel for want of memory"
@@ -82,22 +71,17 @@ def _cgroup_of(pid: int, root: Path, is_unified: bool) -> Path:
     return root
 
 
-def _remove(group: Path) -> None:
-    """Blocks until the last thread in it has gone. Raises: NotInjected after 5 s."""
-    deadline = time.monotonic() + 5.0
-    while True:
-        try:
-            group.rmdir()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise NotInjected(f"{group} is left behind: {error.strerror}") from error
-        time.sleep(0.02)
+def _is_removed(group: Path) -> bool:
+    """It goes once the last thread in it has."""
+    with suppress(OSError):
+        group.rmdir()
+    return not group.exists()
 
 
 class DiskFull(Disturbance):
     name = "disk-full"
     says = "the disk of the node that writes snapshots is full when one is due; there is room again afterwards"
+    holder = "has rank 0"
     needs_network = True  # with which nodes have mounts of their own
     undo_after = 0.0
     snapshots = 2  # the one that finds no room, and the next, which does
@@ -106,60 +90,43 @@ class DiskFull(Disturbance):
     def why_not(cls) -> str | None:
         return None if shutil.which("nsenter") else "no nsenter here"
 
-    def limit_seconds(self, injection: Injection) -> float:
-        return super().limit_seconds(injection) + SNAPSHOT_SECONDS
+    def limit_seconds(self) -> float:
+        return super().limit_seconds() + SNAPSHOT_SECONDS
 
-    def not_yet(self, cluster: Cluster) -> str | None:
-        if (missing := super().not_yet(cluster)) is not None:
-            return missing
-        if any((cluster.run_dir / "snapshots").glob(".tmp-*")):
-            return "a snapshot is being written"
-        return None if with_rank_zero(cluster) else "nobody healthy has rank 0"
+    def not_yet(self) -> str | None:
+        is_writing = any((self.cluster.run_dir / "snapshots").glob(".tmp-*"))
+        return super().not_yet() or ("a snapshot is being written" if is_writing else None)
 
-    def choose(self, injection: Injection) -> list[Place]:
-        return with_rank_zero(injection.cluster)
-
-    def inject(self, injection: Injection) -> str:
-        snapshots = injection.cluster.run_dir / "snapshots"
+    def inject(self) -> str:
+        snapshots = self.cluster.run_dir / "snapshots"
         snapshots.mkdir(exist_ok=True)
         since = time.time()
-        _in_mounts_of(injection.place, "mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(snapshots))
-        deadline = time.monotonic() + SNAPSHOT_SECONDS
-        while (warning := self._warning(injection, since)) is None:
-            if time.monotonic() > deadline:
-                raise NotInjected(f"no snapshot was due in {SNAPSHOT_SECONDS:.0f} s")
-            if not injection.place.is_running:
+        self._in_mounts("mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(snapshots))
+
+        def warning() -> str | None:
+            """What the node has told of a snapshot that found no room."""
+            self.cluster.poll()
+            for seen in self.cluster.watch.warnings:
+                if seen.member in self.members and seen.time >= since and "No space left" in seen.message:
+                    return seen.message
+            if not self.place.is_running:
                 raise NotInjected("its node ended first")
-            time.sleep(0.05)
-            injection.cluster.poll()
-        return warning
+            return None
 
-    def _warning(self, injection: Injection, since: float) -> str | None:
-        """What the node has told of a snapshot that found no room."""
-        return next(
-            (
-                seen.message
-                for seen in injection.cluster.watch.warnings
-                if seen.member in injection.members and seen.time >= since and "No space left" in seen.message
-            ),
-            None,
-        )
+        return str(wait_until(warning, "snapshot was due", SNAPSHOT_SECONDS))
 
-    def undo(self, injection: Injection) -> None:
+    def undo(self) -> None:
         with suppress(NotInjected):  # its node may be gone; `is_cleared` sees whether there is room
-            _in_mounts_of(injection.place, "umount", "--lazy", str(injection.cluster.run_dir / "snapshots"))
+            self._in_mounts("umount", "--lazy", str(self.cluster.run_dir / "snapshots"))
 
-    def is_cleared(self, injection: Injection) -> bool:
+    def is_cleared(self) -> bool:
         """Whether a snapshot was written since."""
-        newest = snapshots_of(injection.cluster)[:1]
-        return any(info.step > (injection.undone_at_step or 0) for info in newest)
+        return any(info.step > (self.undone_at_step or 0) for info in self.newest_snapshots()[:1])
 
-
-def _in_mounts_of(place: Place, *command: str) -> None:
-    """Raises: NotInjected with what the command said."""
-    worker = some_workers(place)[0]
-    # The pids go with its /proc, which `umount` reads.
-    prefix = ["nsenter", "--mount", "--pid", f"--target={worker.pid}"]
-    done = subprocess.run([*prefix, *command], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise NotInjected(f"{' '.join(command)}: {done.stderr.strip()}")
+    def _in_mounts(self, *command: str) -> None:
+        """Raises: NotInjected with what the command said."""
+        # The pids go with its /proc, which `umount` reads.
+        prefix = ["nsenter", "--mount", "--pid", f"--target={self.workers()[0].pid}"]
+        done = subprocess.run([*prefix, *command], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise NotInjected(f"{' '.join(command)}: {done.stderr.strip()}")

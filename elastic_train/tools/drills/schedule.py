@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import random
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_train.errors import UsageError, first_line
+from elastic_train.tools.drills.catalogue import FAULTS
 from elastic_train.tools.drills.jobs import JOBS, PACED, DrillJob
 from elastic_train.tools.drills.program import BUNDLED_PROGRAM, DrilledProgram
 
@@ -63,64 +64,48 @@ class Settings:
     """that is replayed; None where faults wait for one another"""
 
 
-def default_plan(seed: int, duration: float, num_nodes: int, sizes: Mapping[str, int]) -> list[Planned]:
+def default_plan(seed: int, duration: float, num_nodes: int) -> list[Planned]:
     """The five faults of a drill without flags, in an order that the seed chooses, evenly over `duration` seconds."""
     rng = random.Random(seed)
     while True:
         order = rng.sample(DEFAULT_FAULTS, len(DEFAULT_FAULTS))
-        if fits(order, num_nodes, sizes):
-            return spread(order, duration)
+        if fits(order, num_nodes):
+            share = duration / (len(order) + 1)  # the first and the last as far from the ends as from each other
+            return [Planned(share * number, name) for number, name in enumerate(order, 1)]
 
 
-def random_plan(
-    seed: int,
-    faults: Sequence[str],
-    duration: float,
-    every: float,
-    num_nodes: int,
-    sizes: Mapping[str, int],
-    least: Mapping[str, int],
-) -> list[Planned]:
+def random_plan(seed: int, faults: Sequence[str], duration: float, every: float, num_nodes: int) -> list[Planned]:
     """A fault every `every` seconds from `faults`; joins wherever a node is missing, so that it can go on for ever.
 
-    Args:
-        least: how many nodes there must be for each.
-
-    Raises:
-        UsageError: none of these faults can be injected into a job of so many nodes.
+    Raises: UsageError: none of these faults can be injected into a job of so many nodes.
     """
     rng = random.Random(seed)
     present, plan = num_nodes, []
     others = [name for name in faults if name != "join"]
     for index in range(max(1, int(duration / every))):
-        possible = [name for name in others if present >= least[name]]
+        possible = [name for name in others if present >= FAULTS[name].least_nodes()]
         weights = [1.0] * len(possible)
         if present < num_nodes:
             possible, weights = [*possible, "join"], [*weights, float(JOIN_WEIGHT)]
         if not possible:
             raise UsageError(f"--faults {','.join(faults)}: none of them leaves a node of {num_nodes}")
         name = rng.choices(possible, weights)[0]
-        present += sizes[name]
+        present += FAULTS[name].size
         plan.append(Planned((index + 1) * every, name))
     return plan
 
 
-def fits(order: Sequence[str], num_nodes: int, sizes: Mapping[str, int]) -> bool:
+def fits(order: Sequence[str], num_nodes: int) -> bool:
     """Whether in this order there is always a node left, and always a vacant place for who joins."""
     present = num_nodes
     for name in order:
-        present += sizes[name]
+        present += FAULTS[name].size
         if not LEAST_NODES <= present <= num_nodes:
             return False
     return True
 
 
-def spread(order: Sequence[str], duration: float) -> list[Planned]:
-    """Evenly, the first and the last as far from the ends as from each other."""
-    return [Planned(duration * (index + 1) / (len(order) + 1), name) for index, name in enumerate(order)]
-
-
-def read_scenario(path: Path, known: Sequence[str]) -> list[Planned]:
+def read_scenario(path: Path) -> list[Planned]:
     """A schedule from a TOML file of tables `[[fault]]` with `at` (seconds) and `name`.
 
     Raises:
@@ -138,9 +123,9 @@ def read_scenario(path: Path, known: Sequence[str]) -> list[Planned]:
     if set(written) != {"fault"} or not isinstance(tables, list) or not tables:
         raise UsageError(f"--scenario {path}: write [[fault]] tables with at = SECONDS and name = NAME each, no more")
     plan = [_planned(f"--scenario {path}: fault {number}", table) for number, table in enumerate(tables, 1)]
-    unknown = sorted({planned.fault for planned in plan} - set(known))
+    unknown = sorted({planned.fault for planned in plan} - set(FAULTS))
     if unknown:
-        raise UsageError(f"--scenario {path}: no fault {', '.join(unknown)}; there are {', '.join(known)}")
+        raise UsageError(f"--scenario {path}: no fault {', '.join(unknown)}; there are {', '.join(FAULTS)}")
     return sorted(plan, key=lambda planned: planned.at)
 
 
