@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from elastic_train.tools.drills.etcd_cluster import Tls
 from tests.deploy.tools import DEPLOY, program
+from tests.etcd_cluster import Tls
 
 HERE = ("127.0.0.1", "localhost")
 

@@ -4,16 +4,58 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_train.tools.drills.etcd_cluster import HEALTHY_SECONDS, EtcdCallFailed, EtcdCluster, EtcdMember, Tls
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
+from elastic_train.tools.drills.etcd_cluster import HEALTHY_SECONDS, EtcdCallFailed, EtcdCluster, EtcdMember
 from elastic_train.tools.drills.nodes import wait_until
 
 
+@dataclass(frozen=True)
+class Tls:
+    """Files of a certificate authority and of certificates that it signed."""
+
+    ca: Path
+    server_cert: Path
+    server_key: Path
+    client_cert: Path
+    client_key: Path
+    needs_client_cert: bool = False
+
+
+class OwnEtcd(EtcdCluster):
+    """With certificates, and with the settings by which clients of ours find it."""
+
+    def __init__(self, path: Path, size: int, tls: Tls | None = None, flags: Sequence[str] = ()) -> None:
+        self.tls = tls
+        of_server, of_client = [*flags], list[str]()
+        if tls is not None:
+            of_server += ["--cert-file", str(tls.server_cert), "--key-file", str(tls.server_key)]
+            of_client += ["--cacert", str(tls.ca)]
+            if tls.needs_client_cert:
+                of_server += ["--client-cert-auth", "--trusted-ca-file", str(tls.ca)]
+                of_client += ["--cert", str(tls.client_cert), "--key", str(tls.client_key)]
+        super().__init__(path, size, scheme="https" if tls else "http", flags=of_server, ctl_flags=of_client)
+
+    def settings(self, **changes: object) -> EtcdSettings:
+        return EtcdSettings(tuple(member.endpoint for member in self.members), **changes)  # type: ignore[arg-type]
+
+
 @contextlib.contextmanager
-def etcd_running(path: Path, size: int = 1, tls: Tls | None = None) -> Iterator[EtcdCluster]:
-    cluster = EtcdCluster(path, size, tls, flags=("--auth-token-ttl", "3"))  # so that a test lives to see one expire
+def frozen(member: EtcdMember) -> Iterator[None]:
+    member.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        member.signal(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def etcd_running(path: Path, size: int = 1, tls: Tls | None = None) -> Iterator[OwnEtcd]:
+    cluster = OwnEtcd(path, size, tls, flags=("--auth-token-ttl", "3"))  # so that a test lives to see one expire
     try:
         cluster.start()
         yield cluster

@@ -22,25 +22,24 @@ from elastic_train.rendezvous.etcd_errors import LeaseLost
 from elastic_train.rendezvous.etcd_job import delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Guard, Mirror
-from elastic_train.tools.drills.etcd_cluster import EtcdCluster
 from elastic_train.tools.drills.nodes import free_port, is_listening, wait_until
 from elastic_train.world import Member
 from tests.certificates import make_tls
-from tests.etcd_cluster import etcd_running
+from tests.etcd_cluster import OwnEtcd, etcd_running, frozen
 
 PATIENCE = 60.0
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnEtcd]:
     """Three members; a test that hurts one heals it again."""
     with etcd_running(tmp_path_factory.mktemp("trio"), 3) as cluster:
         yield cluster
 
 
 @pytest.fixture
-def etcd(trio: EtcdCluster) -> Iterator[Etcd]:
+def etcd(trio: OwnEtcd) -> Iterator[Etcd]:
     trio.wait_until_healthy()
     connections = Connections(trio.settings())
     yield Etcd(connections, deadline=PATIENCE)
@@ -51,7 +50,7 @@ def connect(settings: EtcdSettings, deadline: float = PATIENCE) -> Etcd:
     return Etcd(Connections(settings), deadline=deadline)
 
 
-def at_endpoint_of(etcd: Etcd, cluster: EtcdCluster, index: int) -> None:
+def at_endpoint_of(etcd: Etcd, cluster: OwnEtcd, index: int) -> None:
     """Make a member the one that the next call goes to, as soon as it answers."""
     deadline = time.monotonic() + PATIENCE
     while True:
@@ -91,7 +90,7 @@ def test_what_every_agent_and_worker_imports_does_not_import_the_client() -> Non
 # --- members that die, freeze, and come back --------------------------------------------------------------------------
 
 
-def test_a_dead_member_costs_one_try(trio: EtcdCluster, etcd: Etcd) -> None:
+def test_a_dead_member_costs_one_try(trio: OwnEtcd, etcd: Etcd) -> None:
     store = EtcdStore(etcd)
     store.put("fail/over", "before")
     victim = trio.members[1]
@@ -108,17 +107,17 @@ def test_a_dead_member_costs_one_try(trio: EtcdCluster, etcd: Etcd) -> None:
     assert store.get("fail/over") == "after", "a member that is back is used again"
 
 
-def test_a_frozen_member_does_not_block(trio: EtcdCluster, etcd: Etcd) -> None:
+def test_a_frozen_member_does_not_block(trio: OwnEtcd, etcd: Etcd) -> None:
     impatient = EtcdStore(etcd).with_timeouts(PATIENCE, 1.0, lambda _why: None)
     at_endpoint_of(etcd, trio, 2)
-    with trio.members[2].frozen():
+    with frozen(trio.members[2]):
         started = time.monotonic()
         impatient.put("frozen", "yes")
         assert time.monotonic() - started < PATIENCE / 2
     assert impatient.get("frozen") == "yes"
 
 
-def test_the_leader_dies(trio: EtcdCluster, etcd: Etcd) -> None:
+def test_the_leader_dies(trio: OwnEtcd, etcd: Etcd) -> None:
     store, leader = EtcdStore(etcd), trio.leader()
     leader.kill()
     try:
@@ -129,7 +128,7 @@ def test_the_leader_dies(trio: EtcdCluster, etcd: Etcd) -> None:
     assert store.add("while/electing", 1) == 2, "applied once"
 
 
-def test_nobody_answers(trio: EtcdCluster) -> None:
+def test_nobody_answers(trio: OwnEtcd) -> None:
     settings = EtcdSettings(("127.0.0.1:1",))
     words: list[str] = []
     etcd = Etcd(Connections(settings), deadline=1.5, before_retry=words.append)
@@ -149,7 +148,7 @@ def test_a_wait_can_be_given_up() -> None:
         Etcd(Connections(EtcdSettings(("127.0.0.1:1",))), deadline=60, before_retry=give_up).get("key")
 
 
-def test_a_mirror_goes_on_at_another_member(trio: EtcdCluster, etcd: Etcd) -> None:
+def test_a_mirror_goes_on_at_another_member(trio: OwnEtcd, etcd: Etcd) -> None:
     """The client's own watch would be lost with its member, and its thread would spin."""
     at_endpoint_of(etcd, trio, 0)
     mirror = Mirror(etcd, "mirrored/")
@@ -167,18 +166,18 @@ def test_a_mirror_goes_on_at_another_member(trio: EtcdCluster, etcd: Etcd) -> No
         mirror.close()
 
 
-def test_a_mirror_at_a_frozen_member_is_never_believed(trio: EtcdCluster, etcd: Etcd) -> None:
+def test_a_mirror_at_a_frozen_member_is_never_believed(trio: OwnEtcd, etcd: Etcd) -> None:
     at_endpoint_of(etcd, trio, 0)
     mirror = Mirror(etcd, "believed/")
     store = EtcdStore(etcd, mirror=mirror).with_timeouts(PATIENCE, 1.0, lambda _why: None)
     store.put("believed/a", "1")
-    with trio.members[0].frozen():
+    with frozen(trio.members[0]):
         store.put("believed/a", "2")
         assert store.get("believed/a") == "2", "what this process has written, it reads"
     mirror.close()
 
 
-def test_a_mirror_forgets_what_is_deleted_or_has_run_out(trio: EtcdCluster, etcd: Etcd) -> None:
+def test_a_mirror_forgets_what_is_deleted_or_has_run_out(trio: OwnEtcd, etcd: Etcd) -> None:
     mirror = Mirror(etcd, "gone/")
     store, lease = EtcdStore(etcd, mirror=mirror), etcd.grant(60)
     store.put("gone/a", "1")
@@ -190,7 +189,7 @@ def test_a_mirror_forgets_what_is_deleted_or_has_run_out(trio: EtcdCluster, etcd
     mirror.close()
 
 
-def test_a_mirror_survives_compaction(trio: EtcdCluster, etcd: Etcd) -> None:
+def test_a_mirror_survives_compaction(trio: OwnEtcd, etcd: Etcd) -> None:
     mirror = Mirror(etcd, "compacted/")
     store = EtcdStore(etcd, mirror=mirror)
     for turn in range(5):
@@ -204,7 +203,7 @@ def test_a_mirror_survives_compaction(trio: EtcdCluster, etcd: Etcd) -> None:
 
 
 def test_what_was_seen_past_a_lagging_mirror_is_not_forgotten(
-    trio: EtcdCluster, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+    trio: OwnEtcd, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A key that was read from etcd itself may tell of others: no later read may lack those."""
     mirror = Mirror(etcd, "seen/")
@@ -257,7 +256,7 @@ def test_a_write_without_an_answer_is_recognised(etcd: Etcd, monkeypatch: pytest
 
 
 def test_it_is_recognised_also_when_others_have_written_since(
-    trio: EtcdCluster, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+    trio: OwnEtcd, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, other = EtcdStore(etcd), EtcdStore(connect(trio.settings()))
     store.put("lost/since", "5")
@@ -311,12 +310,12 @@ def test_nothing_is_written_behind_a_guard_that_is_gone(etcd: Etcd) -> None:
     assert store.get("guarded") == "1"
 
 
-def open_it(etcd: Etcd, trio: EtcdCluster, run_id: str, say: list[str] | None = None, peer_timeout: float = 1.0):  # type: ignore[no-untyped-def]
+def open_it(etcd: Etcd, trio: OwnEtcd, run_id: str, say: list[str] | None = None, peer_timeout: float = 1.0):  # type: ignore[no-untyped-def]
     told: list[str] = [] if say is None else say
     return open_job(etcd, trio.settings(), run_id, peer_timeout=peer_timeout, check=lambda: None, log=told.append)
 
 
-def test_all_workers_open_the_same_job(trio: EtcdCluster, etcd: Etcd) -> None:
+def test_all_workers_open_the_same_job(trio: OwnEtcd, etcd: Etcd) -> None:
     jobs: list[object] = []
     threads = [threading.Thread(target=lambda: jobs.append(open_it(etcd, trio, "one"))) for _ in range(8)]
     for thread in threads:
@@ -328,7 +327,7 @@ def test_all_workers_open_the_same_job(trio: EtcdCluster, etcd: Etcd) -> None:
     delete_job(etcd, jobs[0])  # type: ignore[arg-type]
 
 
-def test_a_dead_job_that_another_start_takes_away_is_not_taken_for_a_living_one(trio: EtcdCluster, etcd: Etcd) -> None:
+def test_a_dead_job_that_another_start_takes_away_is_not_taken_for_a_living_one(trio: OwnEtcd, etcd: Etcd) -> None:
     """All were killed, and two start again at one moment: the one sees the other's removal of what they left."""
     dead = open_it(etcd, trio, "two")
     member = Member("node", 0, 1, 0, ("127.0.0.1", free_port()), "dir", "gloo", None)
@@ -351,7 +350,7 @@ def test_a_dead_job_that_another_start_takes_away_is_not_taken_for_a_living_one(
     delete_job(etcd, job)
 
 
-def test_a_run_id_can_be_used_again(trio: EtcdCluster, etcd: Etcd) -> None:
+def test_a_run_id_can_be_used_again(trio: OwnEtcd, etcd: Etcd) -> None:
     first = open_it(etcd, trio, "again")
     store = EtcdStore(etcd, lease=first.lease, guard=first.guard)
     store.put(f"{first.prefix}/over", "finished")
@@ -376,7 +375,7 @@ def test_what_is_too_large_for_a_request_is_told_with_a_remedy(etcd: Etcd, mebib
 
 
 @pytest.fixture(scope="module")
-def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EtcdCluster, Path]]:
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[OwnEtcd, Path]]:
     """One member that wants client certificates, and a user fenced in below /team."""
     path = tmp_path_factory.mktemp("secure")
     with etcd_running(path, 1, make_tls(path)) as cluster:
@@ -393,7 +392,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EtcdClust
         yield cluster, password
 
 
-def secure_settings(cluster: EtcdCluster, password: Path, **changes: object) -> EtcdSettings:
+def secure_settings(cluster: OwnEtcd, password: Path, **changes: object) -> EtcdSettings:
     assert cluster.tls is not None
     fields: dict[str, object] = {
         "ca": str(cluster.tls.ca),
@@ -406,7 +405,7 @@ def secure_settings(cluster: EtcdCluster, password: Path, **changes: object) -> 
     return cluster.settings(**fields | changes)
 
 
-def test_mutual_tls_with_a_user_and_a_prefix(secure: tuple[EtcdCluster, Path]) -> None:
+def test_mutual_tls_with_a_user_and_a_prefix(secure: tuple[OwnEtcd, Path]) -> None:
     cluster, password = secure
     settings = secure_settings(cluster, password)
     etcd = connect(settings)
@@ -419,13 +418,13 @@ def test_mutual_tls_with_a_user_and_a_prefix(secure: tuple[EtcdCluster, Path]) -
     delete_job(etcd, job)
 
 
-def test_another_teams_prefix_is_refused(secure: tuple[EtcdCluster, Path]) -> None:
+def test_another_teams_prefix_is_refused(secure: tuple[OwnEtcd, Path]) -> None:
     etcd = connect(secure_settings(*secure))
     with pytest.raises(StoreRefused, match=r"permission denied.*prefix="):
         EtcdStore(etcd).put("/other/key", "value")
 
 
-def test_a_wrong_password_is_refused_at_once(secure: tuple[EtcdCluster, Path], tmp_path: Path) -> None:
+def test_a_wrong_password_is_refused_at_once(secure: tuple[OwnEtcd, Path], tmp_path: Path) -> None:
     cluster, _ = secure
     wrong = tmp_path / "wrong"
     wrong.write_text("guess")
@@ -436,13 +435,13 @@ def test_a_wrong_password_is_refused_at_once(secure: tuple[EtcdCluster, Path], t
     assert "guess" not in str(caught.value)
 
 
-def test_no_user_where_one_is_needed(secure: tuple[EtcdCluster, Path]) -> None:
+def test_no_user_where_one_is_needed(secure: tuple[OwnEtcd, Path]) -> None:
     cluster, password = secure
     with pytest.raises(StoreRefused, match=r"permission denied|user name is empty"):
         connect(secure_settings(cluster, password, user=None)).get("/team/x")
 
 
-def test_an_expired_token_is_fetched_anew(secure: tuple[EtcdCluster, Path]) -> None:
+def test_an_expired_token_is_fetched_anew(secure: tuple[OwnEtcd, Path]) -> None:
     """Tokens live for 3 s here; the client itself fetches one in its life."""
     etcd = connect(secure_settings(*secure))
     EtcdStore(etcd).put("/team/token", "1")
@@ -456,13 +455,13 @@ def test_an_expired_token_is_fetched_anew(secure: tuple[EtcdCluster, Path]) -> N
     assert EtcdStore(etcd).get("/team/token") == "2"
 
 
-def test_without_a_client_certificate_there_is_no_connection(secure: tuple[EtcdCluster, Path]) -> None:
+def test_without_a_client_certificate_there_is_no_connection(secure: tuple[OwnEtcd, Path]) -> None:
     cluster, password = secure
     with pytest.raises(StoreRefused, match=r"asks for a client certificate; give cert=FILE"):
         connect(secure_settings(cluster, password, cert=None, key=None)).get("/team/x")
 
 
-def test_another_authoritys_client_certificate(secure: tuple[EtcdCluster, Path], tmp_path: Path) -> None:
+def test_another_authoritys_client_certificate(secure: tuple[OwnEtcd, Path], tmp_path: Path) -> None:
     cluster, password = secure
     stranger = make_tls(tmp_path)
     files = {"cert": str(stranger.client_cert), "key": str(stranger.client_key)}
@@ -470,7 +469,7 @@ def test_another_authoritys_client_certificate(secure: tuple[EtcdCluster, Path],
         connect(secure_settings(cluster, password, **files)).get("/team/x")
 
 
-def test_a_stranger_authority_is_told_at_once_and_in_one_line(secure: tuple[EtcdCluster, Path], tmp_path: Path) -> None:
+def test_a_stranger_authority_is_told_at_once_and_in_one_line(secure: tuple[OwnEtcd, Path], tmp_path: Path) -> None:
     """No certificate heals within the grace; and gRPC's log of every handshake would bury the line."""
     cluster, password = secure
     stranger = make_tls(tmp_path, needs_client_cert=False)
@@ -499,7 +498,7 @@ except StoreRefused as error:
 
 
 def test_a_member_with_another_certificate_ends_nothing_while_another_serves(
-    secure: tuple[EtcdCluster, Path], tmp_path: Path
+    secure: tuple[OwnEtcd, Path], tmp_path: Path
 ) -> None:
     cluster, password = secure
     settings = secure_settings(cluster, password)
@@ -515,7 +514,7 @@ def test_a_member_with_another_certificate_ends_nothing_while_another_serves(
 
 
 def test_where_certificates_were_good_once_they_have_the_grace_to_be_so_again(
-    secure: tuple[EtcdCluster, Path], tmp_path: Path
+    secure: tuple[OwnEtcd, Path], tmp_path: Path
 ) -> None:
     cluster, password = secure
     assert cluster.tls is not None
@@ -532,7 +531,7 @@ def test_where_certificates_were_good_once_they_have_the_grace_to_be_so_again(
 
 def test_a_certificate_for_another_name(tmp_path: Path) -> None:
     tls = make_tls(tmp_path / "certs", ["etcd-1.lan"], needs_client_cert=False)
-    cluster = EtcdCluster(tmp_path, 1, tls)
+    cluster = OwnEtcd(tmp_path, 1, tls)
     (member,) = cluster.members
     try:
         member.start()

@@ -14,9 +14,8 @@ from elastic_train.protocol.agreement import Agreement, Decided, Liveness, Prese
 from elastic_train.protocol.job import Admitted
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.rendezvous.etcd_members import EtcdJob
-from elastic_train.tools.drills.etcd_cluster import EtcdCluster
 from elastic_train.world import Member
-from tests.etcd_cluster import etcd_running
+from tests.etcd_cluster import OwnEtcd, etcd_running
 
 PATIENCE = 500.0
 LOOK_SECONDS = 1 / 256
@@ -34,7 +33,7 @@ class Simulated:
     world: tuple[str, ...] = ()
 
 
-def live(cluster: EtcdCluster, number: int, count: int, everybody: threading.Barrier, told: Simulated) -> None:
+def live(cluster: OwnEtcd, number: int, count: int, everybody: threading.Barrier, told: Simulated) -> None:
     """One member: opens the job, stands in the join queue, is in the first world, and agrees with all on the next."""
     everybody.wait(PATIENCE)
     started = time.monotonic()
@@ -80,7 +79,7 @@ def live(cluster: EtcdCluster, number: int, count: int, everybody: threading.Bar
     job.close(me)
 
 
-def form(cluster: EtcdCluster, count: int) -> list[Simulated]:
+def form(cluster: OwnEtcd, count: int) -> list[Simulated]:
     everybody = threading.Barrier(count)
     members = [Simulated() for _ in range(count)]
     threads = [

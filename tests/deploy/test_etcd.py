@@ -26,10 +26,11 @@ from elastic_train import cli
 from elastic_train.rendezvous.command_line import read_command
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.tools.check.endpoint import days_of_server, look_at_etcd
-from elastic_train.tools.drills.etcd_cluster import EtcdCluster, find_program
+from elastic_train.tools.drills.etcd_cluster import find_program
 from elastic_train.tools.drills.network import Network
 from elastic_train.tools.drills.nodes import clean_environment, wait_until
 from tests.certificates import make_tls, openssl_lines
+from tests.etcd_cluster import OwnEtcd
 
 PAGE = (Path(__file__).parents[2] / "deploy" / "etcd" / "README.md").read_text()
 CONSOLE = [sys.executable, "-m", "elastic_train.cli"]
@@ -53,7 +54,7 @@ class TestCertificates:
         """Once for all members; in words of --rdzv-conf."""
         tls, stranger = make_tls(tmp_path / "ours"), make_tls(tmp_path / "theirs")
         ours = replace(tls, needs_client_cert=True)
-        cluster = EtcdCluster(tmp_path, 3, ours)
+        cluster = OwnEtcd(tmp_path, 3, ours)
         files = {"cert": str(tls.client_cert), "key": str(tls.client_key)}
         own_files = {"cert": str(stranger.client_cert), "key": str(stranger.client_key)}
         try:
@@ -81,7 +82,7 @@ class TestCertificates:
 
     def test_a_check_says_that_nobody_speaks_tls_or_listens(self, tmp_path: Path) -> None:
         ca = make_tls(tmp_path).ca
-        cluster = EtcdCluster(tmp_path, 1)
+        cluster = OwnEtcd(tmp_path, 1)
         (member,) = cluster.members
         try:
             cluster.start()
@@ -179,10 +180,10 @@ def type_in(lines: list[str], folder: Path, prefix: Sequence[str] = ()) -> str:
 
 
 @contextlib.contextmanager
-def member_with_users(path: Path, lines: list[str], *, needs_client_cert: bool) -> Iterator[tuple[EtcdCluster, Path]]:
+def member_with_users(path: Path, lines: list[str], *, needs_client_cert: bool) -> Iterator[tuple[OwnEtcd, Path]]:
     """One member here with TLS in which the lines of the page have been typed, and the folder of its certificates."""
     tls = make_tls(path / "certs", client="trainer", needs_client_cert=needs_client_cert)
-    cluster = EtcdCluster(path, 1, tls)
+    cluster = OwnEtcd(path, 1, tls)
     try:
         cluster.start()
         here = f"ETCDCTL_ENDPOINTS={cluster.members[0].url}"

@@ -31,6 +31,7 @@ from elastic_train.tools.drills.nodes import (
     kill_at_once,
     wait_until,
 )
+from tests.cuts import cut_pair, split
 
 # An agent with a worker in a session of its own that has a child; the worker survives the agent.
 AGENT = """
@@ -190,10 +191,10 @@ def reached(network: Network) -> set[frozenset[int]]:
 @needs_network
 def test_a_network_is_split_and_whole_again() -> None:
     with contextlib.closing(Network(4)) as network:
-        network.split([0, 3], [1], [2])
+        split(network, [0, 3], [1], [2])
         assert reached(network) == {frozenset((0, 3))}
         assert [network.can_reach(index, seconds=0.3) for index in range(4)] == [True, False, False, True]
-        network.split([0, 2], [1, 3])
+        split(network, [0, 2], [1, 3])
         pairs = {frozenset((0, 2)), frozenset((1, 3))}
         wait_until(lambda: reached(network) == pairs, "network of two pairs", 20)  # ARP asks again after a second
         for index in range(4):
@@ -205,7 +206,7 @@ def test_a_network_is_split_and_whole_again() -> None:
 def test_two_nodes_lose_only_each_other() -> None:
     with contextlib.closing(Network(3)) as network:
         assert len(reached(network)) == 3, "they have known each other"
-        network.cut_pair(0, 2)
+        cut_pair(network, 0, 2)
         assert reached(network) == {frozenset((0, 1)), frozenset((1, 2))}
         network.heal(0)
         network.heal(2)

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.tools.drills.etcd_cluster import EtcdCluster
-from tests.etcd_cluster import etcd_running
+from tests.etcd_cluster import OwnEtcd, etcd_running
 from tests.integration.cluster import Cluster, running
 
 HAS_FAILED = pytest.StashKey[bool]()
@@ -33,7 +32,7 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
 
 
 @pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdCluster]:
+def etcd(tmp_path: Path) -> Iterator[OwnEtcd]:
     """Three real etcd members."""
     path = tmp_path / "etcd"
     path.mkdir()

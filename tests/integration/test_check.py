@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.tools.drills.etcd_cluster import EtcdCluster
 from elastic_train.tools.drills.network import Network
 from elastic_train.tools.drills.nodes import Node, clean_environment, wait_until
+from tests.cuts import cut_pair
+from tests.etcd_cluster import OwnEtcd
 from tests.integration.cluster import PYTHON, TORCHRUN, Cluster, free_port
 
 pytestmark = pytest.mark.timeout(900)
@@ -152,7 +153,7 @@ class TestInNamespaces:
         ]  # fmt: skip
 
     def test_a_pair_that_cannot_reach_each_other(self, network: Network, tmp_path: Path) -> None:
-        network.cut_pair(1, 2)
+        cut_pair(network, 1, 2)
         nodes = self.check(network, tmp_path, 3)
         try:
             assert [node.wait(PATIENCE) for node in nodes] == [1, 1, 1], nodes[0].text()
@@ -165,7 +166,7 @@ class TestInNamespaces:
 
 
 @pytest.mark.slow
-def test_etcd_before_any_job(etcd: EtcdCluster, tmp_path: Path) -> None:
+def test_etcd_before_any_job(etcd: OwnEtcd, tmp_path: Path) -> None:
     """One member away is a warning; two of three, and nobody could meet."""
     from elastic_train.tools.check.endpoint import look_at_etcd
 

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_train.tools.drills.etcd_cluster import EtcdCluster
 from tests.certificates import make_tls
-from tests.etcd_cluster import etcd_running, replace_data
+from tests.etcd_cluster import etcd_running, frozen, replace_data
 from tests.integration.cluster import (
     Cluster,
     Node,
@@ -141,7 +141,7 @@ def test_the_leader_freezes_and_a_member_loses_its_data(cluster: Cluster) -> Non
     nodes = start_world(cluster, 3, "--max-steps", "1000000", "--peer-timeout", "10", nnodes="3:4")
     leader = etcd.leader()
     other = next(member for member in etcd.members if member is not leader)
-    with leader.frozen():
+    with frozen(leader):
         wait_until(lambda: etcd.is_healthy(other), "new leader", PATIENCE)
         wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 100, PATIENCE)
     etcd.wait_until_healthy()

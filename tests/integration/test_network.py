@@ -16,9 +16,9 @@ from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.audit.record import FOLDER, Record
 from elastic_train.tools.drills.backends import PORT, backend_of
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
-from elastic_train.tools.drills.injection import workers_of
 from elastic_train.tools.drills.network import Network
 from elastic_train.tools.drills.nodes import wait_until
+from tests.cuts import cut_pair, split
 from tests.integration.apart import Apart, ending
 from tests.integration.cluster import check_ledger, events, outcomes, result, running
 
@@ -119,7 +119,7 @@ def test_a_cable_is_pulled_and_plugged_in_again(job: Cluster, index: int) -> Non
 def test_the_first_node_freezes_and_thaws(job: Cluster) -> None:
     """Under c10d it hosts the endpoint. Its agent does not freeze, and its worker comes back in its process."""
     first = job.places[0]
-    [worker] = workers_of(first)
+    [worker] = first.workers()
     worker.suspend()
     first.effect = NodeState.FROZEN
     job.settle(2, NUM_STEPS, 60)
@@ -146,7 +146,7 @@ def test_two_nodes_lose_each_other(job: Cluster) -> None:
     """Both reach the third: one of them is expelled, the rest go on, and it comes back when they hear each other."""
     assert job.network is not None
     one, other = job.places[0], job.places[2]
-    job.network.cut_pair(one.index, other.index)
+    cut_pair(job.network, one.index, other.index)
     cut_off(one, other)
     wait_until(lambda: size_of_world(job) == 2, "world of two", 60)
     job.network.heal(one.index)
@@ -204,7 +204,7 @@ def test_four_nodes_are_split(
         nodes.set_pace(PACE)
         nodes.start(*range(4))
         by_rank = nodes.by_rank(nodes.train(ALL)[0])
-        network.split(*([by_rank[rank] for rank in group] for group in groups))
+        split(network, *([by_rank[rank] for rank in group] for group in groups))
         inside = [] if goes_on is None else [by_rank[rank] for rank in groups[goes_on]]
         outside = [index for index in by_rank if index not in inside]
         wait_until(lambda: all(map(nodes.waits, outside)), "word of those that wait", 60)

@@ -7,7 +7,6 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.tools.drills.etcd_cluster import EtcdCluster
@@ -22,25 +21,6 @@ ENDING_SECONDS = 60.0
 ETCD_MEMBERS = 3
 
 
-class Backend(Protocol):
-    """What torchrun's `--rdzv-backend` names, run by the drill."""
-
-    name: str
-    members: EtcdCluster | None
-
-    def torchrun_flags(self) -> list[str]:
-        """Once it has been started."""
-
-    def start(self) -> None:
-        """Blocks until it answers; nothing where it runs already."""
-
-    def stop(self) -> list[str]:
-        """Politely, when the job is over; what the job has left in it, and it on this machine."""
-
-    def close(self) -> None:
-        """End whatever still runs."""
-
-
 class C10d:
     """The nodes themselves. The endpoint lists the addresses of all; as processes they have one in common."""
 
@@ -53,6 +33,7 @@ class C10d:
         self.port = free_port() if network is None else PORT
 
     def torchrun_flags(self) -> list[str]:
+        """Once it has been started."""
         hosts = ["localhost"] if self._network is None else self._network.addresses
         return ["--rdzv-backend=c10d", f"--rdzv-endpoint={','.join(f'{host}:{self.port}' for host in hosts)}"]
 
@@ -60,6 +41,7 @@ class C10d:
         """Nothing: the first node begins."""
 
     def stop(self) -> list[str]:
+        """Politely, when the job is over; what the job has left in it, and it on this machine."""
         return [f"port {self.port} is still open"] if self._network is None and is_listening(self.port) else []
 
     def close(self) -> None:

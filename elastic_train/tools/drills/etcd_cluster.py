@@ -8,12 +8,10 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_train.errors import ElasticTrainError
-from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.tools.drills.nodes import TooSlow, dying_with_parent, free_port, wait_until
 
 HEALTHY_SECONDS = 60.0
@@ -39,18 +37,6 @@ def find_program(name: str) -> str:
     return found
 
 
-@dataclass(frozen=True)
-class Tls:
-    """Files of a certificate authority and of certificates that it signed."""
-
-    ca: Path
-    server_cert: Path
-    server_key: Path
-    client_cert: Path
-    client_key: Path
-    needs_client_cert: bool = False
-
-
 class EtcdMember:
     """One etcd process; `kill`, `start` again, freeze it, or take its data away."""
 
@@ -61,27 +47,16 @@ class EtcdMember:
         host: str,
         ports: tuple[int, int],
         cluster: str,
-        tls: Tls | None,
+        scheme: str,
         flags: Sequence[str],
         prefix: Sequence[str],
     ) -> None:
-        self.path, self.name, self.tls = path, name, tls
-        self.host = host
-        self.client_port, self.peer_port = ports
+        self.path, self.name, self.host = path, name, host
+        self.client_port, peer_port = ports
+        self.endpoint = f"{host}:{self.client_port}"
+        self.url, self.peer_url = f"{scheme}://{self.endpoint}", f"http://{host}:{peer_port}"
         self._initial_cluster, self._flags, self._prefix = cluster, flags, prefix
         self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def endpoint(self) -> str:
-        return f"{self.host}:{self.client_port}"
-
-    @property
-    def url(self) -> str:
-        return f"{'https' if self.tls else 'http'}://{self.endpoint}"
-
-    @property
-    def peer_url(self) -> str:
-        return f"http://{self.host}:{self.peer_port}"
 
     def start(self, state: str = "new") -> None:
         """Returns at once. `state` is etcd's `--initial-cluster-state`, which a member without data goes by."""
@@ -95,10 +70,6 @@ class EtcdMember:
             "--heartbeat-interval", "50", "--election-timeout", "500", "--unsafe-no-fsync", "--log-level", "error",
             *self._flags,
         ]  # fmt: skip
-        if self.tls is not None:
-            command += ["--cert-file", str(self.tls.server_cert), "--key-file", str(self.tls.server_key)]
-            if self.tls.needs_client_cert:
-                command += ["--client-cert-auth", "--trusted-ca-file", str(self.tls.ca)]
         with (self.path / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [*dying_with_parent(), *self._prefix, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -117,14 +88,6 @@ class EtcdMember:
         assert self.process is not None, "it runs"
         self.process.send_signal(signum)
 
-    @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
-        self.signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self.signal(signal.SIGCONT)
-
 
 class EtcdCluster:
     """Some members that form one cluster.
@@ -133,28 +96,30 @@ class EtcdCluster:
         path: a folder that exists, for their data and logs.
         size: how many members.
         host: the address that they listen at.
-        flags: more of etcd's own.
         prefix: a command that runs the rest of its arguments somewhere else, e.g. in a network namespace.
+        scheme: `https` with certificates, which are in `flags`, more of etcd's own, and in `ctl_flags`, of etcdctl's.
     """
 
     def __init__(
         self,
         path: Path,
         size: int,
-        tls: Tls | None = None,
         *,
         host: str = "127.0.0.1",
-        flags: Sequence[str] = (),
         prefix: Sequence[str] = (),
+        scheme: str = "http",
+        flags: Sequence[str] = (),
+        ctl_flags: Sequence[str] = (),
     ) -> None:
-        self.path, self.tls, self._prefix = path, tls, prefix
+        self.path, self._prefix, self._ctl_flags = path, prefix, ctl_flags
         ports: list[int] = []
         while len(ports) < 2 * size:
             ports += {free_port()} - set(ports)
         pairs = list(zip(ports[:size], ports[size:], strict=True))
         cluster = ",".join(f"m{number}=http://{host}:{peer}" for number, (_, peer) in enumerate(pairs))
         self.members = [
-            EtcdMember(path, f"m{number}", host, pair, cluster, tls, flags, prefix) for number, pair in enumerate(pairs)
+            EtcdMember(path, f"m{number}", host, pair, cluster, scheme, flags, prefix)
+            for number, pair in enumerate(pairs)
         ]
 
     def start(self) -> None:
@@ -182,9 +147,6 @@ class EtcdCluster:
         """As --rdzv-endpoint takes it."""
         return ",".join(member.endpoint for member in self.members)
 
-    def settings(self, **changes: object) -> EtcdSettings:
-        return EtcdSettings(tuple(member.endpoint for member in self.members), **changes)  # type: ignore[arg-type]
-
     def leader(self) -> EtcdMember:
         """The member that leads at this moment; all of them must answer. Raises EtcdCallFailed where none does."""
         for member in self.members:
@@ -205,11 +167,7 @@ class EtcdCluster:
     def ctl(self, *arguments: str, endpoint: str | None = None, user: str | None = None, timeout: float = 10.0) -> str:
         """What etcdctl printed; blocks up to `timeout` seconds and a little more. Raises EtcdCallFailed."""
         command = [find_program("etcdctl"), "--endpoints", endpoint or self.endpoint, f"--command-timeout={timeout}s"]
-        if self.tls is not None:
-            command += ["--cacert", str(self.tls.ca)]
-            if self.tls.needs_client_cert:
-                command += ["--cert", str(self.tls.client_cert), "--key", str(self.tls.client_key)]
-        command += ["--user", user] if user else []
+        command += [*self._ctl_flags, *(["--user", user] if user else [])]
         environment = os.environ | {"ETCDCTL_API": "3"}
         try:
             done = subprocess.run(

@@ -53,7 +53,6 @@ class Network:
         self._folder = Path(tempfile.mkdtemp(prefix="elastic-train-drill-"))
         self.num_nodes = num_nodes
         self._aliases = aliases
-        self._num_bridges = 0
         self._shaped: dict[int, list[list[str]]] = {}
         """commands that undo what was done to a node's line"""
         try:
@@ -115,20 +114,16 @@ class Network:
 
     def drop_outgoing(self, index: int) -> None:
         """What the node sends is lost; it still hears the others."""
-        self._send_to_nobody(index, {HUB_ADDRESS, *self.addresses} - {self.address(index)})
+        self.hide(index, {HUB_ADDRESS, *self.addresses} - {self.address(index)})
 
-    def split(self, *groups: Sequence[int]) -> None:
-        """The nodes of a group hear each other and nobody else; the first group has the hub, and those in none."""
-        while self._num_bridges < len(groups):
-            self._add_bridge()
-        for number, group in enumerate(groups):
-            for index in group:
-                self._plug_in(index, number)
+    def hide(self, index: int, addresses: Collection[str]) -> None:
+        """Let a node believe that these addresses are that of no machine."""
+        for address in addresses:
+            to = ("to", address, "lladdr", NOBODY, "nud", "permanent", "dev", "eth0")
+            _ip("-n", self._name(index), "neigh", "replace", *to)
 
-    def cut_pair(self, index: int, other: int) -> None:
-        """Two nodes lose each other; both still reach everybody else."""
-        for here, there in ((index, other), (other, index)):
-            self._send_to_nobody(here, [self.address(there)])
+    def plug_in(self, index: int, bridge: str = "br0") -> None:
+        _ip("-n", self._name("hub"), "link", "set", f"veth{index}", "master", bridge, "up")
 
     def drop_some(self, index: int, share: float) -> None:
         """A share of the packets that come in is lost."""
@@ -148,7 +143,7 @@ class Network:
 
     def heal(self, index: int) -> None:
         """Whatever was done to the node's network is undone."""
-        self._plug_in(index, 0)
+        self.plug_in(index)
         _ip("-n", self._name(index), "neigh", "flush", "dev", "eth0", "nud", "permanent")
         for command in self._shaped.pop(index, []):
             _run(command)
@@ -176,7 +171,8 @@ class Network:
         hub = self._name("hub")
         self._add(hub)
         _ip("-n", hub, "link", "set", "lo", "up")
-        self._add_bridge()
+        _ip("-n", hub, "link", "add", "br0", "type", "bridge")
+        _ip("-n", hub, "link", "set", "br0", "up")
         _ip("-n", hub, "addr", "add", f"{HUB_ADDRESS}/24", "dev", "br0")
         names = [f"{self.address(index)} {self.host_name(index)}" for index in range(self.num_nodes)]
         names += [f"{self.address(index)} {alias}" for index, alias in enumerate(self._aliases)]
@@ -187,7 +183,7 @@ class Network:
         self._add(name)
         _ip("-n", name, "link", "set", "lo", "up")
         _ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"veth{index}", "netns", hub)
-        self._plug_in(index, 0)
+        self.plug_in(index)
         _ip("-n", name, "addr", "add", f"{self.address(index)}/24", "dev", "eth0")
         _ip("-n", name, "link", "set", "eth0", "up")
 
@@ -200,21 +196,6 @@ class Network:
 
     def _inside(self, which: int | str, *command: str) -> list[str]:
         return ["ip", "netns", "exec", self._name(which), *command]
-
-    def _add_bridge(self) -> None:
-        name = f"br{self._num_bridges}"
-        _ip("-n", self._name("hub"), "link", "add", name, "type", "bridge")
-        _ip("-n", self._name("hub"), "link", "set", name, "up")
-        self._num_bridges += 1
-
-    def _plug_in(self, index: int, bridge: int) -> None:
-        _ip("-n", self._name("hub"), "link", "set", f"veth{index}", "master", f"br{bridge}", "up")
-
-    def _send_to_nobody(self, index: int, addresses: Collection[str]) -> None:
-        """Let a node believe that these addresses are that of no machine."""
-        for address in addresses:
-            to = ("to", address, "lladdr", NOBODY, "nud", "permanent", "dev", "eth0")
-            _ip("-n", self._name(index), "neigh", "replace", *to)
 
     def _shape(self, index: int, which: int | str, device: str, *how: str) -> None:
         """Queue what goes out of a device so, until `heal(index)`."""
