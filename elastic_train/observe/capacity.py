@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic_train.observe.status_files import HEARD_SECONDS, IsAlive, WorkerLines
+from elastic_train.observe.status_files import HEARD_SECONDS, WorkerLines
 from elastic_train.runlog.reader import Line, float_of, int_of, time_of
 
 
@@ -62,7 +63,7 @@ def describe_capacity(capacity: Capacity) -> str | None:
 
 
 def capacity_of(
-    workers: list[WorkerLines], world: list[Line], now: float, is_alive: IsAlive, *, is_there: bool, is_over: bool
+    workers: list[WorkerLines], world: list[Line], quarantined: Iterable[Line], *, is_there: bool, is_over: bool
 ) -> Capacity:
     """What the files of all workers tell.
 
@@ -74,8 +75,8 @@ def capacity_of(
     starts = [line for worker in workers for line in worker.lines if line["event"] == "start"]
     max_nodes = [number for line in starts if (number := int_of(line, "max_nodes")) is not None]
     present = [worker for worker in workers if worker.is_first_of_node and worker.outcome is None]
-    outside = [worker for worker in present if worker.is_outside and _is_waiting(worker, now, is_alive)]
-    kept = {one["host"] for one in quarantines_of(world, now)} if is_there else set()
+    outside = [worker for worker in present if worker.is_outside and _is_waiting(worker)]
+    kept = {one["host"] for one in quarantined}
     waiting = [worker for worker in outside if worker.first.get("host") not in kept]
     inside = _nodes_of(world) if is_there else (0, 0)
     generation = max((int_of(line, "generation") or 0 for line in world), default=None)
@@ -97,9 +98,8 @@ def quarantines_of(world: list[Line], now: float) -> tuple[Line, ...]:
     return tuple(one for one in entries if (float_of(one, "until") or 0.0) > now)
 
 
-def _is_waiting(worker: WorkerLines, now: float, is_alive: IsAlive) -> bool:
-    lives = worker.is_alive(is_alive)
-    return now - worker.written <= HEARD_SECONDS if lives is None else lives
+def _is_waiting(worker: WorkerLines) -> bool:
+    return worker.age <= HEARD_SECONDS if worker.lives is None else worker.lives
 
 
 def _nodes_of(world: list[Line]) -> tuple[int, int]:

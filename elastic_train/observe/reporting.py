@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import sys
 import threading
@@ -57,8 +56,7 @@ class Reporter:
         self._world: World | None = None
         self._bar: ProgressBar | None = None
         self._scalars: Scalars | None = None
-        self._log = logging.getLogger("elastic_train")
-        self._log.setLevel(logging.DEBUG if debug else logging.INFO)
+        self._wants_debug = debug
         self._rate = Rate()
         self._last_log_line = time.monotonic()
         self._last_refresh = 0.0
@@ -116,37 +114,34 @@ class Reporter:
     def report(self, message: str) -> None:
         """For the job: only rank 0 prints it."""
         if self.is_spokesman:
-            self._print(message)
+            self.log(message)
 
     def log(self, message: str) -> None:
         """Of this worker itself, whatever its rank."""
-        self._print(message)
+        if self._bar is not None:
+            self._bar.print(f"elastic_train: {message}")
+        else:
+            with suppress(OSError):  # a log on a full disk, a closed pipe: no reason to end the training
+                print(f"elastic_train: {message}", file=sys.stderr, flush=True)
 
     def report_for_node(self, message: str) -> None:
         """For a person in front of a node without rank 0: its first worker prints it."""
         if self._world is not None and self._world.rank != 0 and self._world.local_rank == 0:
-            self._print(message)
+            self.log(message)
 
     def warn(self, message: str, **fields: Any) -> None:
         """For this worker: a `warning` event, and a line on stderr."""
         self.events.write("warning", message=message, **fields)
         prefix = "" if self._world is None or self._world.rank == 0 else f"rank {self._world.rank}: "
-        self._print(f"warning: {prefix}{message}")
+        self.log(f"warning: {prefix}{message}")
 
     def failed(self, error: BaseException) -> None:
         """This worker ends with it."""
         self.events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
 
     def debug(self, message: str) -> None:
-        if self._log.isEnabledFor(logging.DEBUG):
-            self._print(message)
-
-    def _print(self, message: str) -> None:
-        if self._bar is not None:
-            self._bar.print(f"elastic_train: {message}")
-        else:
-            with suppress(OSError):  # a log on a full disk, a closed pipe: no reason to end the training
-                print(f"elastic_train: {message}", file=sys.stderr, flush=True)
+        if self._wants_debug:
+            self.log(message)
 
     def step(self, state: TrainState, loss: float, *, epoch: int, samples: int) -> None:
         """A step was committed: `samples` is its size, `epoch` the one that it belongs to."""
@@ -165,7 +160,7 @@ class Reporter:
                 self._bar.update(state, loss, self._rate.per_second, self._world, self._last_snapshot_step)
         if self._bar is None and (now - self._last_log_line >= LOG_LINE_SECONDS or state.is_finished):
             self._last_log_line = now
-            self._print(
+            self.log(
                 f"step={state.step}/{state.last_step} epoch={epoch + 1}/{state.num_epochs} loss={loss:.4f} "
                 f"samples/s={self._rate.per_second:.0f} world_size={self._world.world_size}"
             )

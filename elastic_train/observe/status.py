@@ -18,7 +18,7 @@ from pathlib import Path
 from elastic_train.errors import RunDirectoryError, SnapshotError
 from elastic_train.observe.bill import newest_with_bill
 from elastic_train.observe.capacity import NO_CAPACITY, Capacity, capacity_of, quarantines_of
-from elastic_train.observe.status_files import IsAlive, WorkerLines, drill_is_alive, process_is_alive, read_workers
+from elastic_train.observe.status_files import IsAlive, WorkerLines, is_alive_in, read_workers
 from elastic_train.observe.status_past import incidents_of, warnings_of
 from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line, dict_of, float_of, int_of, read_json, time_of
@@ -126,21 +126,15 @@ def read_status(run_dir: Path, now: float, is_alive: IsAlive | None = None) -> S
     """
     try:
         names = set(os.listdir(run_dir))
-        workers = read_workers(run_dir / "events", now)
+        is_alive = is_alive or is_alive_in(run_dir)
+        workers = read_workers(run_dir / "events", now, is_alive)
     except FileNotFoundError as error:
         raise missing(run_dir) from error
     except OSError as error:
         raise RunDirectoryError(f"{run_dir} cannot be read: {error.strerror}") from error
     if not workers and not names & {"owner.json", "drill", "snapshots", "result.json", ".claim.lock"}:
         raise RunDirectoryError(f"{run_dir} holds no run: there is no events/ in it")
-    if is_alive is None and "drill" in names:  # whose nodes may have host names of their own, and are here
-        lives = drill_is_alive(run_dir / "drill")
-
-        def is_alive(start: Line) -> bool | None:
-            known = process_is_alive(start)
-            return lives if known is None else known
-
-    return _status(run_dir, workers, now, is_alive or process_is_alive)
+    return _status(run_dir, workers, now, is_alive)
 
 
 def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsAlive) -> Status:
@@ -149,7 +143,7 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
     state, notes = _state(run_dir, generation, current, newcomers, now, is_alive, is_drill=is_drill)
     world = [line for worker in current for line in worker.lines if int_of(line, "generation") == generation]
     newest = max(world, key=time_of, default=None)
-    is_there = state in THERE and _classify(current, now, is_alive) in THERE  # newcomers wait where the others are dead
+    is_there = state in THERE and _classify(current) in THERE  # newcomers wait where the others are dead
     coming = [worker for worker in newcomers if all(line["event"] != "done" for line in worker.lines)]  # not refused
     start = max((line for worker in current + coming for line in worker.lines if line["event"] == "start"),
                 key=time_of, default={})  # fmt: skip
@@ -166,6 +160,7 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
     epoch, samples_done = _position(step, step_lines, length, batch)
     result = read_json(run_dir / "result.json")
     current_result = result if result is not None and (step is None or int_of(result, "step") == step) else None
+    quarantined = quarantines_of(world, now) if is_there else ()
     billed = newest_with_bill(current_result, world)
     accuracy_step, test_metrics = _newest_evaluation(world, result)
     return Status(
@@ -191,8 +186,8 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         incidents=incidents_of(workers, current_result, now),
         warnings=tuple(dict.fromkeys([*warnings_of(workers), *problems])),
         is_drill=is_drill,
-        capacity=capacity_of(workers, world, now, is_alive, is_there=is_there, is_over=state in OVER),
-        quarantined=quarantines_of(world, now) if is_there else (),
+        capacity=capacity_of(workers, world, quarantined, is_there=is_there, is_over=state in OVER),
+        quarantined=quarantined,
         result_path=run_dir / "result.json" if result is not None else None,
         goodput_ratio=float_of(dict_of(current_result or {}, "goodput"), "ratio"),
         bill=dict_of(billed, "bill") or None,
@@ -241,18 +236,18 @@ def _state(
     is_drill: bool,
 ) -> tuple[RunState, list[str]]:
     """The state of the run, and what is to be noted about a later start that came to nothing."""
-    state = _classify(current, now, is_alive)
+    state = _classify(current)
     if state is RunState.RUNNING and generation is None:
         state = RunState.STARTING
     if not current and (owner := read_json(run_dir / "owner.json") or ({} if is_drill else None)) is not None:
         state = RunState.DEAD if is_alive(owner) is False else state
-    attempt = _classify(newcomers, now, is_alive) if newcomers and state is not RunState.RUNNING else None
+    attempt = _classify(newcomers) if newcomers and state is not RunState.RUNNING else None
     if attempt is RunState.RUNNING:
         return RunState.STARTING, []
     return state, [] if attempt is None else [_attempt_note(attempt, newcomers, now)]
 
 
-def _classify(workers: list[WorkerLines], now: float, is_alive: IsAlive) -> RunState:
+def _classify(workers: list[WorkerLines]) -> RunState:
     """The state of the workers of one generation, or of one start. A worker that ended proves nothing about a run
     that others carry on; one that finished it does."""
     if not workers:
@@ -260,8 +255,8 @@ def _classify(workers: list[WorkerLines], now: float, is_alive: IsAlive) -> RunS
     outcomes = {worker.outcome for worker in workers}
     if not FINISHED.isdisjoint(outcomes):
         return RunState.FINISHED
-    age = now - max(worker.written for worker in workers)
-    lives = {worker.is_alive(is_alive) for worker in workers if worker.outcome is None}
+    age = min(worker.age for worker in workers)
+    lives = {worker.lives for worker in workers if worker.outcome is None}
     if True in lives or (None in lives and age <= SILENT_AFTER_SECONDS):
         return RunState.RUNNING
     for outcome in (RunState.FAILED, RunState.STOPPED):

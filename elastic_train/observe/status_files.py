@@ -33,6 +33,10 @@ class WorkerLines:
     """NODE/LOCAL_RANK/PID"""
     written: float
     """when the newest was, Unix seconds by the clock of the file system, which is the same for all"""
+    age: float
+    """seconds since then"""
+    lives: bool | None
+    """None where this machine cannot tell"""
     first: Line = field(init=False)
     last: Line = field(init=False)
 
@@ -63,16 +67,12 @@ class WorkerLines:
         """Of its last line by its own clock, unless that is ahead: no line is newer than its file."""
         return min(float(self.last["time"]), self.written)
 
-    def is_alive(self, ask: IsAlive) -> bool | None:
-        starts = [line for line in self.lines if line["event"] == "start"]
-        return ask(starts[-1] if starts else self.first)  # in containers a later process may have the name of an older
-
 
 def is_event(line: Line) -> bool:
     return isinstance(line.get("event"), str) and float_of(line, "time") is not None
 
 
-def read_workers(directory: Path, now: float) -> list[WorkerLines]:
+def read_workers(directory: Path, now: float, is_alive: IsAlive) -> list[WorkerLines]:
     """The event files that tell how a run stands, oldest first: the newest ones, those of who may wait, and those of
     all members of the newest world, most of whom write nothing for hours. Raises OSError other than for a missing
     directory."""
@@ -89,7 +89,10 @@ def read_workers(directory: Path, now: float) -> list[WorkerLines]:
         chosen = {member: unread.pop(member) for member in list(members) if member in unread}
         for member, entry in chosen.items():
             if lines := list(filter(is_event, read_events(Path(entry.path)))):
-                found.append(WorkerLines(lines, member, entry.stat().st_mtime))
+                written = entry.stat().st_mtime
+                starts = [line for line in lines if line["event"] == "start"]
+                lives = is_alive((starts or lines[:1])[-1])  # in containers an older process may have had its name
+                found.append(WorkerLines(lines, member, written, now - written, lives))
         return bool(chosen)
 
     read(itertools.islice(unread, NEWEST_FILES))
@@ -118,6 +121,14 @@ def process_is_alive(start: Line) -> bool | None:
     if state == "?":
         return None
     return state not in ("Z", "X", None) and _is_of(start, int(ticks))
+
+
+def is_alive_in(run_dir: Path) -> IsAlive:
+    """How it is told of the workers of a run; those of a drill may have host names of their own, and are here."""
+    if not (run_dir / "drill").is_dir():
+        return process_is_alive
+    drill_lives = drill_is_alive(run_dir / "drill")
+    return lambda start: drill_lives if (known := process_is_alive(start)) is None else known
 
 
 def drill_is_alive(folder: Path) -> bool | None:

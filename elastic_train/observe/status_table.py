@@ -1,7 +1,8 @@
-"""A run's status as a table."""
+"""A run's status as a table, for people, and as JSON, for programs."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
@@ -9,6 +10,7 @@ from elastic_train.observe.bill import describe_bill
 from elastic_train.observe.capacity import describe_capacity
 from elastic_train.observe.status import SILENT_AFTER_SECONDS, NewestSnapshot, RunState, Status
 from elastic_train.protocol.quarantine import describe_deaths
+from elastic_train.runlog.strict_json import file_of
 from elastic_train.wording import duration, human_bytes, main_metrics
 
 if TYPE_CHECKING:
@@ -116,7 +118,7 @@ def show(status: Status, now: float, file: TextIO) -> None:
     """A small table on a terminal, `name: text` lines elsewhere."""
     rows = describe(status, now)
     if not file.isatty():
-        print("\n".join(_plain(rows)), file=file)
+        print("\n".join(f"{name}: {text}" for name, text in rows), file=file)
         return
     from rich.console import Console
 
@@ -139,5 +141,9 @@ def as_table(status: Status, rows: Iterable[tuple[str, str]]) -> Table:
     return grid
 
 
-def _plain(rows: Iterable[tuple[str, str]]) -> list[str]:
-    return [f"{name}: {text}" for name, text in rows]
+def to_json(status: Status) -> str:
+    """One object, a name for each field of `Status`; null where the files tell none, or no finite number."""
+    told = {entry.name: getattr(status, entry.name) for entry in dataclasses.fields(status)}
+    told["capacity"] = status.capacity.as_json()
+    told["snapshot"] = None if status.snapshot is None else dataclasses.asdict(status.snapshot)
+    return file_of(told, default=str)  # of what JSON does not know there are paths alone

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 Line = dict[str, Any]
 TAIL_BYTES = 64 * 1024
@@ -104,32 +104,32 @@ def newest_first(path: Path, tail_bytes: int = TAIL_BYTES) -> Iterator[Line]:
     """The lines at the end of a file, the last one first; none where it cannot be read."""
     try:
         with path.open("rb") as file:
-            raw_lines = _lines_from(file, file.seek(0, os.SEEK_END) - tail_bytes)
+            start = file.seek(0, os.SEEK_END) - tail_bytes
+            file.seek(max(0, start - 1))  # one byte more, so that a line that begins right there is seen to begin
+            raw_lines = file.read().split(b"\n")
     except OSError:
         return
-    yield from _objects(reversed(raw_lines))
+    yield from _objects(reversed(raw_lines[1:] if start > 0 else raw_lines))
 
 
-class Follower:
-    """Reads a folder's files of lines as they grow."""
+@dataclass
+class Cursor:
+    """Reads a file of lines as it grows."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._offsets: dict[Path, int] = {}
+    path: Path
+    offset: int = 0
+    """of the first byte that was not read"""
 
-    def poll(self) -> Iterator[tuple[Path, list[Line]]]:
-        """Every file that is there, with the lines that were ended since the last call."""
-        for path in self._folder.glob("*.jsonl"):
-            offset = self._offsets.get(path, 0)
-            try:
-                with path.open("rb") as file:
-                    file.seek(offset)
-                    data = file.read()
-            except FileNotFoundError:  # moved aside
-                continue
-            whole = data.rfind(b"\n") + 1
-            self._offsets[path] = offset + whole
-            yield path, list(_objects(data[:whole].split(b"\n")))
+    def read(self) -> list[Line]:
+        """The lines that were ended since the last call; none of a file that was moved aside. Raises other OSErrors."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self.offset += len(whole) + len(newline)
+        return list(_objects(whole.split(b"\n")))
 
 
 def read_json(path: Path) -> Line | None:
@@ -174,10 +174,3 @@ def time_of(line: Line) -> float:
 
 def _objects(raw_lines: Iterable[bytes]) -> Iterator[Line]:
     return (line for raw in raw_lines if (line := parse(raw)) is not None)
-
-
-def _lines_from(file: BinaryIO, start: int) -> list[bytes]:
-    """The lines that begin at `start` or later; all where it is not above 0."""
-    file.seek(max(0, start - 1))  # one byte more, so that a line that begins right at `start` is seen to begin there
-    raw_lines = file.read().split(b"\n")
-    return raw_lines[1:] if start > 0 else raw_lines

@@ -33,8 +33,7 @@ def show_status(arguments: argparse.Namespace) -> int:
 
         watch_status(arguments.run_dir, sys.stdout)
         return 0
-    from elastic_train.observe.status_json import to_json
-    from elastic_train.observe.status_table import show
+    from elastic_train.observe.status_table import show, to_json
     from elastic_train.tools.audit.node_directories import read_status_of
 
     now = time.time()

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from elastic_train.tools.audit.checks import CHECKS
+from elastic_train.tools.audit.audit import CHECKS
 from elastic_train.tools.audit.record import FaultRecord, Record, read_drill
 from elastic_train.tools.drills import conductor as conductor_module
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place

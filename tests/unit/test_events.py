@@ -20,7 +20,7 @@ import pytest
 
 from elastic_train.observe.reporting import Reporter
 from elastic_train.runlog.events import EventLog, JsonLines, Ledger
-from elastic_train.runlog.reader import Follower, read_all, read_with_torn
+from elastic_train.runlog.reader import Cursor, read_all, read_with_torn
 from elastic_train.tools.drills.nodes import wait_until
 from elastic_train.world import Member, World
 from tests.integration.cluster import check_lines
@@ -306,16 +306,14 @@ def test_torn_lines_are_numbered_and_one_that_is_not_ended_is_none(tmp_path: Pat
     assert torn == [2, 4]
 
 
-def test_a_follower_reads_every_line_once_and_none_before_its_end(tmp_path: Path) -> None:
-    follower = Follower(tmp_path / "events")
-    assert list(follower.poll()) == []
-    path = tmp_path / "events" / "node-0-1.jsonl"
-    path.parent.mkdir()
-    path.touch()
+def test_a_cursor_reads_every_line_once_and_none_before_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "node-0-1.jsonl"
+    cursor = Cursor(path)
+    assert cursor.read() == []
     for written, found in (("", []), ('{"a":1}\n{"a":', [{"a": 1}]), ("2}\n{", [{"a": 2}]), ('"a\n', [])):
         with path.open("a") as file:
             file.write(written)
-        assert list(follower.poll()) == [(path, found)]
+        assert cursor.read() == found
 
 
 def test_one_thread_may_close_what_another_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

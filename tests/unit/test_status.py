@@ -17,8 +17,7 @@ from elastic_train.errors import RunDirectoryError
 from elastic_train.observe import status, status_files
 from elastic_train.observe.status import RunState, Status
 from elastic_train.observe.status_files import process_is_alive
-from elastic_train.observe.status_json import to_json
-from elastic_train.observe.status_table import describe
+from elastic_train.observe.status_table import describe, to_json
 from elastic_train.runlog.goodput import process_start_ticks
 from elastic_train.runlog.reader import read_events
 from elastic_train.storage.snapshot import FORMAT_VERSION

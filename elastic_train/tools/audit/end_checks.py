@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError
-from elastic_train.observe.status import RunState, read_status
+from elastic_train.observe.status import RunState
 from elastic_train.observe.status_files import HEARD_SECONDS
 from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line
 from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
-from elastic_train.tools.audit.history import History, writer
+from elastic_train.tools.audit.history import History
 from elastic_train.tools.audit.lost_time import lost_time
 from elastic_train.tools.audit.record import DrillRecord
 from elastic_train.tools.audit.remains_checks import find_snapshots_of
@@ -62,27 +62,26 @@ def _why_not_finished(history: History) -> str:
         return nobody
     if not history.lives:
         raise Skip("no worker has written anything")
-    now = time.time()
-    status = read_status(history.run_dir, now)
+    status = history.status
     if status.state in (RunState.FAILED, RunState.DEAD):
         return f"the run is {status.state}: {status.error or nobody}"
-    if status.state is RunState.SILENT and not is_live(history, now):
-        silence = duration(now - (status.last_line_time or 0.0))
+    if status.state is RunState.SILENT and not is_live(history):
+        silence = duration(time.time() - (status.last_line_time or 0.0))
         return f"its workers, on other machines, have written nothing for {silence}: {nobody}"
     raise Skip(f"the run is {status.state}")
 
 
-def is_live(history: History, now: float) -> bool:
-    """Whether its end is still to come, at `now` (Unix seconds). Of workers on other machines nobody here can tell:
-    they may be in a step, or wait for others; after longer than that they are dead."""
+def is_live(history: History) -> bool:
+    """Whether its end is still to come. Of workers on other machines nobody here can tell: they may be in a step, or
+    wait for others; after longer than that they are dead."""
     if history.is_finished or not history.lives:
         return False
-    status = read_status(history.run_dir, now)
+    status = history.status
     if status.state is not RunState.SILENT:
         return status.state in (RunState.STARTING, RunState.RUNNING)
     step_seconds = max(lost_time(history).step_seconds.values(), default=0.0)
     limit = max(HEARD_SECONDS, SILENT_STEPS * step_seconds, float(history.config.get("wait_timeout") or 0.0))
-    return now - (status.last_line_time or 0.0) <= limit
+    return time.time() - (status.last_line_time or 0.0) <= limit
 
 
 def _wrong_ends(history: History, drill: DrillRecord) -> Iterable[str]:
@@ -220,5 +219,5 @@ def _begun(history: History) -> float:
     what the state can tell; lost_time.py counts it."""
     scratch = [line for line in history.of("restore") if line["source"] == "scratch"]
     newest = max((int(line["generation"]) for line in scratch), default=None)
-    writers = {writer(line) for line in scratch if line["generation"] == newest}
+    writers = {line["writer"] for line in scratch if line["generation"] == newest}
     return min(life.began for life in history.lives if not writers or life.member in writers)

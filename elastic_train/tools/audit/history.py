@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +16,12 @@ from operator import attrgetter
 from pathlib import Path
 
 from elastic_train.errors import RunDirectoryError
-from elastic_train.observe.status import missing
+from elastic_train.observe.status import Status, missing, read_status
 from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line, member_of, read_json, read_with_torn
 from elastic_train.storage.store_urls import is_url
 from elastic_train.tools.audit.clocks import set_right
-from elastic_train.tools.audit.lives import Life, Step, lives_of
-from elastic_train.tools.audit.one_run import of_one_run
+from elastic_train.tools.audit.lives import Life, Step, lives_of, of_one_run
 from elastic_train.tools.audit.record import DrillRecord, read_drill
 
 
@@ -75,6 +75,11 @@ class History:
     """every path below the run directory, relative"""
 
     @cached_property
+    def status(self) -> Status:
+        """Where it stands, by the ends of its files. Raises: RunDirectoryError."""
+        return read_status(self.run_dir, time.time())
+
+    @cached_property
     def events(self) -> list[Line]:
         """All but the steps, by time."""
         return sorted((line for life in self.lives for line in life.lines), key=lambda line: float(line["time"]))
@@ -96,7 +101,7 @@ class History:
         other flags and other data."""
         members = {member for world in self.worlds for member in world.members}
         found = self.of("start")
-        return [line for line in found if writer(line) in members] or found
+        return [line for line in found if line["writer"] in members] or found
 
     @cached_property
     def config(self) -> Line:
@@ -151,7 +156,7 @@ class History:
 
     def _voided(self, found: Sequence[Step]) -> set[tuple[int, int, str]]:
         """(generation, step, writer) of the steps that a member took back when it was left out, and others wrote."""
-        lines = [(void, writer(line)) for line in self.of("warning") for void in line.get("void", ())]
+        lines = [(void, line["writer"]) for line in self.of("warning") for void in line.get("void", ())]
         return {
             (int(void["generation"]), int(void["step"]), member)
             for void, member in lines
@@ -226,7 +231,7 @@ class History:
         restores: dict[int, dict[str, tuple[str, int]]] = {}
         for line in self.of("restore"):
             own = restores.setdefault(int(line["generation"]), {})
-            own[writer(line)] = (str(line["source"]), int(line["restored_step"]))
+            own[line["writer"]] = (str(line["source"]), int(line["restored_step"]))
         return [_world(number, lines, restores.get(number, {})) for number, lines in sorted(found.items())]
 
     @cached_property
@@ -240,7 +245,7 @@ class History:
         """Generations of which a member was started without --ledger."""
         starts: dict[str, list[Line]] = {}
         for line in self.of("start"):
-            starts.setdefault(writer(line), []).append(line)
+            starts.setdefault(line["writer"], []).append(line)
         return frozenset(
             world.generation
             for world in self.worlds
@@ -256,9 +261,9 @@ class History:
             return {}
         newest = self.worlds[-1]
         return {
-            writer(line): str(line.get("outcome"))
+            line["writer"]: str(line.get("outcome"))
             for line in self.of("done")
-            if line["generation"] == newest.generation and writer(line) in newest.members
+            if line["generation"] == newest.generation and line["writer"] in newest.members
         }
 
     @property
@@ -297,11 +302,6 @@ def _world(generation: int, lines: list[Line], restores: Mapping[str, tuple[str,
         seconds={name: float(value) for name, value in dict(first.get("seconds") or {}).items()},
         restores=restores,
     )
-
-
-def writer(line: Line) -> str:
-    """The member that wrote an event, as `world` events name it; its local rank stands in the file's name only."""
-    return str(line["writer"])
 
 
 def require_run(run_dir: Path) -> None:
@@ -351,7 +351,7 @@ def read_history(run_dir: Path) -> History:
 
 def mixed_branches(history: History) -> str | None:
     """What two branches of one run have done beside each other, in one line; None where none has."""
-    branches = {(writer(line), int(line["generation"])): line.get("branch") for line in history.of("world")}
+    branches = {(line["writer"], int(line["generation"])): line.get("branch") for line in history.of("world")}
     began: dict[str | None, Line] = {}
     for line in history.of("world"):
         began.setdefault(line.get("branch"), line)

@@ -1,8 +1,13 @@
-"""What each process wrote into its file of events. A run has millions of steps: they are values of few bytes."""
+"""What each process wrote into its file of events. A run has millions of steps: they are values of few bytes.
+
+A run directory may have others beside those of the run: of processes that had ended before --fresh began it anew on
+another node, or of a branch that was given up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elastic_train.runlog.reader import Line, float_of
@@ -80,3 +85,41 @@ def lives_of(member: str, lines: Iterable[Line]) -> list[Life]:
         found[-1].add(line)
         was_in_a_world = is_in_a_world
     return found
+
+
+def of_one_run(lives: Sequence[Life], ledger: Sequence[Line]) -> tuple[list[Life], list[Line]]:
+    """The events of each process, by one clock, and the ledger, without lines that are not the run's."""
+    anew = (float(line["time"]) for life in lives for line in life.lines if line.get("is_anew"))
+    began = max(anew, default=-math.inf)
+    own = {life.member for life in lives if life.ended >= began}
+    replaced = {life.member for life in lives} - own
+    kept = [life for life in lives if life.member in own]
+    kept_ledger = [line for line in ledger if str(line["writer"]) not in replaced] if replaced else list(ledger)
+    if discarded := _discarded_worlds(kept):
+        for life in kept:
+            life.lines = [line for line in life.lines if not _is_discarded(line, discarded)]
+            life.steps = [step for step in life.steps if (step.writer, step.generation) not in discarded]
+        kept_ledger = [line for line in kept_ledger if not _is_discarded(line, discarded)]
+    return [life for life in kept if life.lines or life.steps], kept_ledger
+
+
+_Place = tuple[str, int]
+"""who wrote a line, and in which generation"""
+
+
+def _discarded_worlds(lives: Sequence[Life]) -> set[_Place]:
+    """Of branches that have stopped where they met one with more steps: as their members have said."""
+    lines = [line for life in lives for line in life.lines]
+    said = [line["discarded"] for line in lines if line["event"] == "warning" and line.get("discarded")]
+    return {
+        (str(line["writer"]), int(line["generation"]))
+        for line in lines
+        if line["event"] == "world"
+        and any(line.get("branch") == one["branch"] and int(line["step"]) >= int(one["first"]) - 1 for one in said)
+    }
+
+
+def _is_discarded(line: Line, worlds: set[_Place]) -> bool:
+    if line.get("event") in ("start", "warning", "signal", "done") or line.get("generation") is None:
+        return False
+    return (str(line["writer"]), int(line["generation"])) in worlds

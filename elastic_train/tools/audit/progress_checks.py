@@ -87,17 +87,15 @@ class _EpochUse:
     def add(self, indices: Sequence[int]) -> None:
         """Those of one line."""
         if not isinstance(indices, array):  # numbers that no data set has, or no numbers
-            self._strange.update(index for index in indices if not self._is_inside(index))
-            indices = array("q", filter(self._is_inside, indices))
+            numbers = [index for index in indices if isinstance(index, int) and 0 <= index < self._length]
+            self._strange += Counter(indices) - Counter(numbers)
+            indices = array("q", numbers)
         found = np.asarray(indices)
         is_inside = (found >= 0) & (found < self._length)
         self._strange.update(found[~is_inside].tolist())
-        numbers, times = np.unique(found[is_inside], return_counts=True)
-        self._twice[numbers[(times > 1) | self._once[numbers]]] = True
-        self._once[numbers] = True
-
-    def _is_inside(self, index: object) -> bool:
-        return isinstance(index, int) and 0 <= index < self._length
+        unique, times = np.unique(found[is_inside], return_counts=True)
+        self._twice[unique[(times > 1) | self._once[unique]]] = True
+        self._once[unique] = True
 
     def findings(self, *, is_whole: bool) -> Iterator[str]:
         """Args: is_whole: all of its steps should be here."""

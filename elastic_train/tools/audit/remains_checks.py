@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError
+from elastic_train.observe.status_files import process_is_alive
 from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line
 from elastic_train.storage.run_snapshots import folder_by
+from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, verify
 from elastic_train.tools.audit.finding import Found, Skip
-from elastic_train.tools.audit.history import History, writer
+from elastic_train.tools.audit.history import History
 from elastic_train.tools.audit.record import Effect
 from elastic_train.wording import count
 
 
 def check_snapshots(history: History) -> Found:
     """The last step is there whole, no torn snapshot lies there, and none was ever restored."""
-    from elastic_train.storage.snapshot import verify
-
     infos, problems = find_snapshots_of(history)
     planted = history.drill.damaged if history.drill is not None else frozenset()
     whole_steps, damaged_steps = set(), set()
@@ -54,9 +53,9 @@ def _written_steps(history: History) -> set[int]:
 def _restored_although_damaged(history: History) -> Iterator[str]:
     """A step of which a whole snapshot was saved anew may be restored again."""
     for fault in history.drill.faults if history.drill is not None else ():
-        if fault.injected_at is None or not fault.has_done(Effect.DAMAGES):
+        if not fault.has_done(Effect.DAMAGES):
             continue
-        since = [line for line in history.events if float(line["time"]) > fault.injected_at]
+        since = [line for line in history.events if float(line["time"]) > (fault.injected_at or 0.0)]
         for line in since:
             if line["event"] == "snapshot" and _is_of_step(fault.target, int(line["snapshot_step"])):
                 break
@@ -79,10 +78,8 @@ def snapshots_of(history: History) -> Path:
     return folder_by(history.config, history.run_dir)
 
 
-def find_snapshots_of(history: History) -> tuple[list[Any], list[str]]:
+def find_snapshots_of(history: History) -> tuple[list[SnapshotInfo], list[str]]:
     """(those with a readable manifest and the right size, what is wrong with the others)."""
-    from elastic_train.storage.snapshot import find_snapshots
-
     problems: list[str] = []
     try:
         return find_snapshots(snapshots_of(history), warn=problems.append), problems
@@ -94,9 +91,7 @@ def check_leftovers(history: History) -> Found:
     """Nothing is left of a run that has ended: no process, no temporary file, no port."""
     if not history.is_finished:
         raise Skip("the run has not finished")
-    from elastic_train.observe.status_files import process_is_alive
-
-    ended = {writer(line).replace("/", "-") for line in history.of("done")}
+    ended = {line["writer"].replace("/", "-") for line in history.of("done")}
     findings = [
         f"{name} is a temporary file"
         for name in (*history.names, *_names_elsewhere(history))
@@ -115,7 +110,7 @@ def _is_through(history: History, start: Line) -> bool:
     """Whether its process has trained to the end: the script of an own loop may go on after `run`. In containers an
     earlier process may have had its name."""
     return any(
-        writer(line) == writer(start) and line["time"] >= start["time"] and line.get("outcome") in FINISHED
+        line["writer"] == start["writer"] and line["time"] >= start["time"] and line.get("outcome") in FINISHED
         for line in history.of("done")
     )
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from elastic_train.errors import RunDirectoryError
 from elastic_train.observe.status import THERE, Status
@@ -14,6 +15,9 @@ from elastic_train.observe.status_table import as_table, describe
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.lost_time import lost_time
 from elastic_train.tools.audit.node_directories import as_one_run, read_status_of
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 REFRESH_SECONDS = 1.0
 GOODPUT_EVERY_SECONDS = 5.0
@@ -41,21 +45,22 @@ class GoodputSoFar:
     def read(self, *, is_over: bool = False) -> str | None:
         """As text, the figure that `audit` and `report` tell; None before the second step. Of a run that is over it is
         taken anew. Above so many bytes of events it says who tells it."""
-        if is_over or self._now() >= self._next:
-            started = self._now()
-            try:
-                with as_one_run(self._run_dirs) as run_dir:
-                    if sum(path.stat().st_size for path in run_dir.glob("events/*.jsonl")) > self._most_bytes:
-                        self._text = "too long a run to read again and again; elastic-train audit tells it"
-                        self._next = math.inf
-                        return self._text
-                    lost = lost_time(read_history(run_dir))
-            except (RunDirectoryError, FileNotFoundError):  # moved aside by a new start
-                return self._text
-            told = [f"{cause} {seconds:.1f} s" for cause, seconds in lost.by_cause.items() if seconds >= 0.05]
-            ratio = f"{lost.ratio:.3f}{'' if is_over else ' so far'}"
-            self._text = f"{ratio} (lost: {', '.join(told) or 'nothing'})" if lost.wall else None
-            self._next = self._now() + max(GOODPUT_EVERY_SECONDS, (self._now() - started) / GOODPUT_SHARE)
+        started = self._now()
+        if started < self._next and not is_over:
+            return self._text
+        try:
+            with as_one_run(self._run_dirs) as run_dir:
+                if sum(path.stat().st_size for path in run_dir.glob("events/*.jsonl")) > self._most_bytes:
+                    self._text = "too long a run to read again and again; elastic-train audit tells it"
+                    self._next = math.inf
+                    return self._text
+                lost = lost_time(read_history(run_dir))
+        except (RunDirectoryError, FileNotFoundError):  # moved aside by a new start
+            return self._text
+        told = [f"{cause} {seconds:.1f} s" for cause, seconds in lost.by_cause.items() if seconds >= 0.05]
+        ratio = f"{lost.ratio:.3f}{'' if is_over else ' so far'}"
+        self._text = f"{ratio} (lost: {', '.join(told) or 'nothing'})" if lost.wall else None
+        self._next = self._now() + max(GOODPUT_EVERY_SECONDS, (self._now() - started) / GOODPUT_SHARE)
         return self._text
 
 
@@ -72,25 +77,31 @@ def watch_status(
     Raises:
         RunDirectoryError: there is no run in it, or it cannot be read.
     """
-    goodput = GoodputSoFar(run_dirs)
-    if not file.isatty():
-        return _print_lines(run_dirs, file, goodput, sleep, now)
-    from rich.console import Console
-    from rich.live import Live
-
-    with Live(console=Console(file=file), auto_refresh=False) as live:
+    goodput, last = GoodputSoFar(run_dirs), None
+    with _live(file) if file.isatty() else nullcontext() as live:
         while True:
             status = read_status_of(run_dirs, now())
-            live.update(as_table(status, _rows(status, goodput, now())), refresh=True)
+            key = (status.state, status.generation, status.step)
+            if live is not None or key != last:
+                rows = describe(status, now())
+                if (so_far := goodput.read(is_over=status.state not in THERE)) is not None:
+                    rows.append(("goodput", so_far))
+                if live is not None:
+                    live.update(as_table(status, rows), refresh=True)
+                else:
+                    facts = dict(rows) | _in_brief(status)
+                    print("; ".join(f"{name}: {facts[name]}" for name in LINE if name in facts), file=file, flush=True)
             if status.state not in THERE:
                 return status
+            last = key
             sleep(REFRESH_SECONDS)
 
 
-def _rows(status: Status, goodput: GoodputSoFar, now: float) -> list[tuple[str, str]]:
-    rows = describe(status, now)
-    so_far = goodput.read(is_over=status.state not in THERE)
-    return rows if so_far is None else [*rows, ("goodput", so_far)]
+def _live(file: TextIO) -> Live:
+    from rich.console import Console
+    from rich.live import Live
+
+    return Live(console=Console(file=file), auto_refresh=False)
 
 
 def _in_brief(status: Status) -> dict[str, str]:
@@ -101,23 +112,3 @@ def _in_brief(status: Status) -> dict[str, str]:
     if status.incidents:
         rows["incidents"] = f"{len(status.incidents)}, the last: {status.incidents[-1]}"
     return rows
-
-
-def _print_lines(
-    run_dirs: Sequence[Path],
-    file: TextIO,
-    goodput: GoodputSoFar,
-    sleep: Callable[[float], None],
-    now: Callable[[], float],
-) -> Status:
-    last: tuple[object, ...] | None = None
-    while True:
-        status = read_status_of(run_dirs, now())
-        key = (status.state, status.generation, status.step)
-        if key != last:
-            last = key
-            rows = dict(_rows(status, goodput, now())) | _in_brief(status)
-            print("; ".join(f"{name}: {rows[name]}" for name in LINE if name in rows), file=file, flush=True)
-        if status.state not in THERE:
-            return status
-        sleep(REFRESH_SECONDS)

@@ -35,44 +35,6 @@ class DrillFailed(ElasticTrainError):
     """The drill could not be carried out; says nothing about the job."""
 
 
-class Rest:
-    """What is left of the job once the faults are through, for a person: a job that is not the drill's may take long.
-
-    Args:
-        step: the newest committed one now.
-    """
-
-    def __init__(self, settings: Settings, step: int) -> None:
-        self._first_step = self._step = step
-        self._began = self.newest_at = time.monotonic()
-        """when the newest step was seen"""
-        self._due_at = self._began + FIRST_REST_SECONDS
-        self._last_step = settings.last_step
-        if self._last_step is None:  # a script knows it itself
-            with contextlib.suppress(RunDirectoryError):
-                self._last_step = read_status(settings.run_dir, time.time()).last_step
-
-    def is_worth_a_line(self, step: int) -> bool:
-        """Whether it is time for another one, at this step."""
-        now = time.monotonic()
-        if step > self._step:
-            self._step, self.newest_at = step, now
-        if self._last_step is None or step == self._first_step or now < self._due_at:
-            return False
-        self._due_at = now + REST_SECONDS
-        return True
-
-    def __str__(self) -> str:
-        if self._last_step is None:
-            return f"step {self._step}"
-        left = max(0, self._last_step - self._step)
-        told = f"step {self._step} of {self._last_step}: {left} left"
-        if self._step == self._first_step:
-            return told
-        rate = (self._step - self._first_step) / (self.newest_at - self._began)
-        return f"{told}, at {rate:.2g} steps/s some {duration(left / rate)}"
-
-
 class Conductor:
     """Goes through the schedule while the job runs."""
 
@@ -222,12 +184,13 @@ class Conductor:
             if since is not None and now - since >= (fault.undo_after or 0.0):
                 self._undo(fault)
         if fault.recovered_at is None:
-            if fault.is_over():
-                stepped_at = watch.world.first_step_at if fault.changes_world and watch.world is not None else now
+            if fault.is_over() and watch.world is not None:
+                stepped_at = watch.world.first_step_at if fault.changes_world else now
                 fault.recovered_at = stepped_at or now
                 seconds = max(0.0, fault.recovered_at - fault.injected_at)
                 self._record.fault("recovered", fault.number, seconds=seconds)
-                self._timeline.log(f"{fault.name}: next step after {seconds:.2f} s, {self._world_in_words()}")
+                told = f"{count(len(watch.world.members), 'worker')}, generation {watch.generation}"
+                self._timeline.log(f"{fault.name}: next step after {seconds:.2f} s, {told}")
             elif now - fault.injected_at > 2 * fault.limit_seconds() + 30:
                 self._fail(fault, f"no step within {now - fault.injected_at:.0f} s")
         elif not fault.has_to_be_undone and fault.is_cleared():
@@ -259,11 +222,6 @@ class Conductor:
             self._undo(fault)
         fault.is_closed = True
 
-    def _world_in_words(self) -> str:
-        world = self._cluster.watch.world
-        assert world is not None
-        return f"{count(len(world.members), 'worker')}, generation {world.generation}"
-
     def _give_up_the_rest(self) -> None:
         ended = "training had ended" if self._cluster.watch.is_finished else "no node was left"
         for number, planned in self._plan:
@@ -279,18 +237,29 @@ class Conductor:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Let the job reach its end."""
-        rest = Rest(self._settings, self._cluster.watch.step)
-        self._timeline.log(f"no more faults; the job goes on to its end, {rest}")
-        while self._cluster.running:
+        """Let the job reach its end: that of a job that is not the drill's may be far."""
+        cluster, log, last_step = self._cluster, self._timeline.log, self._settings.last_step
+        if last_step is None:  # a script knows it itself
+            with contextlib.suppress(RunDirectoryError):
+                last_step = read_status(self._settings.run_dir, time.time()).last_step
+        began, first = time.monotonic(), cluster.watch.step
+        step, stepped_at, due_at = first, began, began + FIRST_REST_SECONDS
+        log(f"no more faults; the job goes on to its end, {_rest(step, last_step)}")
+        while cluster.running:
             self._look()
-            if rest.is_worth_a_line(self._cluster.watch.step):
-                self._timeline.log(str(rest))
-            if time.monotonic() > rest.newest_at + END_LIMIT_SECONDS:
-                names = ", ".join(place.name for place in self._cluster.running)
-                self._timeline.log(f"{names} did not end within {END_LIMIT_SECONDS:.0f} s after the last step")
+            now = time.monotonic()
+            if cluster.watch.step > step:
+                step, stepped_at = cluster.watch.step, now
+            if last_step is not None and step > first and now >= due_at:
+                due_at = now + REST_SECONDS
+                rate = (step - first) / (stepped_at - began)
+                left = duration(max(0, last_step - step) / rate)
+                log(f"{_rest(step, last_step)}, at {rate:.2g} steps/s some {left}")
+            if now > stepped_at + END_LIMIT_SECONDS:
+                names = ", ".join(place.name for place in cluster.running)
+                log(f"{names} did not end within {END_LIMIT_SECONDS:.0f} s after the last step")
                 return
-        self._timeline.log(f"every node has ended, step {self._cluster.watch.step}")
+        log(f"every node has ended, step {cluster.watch.step}")
 
     # --- the pace of the bundled job ----------------------------------------------------------------------------------
 
@@ -316,3 +285,8 @@ class Conductor:
             self._cluster.set_pace(seconds_per_sample)
             self._paces.append((time.time(), seconds_per_sample))
             self._record.add_setting(paces=self._paces)
+
+
+def _rest(step: int, last_step: int | None) -> str:
+    """What is left of the job."""
+    return f"step {step}" + ("" if last_step is None else f" of {last_step}: {max(0, last_step - step)} left")

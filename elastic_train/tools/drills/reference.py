@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,10 @@ def _run(
             env=clean_environment() | program.environment,
         )
     try:
-        while (code := _code_within(process, TELL_SECONDS)) is None:
+        while process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(TELL_SECONDS)
+                break
             seconds = time.monotonic() - started
             if seconds > REFERENCE_SECONDS:
                 raise ReferenceFailed(f"the undisturbed run took more than {REFERENCE_SECONDS:.0f} s")
@@ -105,19 +109,11 @@ def _run(
         process.kill()
         process.wait()
     result = read_json(run_dir / "result.json")
-    if code != 0 or result is None:
+    if process.returncode != 0 or result is None:
         last = (errors_path.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-        raise ReferenceFailed(f"the undisturbed run ended with code {code}: {last}")
+        raise ReferenceFailed(f"the undisturbed run ended with code {process.returncode}: {last}")
     history = read_history(run_dir)
     return result | {"early_loss": history.early_loss, "late_loss": history.late_loss}
-
-
-def _code_within(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Its exit code; None where it still runs then."""
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------

@@ -106,9 +106,9 @@ class DiskFull(Disturbance):
         def warning() -> str | None:
             """What the node has told of a snapshot that found no room."""
             self.cluster.poll()
-            for seen in self.cluster.watch.warnings:
-                if seen.member in self.members and seen.time >= since and "No space left" in seen.message:
-                    return seen.message
+            for member, at, message in self.cluster.watch.warnings:
+                if member in self.members and at >= since and "No space left" in message:
+                    return message
             if not self.place.is_running:
                 raise NotInjected("its node ended first")
             return None

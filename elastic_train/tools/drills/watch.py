@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_train.runlog.events import FINISHED
-from elastic_train.runlog.reader import Follower, Line, float_of, member_of
+from elastic_train.runlog.reader import Cursor, Line, float_of, member_of
 
 
 @dataclass
@@ -17,18 +17,8 @@ class SeenWorld:
     generation: int
     members: tuple[str, ...]
     """by rank"""
-    time: float
-    """Unix seconds, of the first who wrote"""
     first_step_at: float | None = None
     """when the first step in it was committed"""
-
-
-@dataclass(frozen=True)
-class SeenWarning:
-    member: str
-    time: float
-    """Unix seconds"""
-    message: str
 
 
 @dataclass
@@ -47,18 +37,16 @@ class RunWatch:
     """every member that ever wrote, as `host/local_rank/pid`"""
     outcomes: dict[str, str] = field(default_factory=dict)
     """member -> how it ended"""
-    warnings: list[SeenWarning] = field(default_factory=list)
-    _follower: Follower = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._follower = Follower(self.run_dir / "events")
+    warnings: list[tuple[str, float, str]] = field(default_factory=list)
+    """(member, Unix seconds, message)"""
+    _cursors: dict[Path, Cursor] = field(default_factory=dict, repr=False)
 
     def poll(self) -> None:
         """Read what was written since the last call."""
-        for path, lines in self._follower.poll():
+        for path in (self.run_dir / "events").glob("*.jsonl"):
             member = member_of(path)
             self.names.add(member)
-            for line in lines:
+            for line in self._cursors.setdefault(path, Cursor(path)).read():
                 self._take(member, line)
 
     def _take(self, member: str, line: Line) -> None:
@@ -73,9 +61,9 @@ class RunWatch:
             if line["generation"] > self.generation:
                 self.generation = int(line["generation"])
                 self.step = int(line["step"])  # less than before where it restarted from a snapshot
-                self.world = SeenWorld(int(line["generation"]), tuple(line["members"]), _time(line))
+                self.world = SeenWorld(int(line["generation"]), tuple(line["members"]))
         elif event == "warning":
-            self.warnings.append(SeenWarning(member, _time(line), str(line["message"])))
+            self.warnings.append((member, _time(line), str(line["message"])))
         elif event == "done":
             self.outcomes[member] = str(line.get("outcome"))
 
