@@ -41,7 +41,7 @@ SILENT_STEPS = 20
 def check_end(history: History) -> Found:
     """The job reached its end: result.json is there, and the members of the last world say `finished`."""
     findings = []
-    if history.drill is not None and history.drill.is_interrupted:
+    if history.drill is not None and history.drill.settings.get("interrupted") is True:
         findings.append("the drill was interrupted, so that its job was ended and the faults to come were not injected")
     if not history.is_finished:
         return f"step {history.last_step}", [*findings, _why_not_finished(history)]
@@ -121,8 +121,11 @@ def check_state(history: History) -> Found:
     tolerance, how = LOSS_TOLERANCE, "by its losses"
     weights = _final_weights(history, int(result.get("step") or 0))
     if weights is not None:
+        from elastic_train.training.state import state_sha256
+
         looked_at.append("the final snapshot")
-        findings += _other_hash(weights, result)
+        stored, told = state_sha256(weights), str(result.get("state_sha256"))
+        findings += [f"the final snapshot has {stored[:16]}, result.json says {told[:16]}"] if stored != told else []
         if any(name.endswith("num_batches_tracked") for name in weights):
             tolerance, how = BATCHNORM_TOLERANCE, "by its losses (roughly: BatchNorm sees each rank's samples)"
     reference = history.drill.reference if history.drill else None
@@ -179,14 +182,6 @@ def _final_weights(history: History, step: int) -> Mapping[str, torch.Tensor] | 
             except (SnapshotDamaged, SnapshotError):
                 continue  # check_snapshots says so
     return None
-
-
-def _other_hash(weights: Mapping[str, torch.Tensor], result: Line) -> Iterable[str]:
-    from elastic_train.training.state import state_sha256
-
-    stored, told = state_sha256(weights), str(result.get("state_sha256"))
-    if stored != told:
-        yield f"the final snapshot has {stored[:16]}, result.json says {told[:16]}"
 
 
 def check_phases(history: History) -> Found:

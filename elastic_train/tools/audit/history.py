@@ -19,6 +19,7 @@ from elastic_train.errors import RunDirectoryError
 from elastic_train.observe.status import Status, missing, read_status
 from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line, member_of, read_json, read_with_torn
+from elastic_train.storage.run_snapshots import folder_by
 from elastic_train.storage.store_urls import is_url
 from elastic_train.tools.audit.clocks import set_right
 from elastic_train.tools.audit.lives import Life, Step, lives_of, of_one_run
@@ -117,6 +118,11 @@ class History:
     def batch(self) -> int | None:
         value = self.config.get("global_batch_size")
         return int(value) if isinstance(value, int) else None
+
+    @property
+    def snapshot_folder(self) -> Path:
+        """Where they are; one that is not there, for a URL: an audit reads files, and asks no store."""
+        return folder_by(self.config, self.run_dir)
 
     @property
     def in_bucket(self) -> str:

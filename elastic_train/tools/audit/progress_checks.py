@@ -136,7 +136,8 @@ def check_steps(history: History) -> Found:
     gaps = [step for step in range(first, newest + 1) if step not in present]
     if gaps:
         findings.append(f"step {gaps[0]} was never committed, but step {newest} was ({len(gaps)} missing)")
-    saved = _saved(history)
+    lines = history.of("snapshot")
+    saved = sorted({(int(line["generation"]), int(line["snapshot_step"]), Path(line["path"]).name) for line in lines})
     reached, before = 0, None
     for world in history.worlds:
         has_restarted = _may_have_restarted(history, world, before)
@@ -190,16 +191,6 @@ def _was_in_hand(history: History, world: PastWorld, before: PastWorld | None, r
 
 _Saved = tuple[int, int, str]
 """generation and step of a snapshot, and its name"""
-
-
-def _saved(history: History) -> list[_Saved]:
-    """Every snapshot that was ever saved, the newest last."""
-    return sorted(
-        {
-            (int(line["generation"]), int(line["snapshot_step"]), Path(line["path"]).name)
-            for line in history.of("snapshot")
-        }
-    )
 
 
 def _overlooked(history: History, world: PastWorld, saved: list[_Saved]) -> int | None:

@@ -139,11 +139,6 @@ class DrillRecord:
     """the files without which nothing can be said about it that are not there, or torn"""
 
     @property
-    def is_interrupted(self) -> bool:
-        """Whether somebody ended it before its time."""
-        return self.settings.get("interrupted") is True
-
-    @property
     def standstill(self) -> float:
         """Seconds that its job may be without a step by itself: a first step, an evaluation."""
         return float(self.settings.get("standstill") or 0.0)

@@ -9,7 +9,6 @@ from elastic_train.errors import SnapshotDamaged, SnapshotError
 from elastic_train.observe.status_files import process_is_alive
 from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line
-from elastic_train.storage.run_snapshots import folder_by
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, verify
 from elastic_train.tools.audit.finding import Found, Skip
 from elastic_train.tools.audit.history import History
@@ -36,18 +35,16 @@ def check_snapshots(history: History) -> Found:
         if line["source"] == "snapshot" and line["restored_step"] in damaged_steps - whole_steps
     ]
     findings += _restored_although_damaged(history)
-    if _keeps_snapshots_here(history) and history.is_finished and history.last_step not in {i.step for i in infos}:
-        findings.append(f"finished, but there is no snapshot of step {history.last_step}")
-    elif history.is_finished and history.last_step not in _written_steps(history) | {info.step for info in infos}:
-        findings.append(f"finished, but nobody has written a snapshot of step {history.last_step}")
+    if history.is_finished and history.last_step not in {info.step for info in infos}:
+        # A folder elsewhere may be on another machine, but for a drill.
+        if history.drill is not None or history.snapshot_folder.is_relative_to(history.run_dir):
+            findings.append(f"finished, but there is no snapshot of step {history.last_step}")
+        elif history.last_step not in {int(line["snapshot_step"]) for line in history.of("snapshot")}:
+            findings.append(f"finished, but nobody has written a snapshot of step {history.last_step}")
     if not infos and not findings:
         raise Skip(f"no snapshot in the run directory{history.in_bucket}")
     on_purpose = f", {len(planted)} damaged on purpose" if planted else ""
     return count(len(infos), "snapshot") + on_purpose, findings
-
-
-def _written_steps(history: History) -> set[int]:
-    return {int(line["snapshot_step"]) for line in history.of("snapshot")}
 
 
 def _restored_although_damaged(history: History) -> Iterator[str]:
@@ -68,21 +65,11 @@ def _is_of_step(name: str, step: int) -> bool:
     return name.startswith(f"step-{step:012d}-")
 
 
-def _keeps_snapshots_here(history: History) -> bool:
-    """Whether they must be seen: a folder elsewhere may be on another machine, but for a drill."""
-    return history.drill is not None or snapshots_of(history).is_relative_to(history.run_dir)
-
-
-def snapshots_of(history: History) -> Path:
-    """The folder of its snapshots; one that is not there, for a URL: an audit reads files, and asks no store."""
-    return folder_by(history.config, history.run_dir)
-
-
 def find_snapshots_of(history: History) -> tuple[list[SnapshotInfo], list[str]]:
     """(those with a readable manifest and the right size, what is wrong with the others)."""
     problems: list[str] = []
     try:
-        return find_snapshots(snapshots_of(history), warn=problems.append), problems
+        return find_snapshots(history.snapshot_folder, warn=problems.append), problems
     except SnapshotError as error:
         return [], [str(error)]
 
@@ -128,7 +115,7 @@ def _is_temporary(name: str) -> bool:
 
 def _names_elsewhere(history: History) -> list[str]:
     """What lies in a folder of snapshots outside of the run directory."""
-    directory = snapshots_of(history)
+    directory = history.snapshot_folder
     if directory.is_relative_to(history.run_dir) or not directory.is_dir():
         return []
     return [str(path) for path in sorted(directory.iterdir())]

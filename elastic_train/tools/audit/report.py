@@ -6,6 +6,7 @@ The values are computed here; data/report.html lays them out.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,20 +49,16 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.2f} s"
 
 
-def _template_environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("elastic_train.tools.audit", "data"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"seconds": _seconds, "number": short_number, "shared": shared_length}
-    environment.globals |= {"Axis": Axis, "cause_of": cause_of, "count": count}
-    return environment
-
-
-TEMPLATE = _template_environment().get_template("report.html")
+_ENVIRONMENT = Environment(
+    loader=PackageLoader("elastic_train.tools.audit", "data"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_ENVIRONMENT.filters |= {"seconds": _seconds, "number": short_number, "shared": shared_length}
+_ENVIRONMENT.globals |= {"Axis": Axis, "cause_of": cause_of, "count": count}
+TEMPLATE = _ENVIRONMENT.get_template("report.html")
 
 
 def write_report(history: History, found: Audit, path: Path | None = None) -> Path:
@@ -204,31 +201,17 @@ def _samples_of(step: int, length: int | None, batch: int) -> int:
 
 def _recoveries(history: History) -> list[tuple[list[tuple[PastWorld, Mapping[str, float]]], list[str], float]]:
     """(worlds with their seconds by phase, names of the phases, longest sum) of recoveries in place, which take
-    fractions of a second, and of those with new processes, which take many: each has a scale of its own."""
-    last_steps, found = _last_steps(history), []
+    fractions of a second, and of those with new processes, which take many: each has a scale of its own. The latter
+    have a single phase, from the last step before them."""
+    phases, last, found = dict[int, Mapping[str, float]](), -math.inf, []
+    for world in history.worlds:
+        in_one = {"down and startup": max(0.0, world.time - last)} if last > -math.inf else {}
+        phases[world.generation] = in_one if world.cause == "start" else world.seconds
+        last = max([last, *(step.time for step in history.steps_of.get(world.generation, ())[-1:])])
     for is_anew in (False, True):
         chosen = [world for world in history.worlds[1:] if (world.cause == "start") is is_anew]
-        worlds = [(world, _phases_of(world, last_steps.get(world.generation))) for world in chosen]
+        worlds = [(world, phases[world.generation]) for world in chosen]
         if worlds:
             names = list(dict.fromkeys(name for _, phases in worlds for name in phases))
             found.append((worlds, names, max(sum(phases.values()) for _, phases in worlds)))
     return found
-
-
-def _last_steps(history: History) -> dict[int, float]:
-    """Generation -> when the last step of those before it was committed; without those that had none before them."""
-    found: dict[int, float] = {}
-    last: float | None = None
-    for world in history.worlds:
-        if last is not None:
-            found[world.generation] = last
-        if steps := history.steps_of.get(world.generation):
-            last = max(steps[-1].time, last or 0.0)
-    return found
-
-
-def _phases_of(world: PastWorld, last: float | None) -> Mapping[str, float]:
-    """Seconds by phase until a world stood. One of new processes has a single phase, from the last step before it."""
-    if world.cause != "start":
-        return world.seconds
-    return {} if last is None else {"down and startup": max(0.0, world.time - last)}

@@ -81,8 +81,6 @@ def watch(cluster: EtcdCluster, is_over: Callable[[], bool]) -> None:
             # Ctrl-C goes to the members of this terminal too.
             if member.process is not None and member.process.poll() is not None and not is_over():
                 alive.remove(member)
-                print(
-                    f"elastic-train: {member.name} has ended, {len(alive)} of {len(cluster.members)} are left",
-                    flush=True,
-                )
+                left = f"{len(alive)} of {len(cluster.members)} are left"
+                print(f"elastic-train: {member.name} has ended, {left}", flush=True)
         time.sleep(POLL_SECONDS)

@@ -29,6 +29,7 @@ REFERENCE_SECONDS = 3600.0
 TELL_SECONDS = 10.0
 """between two lines about a run that is not over"""
 FILE_FLAGS = ("--init-from", "--data-dir")
+PROCESSOR_FACTS = ("vendor_id", "cpu family", "model", "model name", "flags")
 
 
 class ReferenceFailed(ElasticTrainError):
@@ -119,27 +120,24 @@ def _run(
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
-def cache_directory() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "elastic_train" / "drills"
-
-
 def kept_at(program: DrilledProgram, flags: Sequence[str], cwd: Path) -> Path | None:
     """The file for a job's result; None where it is not kept."""
     if any(word.partition("=")[0] in FILE_FLAGS for word in flags):
         return None
     named = [*program.words, *flags, *([str(cwd.absolute())] if program.code(flags) else [])]
-    return cache_directory() / f"{hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]}.json"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "elastic_train" / "drills" / f"{hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]}.json"
 
 
 def facts_of(program: DrilledProgram, flags: Sequence[str], cwd: Path) -> dict[str, str]:
     """What a result depends on beside the words of the command, by name."""
     versions = sorted(f"{found.name} {found.version}" for found in distributions())
+    processor = processor_facts()
     named = {word: cwd / word.rpartition("=")[2] for word in flags}
     return {
         "elastic_train": _digest_of_package(),
         "the installed packages": hashlib.sha256(json.dumps(versions).encode()).hexdigest(),
-        "the processor": _processor(),
+        "the processor": " ".join(processor.get(name, "unknown") for name in PROCESSOR_FACTS),
         **{
             word: f"{path.stat().st_size} bytes of {path.stat().st_mtime_ns}"
             for word, path in named.items()
@@ -163,8 +161,3 @@ def _digest_of_package() -> str:
     for path in [*training, here / "task.py", here / "reference.py"]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _processor() -> str:
-    facts = processor_facts()
-    return " ".join(facts.get(name, "unknown") for name in ("vendor_id", "cpu family", "model", "model name", "flags"))

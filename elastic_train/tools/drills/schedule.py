@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from elastic_train.tools.drills.trace import AvailabilityTrace
 
 DEFAULT_FAULTS = ("kill", "join", "hang", "stop", "kill-rank-0")
-LEAST_NODES = 1
 JOIN_WEIGHT = 3
 """how much likelier a join is than each single fault where a node is missing"""
 
@@ -100,7 +99,7 @@ def fits(order: Sequence[str], num_nodes: int) -> bool:
     present = num_nodes
     for name in order:
         present += FAULTS[name].size
-        if not LEAST_NODES <= present <= num_nodes:
+        if not 1 <= present <= num_nodes:
             return False
     return True
 
