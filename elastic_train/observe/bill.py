@@ -53,14 +53,9 @@ def figures_of_bill(told: Line | None) -> tuple[tuple[str, str, str], ...]:
 
 def _amounts(told: Line | None) -> tuple[float | None, float | None, float | None, float | None]:
     """(node-seconds paid, and kept, what they cost, and for a million kept samples) as far as it can be read."""
-    seconds = dict_of(told or {}, "node_seconds")
-    each = "cost_per_million_samples"
-    return (
-        float_of(seconds, "paid"),
-        float_of(seconds, "kept"),
-        float_of(told or {}, "cost"),
-        float_of(told or {}, each),
-    )
+    line = told or {}
+    seconds, each = dict_of(line, "node_seconds"), float_of(line, "cost_per_million_samples")
+    return float_of(seconds, "paid"), float_of(seconds, "kept"), float_of(line, "cost"), each
 
 
 def _money(amount: float) -> str:

@@ -243,19 +243,11 @@ class Reporter:
 
     def snapshot(self, *, step: int, path: object, num_bytes: int, stall_seconds: float, total_seconds: float) -> None:
         self._last_snapshot_step = step
+        seconds = {"stall_seconds": stall_seconds, "total_seconds": total_seconds}
         if self.metrics is not None:
-            self.metrics.snapshot(
-                step=step, num_bytes=num_bytes, stall_seconds=stall_seconds, total_seconds=total_seconds
-            )
-        self.events.write(
-            "snapshot",
-            path=str(path),
-            snapshot_step=step,
-            bytes=num_bytes,
-            stall_seconds=stall_seconds,
-            total_seconds=total_seconds,
-            bill=None if self._state is None else self.bill(self._state),
-        )
+            self.metrics.snapshot(step=step, num_bytes=num_bytes, **seconds)
+        bill = None if self._state is None else self.bill(self._state)
+        self.events.write("snapshot", path=str(path), snapshot_step=step, bytes=num_bytes, **seconds, bill=bill)
         self.debug(f"snapshot step={step} bytes={num_bytes} seconds={total_seconds:.3f} path={path}")
 
     def _close_display(self) -> None:

@@ -304,7 +304,7 @@ def test_a_departure_that_meets_with_trouble_does_not_end_the_drill() -> None:
 
     cluster: Any = SimpleNamespace(places=[place], inside=[], kill=kill, is_in=lambda _: True, rank_of=lambda _: 1)
     cluster.watch = SimpleNamespace(generation=0, step=5)
-    settings: Any = SimpleNamespace(plan=[], seed=1, peer_timeout=2.0, job=JOBS["paced"])
+    settings: Any = SimpleNamespace(plan=[Planned(1.0, "kill")], seed=1, peer_timeout=2.0, job=JOBS["paced"])
     trace = AvailabilityTrace((Stay("b", 0.0, float("inf")),), 1.0)
     replay = Replay(settings, trace, cluster, record, Untold())  # type: ignore[arg-type]
     replay._do(Move(1.0, Act.TAKE, 0))

@@ -55,8 +55,12 @@ class Conductor:
         """From the first node to the end of the last. Blocks."""
         self._start()
         self._zero = time.monotonic()
-        while (self._plan or self._open) and not self._cluster.watch.is_finished and self._cluster.running:
-            self._tick()
+        while self._goes_on() and not self._cluster.watch.is_finished:
+            self._look()
+            self._adapt_pace()
+            for fault in self._open:
+                self._follow(fault)
+            self._do_what_is_due(time.monotonic() - self._zero)
         self._give_up_the_rest()
         self._release()
         self._finish()
@@ -90,14 +94,6 @@ class Conductor:
         script = self._settings.program.words[-1]
         return f"; does {script} give its training function and elastic_train.parse_flags() to elastic_train.run?"
 
-    def _tick(self) -> None:
-        self._look()
-        self._adapt_pace()
-        for fault in self._open:
-            self._follow(fault)
-        if self._plan and time.monotonic() - self._zero >= self._plan[0][1].at:
-            self._try_next()
-
     def _look(self) -> None:
         time.sleep(TICK_SECONDS)
         for place in self._cluster.poll():
@@ -106,7 +102,14 @@ class Conductor:
 
     # --- faults -------------------------------------------------------------------------------------------------------
 
-    def _try_next(self) -> None:
+    def _goes_on(self) -> bool:
+        """Whether there is something to do, or to wait for, and somebody to do it to."""
+        return bool((self._plan or self._open) and self._cluster.running)
+
+    def _do_what_is_due(self, seconds: float) -> None:
+        """So long after the beginning."""
+        if not self._plan or seconds < self._plan[0][1].at:
+            return
         number, planned = self._plan[0]
         fault = self.new_fault(FAULTS[planned.fault], number)
         now = time.monotonic()
@@ -159,18 +162,7 @@ class Conductor:
                 place.effect = None
             return
         fault.in_force_at = time.time()
-        self._record.fault(
-            "struck",
-            fault.number,
-            name=fault.name,
-            target=fault.target,
-            step=step,
-            evidence=evidence,
-            limit_seconds=fault.limit_seconds(),
-            may_take=[place.name for place in fault.may_take()],
-            effects=sorted(fault.effects),
-            struck_at=fault.injected_at,
-        )
+        self._record.fault("struck", fault.number, step=step, evidence=evidence, **fault.facts())
         self._injected.append(fault)
 
     def _skip(self, fault: Fault, reason: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -160,6 +160,17 @@ class Fault:
         return True
 
     # --- what they have in common -------------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """What the record of the drill says of one that was injected."""
+        return {
+            "name": self.name,
+            "target": self.target,
+            "limit_seconds": self.limit_seconds(),
+            "may_take": [place.name for place in self.may_take()],
+            "effects": sorted(self.effects),
+            "struck_at": self.injected_at,
+        }
 
     def has_stepped_anew(self) -> bool:
         """Whether a later generation, of any members, has committed a step."""

@@ -65,9 +65,8 @@ class PacketLoss(Disturbance):
         return Network.why_no(lambda network: network.drop_some(0, LOST_SHARE))
 
     def inject(self) -> str:
-        network, index = self.network, self.place.index
-        network.drop_some(index, LOST_SHARE)
-        seconds = _seconds_until(lambda: network.num_dropped(index) > 0, "packet was dropped")
+        self.network.drop_some(self.place.index, LOST_SHARE)
+        seconds = _seconds_until(self.network.num_dropped, self.place, "packet was dropped")
         return f"{LOST_SHARE:.0%} of what comes in is dropped, the first packet after {seconds:.2f} s"
 
     def may_take(self) -> list[Place]:
@@ -88,14 +87,13 @@ class SlowLink(PacketLoss):
         return Network.why_no(lambda network: network.slow_down(0, SLOW_RATE))
 
     def inject(self) -> str:
-        network, index = self.network, self.place.index
-        network.slow_down(index, SLOW_RATE)
-        seconds = _seconds_until(lambda: network.num_held_back(index) > 0, "packet was held back")
+        self.network.slow_down(self.place.index, SLOW_RATE)
+        seconds = _seconds_until(self.network.num_held_back, self.place, "packet was held back")
         return f"{SLOW_RATE}, the first packet was held back after {seconds:.2f} s"
 
 
-def _seconds_until(has_effect: Callable[[], bool], what: str) -> float:
-    """How long it took. Raises: TooSlow where what was done meets with no packet."""
+def _seconds_until(count: Callable[[int], int], place: Place, what: str) -> float:
+    """How long it took to the first packet. Raises: TooSlow where what was done meets with none."""
     started = time.monotonic()
-    wait_until(has_effect, what, EFFECT_SECONDS)
+    wait_until(lambda: count(place.index) > 0, what, EFFECT_SECONDS)
     return time.monotonic() - started

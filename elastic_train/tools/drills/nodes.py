@@ -107,21 +107,13 @@ class Node:
 
     def member_of(self, worker: psutil.Process, names: Sequence[str]) -> str | None:
         """The one of `names` (`host/local_rank/pid`) that a worker of this node has in the events."""
-        pid = inner_pid(worker.pid)
-        for name in names:
-            host, _, its_pid = name.rsplit("/", 2)
-            if host == self.host and its_pid == str(pid):
-                return name
-        return None
+        own = [self.host, str(inner_pid(worker.pid))]
+        return next((name for name in names if name.rsplit("/", 2)[::2] == own), None)
 
     def signal(self, signum: int) -> None:
         """To the agent, as a scheduler or a terminal would."""
-        if self._is_wrapped:
-            agent = self.agent()
-            if agent is not None:
-                agent.send_signal(signum)
-        else:
-            self.process.send_signal(signum)
+        if (agent := self.agent()) is not None:
+            agent.send_signal(signum)
 
     def kill(self) -> None:
         """SIGKILL to the agent and every worker: the node is gone when it returns."""
@@ -156,17 +148,19 @@ class Node:
 
     def end(self) -> None:
         """Whatever still runs is killed, frozen or not; nothing of it is left when it returns."""
-        end_processes(self.all_processes())
-        self.process.wait(10)
+        kill_at_once([self])
 
 
-def end_processes(processes: Sequence[psutil.Process]) -> None:
-    """SIGKILL, frozen or not; they are gone when it returns."""
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-    psutil.wait_procs(processes, timeout=10)
+def end_processes(processes: Sequence[psutil.Process]) -> float:
+    """SIGKILL to each, frozen or not; none has time to notice the end of another. They are gone when it returns when
+    that began. Raises: TooSlow."""
+    began = time.time()
+    for signum in (signal.SIGSTOP, signal.SIGKILL):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signum)
+    wait_until(lambda: not any(map(is_running, processes)), "end of the killed processes", 10)
+    return began
 
 
 def processes_with(variable: str, value: str) -> list[psutil.Process]:
@@ -180,16 +174,10 @@ def processes_with(variable: str, value: str) -> list[psutil.Process]:
 
 
 def kill_at_once(nodes: Sequence[Node]) -> float:
-    """SIGKILL to every process of some nodes; none has time to notice the end of another. Returns when that began."""
-    processes = [process for node in nodes for process in node.all_processes()]
-    began = time.time()
-    for signum in (signal.SIGSTOP, signal.SIGKILL):
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signum)
+    """`end_processes` of all that some nodes have."""
+    began = end_processes([process for node in nodes for process in node.all_processes()])
     for node in nodes:
         node.process.wait(10)
-    wait_until(lambda: not any(map(is_running, processes)), "end of the killed processes", 10)
     return began
 
 

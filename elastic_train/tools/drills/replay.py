@@ -56,32 +56,25 @@ class Replay(Conductor):
         self._beginners = [cluster.places[index] for index in trace.first]
         self._noticed: set[int] = set()
         """places whose node is to go"""
-        self._num_faults = 0
 
-    def conduct(self) -> None:
-        """From the first nodes to the end of the last. Blocks."""
+    def _start(self) -> None:
         names = ", ".join(f"{name} is node{index}" for index, name in enumerate(self._trace.nodes, 1))
         self._timeline.log(f"trace at speed {self._trace.speed:g}: {names}")
-        self._start()
-        self._zero = time.monotonic()
+        super()._start()
         self._record.add_setting(trace_began=time.time())
-        while (self._moves or self._open) and not self._cluster.watch.is_finished and self._has_nodes:
-            self._look()
-            self._adapt_pace()
-            if not self._cluster.running:
-                self._cluster.watch.forget_world()
-            for fault in self._open:
-                self._follow(fault)
-            while self._moves and time.monotonic() - self._zero >= self._moves[0].at:
-                self._do(self._moves.pop(0))
-        self._plan = self._plan[self._num_faults :]  # which it did not come to
-        self._give_up_the_rest()
-        self._release()
-        self._finish()
 
-    @property
-    def _has_nodes(self) -> bool:
-        return bool(self._cluster.running) or any(move.act is Act.START for move in self._moves)
+    def _look(self) -> None:
+        super()._look()
+        if not self._cluster.running:
+            self._cluster.watch.forget_world()
+
+    def _goes_on(self) -> bool:
+        has_nodes = self._cluster.running or any(move.act is Act.START for move in self._moves)
+        return bool((self._moves or self._open) and has_nodes)
+
+    def _do_what_is_due(self, seconds: float) -> None:
+        while self._moves and seconds >= self._moves[0].at:
+            self._do(self._moves.pop(0))
 
     def _do(self, move: Move) -> None:
         place = self._cluster.places[move.place]
@@ -90,7 +83,7 @@ class Replay(Conductor):
                 self._timeline.log(f"{place.name} is still there at its time, and is killed")
                 self._cluster.kill([place])
             return
-        number, self._num_faults = self._num_faults, self._num_faults + 1
+        number, _ = self._plan.pop(0)  # which has the moves that are faults
         comes = move.act is Act.START
         if comes:
             self._noticed.discard(move.place)
