@@ -352,12 +352,10 @@ def _rate(step_lines: list[Line], length: int | None, batch: int | None) -> floa
     seconds = float(newest[clock]) - float(oldest[clock])
     if seconds <= 0:
         return None
-    if length and all(
-        int_of(line, name) is not None for line in (oldest, newest) for name in ("epoch", "samples_done")
-    ):
-        return float((newest["epoch"] - oldest["epoch"]) * length + newest["samples_done"] - oldest["samples_done"]) / (
-            seconds
-        )
+    ends = (oldest, newest)
+    if length and all(int_of(line, name) is not None for line in ends for name in ("epoch", "samples_done")):
+        before, after = (line["epoch"] * length + line["samples_done"] for line in ends)
+        return float(after - before) / seconds
     return (newest["step"] - oldest["step"]) * batch / seconds if batch else None
 
 

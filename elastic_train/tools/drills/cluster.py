@@ -54,7 +54,6 @@ class Place:
         self.num_started = 0
         self.effect: NodeState | None = None
         """what a fault does to it at the moment"""
-        self.state = NodeState.ENDED
         self.members: tuple[str, ...] = ()
         """its workers by their names in the events"""
 
@@ -128,7 +127,7 @@ class Cluster:
             is_wrapped=network is not None,
         )
         self._seen.append(place.node)
-        place.members, place.effect, place.state = (), None, NodeState.STARTING
+        place.members, place.effect = (), None
         self._record.node("started", place.name, pid=place.node.process.pid, log=place.node.log.name)
 
     def set_pace(self, seconds_per_sample: float) -> None:
@@ -153,7 +152,6 @@ class Cluster:
                 continue
             if is_time_to_look:
                 self._find_workers(place, node)
-            place.state = self._state_of(place)
         return ended
 
     def _find_workers(self, place: Place, node: Node) -> None:
@@ -163,7 +161,9 @@ class Cluster:
             self._record.node("worker", place.name, member=name)
         place.members = tuple(sorted(found))
 
-    def _state_of(self, place: Place) -> NodeState:
+    def state_of(self, place: Place) -> NodeState:
+        if not place.is_running:
+            return NodeState.ENDED
         if place.effect is not None:
             return place.effect
         if self.is_in(place):
@@ -173,7 +173,7 @@ class Cluster:
     def _note_end(self, place: Place) -> None:
         assert place.node is not None
         self._record.node("ended", place.name, code=place.node.process.returncode)
-        place.node, place.members, place.effect, place.state = None, (), None, NodeState.ENDED
+        place.node, place.members, place.effect = None, (), None
 
     def is_in(self, place: Place) -> bool:
         """Whether all workers of a node are in the newest world."""

@@ -71,8 +71,9 @@ class Timeline:
         column = int(self.elapsed / self._column_seconds)
         for place in self._cluster.places:
             states = self._columns[place.name]
-            states += [place.state] * (column + 1 - len(states))
-            states[column] = place.state
+            state = self._cluster.state_of(place)
+            states += [state] * (column + 1 - len(states))
+            states[column] = state
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
 
@@ -93,7 +94,8 @@ class Timeline:
                 mark, style = MARKS[state]
                 bar.append(mark, style=style)
             rank = self._cluster.rank_of(place)
-            label = f"{place.state}" + (f", rank {rank}" if rank is not None and place.state is NodeState.IN else "")
-            grid.add_row(Text(place.name), bar, Text(label, style=MARKS[place.state][1]))
+            state = self._cluster.state_of(place)
+            label = f"{state}" + (f", rank {rank}" if rank is not None and state is NodeState.IN else "")
+            grid.add_row(Text(place.name), bar, Text(label, style=MARKS[state][1]))
         # Not the grid's own title, which would be wrapped to the width of the grid.
         return Group(Text(f"{self.elapsed:.0f} s, {told}, {step}{loss}", no_wrap=True, overflow="ellipsis"), grid)
