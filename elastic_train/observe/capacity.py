@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic_train.observe.status_files import HEARD_SECONDS, WorkerLines
+from elastic_train.observe.status_files import WorkerLines
 from elastic_train.runlog.reader import Line, float_of, int_of, time_of
 
 
@@ -75,7 +75,7 @@ def capacity_of(
     starts = [line for worker in workers for line in worker.lines if line["event"] == "start"]
     max_nodes = [number for line in starts if (number := int_of(line, "max_nodes")) is not None]
     present = [worker for worker in workers if worker.is_first_of_node and worker.outcome is None]
-    outside = [worker for worker in present if worker.is_outside and _is_waiting(worker)]
+    outside = [worker for worker in present if worker.is_outside and worker.may_wait]
     kept = {one["host"] for one in quarantined}
     waiting = [worker for worker in outside if worker.first.get("host") not in kept]
     inside = _nodes_of(world) if is_there else (0, 0)
@@ -96,10 +96,6 @@ def quarantines_of(world: list[Line], now: float) -> tuple[Line, ...]:
     told = max((line for line in world if isinstance(line.get("quarantined"), list)), key=time_of, default={})
     entries = [one for one in told.get("quarantined", ()) if isinstance(one, dict) and isinstance(one.get("host"), str)]
     return tuple(one for one in entries if (float_of(one, "until") or 0.0) > now)
-
-
-def _is_waiting(worker: WorkerLines) -> bool:
-    return worker.age <= HEARD_SECONDS if worker.lives is None else worker.lives
 
 
 def _nodes_of(world: list[Line]) -> tuple[int, int]:

@@ -166,7 +166,8 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
     return Status(
         run_dir=run_dir,
         state=state,
-        last_line_time=max((worker.last_time for worker in workers), default=None),
+        # By a worker's own clock, unless that is ahead: no line is newer than its file.
+        last_line_time=max((min(float(worker.last["time"]), worker.written) for worker in workers), default=None),
         error=_error(current) if state is RunState.FAILED else None,
         generation=generation,
         world_size=int_of(newest, "world_size") if newest and generation is not None else None,

@@ -63,9 +63,8 @@ class WorkerLines:
         return str(self.last.get("outcome")) if self.last["event"] == "done" else None
 
     @property
-    def last_time(self) -> float:
-        """Of its last line by its own clock, unless that is ahead: no line is newer than its file."""
-        return min(float(self.last["time"]), self.written)
+    def may_wait(self) -> bool:
+        return self.age <= HEARD_SECONDS if self.lives is None else self.lives
 
 
 def is_event(line: Line) -> bool:
@@ -120,7 +119,12 @@ def process_is_alive(start: Line) -> bool | None:
     state, ticks = process_stat(pid)
     if state == "?":
         return None
-    return state not in ("Z", "X", None) and _is_of(start, int(ticks))
+    if state in ("Z", "X", None):
+        return False
+    if (own := int_of(start, "started_ticks")) is not None:
+        return own == int(ticks)  # else an earlier process had its pid
+    started = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(ticks) / os.sysconf("SC_CLK_TCK")
+    return started <= time_of(start) + 2.0  # of an older version: right as long as the clock has not been set
 
 
 def is_alive_in(run_dir: Path) -> IsAlive:
@@ -137,11 +141,3 @@ def drill_is_alive(folder: Path) -> bool | None:
     if "interrupted" in settings or (folder / "leftovers.json").exists():  # which it writes at its end
         return False
     return process_is_alive({**settings, "time": settings.get("started")})
-
-
-def _is_of(start: Line, ticks: int) -> bool:
-    """Whether it is by the process that started so long after the machine, and not by an earlier one with its pid."""
-    if (own := int_of(start, "started_ticks")) is not None:
-        return own == ticks
-    started = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-    return started <= time_of(start) + 2.0  # of an older version: right as long as the clock has not been set

@@ -97,33 +97,26 @@ class PhaseClock:
         with self._lock:
             self.enter(self._phase)
             seconds = min(seconds, self._totals[source])
-            self._totals[source] -= seconds
-            self._totals[target] += seconds
-            node_seconds = min(seconds * self._num_nodes, self._node_totals[source])
-            self._node_totals[source] -= node_seconds
-            self._node_totals[target] += node_seconds
+            for totals, moved in ((self._totals, seconds), (self._node_totals, seconds * self._num_nodes)):
+                moved = min(moved, totals[source])
+                totals[source] -= moved
+                totals[target] += moved
 
     def totals(self) -> dict[str, float]:
         """Seconds by phase up to this moment."""
-        with self._lock:
-            self.enter(self._phase)
-            return {phase: seconds + self._inherited.get(phase, 0.0) for phase, seconds in self._totals.items()}
+        return dict(self.state_dict()["totals"])
 
     def node_seconds(self) -> tuple[float, float]:
         """(paid, kept): of all phases, and of steps that were kept. Nobody pays while no process is alive."""
-        totals = self._totals_of_nodes()
+        totals = self.state_dict()["node_totals"]
         return sum(totals.values()), totals[Phase.TRAIN]
-
-    def _totals_of_nodes(self) -> dict[str, float]:
-        with self._lock:
-            self.enter(self._phase)
-            return {
-                phase: seconds + self._inherited_nodes.get(phase, 0.0) for phase, seconds in self._node_totals.items()
-            }
 
     def state_dict(self) -> dict[str, Any]:
         with self._lock:
-            return {"totals": self.totals(), "node_totals": self._totals_of_nodes(), "saved_at": self._wall()}
+            self.enter(self._phase)
+            own, inherited = (self._totals, self._node_totals), (self._inherited, self._inherited_nodes)
+            totals, nodes = ({p: s[p] + i.get(p, 0.0) for p in s} for s, i in zip(own, inherited, strict=True))
+            return {"totals": totals, "node_totals": nodes, "saved_at": self._wall()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the run whose totals these are, on top of this process's own seconds; the last call counts.

@@ -62,7 +62,7 @@ def set_right(lives: Iterable[Life]) -> None:
     for generation, present in sorted(meetings.items()):
         # Where nobody is known, the clocks vote; of two that differ the earlier, since a time that lies ahead is wrong
         # for certain. And generations never go back in time.
-        now = max(now, _moment(present, median_low([line["time"] for _, line in present])))
+        now = max(now, median_low(_written(present, median_low([line["time"] for _, line in present]))))
         unknown = [(clock, line) for clock, line in present if clock.offset is None]
         written = _written(present, now)
         for clock, line in unknown:
@@ -76,11 +76,6 @@ def set_right(lives: Iterable[Life]) -> None:
                 clock.offset = now - line["monotonic"]
     for clock in clocks:
         clock.set_right()
-
-
-def _moment(present: Sequence[tuple[_Clock, Line]], otherwise: float) -> float:
-    """When a generation stood, by those of its members that are known."""
-    return median_low(_written(present, otherwise))
 
 
 def _written(present: Sequence[tuple[_Clock, Line]], otherwise: float) -> list[float]:

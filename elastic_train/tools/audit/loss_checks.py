@@ -69,19 +69,19 @@ def _ended_unasked(history: History, drill: DrillRecord, gone: list[tuple[str | 
 def _had_fault(drill: DrillRecord, node: str, time: float) -> bool:
     """Whether a fault was injected into a node since its start, and not so long ago that it explains nothing."""
     started = _started(drill, node, time)
-    return any(node in fault.may_take and _is_due_to(fault, started, time) for fault in drill.faults)
+    return any(
+        fault.injected_at is not None
+        and started <= fault.injected_at <= time
+        and (fault.undone_at is None or time <= fault.undone_at + fault.limit_seconds)
+        for fault in drill.faults
+        if node in fault.may_take
+    )
 
 
 def _started(drill: DrillRecord, node: str, by: float) -> float:
     """When it had started last."""
     starts = (line["time"] for line in drill.nodes if (line["node"], line["what"]) == (node, "started"))
     return max((time for time in starts if time <= by), default=0.0)
-
-
-def _is_due_to(fault: FaultRecord, started: float, time: float) -> bool:
-    if fault.injected_at is None or not started <= fault.injected_at <= time:
-        return False
-    return fault.undone_at is None or time <= fault.undone_at + fault.limit_seconds
 
 
 def _standstill(times: Sequence[float], limit: float, fault: FaultRecord, faults: Sequence[FaultRecord]) -> str | None:
