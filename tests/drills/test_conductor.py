@@ -209,7 +209,10 @@ def test_what_is_left_after_the_last_fault_is_told(
 
 
 @pytest.mark.parametrize("columns", [100, 60])
-def test_what_stands_above_the_timeline_is_one_line(tmp_path: Path, columns: int) -> None:
+def test_what_stands_above_the_timeline_is_one_line(
+    tmp_path: Path, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Timeline, "elapsed", 0.0)
     record = Record(tmp_path)
     cluster = Cluster(tmp_path, record, [], num_nodes=2)
     timeline = Timeline(cluster, last_step=288, seconds=10.0, file=io.StringIO())
