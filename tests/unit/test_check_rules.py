@@ -10,7 +10,17 @@ import pytest
 from elastic_train.tools.check import node_rules, world_rules
 from elastic_train.tools.check.advice import Finding, Level
 from elastic_train.tools.check.check_command import RULES, describe, is_passed, judge
-from elastic_train.tools.check.facts import Gathered, Gpu, Problem, RendezvousFacts, SharedFacts, Wanted, WorkerFacts
+from elastic_train.tools.check.facts import (
+    Gathered,
+    Gpu,
+    Problem,
+    RendezvousFacts,
+    SharedFacts,
+    Wanted,
+    WorkerFacts,
+    facts_of,
+    to_json,
+)
 
 GB = 10**9
 VERSIONS = {"python": "3.11", "torch": "2.15.0+cu132", "torchvision": "0.29.2", "elastic_train": "0.1.0"}
@@ -101,9 +111,9 @@ def test_a_good_job_passes_with_a_word_from_every_rule() -> None:
 
 def test_facts_survive_their_way_through_the_store() -> None:
     one = replace(worker(1), gpu=GPU, rendezvous=RendezvousFacts((Problem("a", "b"), Problem("c", "d"))))
-    assert WorkerFacts.from_json(one.to_json()) == one
-    assert WorkerFacts.from_json(worker(0).to_json()) == worker(0)
-    assert SharedFacts.from_json(shared(0, 3).to_json()) == shared(0, 3)
+    assert facts_of(WorkerFacts, to_json(one)) == one
+    assert facts_of(WorkerFacts, to_json(worker(0))) == worker(0)
+    assert facts_of(SharedFacts, to_json(shared(0, 3))) == shared(0, 3)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -45,12 +45,8 @@ def skipped(what: str) -> list[Finding]:
     return [Finding(Level.SKIPPED, what)]
 
 
-def by_value(gathered: Gathered, value: Callable[[int], str]) -> dict[str, list[int]]:
-    """Ranks by what each has."""
-    return by_value_of([value(rank) for rank in range(len(gathered.workers))])
-
-
-def by_value_of(values: list[str]) -> dict[str, list[int]]:
+def by_value(values: Iterable[str]) -> dict[str, list[int]]:
+    """Ranks by what each has; the values are by rank."""
     found: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         found.setdefault(value, []).append(rank)
@@ -59,7 +55,7 @@ def by_value_of(values: list[str]) -> dict[str, list[int]]:
 
 def errors(gathered: Gathered, error_of: Callable[[WorkerFacts], str | None]) -> list[tuple[str, list[int]]]:
     """The different errors that workers have met, and the ranks that met each."""
-    found = by_value(gathered, lambda rank: error_of(gathered.workers[rank]) or "")
+    found = by_value(error_of(worker) or "" for worker in gathered.workers)
     return [(error, ranks) for error, ranks in found.items() if error]
 
 

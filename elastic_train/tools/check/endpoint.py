@@ -12,6 +12,9 @@ from dataclasses import replace
 
 from elastic_train.errors import StoreRefused, StoreUnreachable
 from elastic_train.protocol.addresses import split_endpoint
+from elastic_train.protocol.signposts import reach
+from elastic_train.rendezvous.etcd import Etcd, Transaction
+from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.tools.check.facts import Problem, RendezvousFacts
 from elastic_train.wording import count
@@ -47,8 +50,6 @@ def look_at_endpoint(endpoint: str) -> RendezvousFacts:
         return RendezvousFacts(notes=(f"{where} answers; nobody listens there yet, as before the first node starts",))
     except OSError as error:
         return unusable(f"{where} does not answer: {error}", CHECK_ADDRESS)
-    from elastic_train.protocol.signposts import reach
-
     try:
         reach((host, port))
     except StoreUnreachable:
@@ -61,9 +62,6 @@ def look_at_endpoint(endpoint: str) -> RendezvousFacts:
 
 def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
     """Each member by itself, then a write where the job will. Blocks some seconds where a member does not answer."""
-    from elastic_train.rendezvous.etcd import Etcd
-    from elastic_train.rendezvous.etcd_connections import Connections
-
     expiries: list[str] = []
     if settings.cert is not None:
         expiries += expiry_told(f"the client certificate {settings.cert}", days_of(settings.cert))
@@ -90,7 +88,11 @@ def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
     connections = Connections(settings)
     try:
         etcd = Etcd(connections, deadline=CALL_SECONDS)
-        write_once(etcd, key)
+        lease = etcd.grant(60)  # so that nothing stays, whatever happens to this process
+        try:
+            etcd.transact(Transaction([], [etcd.put_request(key, b"check", lease)], []))
+        finally:
+            etcd.revoke(lease)
     except (StoreUnreachable, StoreRefused) as error:
         do = error.do if isinstance(error, StoreRefused) else "see that a majority of its members run, and their logs"
         what = error.what if isinstance(error, StoreRefused) else str(error)
@@ -106,17 +108,6 @@ def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
 
 def unusable(what: str, do: str) -> RendezvousFacts:
     return RendezvousFacts((Problem(what, do),), is_usable=False)
-
-
-def write_once(etcd: object, key: str) -> None:
-    from elastic_train.rendezvous.etcd import Etcd, Transaction
-
-    assert isinstance(etcd, Etcd)
-    lease = etcd.grant(60)  # so that nothing stays, whatever happens to this process
-    try:
-        etcd.transact(Transaction([], [etcd.put_request(key, b"check", lease)], []))
-    finally:
-        etcd.revoke(lease)
 
 
 def why_silent(endpoint: str, settings: EtcdSettings, error: StoreUnreachable) -> Problem:

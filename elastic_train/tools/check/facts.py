@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TypeVar
+
+from simple_parsing.helpers.serialization.serializable import from_dict
 
 ALL_REDUCE_BYTES = 4 * 2**20
 
@@ -97,20 +99,6 @@ class WorkerFacts:
     notice_seconds: float | None = None
     """that a notice of that one leaves, where it is known before one comes"""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @staticmethod
-    def from_json(text: str) -> WorkerFacts:
-        values: dict[str, Any] = json.loads(text)
-        gpu, met = values.pop("gpu"), values.pop("rendezvous")
-        problems = tuple(Problem(**problem) for problem in met["problems"])
-        return WorkerFacts(
-            **values | {name: tuple(values[name]) for name in ("interfaces", "host_addresses")},
-            gpu=None if gpu is None else Gpu(**gpu),
-            rendezvous=RendezvousFacts(problems, met["is_usable"], tuple(met["notes"]), tuple(met["expiries"])),
-        )
-
 
 @dataclass(frozen=True)
 class SharedFacts:
@@ -129,14 +117,17 @@ class SharedFacts:
     group_error: str | None = None
     """why there was no process group, or why it broke"""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
 
-    @staticmethod
-    def from_json(text: str) -> SharedFacts:
-        values: dict[str, Any] = json.loads(text)
-        lists = ("unreachable", "sees_directory_of")
-        return SharedFacts(**values | {name: tuple(values[name]) for name in lists})
+Facts = TypeVar("Facts", WorkerFacts, SharedFacts)
+
+
+def to_json(facts: WorkerFacts | SharedFacts) -> str:
+    return json.dumps(asdict(facts), separators=(",", ":"))
+
+
+def facts_of(kind: type[Facts], text: str) -> Facts:
+    """What `to_json` was given."""
+    return from_dict(kind, json.loads(text))
 
 
 @dataclass(frozen=True)

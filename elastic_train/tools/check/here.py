@@ -22,7 +22,7 @@ from elastic_train.config import Config
 from elastic_train.elastic.membership import versions
 from elastic_train.elastic.process_group import choose_backend, choose_device, gpu_of
 from elastic_train.elastic.worker import make_state, make_task
-from elastic_train.errors import ElasticTrainError, SnapshotError, UsageError, first_line
+from elastic_train.errors import ElasticTrainError, SnapshotError, UsageError, cause_of, first_line
 from elastic_train.notices.clouds import find_cloud
 from elastic_train.preemption import given_seconds, notices_flag
 from elastic_train.protocol.addresses import interface_address
@@ -165,7 +165,7 @@ class TrialDirectory:
         try:
             self._take()
         except OSError as error:
-            self.error = error.strerror or type(error).__name__
+            self.error = cause_of(error)
 
     def _take(self) -> None:
         """Raises: OSError."""
@@ -197,7 +197,7 @@ class TrialDirectory:
         try:
             mark.touch()
         except OSError as error:
-            self.error = error.strerror or type(error).__name__
+            self.error = cause_of(error)
         else:
             self._marks.append(mark)
 
@@ -280,7 +280,7 @@ def measure_snapshot(
             writer = SnapshotWriter(place, keep=1, host=host_name(), run_uid="check", task={})
             written = writer.save(state.state_dict(), step=1, epoch=0, samples_done=0, generation=0, world_size=1)
     except OSError as error:
-        directory.error = error.strerror or type(error).__name__
+        directory.error = cause_of(error)
         return None
     except SnapshotError as error:
         directory.error = first_line(error)

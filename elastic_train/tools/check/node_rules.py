@@ -12,7 +12,7 @@ from elastic_train.tools.check.advice import (
     Finding,
     Level,
     breaks,
-    by_value_of,
+    by_value,
     errors,
     fine,
     first_of_nodes,
@@ -41,7 +41,7 @@ def gpus_are_visible_and_not_shared(gathered: Gathered) -> list[Finding]:
     gpus = [gpu for worker in gathered.workers if (gpu := worker.gpu) is not None]
     if not gpus:
         return fine("GPUs: none, training is on the CPU")
-    kinds = by_value_of([gpu.name for gpu in gpus])
+    kinds = by_value(gpu.name for gpu in gpus)
     return fine(f"GPUs: one for each worker, {', '.join(f'{len(ranks)} x {name}' for name, ranks in kinds.items())}")
 
 
@@ -139,7 +139,7 @@ def snapshot_directory_is_one(gathered: Gathered) -> list[Finding]:
         )
     if findings or not gathered.shared:
         return findings or fine(f"snapshot directory {workers[0].snapshot_dir}: writable")
-    groups = by_value_of([",".join(map(str, shared.sees_directory_of)) for shared in gathered.shared])
+    groups = by_value(",".join(map(str, shared.sees_directory_of)) for shared in gathered.shared)
     if len(groups) == 1 and gathered.shared[0].sees_directory_of == tuple(range(len(workers))):
         alone = "; one node alone, not compared with others'"
         told = "writable" + (" and the same for all" if len(gathered.nodes) > 1 else alone)

@@ -18,7 +18,7 @@ from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.rules import common_backend
-from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, SharedFacts, WorkerFacts
+from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, SharedFacts, WorkerFacts, facts_of, to_json
 from elastic_train.tools.check.here import TrialPlace
 from elastic_train.training.collectives import exchange
 from elastic_train.world import Member, World
@@ -53,48 +53,32 @@ def meet_others(membership: Membership, launch: Launch, mine: WorkerFacts) -> Wo
     )
 
 
-class Exchange:
-    """Values of all workers, through the store: it works where no process group does."""
+def gather(membership: Membership, world: World, name: str, value: str, *, waits: bool = True) -> list[str]:
+    """Every rank's `value`, by rank, through the store: it works where no process group does. Every rank calls it; one
+    that does not wait gets nothing.
 
-    def __init__(self, membership: Membership, world: World) -> None:
-        self._store, self._world = membership.job.world_store(world), world
-        self._key = f"{membership.job.world_key(world)}/check"
-
-    def gather(self, name: str, value: str) -> list[str]:
-        """Every rank's `value`, by rank. Every rank calls it.
-
-        Raises:
-            FormationFailed: a worker has ended, or did not come in time.
-        """
-        world = self._world
-        self._store.put(f"{self._key}/{name}/{world.rank}", value)
-        keys = [f"{self._key}/{name}/{rank}" for rank in range(len(world.members))]
-        deadline, next_look = time.monotonic() + EXCHANGE_SECONDS, time.monotonic() + 1.0
-        while True:
-            values = self._store.get_many(keys)
-            missing = [rank for rank, found in enumerate(values) if found is None]
-            if not missing:
-                return [found for found in values if found is not None]
-            now = time.monotonic()
-            if now > next_look:
-                next_look = now + 1.0
-                for rank in missing:
-                    if probe(world.members[rank].address) is Probe.REFUSED and self._is_missing(keys[rank]):
-                        raise FormationFailed(f"{world.members[rank].name} (rank {rank}) has ended; its log says why")
-            if now > deadline:
-                names = ", ".join(world.members[rank].name for rank in missing)
-                raise FormationFailed(f"{names} did not come to the check's step {name!r} in {EXCHANGE_SECONDS:.0f} s")
-            time.sleep(0.02)
-
-    def leave(self) -> None:
-        """The last word: rank 0, which may host the store, waits until everybody has said it."""
-        if self._world.rank == 0:
-            self.gather("through", "")
-        else:
-            self._store.put(f"{self._key}/through/{self._world.rank}", "")
-
-    def _is_missing(self, key: str) -> bool:
-        return self._store.get(key) is None
+    Raises:
+        FormationFailed: a worker has ended, or did not come in time.
+    """
+    store, key = membership.job.world_store(world), f"{membership.job.world_key(world)}/check/{name}"
+    store.put(f"{key}/{world.rank}", value)
+    keys = [f"{key}/{rank}" for rank in range(len(world.members))] if waits else []
+    deadline, next_look = time.monotonic() + EXCHANGE_SECONDS, time.monotonic() + 1.0
+    while True:
+        values = store.get_many(keys)
+        missing = [rank for rank, found in enumerate(values) if found is None]
+        if not missing:
+            return [found for found in values if found is not None]
+        now = time.monotonic()
+        if now > next_look:
+            next_look = now + 1.0
+            for rank in missing:
+                if probe(world.members[rank].address) is Probe.REFUSED and store.get(keys[rank]) is None:
+                    raise FormationFailed(f"{world.members[rank].name} (rank {rank}) has ended; its log says why")
+        if now > deadline:
+            names = ", ".join(world.members[rank].name for rank in missing)
+            raise FormationFailed(f"{names} did not come to the check's step {name!r} in {EXCHANGE_SECONDS:.0f} s")
+        time.sleep(0.02)
 
 
 def look_together(
@@ -107,19 +91,18 @@ def look_together(
     Raises:
         FormationFailed: a worker has ended meanwhile.
     """
-    exchange = Exchange(membership, world)
     token = f"{world.generation}-{world.members[0].pid}"
     directory.leave_mark(token, world.rank)
     if directory.error is not None:
         mine = replace(mine, snapshot_dir_error=directory.error)
-    workers = [WorkerFacts.from_json(text) for text in exchange.gather("here", mine.to_json())]
+    workers = [facts_of(WorkerFacts, text) for text in gather(membership, world, "here", to_json(mine))]
     ranks = range(len(world.members))
     shared = SharedFacts(
         unreachable=tuple(rank for rank in probed_by(world.rank, len(world.members)) if not is_reachable(world, rank)),
         sees_directory_of=tuple(rank for rank in ranks if directory.sees_mark(token, rank)),
     )
     # Only when all have looked may the marks go, and only without them what was made for them.
-    made = [json.loads(text) for text in exchange.gather("made", json.dumps(directory.made))]
+    made = [json.loads(text) for text in gather(membership, world, "made", json.dumps(directory.made))]
     directory.remove_marks({path for rank in shared.sees_directory_of for path in made[rank]})
     try:
         shared = measure(membership, world, shared, report)
@@ -127,8 +110,8 @@ def look_together(
         if not is_communication_error(error):
             raise
         shared = replace(shared, group_error=first_line(error))
-    found = [SharedFacts.from_json(text) for text in exchange.gather("shared", shared.to_json())]
-    exchange.leave()
+    found = [facts_of(SharedFacts, text) for text in gather(membership, world, "shared", to_json(shared))]
+    gather(membership, world, "through", "", waits=world.rank == 0)  # it may host the store, and goes last
     return workers, found
 
 

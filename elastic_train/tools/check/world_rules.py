@@ -10,13 +10,12 @@ from elastic_train.tools.check.advice import (
     Level,
     breaks,
     by_value,
-    by_value_of,
     fine,
     listing,
     matters,
     nodes_of,
 )
-from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, Gathered, Problem
+from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, Gathered, Problem, WorkerFacts
 from elastic_train.wording import count, human_bytes
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
@@ -68,7 +67,7 @@ def world_is_the_one_asked_for(gathered: Gathered) -> list[Finding]:
 def versions_are_equal(gathered: Gathered) -> list[Finding]:
     findings = []
     for name in dict.fromkeys(name for worker in gathered.workers for name in worker.versions):
-        here = by_value(gathered, lambda rank, name=name: gathered.workers[rank].versions.get(name, "none"))  # type: ignore[misc]
+        here = by_value(worker.versions.get(name, "none") for worker in gathered.workers)
         if name == "nccl":
             here.pop("none", None)  # of who does not use it
         if len(here) > 1:
@@ -201,23 +200,19 @@ def addresses_are_usable(gathered: Gathered) -> list[Finding]:
             )
     if findings:
         return findings
-    findings = fine(
-        f"interface that gloo takes: {listing(by_value(gathered, lambda rank: gloo_takes(gathered, rank)))}"
-    )
+    findings = fine(f"interface that gloo takes: {listing(by_value(map(gloo_takes, gathered.workers)))}")
     if any("nccl" in worker.backend for worker in gathered.workers):
-        taken = by_value(gathered, lambda rank: nccl_takes(gathered, rank))
+        taken = by_value(map(nccl_takes, gathered.workers))
         findings += fine(f"interface that NCCL takes, where it has no InfiniBand: {listing(taken)}")
     return findings
 
 
-def gloo_takes(gathered: Gathered, rank: int) -> str:
-    worker = gathered.workers[rank]
+def gloo_takes(worker: WorkerFacts) -> str:
     return worker.wanted_interfaces.get("GLOO_SOCKET_IFNAME") or worker.interface or f"the one with {worker.address}"
 
 
-def nccl_takes(gathered: Gathered, rank: int) -> str:
+def nccl_takes(worker: WorkerFacts) -> str:
     """By NCCL's documentation: what NCCL_SOCKET_IFNAME says, else any, loopback and docker bridges last."""
-    worker = gathered.workers[rank]
     if "NCCL_SOCKET_IFNAME" in worker.wanted_interfaces:
         return worker.wanted_interfaces["NCCL_SOCKET_IFNAME"]
     names = [interface.partition("=")[0] for interface in worker.interfaces]
@@ -246,7 +241,7 @@ def everybody_reaches_everybody(gathered: Gathered) -> list[Finding]:
             "every worker connects to every other one, in both directions, at ports that the system chooses",
             "let the nodes of the job reach each other at all ports (firewall, security group, NetworkPolicy)",
         )
-    errors = by_value_of([shared.group_error or "" for shared in gathered.shared])
+    errors = by_value(shared.group_error or "" for shared in gathered.shared)
     errors.pop("", None)
     if errors and not pairs:
         seen = "; ".join(f"{nodes_of(gathered, ranks)}: {text}" for text, ranks in list(errors.items())[:3])
