@@ -14,10 +14,17 @@ from elastic_train.tools.bench.goodput_of_trace import NUM_NODES, Ours, Restarts
 from elastic_train.tools.bench.goodput_of_trace import measure as measure_goodput
 from elastic_train.tools.bench.loop_speed import Effort, Launched, LoopCase, lower_bound, measure
 from elastic_train.tools.bench.loop_speed import rows_of as rows_of_loops
-from elastic_train.tools.bench.snapshot_cost import OURS, SnapshotEffort, measure_all, measure_way
+from elastic_train.tools.bench.snapshot_cost import (
+    OURS,
+    Cost,
+    SnapshotEffort,
+    measure_all,
+    measure_way,
+    save_once,
+    way_of,
+)
 from elastic_train.tools.bench.snapshot_cost import RIVALS as SAVING
 from elastic_train.tools.bench.snapshot_cost import rows_of as rows_of_snapshots
-from elastic_train.tools.bench.snapshot_ways import Cost, save_once, way_of
 from elastic_train.tools.bench.startup import measure_ours, rows_of
 
 pytestmark = pytest.mark.timeout(180)

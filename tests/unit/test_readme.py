@@ -202,10 +202,10 @@ def test_the_tree_names_what_there_is() -> None:
             found = list(folders[-1].glob(name))
             assert found, f"{folders[-1].name} has no {name}"
             files.update(found)
-    here = {path.parent for path in package.rglob("__init__.py")} - {package, package / "tools" / "bench" / "rivals"}
+    here = {path.parent for path in package.rglob("__init__.py")} - {package}
     assert named == here | {package / "examples"}
     modules = [path for path in package.rglob("*.py") if path.name != "__init__.py"]
-    layers = [path for path in modules if path.parent.name not in ("examples", "rivals") and "tools" not in path.parts]
+    layers = [path for path in modules if path.parent.name != "examples" and "tools" not in path.parts]
     assert [path for path in layers if path not in files] == [], "it names every module of what trains"
 
 

@@ -5,7 +5,7 @@ seconds one of them, drawn by a seed, is killed (SIGKILL to all of its processes
 Goodput is what the kept steps take undisturbed, in terms of the wall: the nodes are started one after the other, and a
 step of each world size is timed before the next one comes. A step that is lost and computed again counts once.
 
-The rivals are told of in rivals/: torchrun's restarts with the shortest timeouts that survive this, its store off the
+The rivals are told of in rivals.py: torchrun's restarts with the shortest timeouts that survive this, its store off the
 nodes, and torchft. Each row compares ours with the promised limit or with a rival.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 from elastic_train.runlog.reader import newest_first
 from elastic_train.tools.audit.history import read_history
@@ -65,22 +65,6 @@ THOROUGH = Trace(120.0, 20.0)
 QUICK = Trace(20.0, 20.0)
 
 
-class Contender(Protocol):
-    """A way to train on nodes that come and go."""
-
-    name: str
-    run_dir: Path
-
-    def start(self) -> None:
-        """What the nodes meet at. Blocks until it answers."""
-
-    def command(self, number: int) -> list[str]:
-        """Of node `number`, which counts from 0."""
-
-    def close(self) -> None:
-        """End what `start` has started."""
-
-
 class Ours:
     """This package under torchrun, where the nodes meet in a backend of its drills."""
 
@@ -88,9 +72,7 @@ class Ours:
         self.name = backend
         self.run_dir = run_dir
         self._backend = backend_of(backend, None, run_id="goodput")
-
-    def start(self) -> None:
-        self._backend.start()
+        self.start, self.close = self._backend.start, self._backend.close
 
     def command(self, number: int) -> list[str]:
         return [
@@ -98,9 +80,6 @@ class Ours:
             "-m", "elastic_train", "--run-dir", str(self.run_dir), "--task", BUNDLED_TASK,
             "--epochs", "1000000", "--eval-every", "1000000", "--no-progress",
         ]  # fmt: skip
-
-    def close(self) -> None:
-        self._backend.close()
 
 
 class AtServer:
@@ -118,6 +97,7 @@ class AtServer:
         raise NotImplementedError
 
     def start(self) -> None:
+        """Blocks until it answers."""
         command = [*dying_with_parent(), *self.server_command()]
         self._node = Node(command, self.run_dir / f"{self.server}.log", Path.cwd(), clean_environment())
         wait_until(lambda: is_listening(self._port), self.server, START_SECONDS)
@@ -128,7 +108,7 @@ class AtServer:
 
 
 class Restarts(AtServer):
-    """The standard tutorial's script: rivals/restarts.py."""
+    """The standard tutorial's script: `restarts` of rivals.py."""
 
     server = "store"
     name = "torchrun's restarts"
@@ -146,12 +126,12 @@ class Restarts(AtServer):
             f"--rdzv-endpoint=localhost:{self._port}", "--rdzv-id=goodput", f"--nnodes=1:{NUM_NODES}",
             "--max-restarts=1000", "--monitor-interval=0.1",
             "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1",
-            "--no-python", sys.executable, "-m", "elastic_train.tools.bench.rivals.restarts", str(self.run_dir),
+            "--no-python", sys.executable, "-m", "elastic_train.tools.bench.rivals", "restarts", str(self.run_dir),
         ]  # fmt: skip
 
 
 class Torchft(AtServer):
-    """Replicas of torchft, and its lighthouse off the nodes: rivals/replicas.py."""
+    """Replicas of torchft, and its lighthouse off the nodes: `replicas` of rivals.py."""
 
     server = "lighthouse"
     name = "torchft"
@@ -167,9 +147,18 @@ class Torchft(AtServer):
 
     def command(self, number: int) -> list[str]:
         return [
-            sys.executable, "-m", "elastic_train.tools.bench.rivals.replicas", str(self.run_dir),
+            sys.executable, "-m", "elastic_train.tools.bench.rivals", "replicas", str(self.run_dir),
             f"http://localhost:{self._port}", str(number), str(NUM_NODES),
         ]  # fmt: skip
+
+
+Contender: TypeAlias = Ours | Restarts | Torchft
+"""a way to train on nodes that come and go; `command` is that of a node, which counts from 0"""
+
+
+def start_node(contender: Contender, number: int, environment: Mapping[str, str]) -> Node:
+    log = contender.run_dir / f"node{number}-{time.time_ns()}.log"
+    return Node([*dying_with_parent(), *contender.command(number)], log, Path.cwd(), environment)
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -219,8 +208,7 @@ def measure(contender: Contender, trace: Trace) -> float:
         contender.start()
 
         def start(number: int) -> None:
-            log = run_dir / f"node{number}-{time.time_ns()}.log"
-            nodes[number] = Node([*dying_with_parent(), *contender.command(number)], log, Path.cwd(), environment)
+            nodes[number] = start_node(contender, number, environment)
             ends.callback(nodes[number].end)
 
         for number in range(NUM_NODES):

@@ -30,6 +30,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch.distributed as dist
@@ -244,29 +245,16 @@ class Side:
     def __init__(self, loop: type[OurLoop | PlainLoop], world_size: int, port: int, scratch: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._name = loop.__name__
-        self._tasks: list[Connection] = []
-        self._answers: list[Connection] = []
+        self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        saved = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # read when a worker imports torch
-        try:
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read when a worker imports torch
             for rank in range(world_size):
-                task_reader, task_writer = context.Pipe(duplex=False)
-                answer_reader, answer_writer = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_work, args=(loop, rank, world_size, port, scratch, task_reader, answer_writer)
-                )
+                pipe, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(loop, rank, world_size, port, scratch, theirs))
                 process.start()
-                task_reader.close()
-                answer_writer.close()
-                self._tasks.append(task_writer)
-                self._answers.append(answer_reader)
+                theirs.close()
+                self._pipes.append(pipe)
                 self._processes.append(process)
-        finally:
-            if saved is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = saved
 
     def begin(self, case: LoopCase) -> int:
         """Take up a case; the length of its training set. Blocks until all ranks have."""
@@ -291,20 +279,20 @@ class Side:
 
     def _ask(self, task: LoopCase | int | None) -> float:
         self._signal(signal.SIGCONT)
-        for connection in self._tasks:
-            connection.send(task)
+        for pipe in self._pipes:
+            pipe.send(task)
         answers = [self._answer(rank) for rank in range(len(self._processes))]
         self._signal(signal.SIGSTOP)
         return answers[0]
 
     def _answer(self, rank: int) -> float:
-        connection, process = self._answers[rank], self._processes[rank]
-        if not connection.poll(ANSWER_TIMEOUT.total_seconds()):
+        pipe, process = self._pipes[rank], self._processes[rank]
+        if not pipe.poll(ANSWER_TIMEOUT.total_seconds()):
             raise ElasticTrainError(
                 f"rank {rank} of {self._name} has not answered for {ANSWER_TIMEOUT.total_seconds():.0f} s"
             )
         try:
-            return float(connection.recv())
+            return float(pipe.recv())
         except EOFError:
             process.join(10.0)
             raise ElasticTrainError(
@@ -330,8 +318,7 @@ def _work(
     world_size: int,
     port: int,
     scratch: Path,
-    tasks: Connection,
-    answers: Connection,
+    pipe: Connection,
 ) -> None:
     die_with_parent()
     import torch._dynamo  # else within the second in which all connect
@@ -340,32 +327,19 @@ def _work(
     reporting.LOG_LINE_SECONDS = math.inf  # its lines would stand between the rows
     torch.set_num_threads(1)
     loop = make_loop(rank, world_size, port, scratch)
-    orders = _Orders(tasks, answers)
-    for case in orders.cases():
-        answers.send(loop.begin(case))
-        loop.train(orders.blocks())
-    loop.close()
-    answers.send(0.0)
+    order: LoopCase | int | None = pipe.recv()
 
-
-class _Orders:
-    """What a worker is asked for: cases, and of each of them blocks of steps."""
-
-    def __init__(self, tasks: Connection, answers: Connection) -> None:
-        self._tasks, self._answers = tasks, answers
-        self._next: LoopCase | None = None
-
-    def cases(self) -> Iterator[LoopCase]:
-        """Up to the end. Each one's blocks must be asked for up to their end."""
-        self._next = self._tasks.recv()
-        while self._next is not None:
-            yield self._next
-
-    def blocks(self) -> Iterator[int]:
+    def blocks() -> Iterator[int]:
         """Numbers of steps. A loop that asks for the next one has done the last, and its seconds are told."""
-        while isinstance(task := self._tasks.recv(), int):
+        nonlocal order
+        while isinstance(order := pipe.recv(), int):
             dist.barrier()
             started = time.perf_counter()
-            yield task
-            self._answers.send(time.perf_counter() - started)
-        self._next = task
+            yield order
+            pipe.send(time.perf_counter() - started)
+
+    while isinstance(order, LoopCase):
+        pipe.send(loop.begin(order))
+        loop.train(blocks())
+    loop.close()
+    pipe.send(0.0)

@@ -150,14 +150,16 @@ class PlainLoop:
     def begin(self, case: LoopCase) -> int:
         if case.items:
             items, model = Items(), item_model(case.model)
-            self._steps = plain_items_loop(model, item_optimizer(model), items, case.batch, case.num_workers)
+            batches = item_batches(items, case.batch, case.num_workers)
+            self._steps = plain_loop(model, item_optimizer(model), batches)
             return len(items)
         config = case.config(self._scratch)
         task = make_task(config)
         ours = make_state(config, task, torch.device("cpu"))
         optimizer = type(ours.optimizer)(ours.model.parameters(), **ours.optimizer.defaults)
-        images, labels = _all_samples(task.train_set)
-        self._steps = plain_ddp_loop(ours.model, optimizer, images, labels, case.batch)
+        train_set: Any = task.train_set
+        images, labels = train_set.gather(torch.arange(len(train_set)), 0)
+        self._steps = plain_loop(ours.model, optimizer, tensor_batches(images, labels, case.batch))
         return ours.length
 
     def train(self, blocks: Iterator[int]) -> None:
@@ -168,6 +170,22 @@ class PlainLoop:
     def close(self) -> None:
         self._steps.close()  # and with it the loader's processes
         dist.destroy_process_group()
+
+
+def plain_loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[tuple[Tensor, Tensor]]
+) -> Generator[None, None, None]:
+    """What one would write by hand; endless, one step per `next`."""
+    ddp = DistributedDataParallel(model)
+    ddp.train()  # type: ignore[no-untyped-call]
+    for number, (images, labels) in enumerate(batches, start=1):
+        optimizer.zero_grad(set_to_none=True)
+        loss = F.cross_entropy(ddp(images), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if number % LOSS_READ_EVERY == 0:
+            loss.item()
+        yield
 
 
 # --- over tensors in memory -------------------------------------------------------------------------------------------
@@ -193,32 +211,14 @@ class SmallSynthetic(ImageClassification):
         return ImageData(in_memory(made.train), in_memory(made.test), made.channels, made.classes, made.image_size)
 
 
-def plain_ddp_loop(
-    model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, batch: int
-) -> Generator[None, None, None]:
-    """What one would write by hand; endless, one step per `next`."""
-    ddp = DistributedDataParallel(model)
-    ddp.train()  # type: ignore[no-untyped-call]
+def tensor_batches(images: Tensor, labels: Tensor, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of this rank; endless."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    num_steps = 0
     for epoch in itertools.count():
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
         for step_indices in order.split(batch):  # type: ignore[no-untyped-call]
             indices = step_indices[rank::world_size]
-            optimizer.zero_grad(set_to_none=True)
-            outputs = ddp(images.index_select(0, indices))
-            loss = F.cross_entropy(outputs, labels.index_select(0, indices))
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            num_steps += 1
-            if num_steps % LOSS_READ_EVERY == 0:
-                loss.item()
-            yield
-
-
-def _all_samples(train_set: Any) -> tuple[Tensor, Tensor]:
-    images, labels = train_set.gather(torch.arange(len(train_set)), 0)
-    return images, labels
+            yield images.index_select(0, indices), labels.index_select(0, indices)
 
 
 # --- over items, in a loop of the user's own --------------------------------------------------------------------------
@@ -254,12 +254,8 @@ def item_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def plain_items_loop(
-    model: nn.Module, optimizer: torch.optim.Optimizer, items: Items, batch: int, num_workers: int
-) -> Generator[None, None, None]:
-    """What one would write by hand; endless, one step per `next`."""
-    ddp = DistributedDataParallel(model)
-    ddp.train()  # type: ignore[no-untyped-call]
+def item_batches(items: Items, batch: int, num_workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of this rank; endless."""
     sampler: DistributedSampler[Any] = DistributedSampler(items)
     loader = DataLoader(
         items,
@@ -269,18 +265,9 @@ def plain_items_loop(
         persistent_workers=num_workers > 0,
         worker_init_fn=start_loader_process,
     )
-    num_steps = 0
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
-        for images, labels in loader:
-            optimizer.zero_grad(set_to_none=True)
-            loss = F.cross_entropy(ddp(images), labels)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            num_steps += 1
-            if num_steps % LOSS_READ_EVERY == 0:
-                loss.item()
-            yield
+        yield from loader
 
 
 def train_items(training: Training) -> None:

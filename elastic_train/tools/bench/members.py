@@ -14,12 +14,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple, cast
 
-from torch.distributed import DistNetworkError
+import tenacity
+from torch.distributed import DistNetworkError, HashStore
 
 from elastic_train.elastic.barriers import Surroundings, Waits
 from elastic_train.elastic.connect import OWN_SECONDS, answering
@@ -29,6 +29,7 @@ from elastic_train.errors import FormationFailed, first_line
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.job import SETTLED_REDUCTIONS
 from elastic_train.protocol.join_queue import Size
+from elastic_train.protocol.launcher import Launcher
 from elastic_train.protocol.links import Links
 from elastic_train.protocol.liveness import Watcher, ping_interval
 from elastic_train.protocol.peers import PeerJob
@@ -49,78 +50,26 @@ STEP_SECONDS = 0.02
 """between two looks of rank 0 whether somebody is to be admitted"""
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """What one member has sent since its start, without TCP's own."""
 
-    rank: int
-    pings: int = 0
-    ping_bytes: int = 0
-    calls: int = 0
+    pings: int
+    ping_bytes: int
+    calls: int
     """of other members' stores"""
-    call_bytes: int = 0
 
 
 class Counted:
-    """Another member's store, as a KeyValueStore; counts what is asked of it and said in return."""
+    """Another member's store, as a KeyValueStore; tells of each call."""
 
-    def __init__(self, store: KeyValueStore, count: Callable[[int], None]) -> None:
-        self._store, self._count = store, count
+    def __init__(self, store: Any, note_call: Callable[[], None]) -> None:
+        self._store, self._note_call = store, note_call
 
-    def get(self, key: str) -> str | None:
-        return self.get_many([key])[0]
-
-    def get_many(self, keys: Sequence[str]) -> list[str | None]:
-        found = self._store.get_many(keys)
-        self._count(sum(map(len, keys)) + sum(len(text or "") for text in found))
-        return found
-
-    def put(self, key: str, value: str) -> None:
-        self._count(len(key) + len(value))
-        self._store.put(key, value)
-
-    def create(self, key: str, value: str) -> str:
-        found = self._store.create(key, value)
-        self._count(len(key) + len(value) + len(found))
-        return found
-
-    def swap(self, key: str, expected: str, value: str) -> bool:
-        self._count(len(key) + len(expected) + len(value))
-        return self._store.swap(key, expected, value)
-
-    def add(self, key: str, amount: int) -> int:
-        self._count(len(key) + 8)
-        return self._store.add(key, amount)
-
-    def delete(self, key: str) -> None:
-        self._count(len(key))
-        self._store.delete(key)
-
-    def clone(self) -> KeyValueStore:
-        return Counted(self._store.clone(), self._count)
-
-
-class _Finder:
-    """Every newcomer knows one member."""
-
-    def __init__(self, known: Sequence[Address]) -> None:
-        self._known = known
-
-    def is_beginner(self) -> bool:
-        return False
-
-    def addresses(self) -> Sequence[Address]:
-        return self._known
-
-    def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None: ...
-    def keep(self, *, has_world: bool) -> None: ...
-    def other_jobs(self) -> Sequence[Address]:
-        return ()
-
-    def describe(self) -> str:
-        return "a member"
-
-    def close(self) -> None: ...
+    def __getattr__(self, name: str) -> Any:
+        if name == "clone":
+            return lambda: Counted(self._store.clone(), self._note_call)
+        self._note_call()
+        return getattr(self._store, name)
 
 
 class BenchMember:
@@ -130,9 +79,10 @@ class BenchMember:
         around = Surroundings(poll_seconds=0.001 * max(1.0, most / 32))  # they share the cores of one machine
         uid = around.draw_uid()
         self._report, self._is_over = report, threading.Event()
-        self._calls = self._call_bytes = 0
+        self._calls = 0
         self._is_newcomer = bool(known)
-        self.world: World | None = None
+        sign = HashStore()  # every newcomer knows one member
+        Launcher(lambda: sign, rank=0, start="bench").show(known, "")
         server, self._links = serve_store(), Links(HOST, uid, interval_for(most), PEER_TIMEOUT)
         self.store = TorchStore(server.store, timedelta(seconds=OWN_SECONDS))
         self._watcher = Watcher(
@@ -140,10 +90,10 @@ class BenchMember:
             interval=interval_for(most),
         )  # fmt: skip
         job = PeerJob(
-            self.store, server.address, lambda address: Counted(reach(address), self._count), _Finder(known),
-            Size(1, most, 0.0), uid=uid, run_id="bench", peer_timeout=PEER_TIMEOUT, max_world_size=None,
-            refused=refusing, draw_uid=around.draw_uid, clock=time.monotonic,
-            in_background=lambda task: threading.Thread(target=task, daemon=True).start(),
+            self.store, server.address, lambda address: cast(KeyValueStore, Counted(reach(address), self._note_call)),
+            Launcher(lambda: sign, rank=1, start="bench"), Size(1, most, 0.0), uid=uid, run_id="bench",
+            peer_timeout=PEER_TIMEOUT, max_world_size=None, refused=refusing, draw_uid=around.draw_uid,
+            clock=time.monotonic, in_background=lambda task: threading.Thread(target=task, daemon=True).start(),
         )  # fmt: skip
         self.me = Member(
             host=f"node{number}", local_rank=0, pid=number, agent_pid=number, address=self._links.address,
@@ -162,14 +112,10 @@ class BenchMember:
 
     @property
     def sent(self) -> Sent:
-        rank = -1 if self.world is None else self.world.rank
-        return Sent(
-            rank, self._links.sockets.num_messages, self._links.sockets.num_bytes, self._calls, self._call_bytes
-        )
+        return Sent(self._links.sockets.num_messages, self._links.sockets.num_bytes, self._calls)
 
-    def _count(self, size: int) -> None:
+    def _note_call(self) -> None:
         self._calls += 1
-        self._call_bytes += size
 
     def _live(self) -> None:
         try:
@@ -195,7 +141,6 @@ class BenchMember:
             self._watcher.do(Activity.COMPUTE)
             for _ in range(SETTLED_REDUCTIONS + 1):
                 membership.note_reduction()
-            self.world = world
             self._report("in", self.me.uid, world.generation, time.monotonic())
             while not self._is_over.wait(STEP_SECONDS if world.rank == 0 else None):
                 if membership.joins.vote() == NOW:  # the votes of a step would say so
@@ -209,11 +154,11 @@ def interval_for(size: int) -> float:
     return ping_interval(PEER_TIMEOUT) * max(1.0, size / FULL_PACE)
 
 
+@tenacity.retry(
+    retry=tenacity.retry_if_exception_type(DistNetworkError), stop=tenacity.stop_after_attempt(ATTEMPTS), reraise=True
+)
 def serve_store() -> GroupStoreServer:
     """Raises: DistNetworkError where this machine is so full that the store's thread is not heard for long."""
-    for _ in range(ATTEMPTS - 1):
-        with contextlib.suppress(DistNetworkError):
-            return GroupStoreServer(HOST)
     return GroupStoreServer(HOST)
 
 

@@ -40,6 +40,16 @@ FITTED_FROM = 32
 LARGE = 10_000
 CREW = 32
 """members to a process"""
+MEASURED = {
+    "messages": ("messages of a member", "1/s"),
+    "bytes": ("bytes of a member", "B/s"),
+    "killed": ("one killed, until all are in the next world", "s"),
+    "joined": ("one joins, likewise", "s"),
+    "calls": ("calls of the proposer for it", ""),
+}
+"""what `Found` says -> words and unit of a row"""
+WITH_DIGITS = ("messages", "bytes")
+"""of these, which hold numbers, the size goes by the number of its digits"""
 QUIET_SECONDS = 10.0
 DEADLINE_SECONDS = 240.0
 
@@ -56,7 +66,6 @@ class Found:
     """seconds"""
     calls: tuple[float, float]
     """of other members' stores, of one re-form"""
-    call_bytes: tuple[float, float]
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -205,7 +214,6 @@ def measure(size: int, seconds: float) -> Found:
         return Found(
             size, mean_and_most(messages), mean_and_most(sizes), killed, joined,
             mean_and_most([b.calls - a.calls for a, b in pairs]),
-            mean_and_most([b.call_bytes - a.call_bytes for a, b in pairs]),
         )  # fmt: skip
     finally:
         job.end()
@@ -217,33 +225,22 @@ def mean_and_most(values: Sequence[float]) -> tuple[float, float]:
 
 def rows_of(found: Sequence[Found]) -> list[BenchRow]:
     rows = []
-    lines = {name: line_through(found, name) for name in ("messages", "bytes", "killed", "joined", "calls")}
-    sizes = [one.members for one in found]
-    for size in [*sizes, LARGE]:
+    for size in [*(one.members for one in found), LARGE]:
         one = next((one for one in found if one.members == size), None)
-        for name, what, unit in (
-            ("messages", "messages of a member", "1/s"),
-            ("bytes", "bytes of a member", "B/s"),
-            ("killed", "one killed, until all are in the next world", "s"),
-            ("joined", "one joins, likewise", "s"),
-            ("calls", "calls of the proposer for it", ""),
-        ):
-            intercept, slope = lines[name]
+        for name, (what, unit) in MEASURED.items():
+            intercept, slope = line_through(found, name)
             fitted = max(0.0, intercept + slope * scale(name, size))
-            value = getattr(one, name) if one is not None else fitted
-            ours, most = value if isinstance(value, tuple) else (value, value)
+            ours, most = (fitted, fitted) if one is None else mean_and_busiest(one, name)
             case = f"{size:,} members, {what}"
             if one is None:
-                case += f", by {intercept:.3g} + {slope:.3g} {'log10 n' if name in ('messages', 'bytes') else 'n'}"
-            if name == "calls":
-                rows.append(row(case, most, fitted if size >= FITTED_FROM else most, unit))
-            elif name in ("messages", "bytes"):
+                case += f", by {intercept:.3g} + {slope:.3g} {'log10 n' if name in WITH_DIGITS else 'n'}"
+            if name in WITH_DIGITS:
                 theirs = all_to_all(found, name, size)
                 rows.append(row(case, ours, theirs, unit))
                 if one is not None:
                     rows.append(row(f"{size:,} members, the busiest", most, theirs, unit))
             else:
-                rows.append(row(case, ours, fitted if size >= FITTED_FROM else ours, unit))
+                rows.append(row(case, most, fitted if size >= FITTED_FROM else most, unit))
     return rows
 
 
@@ -261,16 +258,20 @@ def all_to_all(found: Sequence[Found], name: str, size: int) -> float:
 
 
 def scale(name: str, members: int) -> float:
-    """What the fitted line goes by: seconds and the proposer's calls by the members, messages by their logarithm, for
-    they hold numbers with as many digits."""
-    return math.log10(members) if name in ("messages", "bytes") else float(members)
+    """What the fitted line goes by: seconds and the proposer's calls by the members, messages by their logarithm."""
+    return math.log10(members) if name in WITH_DIGITS else float(members)
+
+
+def mean_and_busiest(one: Found, name: str) -> tuple[float, float]:
+    """Of seconds, which all members need together, one number twice."""
+    value = getattr(one, name)
+    return value if isinstance(value, tuple) else (value, value)
 
 
 def line_through(found: Sequence[Found], name: str) -> tuple[float, float]:
     """Intercept and slope of the least squares; of the busiest where there is one."""
     points = [one for one in found if one.members >= FITTED_FROM] or list(found)
-    values = [getattr(one, name) for one in points]
-    numbers = [value[1] if isinstance(value, tuple) else value for value in values]
+    numbers = [mean_and_busiest(one, name)[1] for one in points]
     if len(points) < 2:
         return numbers[0], 0.0
     slope, intercept = statistics.linear_regression([scale(name, one.members) for one in points], numbers)

@@ -11,7 +11,6 @@ in gradients, against its bound.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import statistics
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -130,11 +130,12 @@ def _work(rank: int, world_size: int, port: int, quick: bool, out: Path) -> None
 def measure(case: ReductionCase, world: World, seconds: float) -> list[BenchRow]:
     """All rows of one case, for about so long; every rank calls it."""
     ordered = Ordered(case, world)
-    steps: dict[str, Callable[[], None]] = {
+    gradient = torch.zeros(sum(parameter.numel() for parameter in ordered.model.parameters()))
+    steps: dict[str, Callable[[], object]] = {
         "ordered": ordered.step,
-        "accumulated": PlainDDP(case, world, is_accumulating=True).step,
-        "whole": PlainDDP(case, world, is_accumulating=False).step,
-        "all-reduce": AllReduce(ordered.model).step,
+        "accumulated": plain_step(case, world, is_accumulating=True),
+        "whole": plain_step(case, world, is_accumulating=False),
+        "all-reduce": partial(dist.all_reduce, gradient),  # of a gradient's bytes, with nothing to overlap with
     }
     for step in steps.values():
         for _ in range(3):  # DDP's bucket order, allocations
@@ -172,7 +173,7 @@ def row(case: str, ours: list[float], theirs: list[float]) -> BenchRow:
     return BenchRow.of_costs(case, [1e3 * seconds for seconds in ours], [1e3 * seconds for seconds in theirs], "ms")
 
 
-def timed(step: Callable[[], None]) -> float:
+def timed(step: Callable[[], object]) -> float:
     """Seconds from the moment that all ranks begin."""
     dist.barrier()
     started = time.perf_counter()
@@ -219,30 +220,20 @@ def micro_batches(case: ReductionCase, world: World) -> Share:
     return found
 
 
-class PlainDDP:
-    """Training steps as one would write them, with a rank's samples in micro-batches or at once."""
+def plain_step(case: ReductionCase, world: World, *, is_accumulating: bool) -> Callable[[], None]:
+    """A training step as one would write it, with a rank's samples in micro-batches or at once."""
+    ddp = DistributedDataParallel(case.build(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+    batches = [batch for _, batch in micro_batches(case, world)]
+    if not is_accumulating:
+        batches = [tuple(torch.cat(parts) for parts in zip(*batches, strict=True))]
 
-    def __init__(self, case: ReductionCase, world: World, is_accumulating: bool) -> None:
-        self.ddp = DistributedDataParallel(copy.deepcopy(case.build()), gradient_as_bucket_view=True)
-        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01, momentum=0.9)
-        self.batches = [batch for _, batch in micro_batches(case, world)]
-        if not is_accumulating:
-            self.batches = [tuple(torch.cat(parts) for parts in zip(*self.batches, strict=True))]
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        for position, (images, labels) in enumerate(batches):
+            is_last = position == len(batches) - 1
+            with nullcontext() if is_last else ddp.no_sync():
+                (F.cross_entropy(ddp(images), labels) / len(batches)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
 
-    def step(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        for position, (images, labels) in enumerate(self.batches):
-            is_last = position == len(self.batches) - 1
-            with nullcontext() if is_last else self.ddp.no_sync():
-                (F.cross_entropy(self.ddp(images), labels) / len(self.batches)).backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-
-
-class AllReduce:
-    """An all-reduce of a gradient's bytes, with nothing to overlap with."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
-
-    def step(self) -> None:
-        dist.all_reduce(self.flat)
+    return step

@@ -1,6 +1,10 @@
 """What a snapshot costs training: ours beside torch.save and torch.distributed.checkpoint, one right after the other.
 
-Each way has a process of its own for each round (snapshot_ways.py), so that a first call is one and a peak is its own.
+Each way has a process of its own for each round, so that a first call is one and a peak is its own. It trains (a
+product of matrices over and over) and saves a state of so many bytes beside that. What a save costs is the time until
+it is durable, less what the steps of that time take by themselves: by the median of those right before it. First a core
+is left idle, then the steps have all of them.
+
 All write the same bytes to the same disk and flush them. A row's ratio is theirs in terms of ours: above 1.0 ours costs
 less. Beside memcpy, which copies the same bytes into memory that is there, ours takes at most 1.25 times as long where
 the ratio is 0.8 at least.
@@ -9,18 +13,29 @@ the ratio is 0.8 at least.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from elastic_train.errors import ElasticTrainError
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from elastic_train.errors import ElasticTrainError, SnapshotError
+from elastic_train.storage.snapshot_writer import SnapshotWriter
+from elastic_train.system import num_cores
 from elastic_train.tools.bench import table
-from elastic_train.tools.bench.snapshot_ways import Cost, Order
 from elastic_train.tools.bench.table import BenchRow
 
 OURS = "ours"
@@ -28,6 +43,30 @@ RIVALS = ("torch.save", "DCP save", "DCP async_save", "DCP async_save, cached st
 CHILD_SECONDS = 300.0
 LEAST_SECONDS = 0.001
 """of what is lost: less is noise"""
+NUM_TENSORS = 64
+SIDE = 512
+"""of the matrices of a step: some milliseconds"""
+BASELINE_SECONDS = 1.0
+"""of steps by themselves, before each save"""
+
+Save = Callable[[dict[str, Any], int], Callable[[], bool]]
+"""begins to save, as a step; blocks as long as it has to. Gives what says whether it is durable"""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one way; seconds by call."""
+
+    blocked: list[float]
+    """with a core idle; the first one comes with all that is done once"""
+    total: list[float]
+    """until durable, with a core idle"""
+    lost_idle: list[float]
+    lost_busy: list[float]
+    extra_bytes: int
+    """at the peak of all calls"""
+    memcpy: float
+    """of the same bytes, into memory that is there"""
 
 
 @dataclass(frozen=True)
@@ -59,11 +98,9 @@ def measure_all(effort: SnapshotEffort) -> dict[str, list[Cost]]:
 
 def measure_way(way: str, effort: SnapshotEffort) -> Cost:
     with tempfile.TemporaryDirectory(prefix="elastic_train-bench-") as scratch:
-        order = Order(way, effort.num_bytes, effort.calls, str(Path(scratch)))
-        command = [sys.executable, "-W", "ignore", "-m", "elastic_train.tools.bench.snapshot_ways"]
-        done = subprocess.run(
-            [*command, json.dumps(asdict(order))], capture_output=True, text=True, timeout=CHILD_SECONDS, check=False
-        )
+        order = [way, str(effort.num_bytes), str(effort.calls), scratch]
+        command = [sys.executable, "-W", "ignore", "-m", "elastic_train.tools.bench.snapshot_cost", *order]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False)
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["no word"]
         raise ElasticTrainError(f"the measurement of {way} ended with code {done.returncode}: {last[0]}")
@@ -95,3 +132,141 @@ _METRICS: tuple[tuple[str, str, Callable[[Cost], float]], ...] = (
     ("training lost, all cores busy", "s", lambda cost: _lost(cost.lost_busy)),
     ("memory at the peak", "GB", lambda cost: max(1, cost.extra_bytes) / 1e9),
 )
+
+
+# --- in a process of its own ------------------------------------------------------------------------------------------
+
+
+class OurWriter:
+    """Also makes its buffers beside the steps, as training does."""
+
+    def __init__(self, folder: Path, state: dict[str, Any]) -> None:
+        self._writer = SnapshotWriter(folder, keep=1, host="bench", run_uid="bench", task={})
+        started = time.perf_counter()
+        self._writer.prepare(state)
+        self.prepared = time.perf_counter() - started
+
+    def __call__(self, state: dict[str, Any], step: int) -> Callable[[], bool]:
+        position: dict[str, Any] = {"step": step, "epoch": 0, "samples_done": 0, "generation": 0, "world_size": 1}
+        assert self._writer.save_in_background(state, **position), "one at a time"
+        return self._is_durable
+
+    def _is_durable(self) -> bool:
+        """Raises: SnapshotError: it was not written."""
+        if self._writer.is_busy():
+            return False
+        for outcome in self._writer.collect():
+            if isinstance(outcome, SnapshotError):
+                raise outcome
+        return True
+
+
+def torch_save(folder: Path, state: dict[str, Any], _step: int) -> Callable[[], bool]:
+    """torch.save and fsync."""
+    with open(folder / "state.pt", "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    return lambda: True
+
+
+def dcp_save(folder: Path, state: dict[str, Any], step: int) -> Callable[[], bool]:
+    """torch.distributed.checkpoint, without a process group."""
+    save(state, storage_writer=FileSystemWriter(folder / f"step-{step}"), no_dist=True)
+    return lambda: True
+
+
+def dcp_async_save(folder: Path, stager: DefaultStager | None, state: dict[str, Any], step: int) -> Callable[[], bool]:
+    """The same beside training; `stager` keeps its buffers from call to call."""
+    writer = FileSystemWriter(folder / f"step-{step}")
+    future = async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
+    assert isinstance(future, Future)
+    return lambda: future.done() and future.result() is not None
+
+
+def measure(way: str, num_bytes: int, calls: int, folder: Path) -> Cost:
+    """Of so many saves with a core idle, and as many with none."""
+    per_tensor = num_bytes // NUM_TENSORS // 4
+    state = {"model": {f"w{number}": torch.full((per_tensor,), float(number)) for number in range(NUM_TENSORS)}}
+    (Path("/proc/self/clear_refs")).write_text("5")  # the peak counts from here
+    before = status_bytes("VmRSS")
+    save, prepared = way_of(way, folder, state)
+    blocked, total, lost_idle, lost_busy = [], [], [], []
+    for call in range(2 * calls):
+        is_busy = call >= calls
+        torch.set_num_threads(num_cores() if is_busy else max(1, num_cores() - 1))
+        held_up, durable, lost = save_once(save, state, call)
+        if is_busy:
+            lost_busy.append(lost)
+        else:
+            blocked.append(held_up + (prepared if call == 0 else 0.0))
+            total.append(durable)
+            lost_idle.append(lost)
+        remove_old(folder)
+    extra = max(0, status_bytes("VmHWM") - before)
+    return Cost(blocked, total, lost_idle, lost_busy, extra, copy_seconds(state["model"]))
+
+
+def way_of(name: str, folder: Path, state: dict[str, Any]) -> tuple[Save, float]:
+    """And the seconds that it has taken already."""
+    if name == OURS:
+        ours = OurWriter(folder, state)
+        return ours, ours.prepared
+    if name == "torch.save":
+        return partial(torch_save, folder), 0.0
+    if name == "DCP save":
+        return partial(dcp_save, folder), 0.0
+    stager = DefaultStager(StagingOptions(False, False, False, False)) if "cached" in name else None
+    return partial(dcp_async_save, folder, stager), 0.0
+
+
+def save_once(save: Save, state: dict[str, Any], call: int) -> tuple[float, float, float]:
+    """Seconds that it held training up, until it was durable, and of training that it cost."""
+    matrix = torch.ones(SIDE, SIDE)
+
+    def step() -> None:
+        matrix @ matrix
+
+    alone = []
+    until = time.perf_counter() + BASELINE_SECONDS
+    while time.perf_counter() < until:
+        started = time.perf_counter()
+        step()
+        alone.append(time.perf_counter() - started)
+    started = time.perf_counter()
+    is_durable = save(state, call)
+    blocked = time.perf_counter() - started
+    steps = 0
+    while not is_durable():
+        step()
+        steps += 1
+    total = time.perf_counter() - started
+    return blocked, total, total - steps * statistics.median(alone)
+
+
+def copy_seconds(tensors: dict[str, torch.Tensor]) -> float:
+    """The fastest of three."""
+    targets = [torch.zeros_like(tensor).fill_(1.0) for tensor in tensors.values()]
+    found = []
+    for _ in range(3):
+        started = time.perf_counter()
+        for target, tensor in zip(targets, tensors.values(), strict=True):
+            target.copy_(tensor)
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+def status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith(f"{name}:")]
+    return int(line.split()[1]) * 1024
+
+
+def remove_old(folder: Path) -> None:
+    """What DCP has written; ours deletes by itself, and torch.save replaces."""
+    for path in folder.glob("step-?"):
+        shutil.rmtree(path)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])))))

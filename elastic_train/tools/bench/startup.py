@@ -7,7 +7,7 @@ is twice the first two, for there is an agent and a worker, once the third, and 
 
 A row's `theirs` is the limit, and a ratio above 1.0 is within it. Rows that are set in are the phases, one after the
 other; each stands beside its own part of the limit, those that have none beside ALLOWANCE_SECONDS, which they share.
-Where torchft is installed, a replica of it joins two others (rivals/replicas.py), which has no agent. The two jobs run
+Where torchft is installed, a replica of it joins two others (rivals.py), which has no agent. The two jobs run
 one after the other, so each is counted in terms of the limit that was measured beside it.
 """
 
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from itertools import accumulate, pairwise
@@ -29,11 +29,11 @@ from typing import Any
 from elastic_train.errors import ElasticTrainError
 from elastic_train.tools.audit.record import Record
 from elastic_train.tools.bench import table
-from elastic_train.tools.bench.goodput_of_trace import Torchft, wait_for_world
+from elastic_train.tools.bench.goodput_of_trace import Torchft, start_node, wait_for_world
 from elastic_train.tools.bench.recovery_time import all_events, first_step_after
 from elastic_train.tools.bench.table import BenchRow, iqr
 from elastic_train.tools.drills.cluster import Cluster, Place
-from elastic_train.tools.drills.nodes import Node, clean_environment, dying_with_parent, wait_until
+from elastic_train.tools.drills.nodes import Node, clean_environment, wait_until
 
 NUM_TRAINING = 2
 """nodes that train while another one joins"""
@@ -126,26 +126,37 @@ def measure_ours(num_joins: int, run_dir: Path) -> list[JoinTimes]:
     flags = ("--epochs", "1000000", "--eval-every", "1000000", "--no-progress")
     cluster = Cluster(run_dir, record, flags, num_nodes=NUM_TRAINING + 1)
     newcomer = cluster.places[-1]
-    joins: list[JoinTimes] = []
+
+    def join_and_die() -> dict[str, float]:
+        phases = join(cluster, newcomer)
+        cluster.settle(NUM_TRAINING + 1, MIN_STEPS, SETTLE_SECONDS)
+        cluster.kill([newcomer])
+        cluster.settle(NUM_TRAINING, MIN_STEPS, SETTLE_SECONDS)
+        return phases
+
     try:
         cluster.backend.start()
         for place in cluster.places[:-1]:
             cluster.start(place)
         cluster.settle(NUM_TRAINING, MIN_STEPS, SETTLE_SECONDS)
-        before = measure_imports()
-        for number in range(num_joins):
-            phases = join(cluster, newcomer)
-            cluster.settle(NUM_TRAINING + 1, MIN_STEPS, SETTLE_SECONDS)
-            cluster.kill([newcomer])
-            cluster.settle(NUM_TRAINING, MIN_STEPS, SETTLE_SECONDS)
-            after = measure_imports()
-            joins.append(JoinTimes(phases, mean_of(before, after)))
-            told = f"{joins[-1].seconds:.2f} s, limit {joins[-1].imports.limit:.2f} s"
-            print(f"join {number + 1} of {num_joins}: {told}", file=sys.stderr, flush=True)
-            before = after
+        return beside_imports(num_joins, join_and_die)
     finally:
         cluster.close()
         record.close()
+
+
+def beside_imports(num_joins: int, join: Callable[[], dict[str, float]]) -> list[JoinTimes]:
+    """So many joins, each with what imports take before and after it."""
+    joins: list[JoinTimes] = []
+    before = measure_imports()
+    for number in range(num_joins):
+        phases = join()
+        after = measure_imports()
+        imports = Imports(*map(statistics.fmean, zip(astuple(before), astuple(after), strict=True)))
+        joins.append(JoinTimes(phases, imports))
+        told = f"{joins[-1].seconds:.2f} s, limit {imports.limit:.2f} s"
+        print(f"join {number + 1} of {num_joins}: {told}", file=sys.stderr, flush=True)
+        before = after
     return joins
 
 
@@ -158,10 +169,6 @@ def measure_imports() -> Imports:
         [sys.executable, "-c", PROBE], check=True, capture_output=True, text=True, env=clean_environment()
     )
     return Imports(interpreter, *json.loads(probe.stdout))
-
-
-def mean_of(before: Imports, after: Imports) -> Imports:
-    return Imports(*map(statistics.fmean, zip(astuple(before), astuple(after), strict=True)))
 
 
 def join(cluster: Cluster, place: Place) -> dict[str, float]:
@@ -203,30 +210,25 @@ def measure_torchft(num_joins: int, run_dir: Path) -> list[JoinTimes]:
     """From the start of a replica to the first step that it takes part in, as one phase."""
     contender = Torchft(run_dir)
     run_dir.mkdir()
-    joins: list[JoinTimes] = []
     with ExitStack() as ends:
         ends.callback(contender.close)
         contender.start()
 
         def start(number: int) -> Node:
-            log = run_dir / f"node{number}-{time.time_ns()}.log"
-            command = [*dying_with_parent(), *contender.command(number)]
-            node = Node(command, log, Path.cwd(), clean_environment())
+            node = start_node(contender, number, clean_environment())
             ends.callback(node.end)
             return node
 
-        for number in range(NUM_TRAINING):
-            start(number)
-        wait_for_world(run_dir, NUM_TRAINING)
-        before = measure_imports()
-        for _ in range(num_joins):
+        def join_and_die() -> dict[str, float]:
             started = time.monotonic()
             newcomer = start(NUM_TRAINING)
             wait_for_world(run_dir, NUM_TRAINING + 1)
             seconds = time.monotonic() - started
             newcomer.kill()
             wait_for_world(run_dir, NUM_TRAINING)
-            after = measure_imports()
-            joins.append(JoinTimes({"all": seconds}, mean_of(before, after)))
-            before = after
-    return joins
+            return {"all": seconds}
+
+        for number in range(NUM_TRAINING):
+            start(number)
+        wait_for_world(run_dir, NUM_TRAINING)
+        return beside_imports(num_joins, join_and_die)

@@ -1,6 +1,6 @@
 """The one table of all benchmarks: rows of ours against theirs, for people and as JSON.
 
-Nothing here imports torch or rich before it needs them.
+Nothing here imports torch before it needs it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def machine() -> str:
 
 
 def show(found: dict[str, Any], file: TextIO | None = None) -> None:
-    """Print a report: a table on a terminal, aligned plain text elsewhere."""
+    """Print a report as an aligned table."""
     file = sys.stdout if file is None else file
     cells = [
         (row["case"], _number(row["ours"]), _number(row["theirs"]), row["unit"], f"{row['ratio']:.3f}",
@@ -96,17 +96,6 @@ def show(found: dict[str, Any], file: TextIO | None = None) -> None:
         for row in found["rows"]
     ]  # fmt: skip
     title = f"bench {found['bench']}: {found['machine']}, torch {found['torch']}"
-    if file.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title=title, title_justify="left")
-        for column, name in enumerate(HEAD):
-            table.add_column(name, justify="left" if column in LEFT else "right", no_wrap=True)
-        for row in cells:
-            table.add_row(*row)
-        Console(file=file).print(table)
-        return
     print(title, file=file)
     print("\n".join(aligned([HEAD, *cells], left=LEFT)), file=file)
 
