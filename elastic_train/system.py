@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -81,21 +82,11 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     return all(mallopt(option, limit) == 1 for option, limit in MALLOC_LIMITS.items())
 
 
-def close_in_forked_children(fd: int) -> None:
-    """Have children of `fork` close a socket that they inherit, as long as the number names the same socket.
-
-    Only Linux forks DataLoader processes; elsewhere they start anew and inherit nothing.
-    """
-    if sys.platform != "linux":
-        return
-    name = os.readlink(f"/proc/self/fd/{fd}")
-
-    def close_in_child() -> None:
-        with suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{fd}") == name:
-                os.close(fd)
-
-    os.register_at_fork(after_in_child=close_in_child)
+def close_in_forked_children(port: int, server: object) -> None:
+    """Have children of `fork`, such as DataLoader processes, close their copies of the sockets that have this port
+    here. Only as long as `server` is there: others may get its port."""
+    alive = weakref.ref(server)
+    os.register_at_fork(after_in_child=lambda: close_sockets_at(port) if alive() is not None else None)
 
 
 def try_flock(fd: int, operation: int, timeout: timedelta = timedelta(0)) -> bool:

@@ -107,7 +107,7 @@ class Metrics:
                 )
             return
         # A forked DataLoader process would keep the port beyond this process's death.
-        close_in_forked_children(self._server.fileno())
+        close_in_forked_children(self._port, self._server)
 
     # --- what the training thread tells -------------------------------------------------------------------------------
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import weakref
 from datetime import timedelta
 
 from torch.distributed import Store, TCPStore
 
 from elastic_train.errors import FormationFailed
-from elastic_train.system import close_sockets_at
+from elastic_train.system import close_in_forked_children
 from elastic_train.world import World
 
 ANSWER_TIMEOUT = timedelta(seconds=1)
@@ -25,10 +23,8 @@ class GroupStoreServer:
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address: tuple[str, int] = (host, int(listener.getsockname()[1]))
         # A forked DataLoader process would accept connections in the place of a dead parent, and keep those open on
-        # which others wait for its answers. Only as long as this server is there: others may get its port.
-        server = weakref.ref(self)
-        port = self.address[1]
-        os.register_at_fork(after_in_child=lambda: close_sockets_at(port) if server() is not None else None)
+        # which others wait for its answers.
+        close_in_forked_children(self.address[1], self)
         fd = listener.detach()
         self.store = TCPStore(
             *self.address, is_master=True, wait_for_workers=False, timeout=ANSWER_TIMEOUT, master_listen_fd=fd

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_train.errors import StoreRefused, StoreUnreachable
-from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS, Connections
+from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS, Connections, Entry, end_of, entry_of
 from elastic_train.rendezvous.etcd_errors import (
     LeaseLost,
     TlsRefused,
@@ -34,7 +34,6 @@ from elastic_train.rendezvous.etcd_errors import (
     judge,
     judge_tls,
 )
-from elastic_train.rendezvous.etcd_watch import Entry, end_of, entry_of
 
 MAX_OPERATIONS = 100
 """in one transaction; etcd's own limit is 128"""
@@ -121,7 +120,7 @@ class Etcd:
 
     def delete(self, key: str, *, is_prefix: bool = False) -> int:
         """The revision that has removed the key, or all that begin with it; 0 where there was none."""
-        request = self._rpc.DeleteRangeRequest(key=key.encode(), range_end=end_of(key) if is_prefix else b"")
+        request = self.delete_request(key, is_prefix=is_prefix).request_delete_range
         response = self._call(lambda client: client.kvstub.DeleteRange, request)
         return int(response.header.revision) if response.deleted else 0
 
@@ -129,25 +128,18 @@ class Etcd:
 
     def is_at(self, key: str, mod_revision: int) -> Any:
         """True where the key was last changed by this revision; 0: where there is none."""
-        return self._rpc.Compare(
-            key=key.encode(), target="MOD", result=self._rpc.Compare.EQUAL, mod_revision=mod_revision
-        )
+        return self._equal(key, target="MOD", mod_revision=mod_revision)
 
     def is_created_at(self, key: str, create_revision: int) -> Any:
         """True where it is still the key that was created by this revision."""
-        return self._rpc.Compare(
-            key=key.encode(), target="CREATE", result=self._rpc.Compare.EQUAL, create_revision=create_revision
-        )
+        return self._equal(key, target="CREATE", create_revision=create_revision)
 
     def is_empty(self, prefix: str) -> Any:
         """True where no key begins with `prefix`."""
-        return self._rpc.Compare(
-            key=prefix.encode(),
-            range_end=end_of(prefix),
-            target="CREATE",
-            result=self._rpc.Compare.EQUAL,
-            create_revision=0,
-        )
+        return self._equal(prefix, target="CREATE", create_revision=0, range_end=end_of(prefix))
+
+    def _equal(self, key: str, **fields: Any) -> Any:
+        return self._rpc.Compare(key=key.encode(), result=self._rpc.Compare.EQUAL, **fields)
 
     def get_request(self, key: str) -> Any:
         return self._rpc.RequestOp(request_range=self._rpc.RangeRequest(key=key.encode()))

@@ -1,16 +1,26 @@
-"""One channel for each etcd endpoint, made when it is needed."""
+"""The etcd3 client, loaded although its generated code is older than protobuf's runtime; one channel for each etcd
+endpoint; the changes of keys, as one stream from one endpoint."""
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib
+import importlib.util
 import os
+import queue
 import random
+import sys
 import threading
+import types
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import StoreUnreachable, UsageError, first_line
-from elastic_train.rendezvous.etcd_client import import_etcd3
-from elastic_train.rendezvous.etcd_errors import Transient
+from elastic_train.rendezvous.etcd_errors import Compacted, TokenRefused, Transient, judge
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 
 ATTEMPT_SECONDS = 2.0
@@ -21,6 +31,48 @@ CONNECT_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),  # the default, 2 minutes, would hide a member that is back
     ("grpc.max_receive_message_length", 64 * 2**20),
 )
+
+
+@functools.cache
+def import_etcd3() -> Any:
+    """The `etcd3` package, whatever protobuf is installed, and whatever has imported it before.
+
+    Its generated modules build descriptors by hand, which protobuf refuses since version 4 (unless it is switched to
+    its slow Python form before its first import in the process). They also carry the serialized descriptors, from
+    which protobuf's own builder makes the same messages; the modules themselves are never run.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    spec = importlib.util.find_spec("etcd3")
+    if spec is None or not spec.submodule_search_locations:
+        raise UsageError("--rdzv-backend=etcd3 needs the etcd3 client, which is missing: pip install etcd3==0.12.0")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when gRPC is loaded; it would log every failed handshake
+    from google.protobuf.descriptor_pool import DescriptorPool
+    from google.protobuf.internal import builder
+
+    pool = DescriptorPool()
+    for name in ("kv", "auth", "rpc"):
+        source = Path(spec.submodule_search_locations[0]) / "etcdrpc" / f"{name}_pb2.py"
+        descriptor = pool.AddSerializedFile(serialized_descriptor(source)) or pool.FindFileByName(f"{name}.proto")
+        module = types.ModuleType(f"etcd3.etcdrpc.{name}_pb2", "Made by elastic_train from the descriptors.")
+        builder.BuildMessageAndEnumDescriptors(descriptor, module.__dict__)
+        builder.BuildTopDescriptorsAndMessages(descriptor, module.__name__, module.__dict__)
+        sys.modules.setdefault(module.__name__, module)
+    etcd3 = importlib.import_module("etcd3")
+    event = sys.modules["etcd3.etcdrpc.kv_pb2"].Event
+    etcd3.etcdrpc._event_delete = event.DELETE
+    return etcd3
+
+
+def serialized_descriptor(source: Path) -> bytes:
+    """The serialized FileDescriptorProto in a module that protoc generated before 2022."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.keyword) and node.arg == "serialized_pb" and isinstance(node.value, ast.Call):
+            literal = node.value.args[0]
+            if isinstance(literal, ast.Constant) and isinstance(literal.value, str):
+                return literal.value.encode("latin-1")
+    raise UsageError(f"{source} is not of etcd3 0.12.0, the version that this package knows")
 
 
 class Connections:
@@ -128,3 +180,87 @@ class Connections:
             clients, self._clients = list(self._clients.values()), {}
         for client, _ in clients:
             client.close()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A key as it stands, or stood, in etcd."""
+
+    key: str
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    version: int
+    """1 when created, one more with each change"""
+    lease: int
+
+
+class Watch:
+    """The changes of all keys with a prefix from a revision on, as one stream from one endpoint.
+
+    It ends with Transient when the stream breaks or its member loses the leader, and with Compacted when the revision
+    is gone; its reader starts again. `cancel` ends it from another thread.
+    """
+
+    def __init__(self, connections: Connections, prefix: str, revision: int) -> None:
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        rpc = connections.etcd3.etcdrpc
+        create = rpc.WatchCreateRequest(key=prefix.encode(), range_end=end_of(prefix), start_revision=revision)
+        self._requests.put(rpc.WatchRequest(create_request=create))
+        self._connections = connections
+        self._is_delete = rpc._event_delete
+        self._call: Any = None
+        self._index = connections.present
+        self._is_cancelled = False
+
+    def __iter__(self) -> Iterator[list[tuple[Entry, bool]]]:
+        """Yields the changes of one revision or several: (entry, whether it was deleted)."""
+        import grpc
+
+        client = None
+        try:
+            self._index, client = self._connections.client()
+            stub = self._connections.etcd3.etcdrpc.WatchStub(client.channel)
+            # Without the header, a member that is cut off from the others keeps its watchers in silence.
+            metadata = (*(client.metadata or ()), ("hasleader", "true"))
+            self._connections.num_requests += 1
+            self._call = stub.Watch(iter(self._requests.get, None), metadata=metadata)
+            if self._is_cancelled:
+                self._call.cancel()
+            for response in self._call:
+                self._connections.num_bytes += response.ByteSize()
+                if response.canceled:
+                    if response.compact_revision:
+                        raise Compacted("the changes since then are compacted")
+                    raise Transient("the watch was cancelled by etcd")
+                if response.events:
+                    yield [(entry_of(event.kv), event.type == self._is_delete) for event in response.events]
+        except grpc.RpcError as error:
+            judged = judge(error)
+            if isinstance(judged, TokenRefused) and client is not None:
+                self._connections.drop(self._index, client)
+            elif isinstance(judged, Transient):
+                self._connections.rotate(self._index)
+            raise judged from error
+        except ValueError as error:  # a closed channel, as in Etcd._attempt
+            raise Transient(str(error)) from error
+        finally:
+            self._requests.put(None)  # lets gRPC's thread go, which waits for requests
+        raise Transient("the watch ended")
+
+    def cancel(self) -> None:
+        """Callable from any thread."""
+        self._is_cancelled = True
+        if self._call is not None:
+            self._call.cancel()
+
+
+def entry_of(kv: Any) -> Entry:
+    return Entry(kv.key.decode(), bytes(kv.value), kv.create_revision, kv.mod_revision, kv.version, kv.lease)
+
+
+def end_of(prefix: str) -> bytes:
+    """The first key after all those that begin with `prefix` (etcd's range_end)."""
+    data = bytearray(prefix.encode())
+    data[-1] += 1  # no byte of UTF-8 is 0xff
+    return bytes(data)

@@ -23,7 +23,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -86,33 +86,15 @@ def num_waiting(me: str, current: Sequence[str], alive: Collection[str], waiting
     return gone + again + min(max(0, room), sum(node not in current for node in waiting))
 
 
-def agents_key(run_id: str) -> str:
-    """The prefix that torchrun's own c10d rendezvous gives its keys (c10d_rendezvous_backend.py)."""
-    return f"torch.rendezvous.{run_id}"
-
-
 def exit_barrier_keys(run_id: str, round_: int) -> tuple[str, str]:
-    """(counter of agents that have arrived, flag that lets them go) of the agents' exit barrier.
+    """(counter of agents that have arrived, flag that lets them go) of the agents' exit barrier, below the prefix that
+    torchrun's own c10d rendezvous gives its keys (c10d_rendezvous_backend.py).
 
     `torch/distributed/elastic/utils/store.py` counts arrivals up to the number of agents of the last rendezvous and
     waits 300 s for those that died.
     """
-    prefix = f"{agents_key(run_id)}.{round_}/torchelastic/agent/terminal_state"
+    prefix = f"torch.rendezvous.{run_id}.{round_}/torchelastic/agent/terminal_state"
     return f"{prefix}/num_members", f"{prefix}/last_member"
-
-
-def arrive_for(num_dead: int, num_members: int, group: Store, keys: tuple[str, str]) -> None:
-    """Count dead agents of a round as arrived in its exit barrier, and let all go where nobody else is missing.
-
-    Args:
-        group: the store of the round.
-        keys: as of `exit_barrier_keys`.
-    """
-    counter, flag = keys
-    with suppress(RuntimeError):  # its server is gone, and the agents that wait there have been told by that
-        store = group.clone() if isinstance(group, TCPStore) else group
-        if store.add(counter, num_dead) >= num_members:
-            store.set(flag, "everybody who lives has arrived")
 
 
 class AgentsHandler(RendezvousHandler):
@@ -124,8 +106,8 @@ class AgentsHandler(RendezvousHandler):
         self._connections = Connections(settings)
         etcd = Etcd(self._connections, deadline=settings.grace)
         try:
-            self._job = open_job(
-                etcd, settings, parameters.run_id, peer_timeout=self._lease_seconds, check=_nothing, log=print
+            self._job = open_job(  # nobody is to be asked whether to give up: torchrun raises an exception here
+                etcd, settings, parameters.run_id, peer_timeout=self._lease_seconds, check=lambda: None, log=print
             )
         except (StoreUnreachable, StoreRefused) as error:
             raise RendezvousConnectionError(str(error)) from error
@@ -139,7 +121,7 @@ class AgentsHandler(RendezvousHandler):
         """the newest round that this node is, or was, of"""
         self._members: tuple[str, ...] = ()
         self._server: GroupStoreServer | None = None
-        self._group: Store | None = None
+        self._group: TCPStore | None = None
         self._arrived_for: set[str] = set()
         """dead nodes of the round that the exit barrier does not wait for any more"""
         self._why_over: str | None = None
@@ -216,7 +198,8 @@ class AgentsHandler(RendezvousHandler):
             store = self._store.with_timeouts(FAREWELL_SECONDS, FAREWELL_SECONDS / 2, lambda _why: None)
             self._lease.end(store.etcd)
             deadline = time.monotonic() + FAREWELL_SECONDS
-            while self._server is not None and time.monotonic() < deadline and self._others_of_round():
+            others = {*self._members} - {self._node} if self._server is not None else set()
+            while time.monotonic() < deadline and others.intersection(self._names("nodes")):
                 self._mirror.wait_for_change(0.1)
             delete_job(store.etcd, self._job, unless_below=(f"{self._prefix}/nodes/", f"{self._prefix}/waiting/"))
         self._mirror.close()
@@ -329,10 +312,6 @@ class AgentsHandler(RendezvousHandler):
         found = self._mirror.below(f"{self._prefix}/{what}/", by_age=True, since=since)
         return [key.rpartition("/")[2] for key in found]
 
-    def _others_of_round(self) -> list[str]:
-        alive = self._names("nodes")
-        return [node for node in self._members if node != self._node and node in alive]
-
     # --- the keeper's thread ------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
@@ -360,8 +339,8 @@ class AgentsHandler(RendezvousHandler):
         self._arrived_for |= dead
         if members[0] in dead:  # the barrier was there, and those that waited have been told by its end
             return
-        arrive_for(len(dead), len(members), group, exit_barrier_keys(self.get_run_id(), number))
-
-
-def _nothing() -> None:
-    """Nobody is to be asked whether to give up: torchrun raises an exception in this thread."""
+        counter, flag = exit_barrier_keys(self.get_run_id(), number)
+        with suppress(RuntimeError):  # its server is gone, and the agents that wait there have been told by that
+            store = group.clone()
+            if store.add(counter, len(dead)) >= len(members):
+                store.set(flag, "everybody who lives has arrived")

@@ -19,9 +19,9 @@ from elastic_train.errors import LeftOut, StoreUnreachable
 from elastic_train.protocol.agreement import Standing
 from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rendezvous.etcd import Etcd, Transaction
+from elastic_train.rendezvous.etcd_connections import Entry
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Guard, text_of
-from elastic_train.rendezvous.etcd_watch import Entry
 
 MIN_LEASE_SECONDS = 60.0
 NOTICE_SECONDS = 5.0
@@ -52,10 +52,6 @@ class JobEntry:
             raise LeftOut("this worker's job is over, or was taken over: its lease in etcd has run out")
 
 
-def job_key(settings: EtcdSettings, run_id: str) -> str:
-    return f"{settings.prefix}/{run_id}/job"
-
-
 def open_job(
     etcd: Etcd,
     settings: EtcdSettings,
@@ -73,7 +69,7 @@ def open_job(
     Raises:
         StoreUnreachable, StoreRefused: as every call.
     """
-    key = job_key(settings, run_id)
+    key = f"{settings.prefix}/{run_id}/job"
     lease_seconds = max(MIN_LEASE_SECONDS, 2 * settings.grace)
     timeout = max(peer_timeout, settings.grace) + NOTICE_SECONDS
     deadline = time.monotonic() + 4 * timeout + 60

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from elastic_train.errors import LeftOut, StoreUnreachable
 from elastic_train.rendezvous.etcd import Etcd, Transaction, TransactionResult
+from elastic_train.rendezvous.etcd_connections import Entry, Watch
 from elastic_train.rendezvous.etcd_errors import Compacted, LeaseLost, Transient
-from elastic_train.rendezvous.etcd_watch import Entry, Watch
 
 STAMP_BYTES = 12
 MIRROR_LAG_SECONDS = 1.0
@@ -33,6 +33,7 @@ class Guard:
     create_revision: int
 
 
+@dataclass(frozen=True, eq=False)
 class EtcdStore:
     """A KeyValueStore (store.py) on etcd.
 
@@ -47,17 +48,16 @@ class EtcdStore:
         LeftOut: the guard, or the lease, is gone.
     """
 
-    def __init__(self, etcd: Etcd, *, lease: int = 0, guard: Guard | None = None, mirror: Mirror | None = None) -> None:
-        self.etcd = etcd
-        self._lease = lease
-        self._guard = guard
-        self._mirror = mirror
+    etcd: Etcd
+    lease: int = 0
+    guard: Guard | None = None
+    mirror: Mirror | None = None
 
     def get(self, key: str) -> str | None:
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[str | None]:
-        mirror = self._mirror
+        mirror = self.mirror
         if mirror is not None and keys and mirror.covers(keys) and mirror.wait_for_known():
             return [text_of(mirror.get(key)) for key in keys]
         entries = self.etcd.get_many(keys)
@@ -82,7 +82,7 @@ class EtcdStore:
 
     def swap(self, key: str, expected: str, value: str) -> bool:
         stamped = stamp() + value.encode()
-        entry = self._fetch(key)
+        entry = self.etcd.get(key)
         while (text_of(entry) or "") == expected:
             standing = self._write([self.etcd.is_at(key, entry.mod_revision if entry else 0)], key, stamped)
             if standing is None:
@@ -91,7 +91,7 @@ class EtcdStore:
         return text_of(entry) == value
 
     def add(self, key: str, amount: int) -> int:
-        entry = self._fetch(key)
+        entry = self.etcd.get(key)
         while True:
             total = int(text_of(entry) or "0") + amount
             stamped = stamp() + str(total).encode()
@@ -106,20 +106,20 @@ class EtcdStore:
 
     def clone(self) -> EtcdStore:
         """For another thread: the connections are shared, they serve many at once."""
-        return EtcdStore(self.etcd, lease=self._lease, guard=self._guard, mirror=self._mirror)
+        return self
 
     def with_timeouts(self, deadline: float, attempt_seconds: float, before_retry: Callable[[str], None]) -> EtcdStore:
         """The same store, with other limits on how long a call may take."""
         etcd = replace(self.etcd, deadline=deadline, attempt_seconds=attempt_seconds, before_retry=before_retry)
-        return EtcdStore(etcd, lease=self._lease, guard=self._guard, mirror=self._mirror)
+        return replace(self, etcd=etcd)
 
     def under(self, lease: int) -> EtcdStore:
         """The same store, its keys under another lease."""
-        return EtcdStore(self.etcd, lease=lease, guard=self._guard, mirror=self._mirror)
+        return replace(self, lease=lease)
 
     def below(self, prefix: str) -> dict[str, str]:
         """The texts of all keys that begin with `prefix`."""
-        mirror = self._mirror
+        mirror = self.mirror
         if mirror is not None and prefix.startswith(mirror.prefix) and mirror.wait_for_known():
             return mirror.below(prefix)
         return {entry.key: text_of(entry) or "" for entry in self.etcd.below(prefix)[0]}
@@ -134,11 +134,8 @@ class EtcdStore:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def _note(self, key: str, revision: int) -> None:
-        if self._mirror is not None and key.startswith(self._mirror.prefix):
-            self._mirror.must_have(revision)
-
-    def _fetch(self, key: str) -> Entry | None:
-        return self.etcd.get(key)
+        if self.mirror is not None and key.startswith(self.mirror.prefix):
+            self.mirror.must_have(revision)
 
     def _write(self, conditions: list[object], key: str, stamped: bytes) -> Entry | None:
         """Put under conditions; None if that was done, else what stands there (version 0: nothing)."""
@@ -152,13 +149,13 @@ class EtcdStore:
         return None if standing.value == stamped else standing  # ours: an attempt that got no answer was applied
 
     def _transact(self, conditions: list[object], key: str, stamped: bytes) -> TransactionResult:
-        etcd, guard = self.etcd, self._guard
+        etcd, guard = self.etcd, self.guard
         compare, failure = list(conditions), [etcd.get_request(key)]
         if guard is not None:
             compare.append(etcd.is_created_at(guard.key, guard.create_revision))
             failure.append(etcd.get_request(guard.key))
         try:
-            outcome = etcd.transact(Transaction(compare, [etcd.put_request(key, stamped, self._lease)], failure))
+            outcome = etcd.transact(Transaction(compare, [etcd.put_request(key, stamped, self.lease)], failure))
         except LeaseLost as error:
             raise LeftOut("this worker's job is over, or was taken over: its lease in etcd has run out") from error
         if outcome.succeeded:

@@ -71,7 +71,7 @@ def at_endpoint_of(etcd: Etcd, cluster: OwnEtcd, index: int) -> None:
 )
 def test_the_client_loads_under_the_protobuf_that_is_there(earlier: str) -> None:
     """Its generated code does not: TypeError, unless protobuf is switched to its slow form before its first import."""
-    load = "from elastic_train.rendezvous.etcd_client import import_etcd3"
+    load = "from elastic_train.rendezvous.etcd_connections import import_etcd3"
     code = f"{earlier}{load}; print(import_etcd3().etcdrpc.Compare.EQUAL)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "0", done.stderr
