@@ -47,6 +47,8 @@ from elastic_train.training.sampler import steps_per_epoch
 EPOCHS = 10**6  # never reached: the schedule stays flat, and nothing ends within a block
 ANSWER_TIMEOUT = timedelta(minutes=10)
 """for one block of steps, or for building a case"""
+PEER_TIMEOUT_SECONDS = 600.0
+"""ours are silent while the others run; how often they ping does not depend on it"""
 MIN_RATIO = 0.93
 """of an own loop's rate to the plain one's: the least lower bound"""
 RESAMPLES = 2000
@@ -76,6 +78,7 @@ class LoopCase:
             "num_workers": self.num_workers,
             "run_dir": scratch / str(self).replace("/", "-"),
             "no_progress": True,
+            "peer_timeout": PEER_TIMEOUT_SECONDS,
         }
         is_bundled = self.dataset == "digits"
         config = (
@@ -293,7 +296,7 @@ class Side:
             )
         try:
             return float(pipe.recv())
-        except EOFError:
+        except (EOFError, ConnectionError):
             process.join(10.0)
             raise ElasticTrainError(
                 f"rank {rank} of {self._name} ended with code {process.exitcode}; what it printed is above"

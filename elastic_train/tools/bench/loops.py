@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, suppress
-from functools import cached_property
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,122 +21,78 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from elastic_train.elastic.barriers import Waits
-from elastic_train.elastic.connect import Applicant, connect_worker
+from elastic_train.config import Config
 from elastic_train.elastic.loop import bundled
-from elastic_train.elastic.membership import new_token
-from elastic_train.elastic.own_loop import OwnTask
-from elastic_train.elastic.run_files import RunFiles
-from elastic_train.elastic.saving import Saver
+from elastic_train.elastic.own_loop import run
+from elastic_train.elastic.run import run_worker
 from elastic_train.elastic.session import Training
-from elastic_train.elastic.standing import standing_in
-from elastic_train.elastic.trainer import Program, Trainer
-from elastic_train.elastic.worker import Parts, build, make_state, make_task
+from elastic_train.elastic.worker import Worker, build, make_state, make_task
 from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.rendezvous.launch import Launch
-from elastic_train.rules import Activity
-from elastic_train.runlog.goodput import Phase
 from elastic_train.stopping import StopSignal
 from elastic_train.training import models
-from elastic_train.training.batches import steps
 from elastic_train.training.datasets import ImageData, TensorImages, synthetic
 from elastic_train.training.loader_processes import start_loader_process
 from elastic_train.training.reduction import Share
-from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import ImageClassification
-from elastic_train.world import Member, host_name
 
 if TYPE_CHECKING:
     from elastic_train.tools.bench.loop_speed import LoopCase
 
 LOSS_READ_EVERY = 50
-PEER_TIMEOUT_SECONDS = 600.0
-"""ours are silent while the others run; how often they ping does not depend on it"""
 
 
 class OurLoop:
-    """A `ring.Ring` without the ways in and out: the real parts, driven a block of steps at a time."""
+    """The real thing, each case as a job of its own; its training function is held up between blocks of steps."""
 
     def __init__(self, rank: int, world_size: int, port: int, scratch: Path) -> None:
-        self._launch = Launch(
-            rank=rank,
-            world_size=world_size,
-            local_rank=rank,
-            local_world_size=world_size,
-            run_id="bench",
-            agent_pid=os.getppid(),
-            master=("127.0.0.1", port),
-            is_agent_store=True,
-        )
-        self._scratch = scratch
-        self._membership = connect_worker(
-            Applicant(
-                self._launch,
-                StopSignal(),
-                Waits(120.0, PEER_TIMEOUT_SECONDS, 120.0),
-                max_world_size=None,
-                run_dir=None,
-                log=print,
-                warn=print,
-            )
-        )
-        address = self._membership.address[0]
-        use_interface_of(address)
-        self._world = self._membership.first_world(
-            Member(
-                host=host_name(),
-                local_rank=rank,
-                pid=os.getpid(),
-                agent_pid=os.getppid(),
-                address=(address, 0),
-                directory_id="bench",
-                backend="gloo",
-                max_generation=None,
-            )
-        )
-        self._cleanup = ExitStack()
-        self._cleanup.callback(self._membership.close)
-        self._cleanup.enter_context(standing_in(self._membership, self._world))
-        self._case_cleanup = ExitStack()
+        self._scratch, self._num_cases = scratch, 0
+        for name, value in (("RANK", rank), ("WORLD_SIZE", world_size), ("MASTER_PORT", port)):
+            os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
     def begin(self, case: LoopCase) -> int:
         """Build the parts of a case; the length of its training set. Every rank calls it."""
-        self._case_cleanup.close()
-        world, membership = self._world, self._membership
-        worker = build(case.config(self._scratch), self._launch, StopSignal(), _own_parts(case) if case.items else None)
-        self._case_cleanup.callback(worker.directory.ownership.release)
-        self._case_cleanup.callback(worker.reporter.close)
-        files = RunFiles(worker, membership.agreed_once("job_token", new_token()))
-        files.claim(world, has_state=False)
-        state = worker.state
-        state.run_uid = "bench"
-        saver = Saver(worker, files)
-        saver.enter(world)
-        worker.reporter.enter(world, state)
-        state.clock.enter(Phase.TRAIN)
-        membership.watcher.do(Activity.COMPUTE)
-        task = worker.task
-        batches = steps(task.train_set, task.collate, state, world, worker.config, worker.device)
-        program = Program(train_items) if case.items else bundled(worker)
-        self._trainer = Trainer(program, worker, membership, saver)
-        self._case_cleanup.callback(self._trainer.close)
-        self._batches = batches
-        return state.length
+        self._num_cases += 1
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(self._num_cases)  # by which jobs at one store are told apart
+        config = case.config(self._scratch)
+        if case.items:
+            items, model = Items(), item_model(case.model)
+            self._train = partial(run_items, model=model, items=items, config=config)
+            return len(items)
+        worker = build(config, Launch.from_environment(os.environ, None), StopSignal())
+        self._train = partial(run_bundled, worker=worker)
+        return worker.state.length
 
     def train(self, blocks: Iterator[int]) -> None:
-        def paced() -> Iterator[Share]:
-            for count in blocks:
-                yield from itertools.islice(self._batches, count)
-            raise _CaseIsOver
+        orders = (number for count in blocks for number in range(count))
+
+        def paced(whole: Callable[[], Iterator[Share]]) -> Iterator[Share]:
+            for share in whole():
+                if next(orders, None) is None:
+                    raise _CaseIsOver
+                yield share
+
+        def hold_up(training: Training) -> None:
+            training.shares = partial(paced, training.shares)  # type: ignore[method-assign]
 
         with suppress(_CaseIsOver):
-            self._trainer.run(self._world, paced())
+            self._train(hold_up)
 
     def close(self) -> None:
-        self._case_cleanup.close()
-        self._cleanup.close()
+        """Nothing is left of a case that is over."""
+
+
+def run_bundled(hold_up: Callable[[Training], None], *, worker: Worker) -> None:
+    program = bundled(worker)
+
+    def train(training: Training) -> None:
+        hold_up(training)
+        program.train(training)
+
+    run_worker(worker, replace(program, train=train))
 
 
 class PlainLoop:
@@ -270,29 +227,21 @@ def item_batches(items: Items, batch: int, num_workers: int) -> Iterator[tuple[T
         yield from loader
 
 
-def train_items(training: Training) -> None:
-    """The same as a training function."""
-    ddp = training.parallel()
-    for _epoch in training.epochs():
-        for images, labels in training.batches():
-            training.optimizer.zero_grad(set_to_none=True)
-            loss = F.cross_entropy(ddp(images), labels)
-            loss.backward()  # type: ignore[no-untyped-call]
-            training.optimizer.step()
-            training.commit(loss)
+def run_items(hold_up: Callable[[Training], None], *, model: nn.Module, items: Items, config: Config) -> None:
+    """The same by a training function."""
 
+    def train_items(training: Training) -> None:
+        hold_up(training)
+        ddp = training.parallel()
+        for _epoch in training.epochs():
+            for images, labels in training.batches():
+                training.optimizer.zero_grad(set_to_none=True)
+                loss = F.cross_entropy(ddp(images), labels)
+                loss.backward()  # type: ignore[no-untyped-call]
+                training.optimizer.step()
+                training.commit(loss)
 
-def _own_parts(case: LoopCase) -> Parts:
-    model, items = item_model(case.model), Items()
-    state = TrainState(
-        model,
-        item_optimizer(model),
-        length=len(items),
-        global_batch_size=case.batch,
-        epochs=case.epochs,
-        micro_batch_size=case.batch,
-    )
-    return Parts(OwnTask("train_items", model, items, default_collate), state, torch.device("cpu"))
+    run(train_items, model, item_optimizer(model), items, config)
 
 
 class _CaseIsOver(BaseException):
