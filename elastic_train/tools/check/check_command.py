@@ -143,7 +143,7 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
         )
         mine = look_here(config, launch, membership.address[0], directory, rendezvous)
         world = meet_others(membership, launch, mine)
-        workers, shared = look_together(membership, world, mine, directory, report)
+        workers, shared = look_together(membership, world, mine, directory)
         return Gathered(wanted, tuple(workers), tuple(shared))
     except (StoreUnreachable, StoreRefused, FormationFailed, LeftOut) as error:
         if mine is None:
@@ -181,11 +181,6 @@ def etcd_settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
             raise UsageError(f"--rdzv-conf: {part!r} is not KEY=VALUE")
         conf[key.strip()] = value.strip()
     return EtcdSettings.from_torchrun(arguments.rdzv_endpoint or "", conf, environ, min_nodes=1, max_nodes=1)
-
-
-def report(line: str) -> None:
-    """The line with which DDP scripts traditionally begin; each worker prints its own."""
-    print(f"[{os.getpid()}] {line}", flush=True)
 
 
 def describe(findings: list[Finding]) -> list[str]:

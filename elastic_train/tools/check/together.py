@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -82,11 +82,9 @@ def gather(membership: Membership, world: World, name: str, value: str, *, waits
 
 
 def look_together(
-    membership: Membership, world: World, mine: WorkerFacts, directory: TrialPlace, report: Callable[[str], None]
+    membership: Membership, world: World, mine: WorkerFacts, directory: TrialPlace
 ) -> tuple[list[WorkerFacts], list[SharedFacts]]:
     """Everybody's facts, by rank. Every rank calls it; blocks for some seconds.
-
-    `report` gets the line with which DDP scripts traditionally begin.
 
     Raises:
         FormationFailed: a worker has ended meanwhile.
@@ -105,7 +103,7 @@ def look_together(
     made = [json.loads(text) for text in gather(membership, world, "made", json.dumps(directory.made))]
     directory.remove_marks({path for rank in shared.sees_directory_of for path in made[rank]})
     try:
-        shared = measure(membership, world, shared, report)
+        shared = measure(membership, world, shared)
     except Exception as error:
         if not is_communication_error(error):
             raise
@@ -124,7 +122,7 @@ def is_reachable(world: World, rank: int) -> bool:
     return any(probe(world.members[rank].address, PROBE_SECONDS) is Probe.ACCEPTED for _ in range(2))
 
 
-def measure(membership: Membership, world: World, shared: SharedFacts, report: Callable[[str], None]) -> SharedFacts:
+def measure(membership: Membership, world: World, shared: SharedFacts) -> SharedFacts:
     """Clocks and an all-reduce, in a process group formed as for training.
 
     Raises:
@@ -133,7 +131,9 @@ def measure(membership: Membership, world: World, shared: SharedFacts, report: C
     backend = common_backend(world.workers)
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
     with standing_in(membership, world, device=device):
-        report(f"rank = {dist.get_rank()}, world_size = {dist.get_world_size()}, backend = {backend}")
+        # The line with which DDP scripts traditionally begin; each worker prints its own.
+        told = f"rank = {dist.get_rank()}, world_size = {dist.get_world_size()}, backend = {backend}"
+        print(f"[{os.getpid()}] {told}", flush=True)
         offset, error = measure_clock(world)
         seconds = measure_all_reduce(world, device)
         return replace(shared, clock_offset=offset, clock_error=error, all_reduce_seconds=seconds)
