@@ -117,12 +117,6 @@ def has_free_port(endpoint: str) -> bool:
     return re.search(r":0+$", endpoint.strip()) is not None and "," not in endpoint
 
 
-def arguments_of_agent(pid: int) -> list[str] | None:
-    """Those of the torchrun that is process `pid`, or above it."""
-    found = agent_above(pid)
-    return None if found is None else found[1]
-
-
 def agent_above(parent_pid: int) -> tuple[int, list[str]] | None:
     """The pid and the arguments of the torchrun that has started a worker, by the worker's parent: that agent, or a
     wrapper below it that does not exec the worker. None where there is none within MOST_ABOVE."""

@@ -18,7 +18,6 @@ have been applied: every value that etcd_store.py writes carries a stamp of its 
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -196,10 +195,9 @@ class Etcd:
             retry=tenacity.retry_if_exception_type(Transient),
             stop=tenacity.stop_after_delay(self.deadline),
             # A whole round over the endpoints costs no pause; after that, up to half a second, with jitter.
-            wait=lambda state: (
-                0.0
-                if state.attempt_number < len(endpoints)
-                else random.uniform(0.02, min(0.5, 0.02 * 2 ** min(state.attempt_number, 10)))
+            wait=tenacity.wait_chain(
+                *[tenacity.wait_none()] * (len(endpoints) - 1),
+                tenacity.wait_random_exponential(multiplier=0.02, min=0.02, max=0.5),
             ),
             before_sleep=lambda _state: self.before_retry(errors[-1]),
             reraise=True,

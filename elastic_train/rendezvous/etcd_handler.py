@@ -200,7 +200,7 @@ class AgentsHandler(RendezvousHandler):
             deadline = time.monotonic() + FAREWELL_SECONDS
             others = {*self._members} - {self._node} if self._server is not None else set()
             while time.monotonic() < deadline and others.intersection(self._names("nodes")):
-                self._mirror.wait_for_change(0.1)
+                self._mirror.wait_for_change()
             delete_job(store.etcd, self._job, unless_below=(f"{self._prefix}/nodes/", f"{self._prefix}/waiting/"))
         self._mirror.close()
         self._connections.close()
@@ -244,7 +244,7 @@ class AgentsHandler(RendezvousHandler):
                 continue
             if self._node not in self._names("waiting"):  # its lease had run out
                 self._lease.put(mine, self._address)
-            self._mirror.wait_for_change(0.1)
+            self._mirror.wait_for_change()
 
     def _enter_round(self, members: tuple[str, ...], number: int, deadline: float) -> RendezvousInfo | None:
         """Meet at the store of the round's rank 0; None if that one is gone, and there will be another round."""
@@ -267,7 +267,7 @@ class AgentsHandler(RendezvousHandler):
                 return None
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"the agent of rank 0 of round {number} has not come to it")
-            self._mirror.wait_for_change(0.1)
+            self._mirror.wait_for_change()
         if not self._has_everybody_entered(members, number, deadline):
             return None
         host, port = json.loads(text)
@@ -298,7 +298,7 @@ class AgentsHandler(RendezvousHandler):
                 return True
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"not every node of round {number} has come to it")
-            self._mirror.wait_for_change(0.1)
+            self._mirror.wait_for_change()
 
     def _newest_round(self) -> tuple[int, tuple[str, ...]]:
         rounds = self._mirror.below(f"{self._prefix}/rounds/")

@@ -253,9 +253,10 @@ class Mirror:
             raise self._crash
         return self._revision >= self._known
 
-    def wait_for_change(self, seconds: float) -> None:
+    def wait_for_change(self) -> None:
+        """Until there is one, a tenth of a second at most."""
         with self._changed:
-            self._changed.wait(seconds)
+            self._changed.wait(0.1)
 
     def reconnect(self) -> None:
         """The stream is silent though there is something to tell: from another endpoint, from the start."""

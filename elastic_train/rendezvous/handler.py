@@ -63,9 +63,7 @@ def create_c10d_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     if idle:
         has = "has" if len(idle) == 1 else "have"
         _log(f"{', '.join(idle)} in --rdzv-conf {has} no meaning here: the agents wait for nobody")
-    _announce(f"at {','.join(settings.endpoints)}", settings)
-    _set_markers(C10D_VARIABLE, settings)
-    return WorkersHandler(parameters)
+    return _workers_handler(parameters, f"at {','.join(settings.endpoints)}", C10D_VARIABLE, settings)
 
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
@@ -86,9 +84,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         from elastic_train.rendezvous.etcd_handler import AgentsHandler
 
         return AgentsHandler(parameters, settings)
-    _announce(f"in etcd at {','.join(settings.endpoints)}", settings)
-    _set_markers(SETTINGS_VARIABLE, settings)
-    return WorkersHandler(parameters)
+    return _workers_handler(parameters, f"in etcd at {','.join(settings.endpoints)}", SETTINGS_VARIABLE, settings)
 
 
 def create_fixed_handler(
@@ -165,8 +161,9 @@ def keys_without_meaning(conf: Mapping[str, object]) -> list[str]:
     return [key for key, value in conf.items() if key not in C10D_KEYS and isinstance(value, str)]
 
 
-def announcement(where: str, *, min_nodes: int, max_nodes: int, last_call: float) -> str | None:
+def announcement(where: str, settings: C10dSettings | EtcdSettings) -> str | None:
     """What an agent tells the person in front of it; None where the job has one node."""
+    min_nodes, max_nodes, last_call = settings.min_nodes, settings.max_nodes, settings.last_call
     if max_nodes == 1:
         return None
     if min_nodes == max_nodes:
@@ -181,17 +178,17 @@ def announcement(where: str, *, min_nodes: int, max_nodes: int, last_call: float
     )
 
 
-def _announce(where: str, settings: C10dSettings | EtcdSettings) -> None:
-    line = announcement(where, min_nodes=settings.min_nodes, max_nodes=settings.max_nodes, last_call=settings.last_call)
+def _workers_handler(
+    parameters: RendezvousParameters, where: str, variable: str, settings: C10dSettings | EtcdSettings
+) -> WorkersHandler:
+    """Hand the settings to the workers. Here and not in the hook: torch may log that the hook failed, and go on."""
+    line = announcement(where, settings)
     if line is not None:
         _log(line)
-
-
-def _set_markers(variable: str, settings: C10dSettings | EtcdSettings) -> None:
-    """Hand the settings to the workers. Here and not in the hook: torch may log that the hook failed, and go on."""
     os.environ[variable] = settings.to_json()
     os.environ[MIN_NODES_VARIABLE] = str(settings.min_nodes)
     os.environ[NODE_VARIABLE] = _new_node_id()
+    return WorkersHandler(parameters)
 
 
 def _new_node_id() -> str:

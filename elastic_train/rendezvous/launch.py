@@ -17,7 +17,6 @@ from elastic_train.errors import FormationFailed
 from elastic_train.protocol.addresses import parse_endpoints
 from elastic_train.rendezvous.command_line import (
     agent_above,
-    arguments_of_agent,
     asks_for_c10d,
     has_free_port,
     option,
@@ -86,6 +85,8 @@ class Launch:
     """of the steps that srun has started in one job, which have one run id, which; "" without srun"""
     agent_pid: int | None = None
     """pid of the torchrun process on this node; None without torchrun"""
+    agent_arguments: list[str] | None = None
+    """on its command line; None where that cannot be seen"""
     min_nodes: int = 1
     """fewest nodes that may train, by --nnodes"""
     master: tuple[str, int] | None = None
@@ -133,15 +134,15 @@ class Launch:
             FormationFailed: torchrun's own c10d rendezvous has joined several nodes.
             UsageError: `store_endpoint` is not HOST:PORT.
         """
-        agent_pid = None
+        agent_pid, arguments = None, None
         if "TORCHELASTIC_RUN_ID" in environ:  # not srun, nor another launcher
-            agent_pid, _ = agent_above(os.getppid()) or (os.getppid(), [])
+            agent_pid, arguments = agent_above(os.getppid()) or (os.getppid(), None)
         of_srun = torchrun_variables(environ)
         environ = {**environ, **of_srun}
         if "RANK" not in environ or "WORLD_SIZE" not in environ:
             return Launch()
         etcd = environ.get(SETTINGS_VARIABLE)
-        c10d = c10d_settings(environ, agent_pid, store_endpoint) if etcd is None else None
+        c10d = c10d_settings(environ, arguments, store_endpoint) if etcd is None else None
         is_own_node = c10d is not None or etcd is not None
         master = environ.get("MASTER_ADDR", "localhost"), environ.get("MASTER_PORT", "0")
         return Launch(
@@ -154,6 +155,7 @@ class Launch:
             restart_count=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             step=environ.get("SLURM_STEP_ID", "") if of_srun else "",
             agent_pid=agent_pid,
+            agent_arguments=arguments,
             min_nodes=c10d.min_nodes if c10d is not None else int(environ.get(MIN_NODES_VARIABLE, "1")),
             master=None if is_own_node else (master[0], int(master[1])),
             is_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -163,7 +165,9 @@ class Launch:
         )
 
 
-def c10d_settings(environ: Mapping[str, str], agent_pid: int | None, store_endpoint: str | None) -> C10dSettings | None:
+def c10d_settings(
+    environ: Mapping[str, str], arguments: list[str] | None, store_endpoint: str | None
+) -> C10dSettings | None:
     """What the agent says of the c10d rendezvous, with --store-endpoint in place of its endpoints.
 
     A bare clone on PYTHONPATH has no hook in the agent. A node that torchrun's own c10d then starts alone is a fixed
@@ -177,9 +181,6 @@ def c10d_settings(environ: Mapping[str, str], agent_pid: int | None, store_endpo
     if C10D_VARIABLE in environ:
         settings = C10dSettings.from_json(environ[C10D_VARIABLE])
         return replace(settings, endpoints=endpoints) if endpoints else settings
-    if agent_pid is None:
-        return None
-    arguments = arguments_of_agent(agent_pid)
     if arguments is None or not asks_for_c10d(arguments, environ):
         return None
     num_nodes = int(environ.get("GROUP_WORLD_SIZE", "1"))
@@ -195,7 +196,7 @@ def c10d_settings(environ: Mapping[str, str], agent_pid: int | None, store_endpo
 
 def alone_warning(launch: Launch, environ: Mapping[str, str]) -> str | None:
     """Where torchrun's own c10d rendezvous has started this node, and no other one can come."""
-    arguments = None if launch.is_open or launch.agent_pid is None else arguments_of_agent(launch.agent_pid)
+    arguments = None if launch.is_open else launch.agent_arguments
     if arguments is None or not asks_for_c10d(arguments, environ) or max_nodes_of(launch, environ) == 1:
         return None
     endpoint = option(arguments, environ, "rdzv-endpoint") or ""
@@ -220,4 +221,4 @@ def max_nodes_of(launch: Launch, environ: Mapping[str, str]) -> int:
         return settings.max_nodes
     if launch.agent_pid is None:
         return launch.num_nodes
-    return parse_nnodes(option(arguments_of_agent(launch.agent_pid) or [], environ, "nnodes") or "1:1")[1]
+    return parse_nnodes(option(launch.agent_arguments or [], environ, "nnodes") or "1:1")[1]

@@ -25,8 +25,8 @@ from elastic_train.errors import FormationFailed, UsageError
 from elastic_train.protocol.addresses import normalize_endpoint, parse_endpoints, split_endpoint
 from elastic_train.rendezvous import command_line, hook, launch
 from elastic_train.rendezvous.command_line import (
+    agent_above,
     agent_arguments,
-    arguments_of_agent,
     asks_for_c10d,
     has_free_port,
     launches_elastic_train,
@@ -277,14 +277,14 @@ def test_settings_reach_the_workers_as_they_are() -> None:
 
 
 def test_the_announcement() -> None:
-    assert announcement("at h:1", min_nodes=1, max_nodes=1, last_call=2.0) is None
-    elastic = announcement("at h:1,i:2", min_nodes=1, max_nodes=4, last_call=2.0)
+    assert announcement("at h:1", C10dSettings(("h:1",), 1, 1, 2.0)) is None
+    elastic = announcement("at h:1,i:2", C10dSettings(("h:1",), 1, 4, 2.0))
     assert elastic == (
         "meeting at h:1,i:2, 1 to 4 nodes; training starts 2 s after the first node has come, at once with 4; nodes "
         "that come later are taken in between two steps"
     )
-    assert "0.5 s after 2 nodes have come" in str(announcement("at h:1", min_nodes=2, max_nodes=4, last_call=0.5))
-    exact = str(announcement("at h:1", min_nodes=4, max_nodes=4, last_call=2.0))
+    assert "0.5 s after 2 nodes have come" in str(announcement("at h:1", C10dSettings(("h:1",), 2, 4, 0.5)))
+    exact = str(announcement("at h:1", C10dSettings(("h:1",), 4, 4, 2.0)))
     assert exact.startswith("waiting at h:1 for exactly 4 nodes")
     assert "--nnodes 1:4" in exact
 
@@ -504,16 +504,16 @@ OF_WORKERS = OF_ONE_NODE | {"MASTER_ADDR": MASTER_ADDR, "MASTER_PORT": MASTER_PO
 def agent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The command line of this process's agent; empty, it is no torchrun process."""
     words: list[str] = []
-    monkeypatch.setattr(launch, "arguments_of_agent", lambda _pid, **_kinds: words or None)
+    monkeypatch.setattr(launch, "agent_above", lambda pid: (pid, words) if words else None)
     return words
 
 
 OF_WRAPPED = """
 import os, sys
-from elastic_train.rendezvous.command_line import arguments_of_agent
+from elastic_train.rendezvous.command_line import agent_above
 from elastic_train.rendezvous.launch import Launch
 agent_pid = Launch.from_environment({**os.environ, **ENVIRON}, None).agent_pid
-print(arguments_of_agent(os.getppid()), agent_pid == int(os.environ["AGENT"]), agent_pid == os.getppid(), flush=True)
+print(agent_above(os.getppid())[1], agent_pid == int(os.environ["AGENT"]), agent_pid == os.getppid(), flush=True)
 """
 
 
@@ -536,8 +536,8 @@ def test_the_agent_of_a_worker_that_a_wrapper_has_started(wrapper: str, is_paren
 
 
 def test_a_process_that_no_agent_has_started() -> None:
-    assert arguments_of_agent(os.getpid()) is None
-    assert arguments_of_agent(2**22 + 1) is None, "there is none"
+    assert agent_above(os.getpid()) is None
+    assert agent_above(2**22 + 1) is None, "there is none"
 
 
 @pytest.mark.usefixtures("agent")
@@ -648,7 +648,6 @@ def test_several_nodes_without_the_plug_in_are_refused(agent: list[str]) -> None
 def test_what_is_told_without_the_plug_in_is_told_behind_a_wrapper_too(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--rdzv-backend=c10d", "--nnodes=1:4", "--no-python", "wrapper.sh"]
     monkeypatch.setattr(launch, "agent_above", lambda _pid: (4711, words))
-    monkeypatch.setattr(launch, "arguments_of_agent", lambda pid: words if pid == 4711 else None)
     with pytest.raises(FormationFailed, match=r"set ELASTIC_TRAIN=1"):
         Launch.from_environment(ENVIRON, None)
     found = Launch.from_environment(OF_ONE_NODE, None)
