@@ -23,7 +23,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,19 +118,12 @@ def measure_all(backend: str, quick: bool) -> list[BenchRow]:
 def measure(backend: str, case: RecoveryCase, run_dir: Path) -> list[BenchRow]:
     """Kill and bring back, so often as the case says."""
     chance = random.Random(SEED)
-    record = Record(run_dir)
     timeout = () if case.silent_for is None else ("--peer-timeout", str(case.silent_for))
-    flags = ("--epochs", "1000000", "--eval-every", "1000000", "--no-progress", *timeout, *case.flags)
-    cluster = Cluster(
-        run_dir, record, flags, num_nodes=case.nodes, num_workers=case.workers, backend=backend_of(backend, None)
-    )
     kills: list[dict[str, float]] = []
     joins: list[dict[str, float]] = []
-    try:
-        cluster.backend.start()
-        for place in cluster.places:
-            cluster.start(place)
-        cluster.settle(case.nodes, MIN_STEPS, SETTLE_SECONDS)
+    with training_nodes(
+        run_dir, case.nodes, (*timeout, *case.flags), num_workers=case.workers, backend=backend_of(backend, None)
+    ) as cluster:
         for number in range(case.kills):
             victim = chance.choice(case.victims(cluster))
             kills.append(kill(cluster, victim) if case.silent_for is None else freeze(cluster, victim, case.silent_for))
@@ -137,9 +131,6 @@ def measure(backend: str, case: RecoveryCase, run_dir: Path) -> list[BenchRow]:
             joins.append(join(cluster, victim))
             told = f"{case}, {number + 1} of {case.kills}: {case.incident} {kills[-1]['all']:.3f} s"
             print(f"{told}, joined {joins[-1]['all']:.3f} s", file=sys.stderr, flush=True)
-    finally:
-        cluster.close()
-        record.close()
     killed = f"{backend}, {case}, {case.incident}"
     worst = max(found["all"] for found in kills)
     return [
@@ -149,6 +140,22 @@ def measure(backend: str, case: RecoveryCase, run_dir: Path) -> list[BenchRow]:
             f"{backend}, {case}, a node joined", joins, case.join_limit, statistics.median(j["step"] for j in joins)
         ),
     ]
+
+
+@contextmanager
+def training_nodes(
+    run_dir: Path, number: int, flags: Sequence[str] = (), *, num_places: int | None = None, **more: Any
+) -> Iterator[Cluster]:
+    """So many nodes that train together, as fast as they can; `num_places` where others are to join, `more` as
+    `Cluster` takes it. All that runs is ended on the way out."""
+    with closing(Record(run_dir)) as record:
+        endless = ("--epochs", "1000000", "--eval-every", "1000000", "--no-progress", *flags)
+        with closing(Cluster(run_dir, record, endless, num_nodes=num_places or number, **more)) as cluster:
+            cluster.backend.start()
+            for place in cluster.places[:number]:
+                cluster.start(place)
+            cluster.settle(number, MIN_STEPS, SETTLE_SECONDS)
+            yield cluster
 
 
 def rows_of(case: str, found: Sequence[dict[str, float]], limit: float, step: float = 0.0) -> list[BenchRow]:

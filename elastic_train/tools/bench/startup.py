@@ -27,10 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import ElasticTrainError
-from elastic_train.tools.audit.record import Record
 from elastic_train.tools.bench import table
 from elastic_train.tools.bench.goodput_of_trace import Torchft, start_node, wait_for_world
-from elastic_train.tools.bench.recovery_time import all_events, first_step_after
+from elastic_train.tools.bench.recovery_time import (
+    MIN_STEPS,
+    SETTLE_SECONDS,
+    all_events,
+    first_step_after,
+    training_nodes,
+)
 from elastic_train.tools.bench.table import BenchRow, iqr
 from elastic_train.tools.drills.cluster import Cluster, Place
 from elastic_train.tools.drills.nodes import Node, clean_environment, wait_until
@@ -39,9 +44,6 @@ NUM_TRAINING = 2
 """nodes that train while another one joins"""
 ALLOWANCE_SECONDS = 1.5
 """for everything that is not an import of torch"""
-MIN_STEPS = 20
-"""committed in a world before the next change"""
-SETTLE_SECONDS = 120.0
 QUICK, THOROUGH = 3, 10
 """joins"""
 
@@ -122,27 +124,17 @@ def rows_of(joins: Sequence[JoinTimes]) -> list[BenchRow]:
 
 
 def measure_ours(num_joins: int, run_dir: Path) -> list[JoinTimes]:
-    record = Record(run_dir)
-    flags = ("--epochs", "1000000", "--eval-every", "1000000", "--no-progress")
-    cluster = Cluster(run_dir, record, flags, num_nodes=NUM_TRAINING + 1)
-    newcomer = cluster.places[-1]
+    with training_nodes(run_dir, NUM_TRAINING, num_places=NUM_TRAINING + 1) as cluster:
+        newcomer = cluster.places[-1]
 
-    def join_and_die() -> dict[str, float]:
-        phases = join(cluster, newcomer)
-        cluster.settle(NUM_TRAINING + 1, MIN_STEPS, SETTLE_SECONDS)
-        cluster.kill([newcomer])
-        cluster.settle(NUM_TRAINING, MIN_STEPS, SETTLE_SECONDS)
-        return phases
+        def join_and_die() -> dict[str, float]:
+            phases = join(cluster, newcomer)
+            cluster.settle(NUM_TRAINING + 1, MIN_STEPS, SETTLE_SECONDS)
+            cluster.kill([newcomer])
+            cluster.settle(NUM_TRAINING, MIN_STEPS, SETTLE_SECONDS)
+            return phases
 
-    try:
-        cluster.backend.start()
-        for place in cluster.places[:-1]:
-            cluster.start(place)
-        cluster.settle(NUM_TRAINING, MIN_STEPS, SETTLE_SECONDS)
         return beside_imports(num_joins, join_and_die)
-    finally:
-        cluster.close()
-        record.close()
 
 
 def beside_imports(num_joins: int, join: Callable[[], dict[str, float]]) -> list[JoinTimes]:
