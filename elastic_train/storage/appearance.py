@@ -17,11 +17,11 @@ class Flight:
     """One snapshot on its way, for who would have the line, or the thread, for a newer one.
 
     Args:
-        check: as of an `Appearance`.
+        check: raises OwnershipLost where another job, or a newer generation, has the place.
         is_awaited: whether somebody waits for its end: what is old is left then.
     """
 
-    def __init__(self, check: Callable[[], None] | None, *, is_awaited: bool = False) -> None:
+    def __init__(self, check: Callable[[], None] | None = None, *, is_awaited: bool = False) -> None:
         self._check = check
         self._lock = threading.Lock()
         self._is_given_up = self._may_be_there = False
@@ -65,21 +65,13 @@ class Appearance:
         Raises:
             OwnershipLost: before, or while it was put; then it is not there. ObjectStoreError: it cannot be put.
         """
-        import tenacity
 
         def may_pass(error: BaseException) -> bool:
             return isinstance(error, ObjectStoreError) and error.fault is StoreFault.TRANSIENT
 
-        tries = self._store.tries
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(may_pass),
-            stop=tenacity.stop_after_delay(tries.total),
-            wait=tenacity.wait_random_exponential(multiplier=0.2, max=tries.longest_wait),
-            reraise=True,
-        )
         once = self._store.impatient()
         try:
-            if retrying(self._try, once):
+            if self._store.tries.call(lambda: self._try(once), may_pass):
                 note()
                 with contextlib.suppress(ObjectStoreError):  # the next renewal finds it out
                     self._check()

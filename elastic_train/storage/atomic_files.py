@@ -20,16 +20,21 @@ def write_atomic(path: Path, data: bytes) -> None:
     fsyncs. Raises OSError, and leaves the old file and no temporary one."""
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_durably(temporary, data)
         os.rename(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
     fsync_directory(path.parent)
+
+
+def write_durably(path: Path, data: bytes, mode: str = "wb") -> None:
+    """Blocks for an fsync; its name is not durable yet. Raises OSError."""
+    with open(path, mode) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def create_once(path: Path, data: bytes) -> None:
@@ -43,10 +48,7 @@ def create_once(path: Path, data: bytes) -> None:
         if error.errno not in _LINK_MISSING:
             raise
         # rename(2) would replace the name that others may have read already
-        with open(path, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_durably(path, data, "xb")
     finally:
         draft.unlink()
 

@@ -29,7 +29,7 @@ from elastic_train.errors import (
     cause_of,
     first_line,
 )
-from elastic_train.storage.appearance import MOST_MANIFEST_BYTES, Appearance
+from elastic_train.storage.appearance import MOST_MANIFEST_BYTES, Appearance, Flight
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.parts import MOST_PART_BYTES, PART_BYTES, Part, PartStream, each, fetch
 from elastic_train.storage.retention import Retention
@@ -42,8 +42,10 @@ from elastic_train.storage.snapshot import (
     SnapshotInfo,
     info_of,
     parse_manifest,
+    require_same_run,
 )
 from elastic_train.storage.state_bytes import HashingFile, SnapshotFile
+from elastic_train.storage.store_faults import errors_told
 
 FORMAT_VERSION = 3
 PART_PREFIX = f"{STATE_FILE}."
@@ -187,39 +189,54 @@ class Bucket:
         manifest: dict[str, Any],
         *,
         key: bytes | None = None,
-        before_visible: Callable[[], None] | None = None,
+        flight: Flight | None = None,
         shared: SharedState | None = None,
-        is_given_up: Callable[[], bool] = lambda: False,
     ) -> SnapshotFile:
-        """As `snapshot.RemoteFolder.write`."""
-        place = self.snapshot(name)
-        try:
-            existing = self._existing(place, str(manifest["run_uid"]), key)
-            host = str(manifest["host"])
-            stream = (
-                self._open_share(place, shared) if shared is not None else self._open_parts(place, host, is_given_up)
-            )
-            return existing or self._write_new(place, fill, stream, manifest, key, before_visible, is_given_up)
-        except ObjectStoreError as error:
-            raise SnapshotError(f"snapshot {name} cannot be written: {error}; older ones are untouched") from error
+        """Write a snapshot, whole or not at all; where a whole one of that name and run is there, it stays.
+
+        Args:
+            fill: writes the bytes of the state into a file.
+            manifest: of the format of a folder, without `files`.
+            key: signs it, where there is one.
+            flight: is asked before each try to make it visible, and once more when it is; where it is given up, it is
+                not sent to its end, unless it is a `shared` one.
+            shared: what `fill` writes, where other nodes send a share of it.
+
+        Raises:
+            SnapshotError: it cannot be written; older ones are untouched. Whatever the check of `flight` raises.
+        """
+        place, flight = self.snapshot(name), flight or Flight()
+        with errors_told(str(place)):
+            try:
+                existing = self._existing(place, str(manifest["run_uid"]), key)
+                return existing or self._write_new(place, fill, manifest, key, flight, shared)
+            except ObjectStoreError as error:
+                raise SnapshotError(f"snapshot {name} cannot be written: {error}; older ones are untouched") from error
 
     def write_share(self, name: str, shared: SharedState) -> bool:
-        """As `snapshot.RemoteFolder.write_share`."""
-        stream = self._open_share(self.snapshot(name), shared)
-        try:
-            shared(stream)
-            return stream.finish_share()
-        except ObjectStoreError as error:
-            raise SnapshotError(f"this node's share of snapshot {name} cannot be written: {error}") from error
+        """Send this node's share of a snapshot that the first node of a fleet writes now, and help those that do not
+        come to an end. Blocks until the snapshot is there. Returns False where it will not come.
 
-    def _open_parts(self, place: BucketSnapshot, host: str, is_given_up: Callable[[], bool]) -> PartStream:
+        Raises:
+            SnapshotError: this node cannot send.
+        """
+        place = self.snapshot(name)
+        with errors_told(str(place)):
+            stream = self._open_share(place, shared)
+            try:
+                shared(stream)
+                return stream.finish_share()
+            except ObjectStoreError as error:
+                raise SnapshotError(f"this node's share of snapshot {name} cannot be written: {error}") from error
+
+    def _open_parts(self, place: BucketSnapshot, host: str, flight: Flight) -> PartStream:
         nonce = secrets.token_hex(4)
         return PartStream(
             lambda number: f"{PART_PREFIX}{number:05d}.{nonce}",
             lambda part, data: self.store.put(place.key_of(part), data),
             host,
             self._part_bytes,
-            is_given_up,
+            flight.is_given_up,
         )
 
     def _open_share(self, place: BucketSnapshot, shared: SharedState) -> SharedStream:
@@ -249,26 +266,26 @@ class Bucket:
         except SnapshotDamaged:
             self.store.delete(place.key_of(MANIFEST_FILE))
             return None
-        if info.run_uid != run_uid:
-            raise SnapshotError(
-                f"snapshot {place} cannot be written: another run has one of that name there; "
-                "choose another --snapshot-dir"
-            )
+        require_same_run(info, run_uid)
         return info.files[STATE_FILE]
 
     def _write_new(
         self,
         place: BucketSnapshot,
         fill: Callable[[IO[bytes]], None],
-        stream: PartStream | SharedStream,
         manifest: dict[str, Any],
         key: bytes | None,
-        before_visible: Callable[[], None] | None,
-        is_given_up: Callable[[], bool],
+        flight: Flight,
+        shared: SharedState | None,
     ) -> SnapshotFile:
+        stream: PartStream | SharedStream
+        if shared is not None:
+            stream = self._open_share(place, shared)
+        else:
+            stream = self._open_parts(place, str(manifest["host"]), flight)
         appearance: Appearance | None = None
         try:
-            hashing = HashingFile(cast("IO[bytes]", stream), is_given_up)
+            hashing = HashingFile(cast("IO[bytes]", stream), flight.is_given_up)
             fill(cast("IO[bytes]", hashing))
             parts = stream.finish()
             written = hashing.written()
@@ -282,7 +299,7 @@ class Bucket:
                 key,
             )
             data = json.dumps(whole, indent=2).encode() + b"\n"
-            appearance = Appearance(self.store, place.key_of(MANIFEST_FILE), data, before_visible or _nobody_asks)
+            appearance = Appearance(self.store, place.key_of(MANIFEST_FILE), data, flight.check)
             if appearance.make(lambda: self.note_visible(manifest)):
                 return written
             # Another worker of this host has written the same moment meanwhile.
@@ -296,20 +313,21 @@ class Bucket:
                 self._left[place] = [*self._left.get(place, ()), *stream.names]
                 # What is told is why it was not written; where it was given up, something else waits for the line.
                 with contextlib.suppress(ObjectStoreError):
-                    if not is_given_up():
+                    if not flight.is_given_up():
                         self._delete_left(self.store.impatient())
 
     def prune(
-        self,
-        written: str,
-        *,
-        keep: Retention,
-        run_uid: str,
-        key: bytes | None = None,
-        is_given_up: Callable[[], bool] = lambda: False,
+        self, written: str, *, keep: Retention, run_uid: str, key: bytes | None = None, flight: Flight | None = None
     ) -> list[str]:
-        """As `snapshot.RemoteFolder.prune`, of all hosts: machines that may be taken away come back under other names.
-        Called by the owner, whose newest snapshots are never the ones that a start reads: it has read before."""
+        """Delete the old snapshots of a run, now that `written` is there, and what writers left behind that did not
+        end; what is left when `flight` is awaited, the next call deletes. Returns warnings.
+
+        Of all hosts: machines that may be taken away come back under other names. Called by the owner, whose newest
+        snapshots are never the ones that a start reads: it has read before."""
+
+        def is_given_up() -> bool:
+            return flight is not None and flight.is_awaited
+
         if is_given_up():
             return []
         try:
@@ -318,9 +336,7 @@ class Bucket:
             past = [name for name in listed.keys() - whole.keys() if _generation_of(name) < _generation_of(written)]
             doomed = [name for name in past if self._is_leftover(name, listed[name], run_uid, key)]
             of_run = [info for info in whole.values() if info.run_uid == run_uid]
-            newest = sorted({info.age_key for info in of_run}, reverse=True)[: keep.newest]
-            stays = {*newest, *keep.pinned(of_run)}
-            doomed += [info.name for info in of_run if info.age_key not in stays and info.name != written]
+            doomed += [info.name for info in keep.expired(of_run, [info for info in of_run if info.name != written])]
             for name in doomed:
                 if is_given_up():
                     return []
@@ -377,10 +393,6 @@ class Bucket:
         self._left[place] = list(dict.fromkeys((*self._left.get(place, ()), *parts)))
         each(lambda file: store.delete(place.key_of(file)), self._left[place], is_given_up)
         del self._left[place]
-
-
-def _nobody_asks() -> None:
-    """For a place that has no owner."""
 
 
 def _generation_of(name: str) -> int:

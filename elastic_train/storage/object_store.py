@@ -34,6 +34,18 @@ class Tries:
     longest_wait: float = 8.0
     """between two tries; it grows from 0.2, with jitter"""
 
+    def call(self, function: Callable[[], Value], may_pass: Callable[[BaseException], bool]) -> Value:
+        """What it gives, tried again after errors that may pass. Raises: what the last try does."""
+        import tenacity
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(may_pass),
+            stop=tenacity.stop_after_delay(self.total),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=self.longest_wait),
+            reraise=True,
+        )
+        return retrying(function)
+
 
 START = Tries(total=15.0, attempt=30.0, silence=10.0)
 """of the first look at a store: whoever starts a job waits for it"""
@@ -147,21 +159,10 @@ class ObjectStore:
 
     def _call(self, what: str, function: Callable[[], Value], **otherwise: Any) -> Value:
         """Args: otherwise: what is returned in place of raising a fault, by the fault's name."""
-        import tenacity
-
-        def may_pass(error: BaseException) -> bool:
-            return fault_of(error)[0] is StoreFault.TRANSIENT
-
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(may_pass),
-            stop=tenacity.stop_after_delay(self.tries.total),
-            wait=tenacity.wait_random_exponential(multiplier=0.2, max=self.tries.longest_wait),
-            reraise=True,
-        )
         if self._arm.pid != os.getpid():
             raise ObjectStoreError(f"{self}: a child of fork() cannot use it", StoreFault.OTHER)
         try:
-            return retrying(function)
+            return self.tries.call(function, lambda error: fault_of(error)[0] is StoreFault.TRANSIENT)
         except Exception as error:  # of any library below fsspec: each has errors of its own
             fault, text = fault_of(error)
             if fault.value in otherwise:

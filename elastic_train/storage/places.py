@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of
-from elastic_train.storage.atomic_files import fsync_directory, write_atomic
 from elastic_train.storage.bucket import Bucket
 from elastic_train.storage.bucket_owner import BucketOwner
+from elastic_train.storage.local_folder import LocalFolder
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.run_snapshots import snapshots_in
 from elastic_train.storage.snapshot import (
-    FORMAT_VERSION,
     MANIFEST_FILE,
     SNAPSHOT_NAME,
-    STATE_FILE,
     SnapshotFolder,
     SnapshotInfo,
     SnapshotPlace,
@@ -83,16 +81,24 @@ def copy_snapshot(
     if not isinstance(folder, Path | Bucket):
         raise SnapshotError(f"{target} names one snapshot: name what it is to lie in")
     manifest = _manifest_of(info)
+    manifest.pop("parts", None)
     with open_verified(info) as file:
+
+        def fill(into: IO[bytes]) -> None:
+            shutil.copyfileobj(file, into)
+
         if isinstance(folder, Path):
             path = folder / info.name
             if not path.exists() or not _is_whole_copy(path, info, key, warn):
-                _write_to_folder(path, file, manifest)
+                try:
+                    LocalFolder(folder).write(info.name, fill, manifest)
+                except OSError as error:
+                    raise SnapshotError(f"snapshot {path} cannot be written: {cause_of(error)}") from error
         else:
             place = folder.snapshot(info.name)
             if MANIFEST_FILE in place.files() and not _is_whole_copy(place, info, key, warn):
                 folder.delete(place)
-            folder.write(info.name, lambda into: shutil.copyfileobj(file, into), manifest, key=key)
+            folder.write(info.name, fill, manifest, key=key)
     return info, f"{folder}/{info.name}"
 
 
@@ -134,27 +140,3 @@ def _manifest_of(info: SnapshotInfo) -> dict[str, Any]:
     if isinstance(info.path, Path):
         return dict(json.loads((info.path / MANIFEST_FILE).read_bytes()))
     return info.path.read_manifest()
-
-
-def _write_to_folder(path: Path, file: IO[bytes], manifest: dict[str, Any]) -> None:
-    """What is in its place is a damaged copy of it."""
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    displaced = path.with_name(f".tmp-old-{path.name}-{os.getpid()}")
-    manifest = {name: value for name, value in manifest.items() if name != "parts"}
-    try:
-        temporary.mkdir(parents=True)
-        with open(temporary / STATE_FILE, "wb") as into:
-            shutil.copyfileobj(file, into)
-            into.flush()
-            os.fsync(into.fileno())
-        data = json.dumps({**manifest, "format_version": FORMAT_VERSION}, indent=2).encode() + b"\n"
-        write_atomic(temporary / MANIFEST_FILE, data)
-        if path.exists():
-            os.rename(path, displaced)
-        os.rename(temporary, path)
-        fsync_directory(path.parent)
-    except OSError as error:
-        raise SnapshotError(f"snapshot {path} cannot be written: {cause_of(error)}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(displaced, ignore_errors=True)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
 
-from elastic_train.errors import SnapshotDamaged
-from elastic_train.storage.snapshot import SnapshotFolder, SnapshotInfo, find_snapshots, load_state
+from elastic_train.storage.snapshot import SnapshotInfo
 
 Moment = tuple[int, int]
 """(generation, step)"""
@@ -42,27 +39,29 @@ class Retention:
             for info in sorted(infos, key=lambda info: (-info.step, info.generation)):  # the last one written stays
                 first[info.step // self.every] = info.age_key
             first.pop(0, None)
-        whole = (info.age_key for info in best_first(infos) if is_whole(info)) if self.best else iter(())
-        return frozenset(first.values()) | frozenset(islice(_distinct(whole), self.best))
+        whole = (info.age_key for info in best_first(infos) if is_whole(info)) if self.best else ()
+        return frozenset(first.values()) | frozenset([*dict.fromkeys(whole)][: self.best])
 
-
-def _distinct(moments: Iterable[Moment]) -> Iterator[Moment]:
-    return iter(dict.fromkeys(moments))
+    def expired(
+        self,
+        of_run: Sequence[SnapshotInfo],
+        removable: Sequence[SnapshotInfo],
+        is_whole: Callable[[SnapshotInfo], bool] = lambda _info: True,
+    ) -> list[SnapshotInfo]:
+        """Those of `removable` beyond the newest moments that have a whole snapshot, but for what is pinned."""
+        moments = sorted({info.age_key for info in of_run}, reverse=True)
+        if len(moments) <= self.newest or all(info.age_key >= moments[self.newest - 1] for info in removable):
+            return []  # nor need any be read
+        pinned = self.pinned(of_run, is_whole)
+        num_kept = 0
+        for moment in moments:
+            num_kept += any(is_whole(info) for info in of_run if info.age_key == moment)
+            if num_kept == self.newest:
+                return [info for info in removable if info.age_key < moment and info.age_key not in pinned]
+        return []
 
 
 def best_first(infos: Iterable[SnapshotInfo]) -> list[SnapshotInfo]:
     """Those that have a metric, the largest first; the earliest of equals."""
     rated = [(info.metric, info) for info in infos if info.metric is not None]
     return [info for _, info in sorted(rated, key=lambda pair: (-pair[0], pair[1].step, -pair[1].generation))]
-
-
-def best_whole(
-    directory: SnapshotFolder, *, warn: Callable[[str], None], key: bytes | None = None
-) -> tuple[SnapshotInfo, dict[str, Any]] | None:
-    """As `snapshot.newest_whole`, of the one with the largest metric."""
-    for info in best_first(find_snapshots(directory, warn=warn, key=key)):
-        try:
-            return info, load_state(info)
-        except SnapshotDamaged as error:
-            warn(f"skipped: {error}")
-    return None

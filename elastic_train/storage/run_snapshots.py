@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from elastic_train.errors import SnapshotError, cause_of
 from elastic_train.runlog.reader import Line, dict_of, int_of, newest_first, parse, time_of
-from elastic_train.storage.snapshot import RemoteFolder, SnapshotFolder, SnapshotPlace
+from elastic_train.storage.snapshot import SnapshotFolder, SnapshotPlace
 from elastic_train.storage.store_urls import is_url
+
+if TYPE_CHECKING:
+    from elastic_train.storage.bucket import Bucket
 
 HEAD_LINES = 4
 """of a file of events, among which a process has its start"""
@@ -24,7 +27,7 @@ def snapshots_in(path: SnapshotPlace | SnapshotFolder) -> SnapshotFolder:
         SnapshotError: there is no such folder, or the run has its snapshots at a URL.
     """
     if not isinstance(path, Path):
-        return cast("RemoteFolder", path)
+        return cast("Bucket", path)
     if not path.is_dir():
         raise SnapshotError(f"{path} is no directory; give a run directory or its snapshots/")
     try:

@@ -21,112 +21,35 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from elastic_train.branches import Branches, branches_of
 from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of, first_line
-from elastic_train.storage.manifest_fields import finite_number, moment, plain_file_name, whole_number
 from elastic_train.storage.signature import why_not_signed
-from elastic_train.storage.state_bytes import (
-    SnapshotFile,
-    read_state,
-)
+from elastic_train.storage.state_bytes import SnapshotFile, read_state
 from elastic_train.version import VERSION
 
 if TYPE_CHECKING:  # torch takes seconds to import, and listing snapshots does not need it
     import torch
 
-    from elastic_train.storage.retention import Retention
-    from elastic_train.storage.shares import SharedState
+    from elastic_train.storage.bucket import Bucket, BucketSnapshot
 
 FORMAT_VERSION = 2
 STATE_FILE = "state.pt"
 MANIFEST_FILE = "manifest.json"
-
-
+_LAST_SECOND = 2.5e11
+"""of the year 9892: what is later cannot be shown as a date"""
 SNAPSHOT_NAME = re.compile(r"step-\d{12,}-gen-\d{4,}-(?P<host>.+)")
 
 
-class RemoteSnapshot(Protocol):
-    """The place of one snapshot that lies in no folder of this machine. Prints as its URL."""
-
-    @property
-    def name(self) -> str: ...
-
-    def read_info(self, key: bytes | None = None) -> SnapshotInfo:
-        """As the function of that name."""
-
-    def read_manifest(self) -> dict[str, Any]: ...
-
-    def open_verified(self, promised: SnapshotFile) -> contextlib.AbstractContextManager[IO[bytes]]:
-        """The bytes of its state, once they are verified. Raises: SnapshotDamaged, SnapshotError."""
-
-
-class RemoteFolder(Protocol):
-    """A place of many snapshots that is no folder of this machine. Prints as its URL."""
-
-    def find(self, *, warn: Callable[[str], None], key: bytes | None) -> list[SnapshotInfo]:
-        """As `find_snapshots`."""
-
-    def write(
-        self,
-        name: str,
-        fill: Callable[[IO[bytes]], None],
-        manifest: dict[str, Any],
-        *,
-        key: bytes | None,
-        before_visible: Callable[[], None] | None = None,
-        shared: SharedState | None = None,
-        is_given_up: Callable[[], bool] = lambda: False,
-    ) -> SnapshotFile:
-        """Write a snapshot, whole or not at all; where a whole one of that name and run is there, it stays.
-
-        `before_visible` is called before each try to make it visible, and once more when it is.
-
-        Args:
-            fill: writes the bytes of the state into a file.
-            manifest: of the format of a folder, without `files`.
-            key, before_visible: as of `SnapshotWriter`.
-            shared: what `fill` writes, where other nodes send a share of it.
-            is_given_up: whether it need not be sent to its end; not asked of a `shared` one.
-
-        Raises:
-            SnapshotError: it cannot be written; older ones are untouched. Whatever `before_visible` raises.
-        """
-
-    def write_share(self, name: str, shared: SharedState) -> bool:
-        """Send this node's share of a snapshot that the first node of a fleet writes now, and help those that do not
-        come to an end. Blocks until the snapshot is there. Returns False where it will not come.
-
-        Raises:
-            SnapshotError: this node cannot send.
-        """
-
-    def snapshot(self, name: str) -> RemoteSnapshot: ...
-
-    def prune(
-        self,
-        written: str,
-        *,
-        keep: Retention,
-        run_uid: str,
-        key: bytes | None,
-        is_given_up: Callable[[], bool] = lambda: False,
-    ) -> list[str]:
-        """Delete the old snapshots of a run, and what writers left behind that did not end. Returns warnings.
-
-        Args:
-            is_given_up: whether the rest is left for the next call: somebody waits.
-        """
-
-
-SnapshotFolder: TypeAlias = "Path | RemoteFolder"
-SnapshotPlace: TypeAlias = "Path | RemoteSnapshot"
+SnapshotFolder: TypeAlias = "Path | Bucket"
+SnapshotPlace: TypeAlias = "Path | BucketSnapshot"
 
 
 @dataclass(frozen=True)
@@ -233,30 +156,55 @@ def info_of(manifest: dict[str, Any], path: SnapshotPlace, key: bytes | None) ->
             raise SnapshotDamaged(f"snapshot {path}: {why}")
         info = SnapshotInfo(
             path=path,
-            step=whole_number(manifest["step"]),
-            epoch=whole_number(manifest["epoch"]),
-            samples_done=whole_number(manifest["samples_done"]),
-            generation=whole_number(manifest["generation"]),
+            step=_whole_number(manifest["step"]),
+            epoch=_whole_number(manifest["epoch"]),
+            samples_done=_whole_number(manifest["samples_done"]),
+            generation=_whole_number(manifest["generation"]),
             run_uid=str(manifest["run_uid"]),
             host=str(manifest["host"]),
-            time=moment(manifest["time"]),
-            world_size=whole_number(manifest["world_size"]),
+            time=_moment(manifest["time"]),
+            world_size=_whole_number(manifest["world_size"]),
             torch_version=str(manifest["torch_version"]),
             elastic_train_version=str(manifest["elastic_train_version"]),
             task=dict(manifest["task"]),
             files={
-                plain_file_name(name): SnapshotFile(whole_number(file["bytes"]), str(file["sha256"]))
+                _plain_file_name(name): SnapshotFile(_whole_number(file["bytes"]), str(file["sha256"]))
                 for name, file in manifest["files"].items()
             },
             branches=branches_of(manifest.get("branches", ())),
             restarts=branches_of(manifest.get("restarts", ())),
-            metric=finite_number(manifest.get("metric")),
+            metric=_finite_number(manifest.get("metric")),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise SnapshotDamaged(f"snapshot {path}: {MANIFEST_FILE} is wrong or incomplete: {error!r}") from error
     if STATE_FILE not in info.files:
         raise SnapshotDamaged(f"snapshot {path}: {MANIFEST_FILE} does not name {STATE_FILE}")
     return info
+
+
+def _whole_number(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
+def _moment(value: Any) -> float:
+    seconds = float(value)
+    if not 0 <= seconds < _LAST_SECOND:
+        raise ValueError(f"{value!r} is no time")
+    return seconds
+
+
+def _finite_number(value: Any) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise ValueError(f"{value!r} is no finite number")
+    return None if value is None else float(value)
+
+
+def _plain_file_name(name: str) -> str:
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"{name!r} is not the name of a file in the snapshot")
+    return name
 
 
 def find_snapshots(
@@ -278,6 +226,15 @@ def find_snapshots(
             if path.exists():  # else its writer has pruned it since
                 warn(f"skipped: {error}")
     return newest_first(found)
+
+
+def require_same_run(info: SnapshotInfo, run_uid: str) -> None:
+    """Raises: SnapshotError: it is of another run, and in the way of one."""
+    if info.run_uid != run_uid:
+        raise SnapshotError(
+            f"snapshot {info.path} cannot be written: another run has one of that name there; "
+            "choose another --snapshot-dir"
+        )
 
 
 def newest_first(found: list[SnapshotInfo]) -> list[SnapshotInfo]:
@@ -382,7 +339,13 @@ def newest_whole(
     Raises:
         SnapshotError: the directory cannot be listed; as `load_state`.
     """
-    for info in find_snapshots(directory, warn=warn, key=key):
+    return first_whole(find_snapshots(directory, warn=warn, key=key), warn, map_location)
+
+
+def first_whole(
+    infos: Iterable[SnapshotInfo], warn: Callable[[str], None], map_location: str | torch.device | None = "cpu"
+) -> tuple[SnapshotInfo, dict[str, Any]] | None:
+    for info in infos:
         try:
             return info, load_state(info, map_location)
         except SnapshotDamaged as error:
@@ -393,5 +356,5 @@ def newest_whole(
 def is_snapshot(path: SnapshotPlace | SnapshotFolder) -> TypeGuard[SnapshotPlace]:
     """Whether a path is one snapshot, perhaps a damaged one."""
     if not isinstance(path, Path):
-        return hasattr(path, "open_verified")
+        return hasattr(path, "open_verified")  # bucket.py imports this
     return (path / MANIFEST_FILE).exists() or (path / STATE_FILE).exists()

@@ -5,42 +5,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, Unpack
+from typing import IO, Any, NotRequired, TypedDict, Unpack
 
 from elastic_train.branches import Branches
-from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of
+from elastic_train.errors import SnapshotError, cause_of
 from elastic_train.storage.appearance import Flight
-from elastic_train.storage.atomic_files import fsync_directory
+from elastic_train.storage.local_folder import LocalFolder
 from elastic_train.storage.retention import Retention
 from elastic_train.storage.shares import Fleet, shared_by
-from elastic_train.storage.signature import sign
-from elastic_train.storage.snapshot import (
-    FORMAT_VERSION,
-    MANIFEST_FILE,
-    STATE_FILE,
-    SnapshotFolder,
-    SnapshotPlace,
-    SnapshotResult,
-    read_info,
-    verify,
-)
-from elastic_train.storage.snapshot_pruning import IN_HAND, SnapshotPruner, held
-from elastic_train.storage.state_bytes import (
-    HashingFile,
-    HostBuffers,
-    SnapshotFile,
-    require_numbers,
-    size_of,
-    write_state,
-)
-from elastic_train.storage.store_faults import errors_told
+from elastic_train.storage.snapshot import SnapshotFolder, SnapshotPlace, SnapshotResult
+from elastic_train.storage.state_bytes import HostBuffers, require_numbers, size_of, write_state
 from elastic_train.version import VERSION
 
 
@@ -95,11 +74,9 @@ class SnapshotWriter:
         """of the one in the background"""
         self._has_pruned = False
         self._outcomes: list[SnapshotResult | BaseException] = []  # append and pop are atomic
-        if isinstance(directory, Path):
-            self._pruner = SnapshotPruner(
-                directory, keep=self._keep, host_in_name=_host_in_name(host), run_uid=run_uid, key=key
-            )
-            self._pruner.remove_leftovers()
+        self._folder = LocalFolder(directory) if isinstance(directory, Path) else directory
+        if isinstance(self._folder, LocalFolder):
+            self._folder.remove_leftovers(_host_in_name(host))
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Allocate what the first snapshot of a state of this shape is copied into, beside the caller's work.
@@ -143,13 +120,13 @@ class SnapshotWriter:
         Raises:
             SnapshotError: this node cannot send. The others send what is missing of it.
         """
-        if isinstance(self.directory, Path) or shared_by(fleet, state) is None or not self.wait(300.0, prunes=False):
+        if isinstance(self._folder, LocalFolder) or shared_by(fleet, state) is None:
+            return False
+        if not self.wait(300.0, prunes=False):
             return False
         shared = shared_by(fleet, self._buffers.copy(state))
         assert shared is not None, "a copy has the same sizes"
-        name = _name_of(step, generation, fleet.hosts[0])
-        with errors_told(str(self.directory.snapshot(name))):
-            return self.directory.write_share(name, shared)
+        return self._folder.write_share(_name_of(step, generation, fleet.hosts[0]), shared)
 
     def save_in_background(self, state: dict[str, Any], **position: Unpack[SnapshotPosition]) -> bool:
         """Copy the state into the host buffers, start writing it and return; the caller may change the state at once.
@@ -181,8 +158,11 @@ class SnapshotWriter:
         return True
 
     def make_room(self, state: dict[str, Any]) -> list[str]:
-        """As `SnapshotPruner.make_room`, for this state; nothing below a URL."""
-        return self._pruner.make_room(size_of(state)) if isinstance(self.directory, Path) else []
+        """As `LocalFolder.make_room`, for this state; nothing below a URL."""
+        if not isinstance(self._folder, LocalFolder):
+            return []
+        host = _host_in_name(self._host)
+        return self._folder.make_room(size_of(state), host, keep=self._keep, run_uid=self._run_uid, key=self._key)
 
     def is_busy(self) -> bool:
         """Whether a snapshot is being written in the background."""
@@ -192,7 +172,7 @@ class SnapshotWriter:
         """Send no more of the snapshot in flight, for that of a newer `state`: its parts that are on their way still
         get there, and are deleted. False, and nothing done, where none is in flight to a URL, where it may be there by
         now, or where weights are NaN: then the one in flight is the last good one."""
-        if isinstance(self.directory, Path) or not self.is_busy():
+        if isinstance(self._folder, LocalFolder) or not self.is_busy():
             return False
         with contextlib.suppress(SnapshotError):
             require_numbers(state.get("model"), step)
@@ -235,79 +215,39 @@ class SnapshotWriter:
         fleet: Fleet | None = None,
     ) -> SnapshotResult:
         """`state` is already the writer's own copy."""
-        name = _name_of(position["step"], position["generation"], self._host)
-        warnings: list[str] = []
-        place: SnapshotPlace
-        if isinstance(self.directory, Path):
-            place = path = self.directory / name
-            num_bytes = _existing_bytes(path, self._run_uid, self._key, warnings)
-            if num_bytes is None:
-                num_bytes = self._write_new(state, position, path)
-            total_seconds = time.perf_counter() - start
-            warnings += self._pruner.prune(path)
-        else:
-            place = self.directory.snapshot(name)
-            require_numbers(state.get("model"), position["step"])
-            shared = shared_by(fleet, state)
-            with errors_told(str(place)):
-                num_bytes = self.directory.write(
-                    name,
-                    shared or (lambda file: write_state(state, file)),
-                    self._manifest(position),
-                    key=self._key,
-                    before_visible=flight.check,
-                    shared=shared,
-                    is_given_up=flight.is_given_up,
-                ).bytes
-            total_seconds = time.perf_counter() - start
-            warnings += self.directory.prune(
-                name, keep=self._keep, run_uid=self._run_uid, key=self._key, is_given_up=lambda: flight.is_awaited
+        name, step = _name_of(position["step"], position["generation"], self._host), position["step"]
+        place, shared = self._folder.snapshot(name), shared_by(fleet, state)
+
+        def fill(file: IO[bytes]) -> None:
+            require_numbers(state.get("model"), step)
+            if shared is None:
+                write_state(state, file)
+            else:
+                shared(file)
+
+        try:
+            written = self._folder.write(
+                name, fill, self._manifest(position), key=self._key, flight=flight, shared=shared
             )
-            self._has_pruned |= not flight.is_awaited
+        except OSError as error:
+            raise _unwritten(place, error) from error
+        total_seconds = time.perf_counter() - start
+        warnings = self._folder.prune(name, keep=self._keep, run_uid=self._run_uid, key=self._key, flight=flight)
+        self._has_pruned |= not flight.is_awaited
         return SnapshotResult(
             path=place,
-            step=position["step"],
+            step=step,
             generation=position["generation"],
-            bytes=num_bytes,
+            bytes=written.bytes,
             stall_seconds=total_seconds if stall_seconds is None else stall_seconds,
             total_seconds=total_seconds,
             warnings=tuple(warnings),
         )
 
-    def _write_new(self, state: dict[str, Any], position: SnapshotPosition, path: Path) -> int:
-        require_numbers(state.get("model"), position["step"])
-        temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-        displaced = path.with_name(f".tmp-old-{path.name}-{os.getpid()}")
-        IN_HAND.update((temporary, displaced))
-        in_hand = contextlib.ExitStack()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(temporary, ignore_errors=True)
-            os.mkdir(temporary)
-            in_hand.enter_context(held(temporary))
-            written = _write_state(temporary / STATE_FILE, state)
-            manifest = sign({**self._manifest(position), "files": {STATE_FILE: vars(written)}}, self._key)
-            _write_bytes(temporary / MANIFEST_FILE, json.dumps(manifest, indent=2).encode() + b"\n")
-            fsync_directory(temporary)
-            if self._before_rename is not None:
-                self._before_rename()
-            _put_in_place(
-                temporary, path, displaced, lambda: _existing_bytes(path, self._run_uid, self._key, []) is not None
-            )
-            fsync_directory(path.parent)
-        except OSError as error:
-            raise _unwritten(path, error) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-            shutil.rmtree(displaced, ignore_errors=True)
-            in_hand.close()
-            IN_HAND.difference_update((temporary, displaced))
-        return written.bytes
-
     def _manifest(self, position: SnapshotPosition) -> dict[str, Any]:
         """All of it but the files."""
         whose = {"run_uid": self._run_uid, "host": self._host, "time": self._now(), "task": self._task}
-        return {"format_version": FORMAT_VERSION, **_NO_BRANCHES, **position, **whose, **_versions()}
+        return {**_NO_BRANCHES, **position, **whose, **_versions()}
 
 
 def _versions() -> dict[str, str]:
@@ -324,56 +264,7 @@ def _name_of(step: int, generation: int, host: str) -> str:
     return f"step-{step:012d}-gen-{generation:04d}-{_host_in_name(host)}"
 
 
-def _existing_bytes(path: Path, run_uid: str, key: bytes | None, warnings: list[str]) -> int | None:
-    """The size of the state where this very snapshot is there already and whole."""
-    if not path.exists():
-        return None
-    try:
-        info = read_info(path, key)
-        verify(info)
-    except SnapshotDamaged as error:
-        warnings.append(f"replaced: {error}")
-        return None
-    if info.run_uid != run_uid:
-        raise SnapshotError(
-            f"snapshot {path} cannot be written: another run has one of that name there; choose another --snapshot-dir"
-        )
-    return info.files[STATE_FILE].bytes
-
-
-def _put_in_place(temporary: Path, path: Path, displaced: Path, is_there: Callable[[], bool]) -> None:
-    """Another worker of this host may have written the same moment of the same run meanwhile: one is enough."""
-    if is_there():
-        return
-    if path.exists():
-        shutil.rmtree(displaced, ignore_errors=True)
-        os.rename(path, displaced)
-    try:
-        os.rename(temporary, path)
-    except OSError:
-        if not is_there():
-            raise
-
-
-def _write_state(path: Path, state: dict[str, Any]) -> SnapshotFile:
-    with open(path, "wb") as file:
-        hashing = HashingFile(file)
-        write_state(state, hashing)
-        if hashing.error is not None:
-            raise hashing.error
-        file.flush()
-        os.fsync(file.fileno())
-    return hashing.written()
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _unwritten(path: Path, error: OSError) -> SnapshotError:
+def _unwritten(path: SnapshotPlace, error: OSError) -> SnapshotError:
     advice = ""  # what helps, beside another folder
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         advice = "free some space there or "

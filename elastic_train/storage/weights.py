@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from elastic_train.errors import SnapshotError, UsageError
 from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.storage.dcp import is_dcp, read_dcp, write_dcp
+from elastic_train.storage.retention import best_first
 from elastic_train.storage.run_snapshots import snapshots_in
 from elastic_train.storage.snapshot import (
     SnapshotFolder,
     SnapshotInfo,
     SnapshotPlace,
+    find_snapshots,
+    first_whole,
     is_snapshot,
     load_state,
-    newest_whole,
     read_info,
 )
 from elastic_train.storage.state_bytes import deserialize_state
@@ -120,22 +122,15 @@ def read_weights(path: Path, *, warn: Callable[[str], None], key: bytes | None =
     return weights
 
 
-class Choose(Protocol):
-    """`newest_whole` or `best_whole`."""
-
-    def __call__(
-        self, directory: SnapshotFolder, *, warn: Callable[[str], None], key: bytes | None = None
-    ) -> tuple[SnapshotInfo, dict[str, Any]] | None: ...
-
-
 def read_state(
     path: SnapshotPlace | SnapshotFolder,
     *,
     warn: Callable[[str], None],
     key: bytes | None = None,
-    choose: Choose = newest_whole,
+    is_best: bool = False,
 ) -> tuple[SnapshotInfo, dict[str, Any]]:
-    """A snapshot and its state, or the newest whole one in a folder of them or in a run; or which one `choose` takes.
+    """A snapshot and its state, or the newest whole one in a folder of them or in a run; or the one with the
+    largest metric.
 
     The state holds a model; what else depends on who wrote it, a `SnapshotStore` of somebody's own perhaps.
 
@@ -147,8 +142,9 @@ def read_state(
         state = load_state(info)
     else:
         directory = snapshots_in(path)
-        found = choose(directory, warn=warn, key=key)
-        if found is None and choose is not newest_whole:
+        infos = find_snapshots(directory, warn=warn, key=key)
+        found = first_whole(best_first(infos) if is_best else infos, warn)
+        if found is None and is_best:
             raise SnapshotError(f"no whole snapshot in {directory} has a metric; --keep-best keeps such ones")
         if found is None:
             raise SnapshotError(f"no whole snapshot in {directory}")

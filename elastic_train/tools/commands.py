@@ -21,7 +21,6 @@ from elastic_train.system import num_cores, require_linux
 
 if TYPE_CHECKING:
     from elastic_train.storage.snapshot import SnapshotFolder, SnapshotInfo
-    from elastic_train.storage.weights import Choose
 
 SLURM_OPTIONS = ("job-name", "time", "partition", "account", "gpus-per-node", "cpus-per-task")
 """those of sbatch that most jobs need"""
@@ -175,20 +174,17 @@ def verify_snapshots(arguments: argparse.Namespace) -> int:
 
 
 def hash_snapshot(arguments: argparse.Namespace) -> int:
-    from elastic_train.storage.snapshot import newest_whole
     from elastic_train.training.state import state_sha256
 
-    _, state = _read_state(arguments, newest_whole)
+    _, state = _read_state(arguments)
     print(state_sha256(state["model"]))
     return 0
 
 
 def export_snapshot(arguments: argparse.Namespace) -> int:
-    from elastic_train.storage.retention import best_whole
-    from elastic_train.storage.snapshot import newest_whole
     from elastic_train.storage.weights import export_weights
 
-    info, state = _read_state(arguments, best_whole if arguments.best else newest_whole)
+    info, state = _read_state(arguments, is_best=arguments.best)
     weights = state.get("extras", {}).get("ema") if arguments.averaged else state["model"]
     if weights is None:
         raise SnapshotError(f"{arguments.path} holds no averaged weights; --ema-decay keeps them")
@@ -215,11 +211,11 @@ def _key(arguments: argparse.Namespace) -> bytes | None:
     return None if arguments.snapshot_key is None else read_key(arguments.snapshot_key)
 
 
-def _read_state(arguments: argparse.Namespace, choose: Choose) -> tuple[SnapshotInfo, dict[str, Any]]:
+def _read_state(arguments: argparse.Namespace, *, is_best: bool = False) -> tuple[SnapshotInfo, dict[str, Any]]:
     from elastic_train.storage.places import place_at
     from elastic_train.storage.weights import read_state
 
-    return read_state(place_at(arguments.path), warn=_warn, key=_key(arguments), choose=choose)
+    return read_state(place_at(arguments.path), warn=_warn, key=_key(arguments), is_best=is_best)
 
 
 def _folder_at(path: str) -> SnapshotFolder:

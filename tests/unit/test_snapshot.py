@@ -24,7 +24,8 @@ import torch
 
 import elastic_train
 from elastic_train.errors import OwnershipLost, SnapshotDamaged, SnapshotError
-from elastic_train.storage import snapshot_writer, state_bytes
+from elastic_train.storage import atomic_files, local_folder, state_bytes
+from elastic_train.storage.local_folder import held
 from elastic_train.storage.retention import Retention
 from elastic_train.storage.run_directory import RunDirectory
 from elastic_train.storage.snapshot import (
@@ -36,7 +37,6 @@ from elastic_train.storage.snapshot import (
     read_info,
     verify,
 )
-from elastic_train.storage.snapshot_pruning import held
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from tests.processes import flip_a_bit, freeze
@@ -688,7 +688,8 @@ class FaultyDisk:
         def open_file(path: Path, mode: str) -> Any:
             return File(io.FileIO(path, "wb")) if mode == "wb" else open(path, mode)
 
-        monkeypatch.setattr(snapshot_writer, "open", open_file, raising=False)
+        for module in (local_folder, atomic_files):
+            monkeypatch.setattr(module, "open", open_file, raising=False)
         for name in ("mkdir", "fsync", "rename"):
             monkeypatch.setattr(os, name, self.wrap(name, getattr(os, name)))
 
@@ -970,7 +971,7 @@ def test_only_a_full_disk_is_to_be_freed(
     def refuse(*_arguments: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(snapshot_writer, "_write_state", refuse)
+    monkeypatch.setattr(local_folder, "_write_state", refuse)
     with pytest.raises(SnapshotError, match="cannot be written") as caught:
         save(make_writer(tmp_path), step=1)
     assert ("free some space" in str(caught.value)) is told

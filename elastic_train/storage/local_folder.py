@@ -1,0 +1,277 @@
+"""Snapshots in a folder: written aside and renamed, the old ones deleted, and what killed writers have left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, cast
+
+from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of
+from elastic_train.storage.appearance import Flight
+from elastic_train.storage.atomic_files import fsync_directory, write_durably
+from elastic_train.storage.ownership import close_lock, open_for_lock
+from elastic_train.storage.retention import Retention
+from elastic_train.storage.shares import SharedState
+from elastic_train.storage.signature import sign
+from elastic_train.storage.snapshot import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    SNAPSHOT_NAME,
+    STATE_FILE,
+    SnapshotInfo,
+    read_info,
+    read_manifest,
+    require_same_run,
+    snapshot_paths,
+    verify,
+)
+from elastic_train.storage.state_bytes import HashingFile, SnapshotFile
+from elastic_train.system import try_flock
+
+_TEMPORARY_NAME = re.compile(r"\.tmp-(?:old-)?step-\d{12,}-gen-\d{4,}-(?P<host>.+)-(?P<pid>\d{1,9})")
+
+# Temporary directories that a writer of this process has in hand; one that bears our pid and is not among them was
+# left by an earlier process with the same pid, as is usual in containers.
+_IN_HAND: set[Path] = set()
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Inside, no writer of another container removes this folder, whose host may have this one's name and its processes
+    the same pids: the file that the state goes into is locked. Without effect where the file system has no flock."""
+    fd = open_for_lock(folder / STATE_FILE)
+    try:
+        with contextlib.suppress(OSError):
+            try_flock(fd, fcntl.LOCK_SH, timedelta(seconds=1))  # another one may look, for a moment
+        yield
+    finally:
+        close_lock(fd)
+
+
+def _is_held(folder: Path) -> bool:
+    try:
+        fd = os.open(folder / STATE_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # gone meanwhile, or without a state
+        return False
+    try:
+        return not try_flock(fd, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+class LocalFolder:
+    """The snapshots in a folder of this machine, for the one thread that writes there. As a `Bucket`; only snapshots of
+    the host that is named in the written one are ever removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._verified: set[str] = set()
+        """names of snapshots that were found to be whole, or written here"""
+        self._warnings: list[str] = []
+        """of the newest write"""
+
+    def snapshot(self, name: str) -> Path:
+        return self._path / name
+
+    def remove_leftovers(self, host_in_name: str) -> None:
+        """Remove what writers of a host left behind that were killed."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._path):
+                match = _TEMPORARY_NAME.fullmatch(name)
+                if match is None or match["host"] != host_in_name:
+                    continue
+                path, pid = self._path / name, int(match["pid"])
+                if (path not in _IN_HAND if pid == os.getpid() else not _is_alive(pid)) and not _is_held(path):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def write(
+        self,
+        name: str,
+        fill: Callable[[IO[bytes]], None],
+        manifest: dict[str, Any],
+        *,
+        key: bytes | None = None,
+        flight: Flight | None = None,
+        shared: SharedState | None = None,
+    ) -> SnapshotFile:
+        """As `Bucket.write`, by this machine alone. Raises also: OSError."""
+        path, run_uid, self._warnings = self.snapshot(name), str(manifest["run_uid"]), []
+        existing = _existing(path, run_uid, key, self._warnings.append)
+        if existing is not None:
+            return existing
+        temporary = path.with_name(f".tmp-{name}-{os.getpid()}")
+        displaced = path.with_name(f".tmp-old-{name}-{os.getpid()}")
+        _IN_HAND.update((temporary, displaced))
+        in_hand = contextlib.ExitStack()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            os.mkdir(temporary)
+            in_hand.enter_context(held(temporary))
+            written = _write_state(temporary / STATE_FILE, fill)
+            whole = sign({**manifest, "format_version": FORMAT_VERSION, "files": {STATE_FILE: vars(written)}}, key)
+            write_durably(temporary / MANIFEST_FILE, json.dumps(whole, indent=2).encode() + b"\n")
+            fsync_directory(temporary)
+            if flight is not None:
+                flight.check()
+            _put_in_place(
+                temporary, path, displaced, lambda: _existing(path, run_uid, key, lambda _damaged: None) is not None
+            )
+            fsync_directory(path.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(displaced, ignore_errors=True)
+            in_hand.close()
+            _IN_HAND.difference_update((temporary, displaced))
+        return written
+
+    def prune(
+        self, written: str, *, keep: Retention, run_uid: str, key: bytes | None = None, flight: Flight | None = None
+    ) -> list[str]:
+        """As `Bucket.prune`, of the host that has written it, in no time. Reads each snapshot of other writers once: a
+        moment counts when one of its snapshots is whole, to the last byte. With several writers none removes what
+        another counts on: more snapshots only push the border up, where the newest are."""
+        self._verified.add(written)
+        try:
+            of_run = self._readable(run_uid, key)
+            removable = [info for info in self._own(of_run, _host_in(written)) if info.name != written]
+            for info in keep.expired(of_run, removable, partial(self._is_whole, key)):
+                self._remove(self._path / info.name)
+        except (OSError, SnapshotError) as error:
+            cause = cause_of(error) if isinstance(error, OSError) else error
+            return [*self._warnings, f"old snapshots in {self._path} cannot be removed: {cause}"]
+        return self._warnings
+
+    def make_room(
+        self, num_bytes: int, host_in_name: str, *, keep: Retention, run_uid: str, key: bytes | None
+    ) -> list[str]:
+        """Remove more than `prune` does, where the disk is full: older ones of a host than its newest whole one, but
+        for what is pinned for good, the oldest first, until there is room for a state of `num_bytes`; nothing where
+        all of them are not enough. Returns names."""
+        is_whole = partial(self._is_whole, key)
+        of_run = self._readable(run_uid, key)
+        own = sorted(self._own(of_run, host_in_name), key=lambda info: info.age_key)
+        newest = next(filter(is_whole, reversed(own)), None)
+        if newest is None:
+            return []
+        pinned = keep.pinned(of_run, is_whole)
+        missing = _on_disk(num_bytes)
+        free = shutil.disk_usage(self._path).free
+        missing -= free if free < missing else 0  # else it is a quota, say, that is full
+        removed = []
+        older = [info for info in own[: own.index(newest)] if info.age_key not in pinned]
+        if sum(_on_disk(info.files[STATE_FILE].bytes) for info in older) < missing:
+            return []
+        for info in older:
+            if missing <= 0:
+                break
+            try:
+                self._remove(self._path / info.name)
+            except OSError:  # another one may do it at the same time, or the disk not let anybody
+                continue
+            removed.append(info.name)
+            missing -= _on_disk(info.files[STATE_FILE].bytes)
+        return removed
+
+    def _readable(self, run_uid: str, key: bytes | None) -> list[SnapshotInfo]:
+        """Every snapshot of a run whose manifest can be read, its other files being there or not."""
+        readable = []
+        for path in snapshot_paths(self._path):
+            with contextlib.suppress(SnapshotDamaged):
+                readable.append(read_manifest(path, key))
+        return [info for info in readable if info.run_uid == run_uid]
+
+    def _is_whole(self, key: bytes | None, info: SnapshotInfo) -> bool:
+        """To the last byte, of those that others have written; each is read once. One that is damaged must not push
+        out one that a restart could use."""
+        try:
+            read_info(info.path, key)
+            if info.name not in self._verified:
+                verify(info)
+                self._verified.add(info.name)
+        except SnapshotDamaged:
+            return False
+        return True
+
+    @staticmethod
+    def _own(infos: Iterable[SnapshotInfo], host_in_name: str | None) -> list[SnapshotInfo]:
+        return [info for info in infos if _host_in(info.name) == host_in_name]
+
+    def _remove(self, path: Path) -> None:
+        doomed = path.with_name(f".tmp-old-{path.name}-{os.getpid()}")
+        _IN_HAND.add(doomed)
+        try:
+            os.rename(path, doomed)  # out of sight first: a reader never meets half of it
+            shutil.rmtree(doomed)
+        finally:
+            _IN_HAND.discard(doomed)
+
+
+def _host_in(name: str) -> str | None:
+    match = SNAPSHOT_NAME.fullmatch(name)
+    return None if match is None else match["host"]
+
+
+def _on_disk(num_bytes: int) -> int:
+    """In whole blocks, as most file systems have them."""
+    return -(-num_bytes // 4096) * 4096
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _existing(path: Path, run_uid: str, key: bytes | None, warn: Callable[[str], None]) -> SnapshotFile | None:
+    """The state of this very snapshot, where it is there already and whole."""
+    if not path.exists():
+        return None
+    try:
+        info = read_info(path, key)
+        verify(info)
+    except SnapshotDamaged as error:
+        warn(f"replaced: {error}")
+        return None
+    require_same_run(info, run_uid)
+    return info.files[STATE_FILE]
+
+
+def _put_in_place(temporary: Path, path: Path, displaced: Path, is_there: Callable[[], bool]) -> None:
+    """Another worker of this host may have written the same moment of the same run meanwhile: one is enough."""
+    if is_there():
+        return
+    if path.exists():
+        shutil.rmtree(displaced, ignore_errors=True)
+        os.rename(path, displaced)
+    try:
+        os.rename(temporary, path)
+    except OSError:
+        if not is_there():
+            raise
+
+
+def _write_state(path: Path, fill: Callable[[IO[bytes]], None]) -> SnapshotFile:
+    with open(path, "wb") as file:
+        hashing = HashingFile(file)
+        fill(cast("IO[bytes]", hashing))
+        if hashing.error is not None:
+            raise hashing.error
+        file.flush()
+        os.fsync(file.fileno())
+    return hashing.written()
