@@ -27,6 +27,7 @@ from elastic_train.errors import FormationFailed, ObjectStoreError, SnapshotsInU
 from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.rendezvous.launch import max_nodes_of
 from elastic_train.runlog.goodput import process_start_ticks, seconds_since_process_start
+from elastic_train.runlog.reader import value_of
 from elastic_train.storage.bucket_owner import BucketRecord
 from elastic_train.storage.offers import parted
 from elastic_train.storage.past_snapshots import NOTHING_SEEN, PastSnapshots, read_past_snapshots
@@ -140,7 +141,7 @@ class EarlierRun:
         if membership.agreed_once(key, me) == me:
             directory.ownership.claim(self._files.job_token, 0, self._worker.host)
             record = self._move_aside()
-            membership.agreed_once(f"{key}/done", json.dumps(record.to_fields()))
+            membership.agreed_once(f"{key}/done", record.to_json().decode())
             return record
         deadline = time.monotonic() + 60.0
         while (done := membership.published(f"{key}/done")) is None:
@@ -148,7 +149,8 @@ class EarlierRun:
             if time.monotonic() > deadline:
                 raise FormationFailed(f"--fresh: nobody moved the run in {directory.path} aside within 60 s")
             time.sleep(0.01)
-        return RunRecord.from_fields(json.loads(done))
+        found: RunRecord = value_of(RunRecord, json.loads(done))
+        return found
 
     def _move_aside(self) -> RunRecord:
         worker, directory = self._worker, self._worker.directory

@@ -8,7 +8,7 @@ it, and send the state to the others. All see a bucket, so one leader reads it f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from secrets import token_hex
@@ -26,6 +26,7 @@ from elastic_train.errors import (
     TaskMismatch,
 )
 from elastic_train.rules import disagreement, freshest
+from elastic_train.runlog.reader import value_of
 from elastic_train.storage.offers import Offer, newest_offer, parted, require_one_line
 from elastic_train.storage.past_snapshots import PastSnapshots, require_none_written
 from elastic_train.storage.run_record import Choice, RunRecord, run_to_continue
@@ -84,11 +85,11 @@ def restore(
         SnapshotError: it verifies and still cannot be read; or none can be seen, and a state was lost, or the run had
             snapshots that nobody has, though some of another run can be seen.
     """
-    told = gather_json({"offers": [vars(Offer.of(offer)) for offer in offers], "record": record.to_fields()})
-    offered = [list(map(Offer.from_fields, entry["offers"])) for entry in told]
+    told = gather_json({"offers": [vars(Offer.of(offer)) for offer in offers], "record": vars(record)})
+    offered = [[value_of(Offer, one) for one in entry["offers"]] for entry in told]
     superseded: tuple[str, ...] = ()
     if is_new_run:
-        records = [RunRecord.from_fields(entry["record"]) for entry in told]
+        records = [value_of(RunRecord, entry["record"]) for entry in told]
         choice = run_to_continue(records, list(chain(*offered)))
         run_uid, superseded = choice.uid or run_uid, choice.superseded
         _require_own_run(choice, records, record, own_past)
@@ -129,8 +130,8 @@ def _require_own_run(
 
 def _require_none_written(found: PastSnapshots | None) -> None:
     """As `require_none_written`, of what every rank has found. Every rank calls it."""
-    told = gather_json(None if found is None else found.to_fields())
-    require_none_written([PastSnapshots.from_fields(fields) for fields in told if fields is not None])
+    told = gather_json(None if found is None else asdict(found))
+    require_none_written([value_of(PastSnapshots, fields) for fields in told if fields is not None])
 
 
 def _begin(state: TrainState, world: World, check: Check) -> None:

@@ -42,7 +42,7 @@ from elastic_train.training.datasets import download
 from elastic_train.training.epoch_dataset import length_of
 from elastic_train.training.ordered import check_model
 from elastic_train.training.state import TrainState, build_optimizer
-from elastic_train.training.tasks import Task, build_task, load_task, make_own_task
+from elastic_train.training.tasks import ImageClassification, Task, load_task, make_own_task
 from elastic_train.wording import count, kind_of
 from elastic_train.world import Point, World, host_name
 
@@ -309,7 +309,7 @@ def make_task(config: Config) -> Task:
         return make_own_task(load_task(config.task), config.own_flags)
     if config.download:
         download(config.dataset, config.data_dir)
-    return build_task(config.dataset, config.model, config.data_dir, config.seed)
+    return ImageClassification(config.dataset, config.model, config.data_dir, config.seed)
 
 
 def make_state(config: Config, task: Task, device: torch.device) -> TrainState:

@@ -22,7 +22,7 @@ from elastic_train.observe.status_files import IsAlive, WorkerLines, is_alive_in
 from elastic_train.observe.status_past import incidents_of, warnings_of
 from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line, dict_of, float_of, int_of, read_json, time_of
-from elastic_train.storage.run_snapshots import folder_by
+from elastic_train.storage.places import folder_by
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots
 from elastic_train.storage.store_urls import is_url
 from elastic_train.wording import duration

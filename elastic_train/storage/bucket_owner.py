@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from elastic_train.errors import NewerGeneration, ObjectStoreError, OwnershipLost, SnapshotsInUse, StoreFault
-from elastic_train.runlog.reader import parse
+from elastic_train.runlog.reader import parse, value_of
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.ownership import OWNER_RECORD, stops
 from elastic_train.storage.store_arms import Stored
@@ -72,26 +72,11 @@ class BucketRecord:
                 StoreFault.OTHER,
             )
         try:
-            record = BucketRecord(
-                job_token=str(fields["job_token"]),
-                generation=int(fields["generation"]),
-                run_uid=str(fields["run_uid"]),
-                superseded=tuple(map(str, fields["superseded"])),
-                host=str(fields["host"]),
-                pid=int(fields["pid"]),
-                time=float(fields["time"]),
-                renewals=int(fields["renewals"]),
-                has_left=bool(fields["has_left"]),
-                newest=_moment(fields.get("newest")),
-            )
+            record: BucketRecord = value_of(BucketRecord, {"newest": None, "format_version": version, **fields})
             str(record)  # a time that is none shows here
             return record
-        except (KeyError, IndexError, TypeError, ValueError, OverflowError, OSError):
+        except (KeyError, TypeError, ValueError, OverflowError, OSError):
             return None
-
-
-def _moment(value: Any) -> tuple[int, int] | None:
-    return None if value is None else (int(value[0]), int(value[1]))
 
 
 class BucketOwner:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -113,7 +113,7 @@ def _read_metadata(path: Path) -> Metadata:
 
     try:
         with open(path / METADATA_FILE, "rb") as file:
-            found = _unpickle(file)
+            found = _MetadataUnpickler(file).load()
     except OSError as error:
         raise SnapshotError(f"{path / METADATA_FILE} cannot be read: {cause_of(error)}") from error
     except Exception as error:  # whatever bytes that are no pickle make of the unpickler
@@ -121,10 +121,6 @@ def _read_metadata(path: Path) -> Metadata:
     if not isinstance(found, Metadata):
         raise SnapshotError(f"{path / METADATA_FILE} is none that can be read: it holds a {type(found).__name__}")
     return found
-
-
-def _unpickle(file: IO[bytes]) -> Any:
-    return _MetadataUnpickler(file).load()
 
 
 def _require_files(path: Path, metadata: Metadata) -> None:

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from elastic_train.runlog.reader import parse
+from elastic_train.runlog.reader import parse, value_of
 from elastic_train.system import process_stat
 
 
@@ -40,14 +40,7 @@ def read_holders(fd: int) -> list[Holder]:
     with open(os.dup(fd), "rb") as file:
         for line in file:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                record = parse(line) or {}
-                holder = Holder(
-                    host=str(record["host"]),
-                    pid=int(record["pid"]),
-                    time=float(record["time"]),
-                    started=str(record["started"]),
-                )
-                holders.append(holder)
+                holders.append(value_of(Holder, parse(line) or {}))
     return holders
 
 
@@ -60,14 +53,8 @@ def process_state(holder: Holder) -> str | None:
 
 def owner_of(data: bytes) -> Owner | None:
     """What a record says; None where it is none."""
-    record = parse(data) or {}
     try:
-        return Owner(
-            host=str(record["host"]),
-            pid=int(record["pid"]),
-            time=float(record["time"]),
-            job_token=str(record["job_token"]),
-            generation=int(record["generation"]),
-        )
+        owner: Owner = value_of(Owner, {"started": "", **(parse(data) or {})})
     except (ValueError, KeyError, TypeError):
         return None
+    return owner

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from elastic_train.branches import Branches, branches_of, describe, is_on
+from elastic_train.branches import Branches, describe, is_on
 from elastic_train.errors import BranchesMixed
 from elastic_train.storage.snapshot import STATE_FILE, SnapshotInfo
 
@@ -33,13 +33,6 @@ class Offer:
     def of(info: SnapshotInfo) -> Offer:
         file = str(sorted(vars(info.files[STATE_FILE]).items()))
         return Offer(info.run_uid, info.age_key, info.host, str(info.path), info.restarts, info.branches, file)
-
-    @staticmethod
-    def from_fields(fields: Mapping[str, Any]) -> Offer:
-        """An offer of what `vars` and JSON made of one."""
-        generation, step = fields["age"]
-        lines = {name: branches_of(fields[name]) for name in ("restarts", "branches")}
-        return Offer(**{**fields, **lines, "age": (generation, step)})
 
     def is_same(self, other: Offer) -> bool:
         return (self.age, self.file) == (other.age, other.file)

@@ -6,10 +6,9 @@ show no more than how far the run had come; their events `snapshot_due` and `wor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from elastic_train.errors import SnapshotError
 from elastic_train.runlog.reader import Line, read_all
@@ -36,14 +35,6 @@ class PastSnapshots:
     reached: Reached | None
     logged: str
     """steps that have an event of their own, as runs: who wrote it was rank 0, and would have written the snapshot"""
-
-    def to_fields(self) -> dict[str, Any]:
-        return {**vars(self), "reached": None if self.reached is None else vars(self.reached)}
-
-    @staticmethod
-    def from_fields(fields: Mapping[str, Any]) -> PastSnapshots:
-        reached = None if fields["reached"] is None else Reached(**fields["reached"])
-        return PastSnapshots(fields["known"] and tuple(fields["known"]), reached, fields["logged"])
 
 
 NOTHING_SEEN = PastSnapshots(None, None, "")

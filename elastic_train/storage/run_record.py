@@ -7,13 +7,12 @@ snapshots may turn up again with a node that was away.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from elastic_train.errors import RunsMixed
-from elastic_train.runlog.reader import read_json
+from elastic_train.runlog.reader import read_json, value_of
 from elastic_train.storage.offers import Offer
 
 RUN_FILE = "run.json"
@@ -29,10 +28,7 @@ class RunRecord:
     """whether --fresh has just emptied the directory: no run that anybody sees is to be continued"""
 
     def to_json(self) -> bytes:
-        return json.dumps(self.to_fields()).encode()
-
-    def to_fields(self) -> dict[str, Any]:
-        return {"uid": self.uid, "superseded": list(self.superseded), "is_fresh": self.is_fresh}
+        return json.dumps(vars(self)).encode()
 
     def beside(self, uid: str, superseded: Sequence[str]) -> RunRecord:
         """With what the owner's record of a bucket says: this directory's disk may have been away since."""
@@ -41,10 +37,6 @@ class RunRecord:
             return replace(self, superseded=tuple(sorted(known)))
         return replace(self, uid="" if uid in known else uid, superseded=tuple(sorted(known)))
 
-    @staticmethod
-    def from_fields(fields: Mapping[str, Any]) -> RunRecord:
-        return RunRecord(str(fields["uid"]), tuple(map(str, fields["superseded"])), bool(fields["is_fresh"]))
-
 
 NO_RUN = RunRecord("")
 
@@ -52,9 +44,10 @@ NO_RUN = RunRecord("")
 def read_record(directory: Path) -> RunRecord:
     """`NO_RUN` where the directory has none that can be read."""
     try:
-        return RunRecord.from_fields(read_json(directory / RUN_FILE) or {})
+        record: RunRecord = value_of(RunRecord, read_json(directory / RUN_FILE) or {})
     except (KeyError, TypeError):
         return NO_RUN
+    return record
 
 
 @dataclass(frozen=True)

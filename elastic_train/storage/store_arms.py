@@ -13,7 +13,6 @@ import importlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,25 +77,28 @@ class PlainArm:
     """Any file system of fsspec: without a conditional put."""
 
     is_atomic = False
+    _lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
     def __init__(self, filesystem: Any, url: StoreUrl) -> None:
         self.pid = os.getpid()
         self._filesystem = filesystem
         self._root = str(filesystem._strip_protocol(str(url)))
-        _not_for_children(self)
+        _arms.add(self)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
     def read(self, key: str, limit: int | None = None) -> Stored:
         path = self._path(key)
-        if limit is not None:
-            _require_below(limit, self._filesystem.size(path))
-        data = bytes(self._filesystem.cat_file(path))
+        with self._lock:
+            if limit is not None:
+                _require_below(limit, self._filesystem.size(path))
+            data = bytes(self._filesystem.cat_file(path))
         return Stored(data, version_of(data))
 
     def put(self, key: str, data: bytes | bytearray) -> None:
-        self._filesystem.pipe_file(self._path(key), bytes(data))
+        with self._lock:
+            self._filesystem.pipe_file(self._path(key), bytes(data))
 
     def put_if(self, key: str, data: bytes, version: str | None) -> str:
         raise NotImplementedError("it is asked for where is_atomic says so")
@@ -109,49 +111,29 @@ class PlainArm:
             raise FileExistsError(f"{key} has changed")
 
     def list(self, prefix: str) -> dict[str, int]:
-        found = self._filesystem.find(self._path(prefix).rstrip("/"), detail=True)
+        with self._lock:
+            found = self._filesystem.find(self._path(prefix).rstrip("/"), detail=True)
         names = {path.removeprefix(f"{self._root}/"): int(entry["size"]) for path, entry in found.items()}
         # drafts and locks of file:// are no objects
         return {name: size for name, size in names.items() if not name.rpartition("/")[2].startswith(".")}
 
     def remove(self, key: str) -> None:
-        self._filesystem.rm_file(self._path(key))
-
-    def forget(self) -> None:
-        """In a child of fork()."""
-        _close_connections(self._filesystem)
-
-
-_memory_lock = threading.RLock()
-"""a listing fails where an object is put meanwhile"""
+        with self._lock:
+            self._filesystem.rm_file(self._path(key))
 
 
 class MemoryArm(PlainArm):
     """Of this process alone: for tests, and to try things on."""
 
     is_atomic = True
-
-    def read(self, key: str, limit: int | None = None) -> Stored:
-        with _memory_lock:
-            return super().read(key, limit)
-
-    def put(self, key: str, data: bytes | bytearray) -> None:
-        with _memory_lock:
-            super().put(key, data)
-
-    def list(self, prefix: str) -> dict[str, int]:
-        with _memory_lock:
-            return super().list(prefix)
+    _lock = threading.RLock()
+    """a listing fails where an object is put meanwhile"""
 
     def put_if(self, key: str, data: bytes, version: str | None) -> str:
-        with _memory_lock:
+        with self._lock:
             self._require_version(key, version)
             self.put(key, data)
         return version_of(data)
-
-    def remove(self, key: str) -> None:
-        with _memory_lock:
-            super().remove(key)
 
 
 class FileArm(PlainArm):
@@ -170,7 +152,8 @@ class FileArm(PlainArm):
         if version is None:
             create_once(path, data)
         else:
-            with self._lock(path):
+            with open(path.with_name(f".{path.name}.lock"), "wb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 self._require_version(key, version)
                 write_atomic(path, data)
         return version_of(data)
@@ -182,13 +165,6 @@ class FileArm(PlainArm):
             path.with_name(f".{path.name}.lock").unlink()
         with contextlib.suppress(OSError):  # others are in it: an object store has no empty folders
             path.parent.rmdir()
-
-    @staticmethod
-    @contextlib.contextmanager
-    def _lock(path: Path) -> Iterator[None]:
-        with open(path.with_name(f".{path.name}.lock"), "wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
 
 class S3Arm:
@@ -214,7 +190,7 @@ class S3Arm:
             },
         )
         self._filesystem.retries = 1
-        _not_for_children(self)
+        _arms.add(self)
 
     def _call(self, method: str, key: str, **arguments: Any) -> Any:
         return self._filesystem.call_s3(
@@ -263,10 +239,6 @@ class S3Arm:
     def remove(self, key: str) -> None:
         self._call("delete_object", key)
 
-    def forget(self) -> None:
-        """In a child of fork()."""
-        _close_connections(self._filesystem)
-
 
 # --- children of fork() -----------------------------------------------------------------------------------------------
 
@@ -275,13 +247,9 @@ _kept: list[Any] = []
 """in a child: what must not be collected, for its finalizers wait for a thread that is not there"""
 
 
-def _not_for_children(arm: Any) -> None:
-    _arms.add(arm)
-
-
 def _forget_in_child() -> None:
     for arm in list(_arms):
-        arm.forget()
+        _close_connections(arm._filesystem)
 
 
 def _close_connections(filesystem: Any) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from elastic_train.errors import SnapshotError, UsageError
 from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.storage.dcp import is_dcp, read_dcp, write_dcp
+from elastic_train.storage.places import snapshots_in
 from elastic_train.storage.retention import best_first
-from elastic_train.storage.run_snapshots import snapshots_in
 from elastic_train.storage.snapshot import (
     SnapshotFolder,
     SnapshotInfo,

@@ -145,8 +145,7 @@ def list_snapshots(arguments: argparse.Namespace) -> int:
 
 def verify_snapshots(arguments: argparse.Namespace) -> int:
     """Prints a line per snapshot; 1 if one is damaged or there is none."""
-    from elastic_train.storage.places import place_at
-    from elastic_train.storage.run_snapshots import snapshots_in
+    from elastic_train.storage.places import place_at, snapshots_in
     from elastic_train.storage.snapshot import find_snapshots, is_snapshot, read_info, verify
 
     damaged = []
@@ -220,8 +219,7 @@ def _read_state(arguments: argparse.Namespace, *, is_best: bool = False) -> tupl
 
 def _folder_at(path: str) -> SnapshotFolder:
     """Of a run directory, its snapshots'. Raises: UsageError, SnapshotError."""
-    from elastic_train.storage.places import place_at
-    from elastic_train.storage.run_snapshots import snapshots_in
+    from elastic_train.storage.places import place_at, snapshots_in
     from elastic_train.storage.snapshot import is_snapshot
 
     place = place_at(path)

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elastic_train.training.sampler import mix
+
 T = TypeVar("T")
 
 _MASK = (1 << 64) - 1
@@ -40,22 +42,11 @@ class Augmentation:
     """Mirrored left to right, half of the time."""
 
 
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64: 64 bits in, 64 well-mixed bits out, one to one. Arrays wrap around silently."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def _mix_scalar(value: int) -> int:
-    return int(_mix(np.array([value & _MASK], dtype=np.uint64))[0])
-
-
 @lru_cache(maxsize=16)  # numpy takes longer over its one number than over those of a batch
 def _key(seed: int, epoch: int, stream: int) -> np.uint64:
     key = 0
     for word in (seed, epoch, stream):
-        key = _mix_scalar((key ^ (word & _MASK)) + _GOLDEN)
+        key = int(mix(np.array([((key ^ (word & _MASK)) + _GOLDEN) & _MASK], dtype=np.uint64))[0])
     return np.uint64(key)
 
 
@@ -63,9 +54,9 @@ def random_bits(
     seed: int, epoch: int, indices: npt.NDArray[np.int64], stream: int, num_draws: int = 1
 ) -> npt.NDArray[np.uint64]:
     """`num_draws` times 64 random bits for each sample: (sample, draw). `stream` says what they are for."""
-    per_sample = _mix(_mix(indices.astype(np.uint64) + np.uint64(_GOLDEN)) ^ _key(seed, epoch, stream))
+    per_sample = mix(mix(indices.astype(np.uint64) + np.uint64(_GOLDEN)) ^ _key(seed, epoch, stream))
     counters = np.arange(1, num_draws + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    return _mix(per_sample[:, None] + counters)
+    return mix(per_sample[:, None] + counters)
 
 
 def random_integers(

@@ -32,19 +32,23 @@ class KeptStep:
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         extras = tuple(extras)
-        self.buffers, self._scales = KeptBuffers(model), KeptScales((*extras, scaler))
-        self.updates = KeptUpdates(model, optimizer, extras)
+        self.buffers, self.updates = KeptBuffers(model), KeptUpdates(model, optimizer, extras)
+        # A scaler adapts its scale to the gradients, and after a broken reduction these differ between the ranks.
+        scalers = (one for one in (*extras, scaler) if isinstance(one, torch.amp.GradScaler) and one.is_enabled())
+        self._scales: list[tuple[dict[str, Any], Remembered]] = [(vars(one), {}) for one in scalers]
 
     def keep(self) -> None:
         """A step begins."""
         self.buffers.keep()
-        self._scales.keep()
+        for held, kept in self._scales:  # does not wait for a GPU, as the public ways would
+            _remember({name: held[name] for name in _SCALES}, kept)
         self.updates.keep()
 
     def put_back(self) -> bool:
         """It is again what it was when the step in hand began. Returns whether that includes what optimizers change."""
         self.buffers.put_back()
-        self._scales.put_back()
+        for held, kept in self._scales:
+            _put_back(held, kept)
         return self.updates.put_back()
 
 
@@ -83,26 +87,6 @@ class KeptBuffers:
                     model_state[key] = copy
 
 
-class KeptScales:
-    """The scales of GradScalers at the beginning of a step. A scaler adapts its scale to the gradients,
-    and after a broken reduction these differ between the ranks."""
-
-    def __init__(self, extras: Iterable[Any]) -> None:
-        self._kept: list[tuple[torch.amp.GradScaler, Remembered]] = [
-            (extra, {}) for extra in extras if isinstance(extra, torch.amp.GradScaler) and extra.is_enabled()
-        ]
-
-    def keep(self) -> None:
-        """A step begins. Does not wait for a GPU, as the public ways would."""
-        for scaler, kept in self._kept:
-            _remember({name: vars(scaler)[name] for name in _SCALES}, kept)
-
-    def put_back(self) -> None:
-        """They are again what they were when the step in hand began."""
-        for scaler, kept in self._kept:
-            _put_back(vars(scaler), kept)
-
-
 class KeptUpdates:
     """Weights, optimizers and extras when a step began, where optimizers may change them before its last reduction: one
     of several has stepped, or one steps again, or computes the loss several times in its step (a closure). A copy of
@@ -112,7 +96,7 @@ class KeptUpdates:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, extras: Iterable[Any]) -> None:
-        own = torch.amp.GradScaler | AveragedWeights  # kept by `KeptScales`; changed at the commit
+        own = torch.amp.GradScaler | AveragedWeights  # kept by `KeptStep`; changed at the commit
         self._model = model
         self._parts = [optimizer, *(extra for extra in extras if not isinstance(extra, own))]
         self.optimizers = [part for part in self._parts if isinstance(part, torch.optim.Optimizer)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -56,14 +56,8 @@ def tree_sum(leaves: Sequence[float]) -> float:
     return stack[0][1]
 
 
-class Transport(Protocol):
-    """Moves tensors between ranks; blocks until all have been sent and received.
-
-    Between two ranks messages arrive in the order in which they were sent. Raises RuntimeError or
-    FormationFailed when a peer is lost.
-    """
-
-    def __call__(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None: ...
+Transport = Callable[[Sequence[tuple[Tensor, int]], Sequence[tuple[Tensor, int]]], None]
+"""as `collectives.exchange`"""
 
 
 class TreeExchange:
@@ -150,10 +144,7 @@ class TreeExchange:
         if rank > 0:  # else the leftmost operand, in which sums are made, is the target
             target.copy_(stack[0][1])
         if not is_small:
-            self._move(
-                sends=[(target, peer) for peer in self._peers],
-                receives=[(part(result, peer), peer) for peer in self._peers],
-            )
+            self._move([(target, peer) for peer in self._peers], [(part(result, peer), peer) for peer in self._peers])
 
     def _slots(self, part: Tensor, count: int) -> list[Tensor]:
         """Where `count` partial sums of `part` are received."""

@@ -128,11 +128,11 @@ class EpochOrder:
         """The first `count` outputs of SplitMix64 seeded with the hash of (seed, epoch, length)."""
         state = np.zeros(1, dtype=np.uint64)
         for value in (self.seed, self.epoch, self.length):
-            state = _mix(state + np.array([value % 2**64], dtype=np.uint64) + _GOLDEN)
-        return _mix(state + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
+            state = mix(state + np.array([value % 2**64], dtype=np.uint64) + _GOLDEN)
+        return mix(state + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
 
 
-def _mix(values: _UInt64s) -> _UInt64s:
+def mix(values: _UInt64s) -> _UInt64s:
     """SplitMix64's finalizer, a bijection on 64 bits. In place: the caller hands over a temporary."""
     values ^= values >> np.uint64(30)
     values *= _MIX_1
@@ -144,7 +144,7 @@ def _mix(values: _UInt64s) -> _UInt64s:
 
 def _add_round(half: _UInt64s, keyed_half: _UInt64s, radix: np.uint64) -> None:
     """half = (half + F(keyed_half)) mod radix, in place, with F in [0, radix)."""
-    hashed = _mix(keyed_half)
+    hashed = mix(keyed_half)
     # Multiply and shift in place of a slow remainder: radix < 2**32, so that the product fits in 64 bits.
     hashed >>= np.uint64(32)
     hashed *= radix

@@ -188,8 +188,8 @@ class Task:
         test_set = self.test_set
         return {
             "task": self.name,
-            "train_length": _length(self.train_set),
-            "test_length": 0 if test_set is None else _length(test_set),
+            "train_length": len(self.train_set),  # type: ignore[arg-type]  # Dataset declares no __len__
+            "test_length": 0 if test_set is None else len(test_set),  # type: ignore[arg-type]
         }
 
 
@@ -259,16 +259,6 @@ class ImageClassification(Task):
             "classes": self.data.classes,
             "image_size": self.data.image_size,
         }
-
-
-def build_task(
-    dataset: str = "digits",
-    model: str = "cnn",
-    data_dir: str | os.PathLike[str] = "data",
-    seed: int = 0,
-) -> Task:
-    """The bundled task for the flags of the same names. Raises: UsageError for unknown names."""
-    return ImageClassification(dataset, model, data_dir, seed)
 
 
 def load_task(spec: str) -> type[Task]:
@@ -357,10 +347,6 @@ def _sgd(lr: float) -> OptimizerDefaults:
 
 def _adamw(lr: float) -> OptimizerDefaults:
     return {"optimizer": "adamw", "lr": lr, "momentum": 0.9, "weight_decay": 1e-2, "schedule": "cosine"}
-
-
-def _length(dataset: Dataset[Any]) -> int:
-    return len(dataset)  # type: ignore[arg-type]  # Dataset declares no __len__
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

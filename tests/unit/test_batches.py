@@ -17,7 +17,7 @@ from elastic_train.elastic.worker import make_state
 from elastic_train.training import loader_processes
 from elastic_train.training.batches import pinned, steps
 from elastic_train.training.state import TrainState
-from elastic_train.training.tasks import Task, build_task
+from elastic_train.training.tasks import ImageClassification, Task
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
 
@@ -27,7 +27,7 @@ MEMBER = make_member(0)
 
 def read(num_workers: int, rank: int) -> list[list[tuple[Any, Any]]]:
     config = Config(model="mlp", global_batch_size=500, epochs=2, micro_batch_size=100, num_workers=num_workers)
-    task = build_task("digits", "mlp", Path(), 0)
+    task = ImageClassification("digits", "mlp", Path(), 0)
     state = make_state(config, task, CPU)
     world = World(rank=rank, generation=0, members=(MEMBER, MEMBER))
     return list(steps(task.train_set, task.collate, state, world, config, CPU))

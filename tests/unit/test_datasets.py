@@ -109,8 +109,8 @@ class TestDigits:
 
     def test_needs_neither_torchvision_nor_pil(self) -> None:
         program = (
-            "import sys; from elastic_train.training.tasks import build_task; "
-            "task = build_task('digits', 'cnn', 'data', 0); "
+            "import sys; from elastic_train.training.tasks import ImageClassification; "
+            "task = ImageClassification('digits', 'cnn', 'data', 0); "
             "task.build_model(); task.describe(); "
             "print([m for m in ('torchvision', 'PIL', 'torch.utils.tensorboard') if m in sys.modules])"
         )

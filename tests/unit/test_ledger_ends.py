@@ -12,7 +12,7 @@ from elastic_train.config import Config
 from elastic_train.elastic.worker import make_state
 from elastic_train.runlog.ledger_ends import newest_steps, unfinished
 from elastic_train.training.batches import RunSampler
-from elastic_train.training.tasks import build_task
+from elastic_train.training.tasks import ImageClassification
 from elastic_train.world import World
 from tests.unit.test_batches import CPU, MEMBER
 
@@ -43,7 +43,7 @@ def test_the_last_step_in_hand_and_one_more_are_unfinished() -> None:
 def test_any_step_has_the_samples_that_it_had_when_it_was_trained(flags: dict[str, object]) -> None:
     """Whatever the world was, and at the end of an epoch, where a step is smaller."""
     config = Config(model="mlp", global_batch_size=500, epochs=2, **flags)  # type: ignore[arg-type]
-    state = make_state(config, build_task("digits", "mlp", Path(), 0), CPU)
+    state = make_state(config, ImageClassification("digits", "mlp", Path(), 0), CPU)
     alone = World(rank=0, generation=0, members=(MEMBER,))
     trained = {micro.step: [] for micro in RunSampler(state, alone, config)}
     for micro in RunSampler(state, alone, config):

@@ -17,7 +17,7 @@ from elastic_train.elastic.worker import make_state
 from elastic_train.runlog.events import EventLog, Ledger
 from elastic_train.runlog.reader import read_all
 from elastic_train.training.batches import RunSampler
-from elastic_train.training.tasks import build_task
+from elastic_train.training.tasks import ImageClassification
 from elastic_train.world import World
 from tests.unit.test_batches import CPU, MEMBER
 from tests.unit.test_ledger_ends import write
@@ -35,7 +35,7 @@ def work(rank: int, port: int, path: Path) -> None:
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    state = make_state(CONFIG, build_task("digits", "mlp", Path(), 0), CPU)
+    state = make_state(CONFIG, ImageClassification("digits", "mlp", Path(), 0), CPU)
     state.step, state.samples_done, state.last_commits = 20, 20 * 64, [{"generation": 3}]
     events = EventLog(path / "events", host="localhost", local_rank=rank, rank=rank, world_size=2)
     reporter = SimpleNamespace(events=events, ledger=Ledger(path / "new", host="localhost", local_rank=rank))
@@ -54,7 +54,9 @@ def test_all_ranks_write_their_lines_of_what_was_in_hand(tmp_path: Path) -> None
     assert sorted((line["step"], line["rank"], line["generation"]) for line in lines) == [
         (12, 0, 5), (12, 1, 5), (13, 0, 5), (13, 1, 5)
     ]  # fmt: skip
-    alone = RunSampler(make_state(CONFIG, build_task("digits", "mlp", Path(), 0), CPU), make_world(0, 1), CONFIG)
+    alone = RunSampler(
+        make_state(CONFIG, ImageClassification("digits", "mlp", Path(), 0), CPU), make_world(0, 1), CONFIG
+    )
     for step in (12, 13):
         written = sorted(index for line in lines if line["step"] == step for index in line["indices"])
         assert written == sorted(alone.of_step(step)[0].indices.tolist())

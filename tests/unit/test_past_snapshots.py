@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from elastic_train.elastic.restore import restore
 from elastic_train.errors import SnapshotError
+from elastic_train.runlog.reader import value_of
 from elastic_train.storage.past_snapshots import PastSnapshots, Reached, read_past_snapshots, require_none_written
 from elastic_train.storage.run_record import RunRecord
 from elastic_train.training.state import TrainState
@@ -50,7 +52,7 @@ def test_who_may_begin_from_scratch(found: list[PastSnapshots], may_begin: bool)
     with (
         nullcontext() if may_begin else pytest.raises(SnapshotError, match=r"seen from here: .*--fresh to begin anew$")
     ):
-        require_none_written([PastSnapshots.from_fields(json.loads(json.dumps(one.to_fields()))) for one in found])
+        require_none_written([value_of(PastSnapshots, json.loads(json.dumps(asdict(one)))) for one in found])
 
 
 def test_the_line_says_who_was_where() -> None:

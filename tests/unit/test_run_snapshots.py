@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_train.errors import SnapshotError
-from elastic_train.storage.run_snapshots import snapshots_in
+from elastic_train.storage.places import snapshots_in
 
 
 def run_of(run_dir: Path, *snapshot_dirs: str | None, refused: str | None = None) -> Path:

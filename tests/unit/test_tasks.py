@@ -19,7 +19,7 @@ from elastic_train.config import Config
 from elastic_train.elastic.worker import require_no_optimizer_flags
 from elastic_train.errors import DatasetMissing, UsageError
 from elastic_train.training import tasks
-from elastic_train.training.tasks import ImageClassification, Task, build_task, flags_class, load_task, make_own_task
+from elastic_train.training.tasks import ImageClassification, Task, flags_class, load_task, make_own_task
 
 
 class Line(Task):
@@ -151,7 +151,7 @@ class TestOwnFlags:
 
 class TestImageClassification:
     def test_describe(self) -> None:
-        assert build_task().describe() == {
+        assert ImageClassification().describe() == {
             "task": "image-classification",
             "dataset": "digits",
             "model": "cnn",
@@ -163,7 +163,7 @@ class TestImageClassification:
 
     @pytest.mark.parametrize("model", ["cnn", "mlp", "resnet18"])
     def test_one_step_and_one_evaluation(self, model: str) -> None:
-        task = build_task("digits", model)
+        task = ImageClassification("digits", model)
         torch.manual_seed(0)
         network = task.build_model()
         batch = task.train_set.gather(torch.tensor([3]), 0)  # type: ignore[attr-defined]
@@ -174,7 +174,7 @@ class TestImageClassification:
 
     def test_digits_are_learnt(self) -> None:
         """A taste of the default run: a tenth of its epochs."""
-        task = build_task()
+        task = ImageClassification()
         torch.manual_seed(0)
         model, defaults = task.build_model(), task.defaults()
         optimizer = torch.optim.SGD(task.parameter_groups(model), lr=defaults["lr"], momentum=defaults["momentum"])
@@ -191,13 +191,13 @@ class TestImageClassification:
 
     def test_names_are_checked_before_any_data_is_read(self) -> None:
         with pytest.raises(UsageError, match="did you mean digits"):
-            build_task("digit")
+            ImageClassification("digit")
         with pytest.raises(UsageError, match="did you mean"):
-            build_task("digits", "resnet19")
+            ImageClassification("digits", "resnet19")
 
     def test_missing_data(self, tmp_path: Path) -> None:
         with pytest.raises(DatasetMissing):
-            _ = build_task("imagefolder", data_dir=tmp_path).train_set
+            _ = ImageClassification("imagefolder", data_dir=tmp_path).train_set
 
 
 class TestLoadTask:

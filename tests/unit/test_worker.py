@@ -25,7 +25,7 @@ from elastic_train.rules import require_agreement
 from elastic_train.storage import store_arms
 from elastic_train.storage.store_arms import MemoryArm, PlainArm
 from elastic_train.training.data_identity import identify_state
-from elastic_train.training.tasks import Task, build_task
+from elastic_train.training.tasks import ImageClassification, Task
 
 CPU = torch.device("cpu")
 
@@ -67,7 +67,7 @@ def test_a_model_that_is_not_returned_is_one_line() -> None:
 
 
 def test_channels_last_is_kept_where_a_snapshot_is_loaded() -> None:
-    task = build_task("digits", "cnn")
+    task = ImageClassification("digits", "cnn")
     plain, state = (make_state(Config(channels_last=flag), task, CPU) for flag in (False, True))
     state.load_state_dict(plain.state_dict())
     weights = convolutions(state.model)
@@ -78,7 +78,7 @@ def test_channels_last_is_kept_where_a_snapshot_is_loaded() -> None:
 
 
 def test_compiling_changes_no_name() -> None:
-    task = build_task("digits", "mlp")
+    task = ImageClassification("digits", "mlp")
     plain, compiled = (
         make_state(Config(compile=flag, ema_decay=0.9), task, CPU).state_dict() for flag in (False, True)
     )
@@ -240,7 +240,7 @@ def test_a_store_endpoint_is_read_where_it_is_not_used_too() -> None:
 )
 def test_flags_that_do_less_than_they_say_are_warned_of(flags: dict[str, Any], length: int, told: list[str]) -> None:
     said: list[str] = []
-    task = Task() if "task" in flags else build_task("digits", "mlp", Path(), 0)
+    task = Task() if "task" in flags else ImageClassification("digits", "mlp", Path(), 0)
     warn_of_flags(Config(**flags), Launch(), task, length, SimpleNamespace(warn=said.append))  # type: ignore[arg-type]
     assert len(said) == len(told)
     assert all(line.startswith(start) for line, start in zip(said, told, strict=True))
