@@ -29,9 +29,8 @@ from elastic_train.rendezvous.launch import max_nodes_of
 from elastic_train.runlog.goodput import process_start_ticks, seconds_since_process_start
 from elastic_train.runlog.reader import value_of
 from elastic_train.storage.bucket_owner import BucketRecord
-from elastic_train.storage.offers import parted
 from elastic_train.storage.past_snapshots import NOTHING_SEEN, PastSnapshots, read_past_snapshots
-from elastic_train.storage.run_record import RUN_FILE, RunRecord, read_record
+from elastic_train.storage.run_record import RUN_FILE, RunRecord, parted, read_record
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, set_aside
 from elastic_train.training import determinism
 from elastic_train.training.collectives import gather_json

@@ -75,7 +75,7 @@ class Evaluations:
                     wrong = find_no_sum(*parts, worker.device, config, block_samples=block_samples, autocast=autocast)
                     if wrong is not None:
                         worker.reporter.warn(wrong)
-                found = evaluate(
+                metrics = evaluate(
                     *parts,
                     world,
                     worker.device,
@@ -86,12 +86,12 @@ class Evaluations:
                     warn=worker.reporter.warn,
                 )
         watcher.do(Activity.COMPUTE)
-        state.evaluated_step, state.test_metrics = state.step, found.metrics
-        odd = odd_numbers(found.metrics, state.step) if world.rank == 0 else {}
+        state.evaluated_step, state.test_metrics = state.step, metrics
+        odd = odd_numbers(metrics, state.step) if world.rank == 0 else {}
         for name in odd.keys() - self._warned_of:
             self._warned_of.add(name)
             worker.reporter.warn(odd[name])
-        if (accuracy := found.metrics.get("accuracy")) is not None:
+        if (accuracy := metrics.get("accuracy")) is not None:
             state.ratings.note(state.step, accuracy)
         elif config.keep_best and world.rank == 0 and not self._has_warned:
             self._has_warned = True

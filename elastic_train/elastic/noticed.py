@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 
 from elastic_train.elastic.worker import Worker
-from elastic_train.notices.choice import source_of
 from elastic_train.notices.notice import NoticeSource
 from elastic_train.notices.own_sources import Relay
-from elastic_train.notices.watcher import NoticeWatcher
+from elastic_train.notices.watcher import NoticeWatcher, source_of
 from elastic_train.preemption import SAVE_SOONER, Fit, PreemptionNotice, fit_of, given_seconds, notices_flag
 from elastic_train.rendezvous.command_line import agent_above
 from elastic_train.storage.shares import LEAST_BYTES

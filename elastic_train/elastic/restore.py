@@ -27,9 +27,16 @@ from elastic_train.errors import (
 )
 from elastic_train.rules import disagreement, freshest
 from elastic_train.runlog.reader import value_of
-from elastic_train.storage.offers import Offer, newest_offer, parted, require_one_line
 from elastic_train.storage.past_snapshots import PastSnapshots, require_none_written
-from elastic_train.storage.run_record import Choice, RunRecord, run_to_continue
+from elastic_train.storage.run_record import (
+    Choice,
+    Offer,
+    RunRecord,
+    newest_offer,
+    parted,
+    require_one_line,
+    run_to_continue,
+)
 from elastic_train.storage.snapshot import SnapshotInfo, load_state
 from elastic_train.training.collectives import gather_json
 from elastic_train.training.state import TrainState

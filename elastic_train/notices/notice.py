@@ -16,6 +16,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
 
 from elastic_train.preemption import PreemptionNotice
+from elastic_train.runlog.reader import dict_of
 
 AZURE_LOSING = ("Preempt", "Terminate", "Reboot", "Redeploy")
 """events after which the processes of a machine are gone; a `Freeze` is a pause of some seconds"""
@@ -141,9 +142,9 @@ def _from_event(event: dict[str, Any]) -> PreemptionNotice:
 
 def from_pod(pod: dict[str, Any]) -> PreemptionNotice | None:
     """A pod with the condition DisruptionTarget is about to be ended; `deletionTimestamp` is when, where it is set."""
-    for condition in _mapping(pod, "status").get("conditions") or ():
+    for condition in dict_of(pod, "status").get("conditions") or ():
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
-            ends = _mapping(pod, "metadata").get("deletionTimestamp")
+            ends = dict_of(pod, "metadata").get("deletionTimestamp")
             reason = f"the pod is disrupted: {condition.get('reason')}"
             return PreemptionNotice("kubernetes", reason, _iso_time(ends) if isinstance(ends, str) else None)
     return None
@@ -151,7 +152,7 @@ def from_pod(pod: dict[str, Any]) -> PreemptionNotice | None:
 
 def from_node(node: dict[str, Any]) -> PreemptionNotice | None:
     """A node with a taint that says that it goes away; how long it has is not said."""
-    keys = {taint.get("key") for taint in _mapping(node, "spec").get("taints") or ()}
+    keys = {taint.get("key") for taint in dict_of(node, "spec").get("taints") or ()}
     said = next((said for key, said in LOSING_TAINTS.items() if key in keys), None)
     return None if said is None else PreemptionNotice("kubernetes", said)
 
@@ -200,11 +201,6 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise NoticeUnreadable(f"no JSON object: {text[:40]!r}")
     return found
-
-
-def _mapping(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    found = fields.get(name)
-    return found if isinstance(found, dict) else {}
 
 
 def _text(fields: dict[str, Any], name: str) -> str:

@@ -1,14 +1,20 @@
-"""The thread that asks for notices, so that no step waits for an answer."""
+"""The thread that asks for notices, so that no step waits for an answer; and the source that --notices names."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
+from elastic_train.notices.clouds import AwsSource, AzureSource, GcpSource, find_cloud
+from elastic_train.notices.kubernetes import KubernetesSource
 from elastic_train.notices.notice import NoticeSource, NoticeUnreadable
-from elastic_train.preemption import PreemptionNotice
+from elastic_train.notices.own_sources import EndpointSource, FileSource, SlurmSource
+from elastic_train.preemption import NoticesFlag, PreemptionNotice
 
 SAME_SECONDS = 5.0
 """by which a deadline may move from one answer to the next, and no more is told: sources that give the seconds which
@@ -104,3 +110,40 @@ def _is_other(found: PreemptionNotice, before: PreemptionNotice) -> bool:
     if found.is_certain != before.is_certain or (found.deadline is None) != (before.deadline is None):
         return True
     return abs((found.deadline or 0.0) - (before.deadline or 0.0)) > SAME_SECONDS
+
+
+def source_of(
+    flag: NoticesFlag, tell: Callable[[str], None], tell_also: Callable[[int, Callable[[], None]], None]
+) -> Callable[[], NoticeSource | None]:
+    """What comes to the source, which may take a moment. Call this on the main thread: SLURM's takes a signal.
+
+    Args:
+        tell_also: `StopSignal.tell_also`.
+    """
+    match flag.kind:
+        case "auto":
+            return lambda: _found(tell)
+        case "aws":
+            return AwsSource
+        case "gcp":
+            return GcpSource
+        case "azure":
+            return AzureSource
+        case "kubernetes":
+            return lambda: KubernetesSource(tell)
+        case "slurm":
+            slurm = SlurmSource(os.environ)
+            tell_also(signal.SIGUSR1, slurm.hear)
+            return lambda: slurm
+        case "file":
+            return lambda: FileSource(Path(flag.target))
+    return lambda: EndpointSource(flag.target)
+
+
+def _found(tell: Callable[[str], None]) -> NoticeSource | None:
+    source = find_cloud()
+    if source is None:
+        tell("--notices auto: no metadata server of AWS, GCP or Azure answers here; nothing is watched")
+    else:
+        tell(f"--notices auto: this node is in {source.name}, which is asked for notices")
+    return source

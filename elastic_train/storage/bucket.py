@@ -45,7 +45,7 @@ from elastic_train.storage.snapshot import (
     require_same_run,
 )
 from elastic_train.storage.state_bytes import HashingFile, SnapshotFile
-from elastic_train.storage.store_faults import errors_told
+from elastic_train.storage.store_urls import errors_told
 
 FORMAT_VERSION = 3
 PART_PREFIX = f"{STATE_FILE}."
@@ -68,21 +68,15 @@ class BucketSnapshot:
     def key_of(self, file: str) -> str:
         return f"{self.name}/{file}"
 
-    def read_info(self, key: bytes | None = None) -> SnapshotInfo:
-        """What its manifest says, once the parts are there and of the right size. Raises: SnapshotDamaged."""
-        return self.read_listed(self.files(), key)
-
-    def read_manifest(self) -> dict[str, Any]:
-        """All that it says. Raises: SnapshotDamaged: there is none that can be read."""
-        return self.manifest(self.files())
-
     def files(self) -> Files:
         prefix = self.key_of("")
         return {path.removeprefix(prefix): size for path, size in self.store.list(prefix).items()}
 
-    def read_listed(self, files: Files, key: bytes | None = None) -> SnapshotInfo:
-        """The same, of what a listing shows."""
-        manifest = self.manifest(files)
+    def read_info(self, key: bytes | None = None, files: Files | None = None) -> SnapshotInfo:
+        """What its manifest says, once the parts are there and of the right size; `files`: what a listing has shown.
+        Raises: SnapshotDamaged."""
+        files = self.files() if files is None else files
+        manifest = self.read_manifest(files)
         info = info_of(manifest, self, key)
         promised = info.files[STATE_FILE]
         try:
@@ -99,8 +93,9 @@ class BucketSnapshot:
                 raise SnapshotDamaged(f"snapshot {self}: {part.name} {seen}, its manifest says {part.bytes}")
         return replace(info, path=replace(self, parts=parts))
 
-    def manifest(self, files: Files) -> dict[str, Any]:
-        size = files.get(MANIFEST_FILE)
+    def read_manifest(self, files: Files | None = None) -> dict[str, Any]:
+        """All that it says. Raises: SnapshotDamaged: there is none that can be read."""
+        size = (self.files() if files is None else files).get(MANIFEST_FILE)
         if size is None or size > MOST_MANIFEST_BYTES:
             seen = "is missing" if size is None else f"has {size} bytes, which no manifest has"
             raise SnapshotDamaged(f"snapshot {self}: {MANIFEST_FILE} {seen}")
@@ -168,7 +163,7 @@ class Bucket:
             if MANIFEST_FILE not in files:
                 continue
             try:
-                found.append(self.snapshot(name).read_listed(files, key))
+                found.append(self.snapshot(name).read_info(key, files))
             except SnapshotDamaged as error:
                 warn(f"skipped: {error}")
         return found
@@ -262,7 +257,7 @@ class Bucket:
         if MANIFEST_FILE not in files:
             return None
         try:
-            info = place.read_listed(files, key)
+            info = place.read_info(key, files)
         except SnapshotDamaged:
             self.store.delete(place.key_of(MANIFEST_FILE))
             return None
@@ -359,7 +354,7 @@ class Bucket:
 
         def read(name: str) -> None:
             with contextlib.suppress(SnapshotDamaged):
-                info = self.snapshot(name).read_listed(listed[name], key)
+                info = self.snapshot(name).read_info(key, listed[name])
                 self._whole[name] = looks[name], replace(info, path=self.snapshot(name))  # without its many parts
 
         each(read, listed.keys() - self._whole.keys(), is_given_up)
@@ -371,7 +366,7 @@ class Bucket:
             return True
         place = self.snapshot(name)
         with contextlib.suppress(SnapshotDamaged):
-            return info_of(place.manifest(files), place, key).run_uid == run_uid
+            return info_of(place.read_manifest(files), place, key).run_uid == run_uid
         return False
 
     def _delete_left(self, store: ObjectStore, is_given_up: Callable[[], bool] = lambda: False) -> None:

@@ -187,7 +187,7 @@ class BucketOwner:
         # Without the lock: who re-forms does not wait for a store that hangs.
         self._mine = BucketRecord(job_token, generation, run_uid, superseded, self._host, os.getpid(), self._now())
         self._lost = None
-        self._stop_renewing()
+        self.release()
         if is_writer:
             self.renew_in_background()
 
@@ -208,15 +208,12 @@ class BucketOwner:
     def renew_in_background(self) -> None:
         """Say from now on that the job lives: once `take` has made the snapshots its own, a large state is read. What
         keeps it from saying so goes to `warn`, once until it can again."""
-        self._stop_renewing()
+        self.release()
         self._stop = threading.Event()
         threading.Thread(target=self._renew, args=(self._stop,), name="bucket-owner", daemon=True).start()
 
     def release(self) -> None:
-        """This process is no member of the job any more; others may be."""
-        self._stop_renewing()
-
-    def _stop_renewing(self) -> None:
+        """Renew it no more: this process is no member of the job any more, and others may be."""
         if self._stop is not None:
             self._stop.set()
             self._stop = None
@@ -251,7 +248,7 @@ class BucketOwner:
 
     def leave(self) -> None:
         """Say that the job has left, so that the next one need not wait. One try: that one waits otherwise."""
-        self._stop_renewing()
+        self.release()
         if self._mine is None:
             return
         self._mine = replace(self._mine, has_left=True)

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from elastic_train.errors import ObjectStoreError, StoreFault
 from elastic_train.storage.store_arms import Arm, Stored, open_arm
-from elastic_train.storage.store_faults import fault_of, scrub
-from elastic_train.storage.store_urls import StoreUrl
+from elastic_train.storage.store_urls import StoreUrl, fault_of, scrub
 
 Value = TypeVar("Value")
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError
 
@@ -20,9 +20,6 @@ MOST_PART_BYTES = 2**28
 """that is read at once, whatever a manifest says"""
 AT_ONCE = 3
 """parts on their way: one connection of TCP seldom fills a line"""
-
-Item = TypeVar("Item")
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -210,16 +207,11 @@ def fetch(parts: Iterable[Part], get: Callable[[str], bytes | None]) -> Iterator
             raise SnapshotDamaged(f"{part.name} is damaged: it is not what its manifest says")
         return data
 
-    return in_order(one, parts)
-
-
-def in_order(function: Callable[[Item], Value], items: Iterable[Item]) -> Iterator[Value]:
-    """As map(), AT_ONCE calls at a time."""
-    waiting: deque[Future[Value]] = deque()
+    waiting: deque[Future[bytes]] = deque()
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="snapshot-read") as pool:
         try:
-            for item in items:
-                waiting.append(pool.submit(function, item))
+            for part in parts:
+                waiting.append(pool.submit(one, part))
                 if len(waiting) == AT_ONCE:
                     yield waiting.popleft().result()
             while waiting:

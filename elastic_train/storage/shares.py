@@ -18,7 +18,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, cast
 
 from elastic_train.errors import ObjectStoreError
 from elastic_train.storage.parts import AT_ONCE, Part, PartSender
@@ -100,9 +100,8 @@ def shared_by(fleet: Fleet | None, state: dict[str, Any]) -> SharedState | None:
     return None if shared is None or shared.num_bytes < LEAST_BYTES else shared
 
 
-class TakePart(Protocol):
-    def __call__(self, zone: str, number: int, sha256: str, size: int, data: bytearray | None) -> None:
-        """A part is complete; `data` where it was wanted."""
+TakePart = Callable[[str, int, str, int, bytearray | None], None]
+"""zone, number, SHA-256 and size of a part that is complete; its data where that was wanted"""
 
 
 class Cutter:

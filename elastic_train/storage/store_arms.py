@@ -192,10 +192,8 @@ class S3Arm:
         self._filesystem.retries = 1
         _arms.add(self)
 
-    def _call(self, method: str, key: str, **arguments: Any) -> Any:
-        return self._filesystem.call_s3(
-            method, Bucket=self._bucket, Key=f"{self._prefix}{key}", timeout=self._attempt_seconds, **arguments
-        )
+    def _call(self, method: str, **arguments: Any) -> Any:
+        return self._filesystem.call_s3(method, Bucket=self._bucket, timeout=self._attempt_seconds, **arguments)
 
     def read(self, key: str, limit: int | None = None) -> Stored:
         from fsspec.asyn import sync
@@ -211,33 +209,25 @@ class S3Arm:
         return found
 
     def put(self, key: str, data: bytes | bytearray) -> None:
-        self._call("put_object", key, Body=data)
+        self._call("put_object", Key=f"{self._prefix}{key}", Body=data)
 
     def put_if(self, key: str, data: bytes, version: str | None) -> str:
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
-        return str(self._call("put_object", key, Body=data, **condition)["ETag"])
+        return str(self._call("put_object", Key=f"{self._prefix}{key}", Body=data, **condition)["ETag"])
 
     def list(self, prefix: str) -> dict[str, int]:
-        from fsspec.asyn import sync
-
-        async def read() -> dict[str, int]:
-            found: dict[str, int] = {}
-            more: dict[str, str] = {}
-            while True:
-                answer = await self._filesystem._call_s3(
-                    "list_objects_v2", Bucket=self._bucket, Prefix=f"{self._prefix}{prefix}", **more
-                )
-                for entry in answer.get("Contents", ()):
-                    found[entry["Key"].removeprefix(self._prefix)] = int(entry["Size"])
-                if not answer.get("IsTruncated"):
-                    return found
-                more = {"ContinuationToken": answer["NextContinuationToken"]}
-
-        listed: dict[str, int] = sync(self._filesystem.loop, read, timeout=self._attempt_seconds)
-        return listed
+        found: dict[str, int] = {}
+        more: dict[str, str] = {}
+        while True:
+            answer = self._call("list_objects_v2", Prefix=f"{self._prefix}{prefix}", **more)
+            for entry in answer.get("Contents", ()):
+                found[entry["Key"].removeprefix(self._prefix)] = int(entry["Size"])
+            if not answer.get("IsTruncated"):
+                return found
+            more = {"ContinuationToken": answer["NextContinuationToken"]}
 
     def remove(self, key: str) -> None:
-        self._call("delete_object", key)
+        self._call("delete_object", Key=f"{self._prefix}{key}")
 
 
 # --- children of fork() -----------------------------------------------------------------------------------------------

@@ -1,12 +1,18 @@
-"""URLs of object stores, without secrets."""
+"""Object stores: their URLs, and what went wrong at one, of whatever library's error; all of that without secrets."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from elastic_train.config import IS_URL
-from elastic_train.errors import UsageError
+from elastic_train.errors import OwnershipLost, SnapshotError, StoreFault, UsageError, cause_of, first_line
 
 PACKAGES = {
     "s3": "'elastic_train[remote]'",
@@ -68,3 +74,119 @@ def parse_url(text: str, what: str = "") -> StoreUrl:
         example = "file:///shared/run-1" if scheme == "file" else f"{scheme}://bucket/run-1"
         raise UsageError(f"{name}{shown}: names no place; such as {example}")
     return StoreUrl(scheme, place)
+
+
+_BY_CODE = {
+    "PreconditionFailed": StoreFault.REFUSED,
+    "ConditionalRequestConflict": StoreFault.TRANSIENT,
+    "OperationAborted": StoreFault.TRANSIENT,
+    "RequestTimeout": StoreFault.TRANSIENT,
+    "SlowDown": StoreFault.TRANSIENT,
+    "NoSuchBucket": StoreFault.NO_BUCKET,
+    "ExpiredToken": StoreFault.DENIED,
+    "InvalidToken": StoreFault.DENIED,
+    "QuotaExceeded": StoreFault.FULL,
+    "InsufficientStorage": StoreFault.FULL,
+    "XMinioStorageFull": StoreFault.FULL,
+}
+"""of S3's protocol, where the HTTP status says less"""
+_BY_STATUS = {
+    401: StoreFault.DENIED,
+    403: StoreFault.DENIED,
+    404: StoreFault.MISSING,
+    408: StoreFault.TRANSIENT,
+    412: StoreFault.REFUSED,
+    429: StoreFault.TRANSIENT,
+    501: StoreFault.OTHER,
+    507: StoreFault.FULL,
+}
+_BY_NAME = {
+    "NoCredentialsError": StoreFault.DENIED,
+    "PartialCredentialsError": StoreFault.DENIED,
+    "ProfileNotFound": StoreFault.DENIED,
+    "ParamValidationError": StoreFault.OTHER,
+    "FSTimeoutError": StoreFault.TRANSIENT,
+}
+_NETWORK_LIBRARIES = frozenset({"aiohttp", "aiobotocore", "botocore", "urllib3"})
+_BY_ERRNO = {
+    errno.ENOSPC: StoreFault.FULL,
+    errno.EDQUOT: StoreFault.FULL,
+    errno.EACCES: StoreFault.DENIED,
+    errno.EPERM: StoreFault.DENIED,
+    errno.EROFS: StoreFault.DENIED,
+}
+
+
+def fault_of(error: BaseException) -> tuple[StoreFault, str]:
+    """What an error of a store's library means, and what it says, perhaps with secrets."""
+    cause: BaseException | None = error
+    while cause is not None:
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict) and isinstance(response.get("Error"), dict):
+            return _of_response(response)
+        cause = cause.__cause__
+    status = getattr(error, "status_code", None) or getattr(error, "code", None)  # of Azure's and Google's libraries
+    if isinstance(status, int):
+        return _by_status(status), f"{first_line(error)} ({status})"
+    text = cause_of(error) if isinstance(error, OSError) else first_line(error)
+    return _without_status(error), text or type(error).__name__
+
+
+def _of_response(response: dict[str, Any]) -> tuple[StoreFault, str]:
+    code = str(response["Error"].get("Code", "unknown"))
+    status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0)
+    fault = _BY_CODE.get(code) or _by_status(status)
+    # Not the message: some servers repeat in it what they were sent.
+    return fault, code if code == str(status) or not status else f"{code} ({status})"
+
+
+def _by_status(status: int) -> StoreFault:
+    return _BY_STATUS.get(status) or (StoreFault.TRANSIENT if status >= 500 else StoreFault.OTHER)
+
+
+def _without_status(error: BaseException) -> StoreFault:
+    name, module = type(error).__name__, type(error).__module__.partition(".")[0]
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if isinstance(error, FileExistsError):
+        return StoreFault.REFUSED
+    if isinstance(error, FileNotFoundError):
+        return StoreFault.MISSING
+    if isinstance(error, PermissionError):
+        return StoreFault.DENIED
+    if isinstance(error, ConnectionError | TimeoutError) or module in _NETWORK_LIBRARIES:
+        return StoreFault.TRANSIENT
+    if isinstance(error, OSError) and error.errno is not None:
+        return _BY_ERRNO.get(error.errno, StoreFault.OTHER)
+    return StoreFault.OTHER
+
+
+_SECRETS = re.compile(
+    r"""(?P<user>(?<=://)[^/\s@]+(?=@))                                   # user:password@host
+    |(?<![A-Z0-9])(?:AKIA|ASIA)[A-Z0-9]{12,}                              # an access key's id
+    |(?P<name>(?:X-Amz-(?:Credential|Signature|Security-Token)|X-Goog-(?:Credential|Signature)|AWSAccessKeyId|Signature
+        |sig|AccountKey|SharedAccessSignature|access_token)=)[^&\s"';,]+  # parameters that sign
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+_SECRET_VARIABLES = re.compile(r"(?:AWS|AZURE|GOOGLE|GCS|FSSPEC|S3)_.*(?:KEY|SECRET|TOKEN|PASSWORD|CONNECTION).*")
+
+
+def scrub(text: str) -> str:
+    """A text without credentials: neither those of this process's environment nor what looks like one."""
+    for name, value in os.environ.items():
+        if len(value) >= 8 and _SECRET_VARIABLES.fullmatch(name):
+            text = text.replace(value, "***")
+    return _SECRETS.sub(lambda found: f"{found['name'] or ''}***", text)
+
+
+@contextlib.contextmanager
+def errors_told(place: str) -> Iterator[None]:
+    """Errors of a store's library, or of what lies there, as a SnapshotError: no training need end over them."""
+    try:
+        yield
+    except (SnapshotError, OwnershipLost):
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {scrub(first_line(error))}"
+        raise SnapshotError(f"snapshot {place} cannot be written: {said}; older ones are untouched") from None

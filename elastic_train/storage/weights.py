@@ -43,10 +43,7 @@ def export_weights(weights: Mapping[str, Tensor], path: Path, file_format: str) 
         write_dcp(weights, path)
         return
     try:
-        if file_format == "safetensors":
-            write_atomic(path, _safetensors_bytes(weights))
-        else:
-            write_atomic(path, _torch_bytes(weights))
+        write_atomic(path, _safetensors_bytes(weights) if file_format == "safetensors" else _torch_bytes(weights))
     except OSError as error:
         raise SnapshotError(f"{path} cannot be written: {error.strerror}") from error
 

@@ -99,14 +99,10 @@ def fingerprint(device: torch.device) -> dict[str, str | int]:
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The differences of two fingerprints, one text each; empty where the bits can be expected to be equal."""
     return [
-        f"{name} {_shown(saved, name)} before, {_shown(now, name)} now"
+        f"{name} {saved.get(name, 'unset')} before, {now.get(name, 'unset')} now"
         for name in sorted(saved.keys() | now.keys())
         if saved.get(name) != now.get(name)
     ]
-
-
-def _shown(values: Mapping[str, Any], name: str) -> str:
-    return str(values[name]) if name in values else "unset"
 
 
 def _cpu_kind(values: Mapping[str, str]) -> str:

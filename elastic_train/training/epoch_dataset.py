@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,20 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from elastic_train.errors import UsageError
 from elastic_train.training.augment import SeededItems
-
-
-class HasEpochAndIndices(Protocol):
-    """What `EpochDataset` reads of a micro-batch: which samples of which epoch."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def indices(self) -> npt.NDArray[np.int64]: ...
-
-
-M = TypeVar("M", bound=HasEpochAndIndices)
-
+from elastic_train.training.sampler import MicroBatch
 
 T = TypeVar("T")
 
@@ -53,7 +40,7 @@ class EpochDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # Dataset declares no __len__
 
-    def __getitems__(self, micro_batch: M) -> tuple[M, Any]:
+    def __getitems__(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
         if len(micro_batch.indices) == 0:
             return micro_batch, None
         return micro_batch, self.read(micro_batch.indices, micro_batch.epoch)

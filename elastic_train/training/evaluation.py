@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,15 +29,6 @@ BLOCK_SAMPLES = 256
 """most samples per forward pass"""
 SUM_TOLERANCE = 0.02
 """relative: half precision rounds, and a batch of texts may be padded otherwise; of a mean it is a third"""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Of the whole test set, the same on every rank."""
-
-    num_samples: int
-    metrics: dict[str, float]
-    """what the task makes of the means, "correct" by the name of `accuracy`"""
 
 
 class BlockSampler:
@@ -98,8 +88,11 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     do: Callable[[Activity], None] = lambda _activity: None,
     warn: Callable[[str], None] = warnings.warn,
-) -> Evaluation:
+) -> dict[str, float]:
     """Every rank calls it; each runs its blocks, and the sums of all blocks are added in block order.
+
+    Returns what the task makes of the means over the whole test set, "correct" by the name of `accuracy`; the same on
+    every rank.
 
     Args:
         block_samples: most samples of a forward pass.
@@ -125,7 +118,7 @@ def evaluate(
         all_reduce(table)  # every entry is one rank's value plus zeros: exact
     totals = [sum(row, start=0.0) for row in table.tolist()]
     means = {name: total / sampler.length for name, total in zip(names, totals, strict=True)}
-    return Evaluation(sampler.length, _metrics_of(task, means))
+    return _metrics_of(task, means)
 
 
 @torch.no_grad()
@@ -174,14 +167,10 @@ def _sums_of(
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> dict[str, torch.Tensor]:
-    """What the task's `evaluate` gives for a batch. Raises: UsageError: as `require_sums`."""
+    """What the task's `evaluate` gives for a batch. Raises: UsageError where that is something else than scalars by
+    name."""
     with autocast():
-        values = task.evaluate(model, task.to_device(batch, device))
-    return require_sums(task, values)
-
-
-def require_sums(task: Task, values: Any) -> dict[str, torch.Tensor]:
-    """Raises: UsageError where a task's evaluation gave something else than scalars by name."""
+        values: Any = task.evaluate(model, task.to_device(batch, device))
     if not isinstance(values, dict):
         raise UsageError(
             f"{type(task).__name__}.evaluate gave {kind_of(values)}: it must give a dict of scalars by name, "

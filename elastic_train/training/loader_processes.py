@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Semaphore
@@ -67,35 +66,30 @@ def open_loader(
     if num_workers == 0 or _start_method(config) != "fork":
         return iter(make(None))
     for _ in range(MOST_STARTS - 1):
-        started = _fork(make, num_workers)
-        if started.num_missing == 0:
-            return started.batches
+        batches, processes, num_missing = _fork(make, num_workers)
+        if num_missing == 0:
+            return batches
         warn(
-            f"{started.num_missing} of {num_workers} loader processes had not begun after {BEGIN_SECONDS:g} s: forked, "
+            f"{num_missing} of {num_workers} loader processes had not begun after {BEGIN_SECONDS:g} s: forked, "
             "perhaps, while another thread held a lock (python/cpython#112275); all are started again"
         )
-        processes = started.processes
-        del started  # it ends those that listen, and watches none from now on: of one that it watches, a death raises
+        del batches  # it ends those that listen, and watches none from now on: of one that it watches, a death raises
         for process in processes:
             process.kill()
             process.join()
-    return _fork(make, num_workers).batches
+    return _fork(make, num_workers)[0]
 
 
-@dataclass(frozen=True)
-class _Started:
-    batches: Iterator[Any]
-    processes: set[BaseProcess]
-    num_missing: int
-
-
-def _fork(make: Callable[[Semaphore], DataLoader[Any]], num_workers: int) -> _Started:
+def _fork(
+    make: Callable[[Semaphore], DataLoader[Any]], num_workers: int
+) -> tuple[Iterator[Any], set[BaseProcess], int]:
+    """What they read, the processes, and how many of them have not begun."""
     begun = multiprocessing.get_context("fork").Semaphore(0)
     before = set(multiprocessing.active_children())
     with _signals_blocked():
         batches = iter(make(begun))
     processes = set(multiprocessing.active_children()) - before
-    return _Started(batches, processes, num_workers - _count(begun, num_workers))
+    return batches, processes, num_workers - _count(begun, num_workers)
 
 
 def _start_method(config: Config) -> str:

@@ -144,15 +144,12 @@ def _torchvision_model(name: str, classes: int, image_size: int) -> nn.Module:
     return model
 
 
-def sgd_lr(name: str) -> float:
-    """A learning rate for SGD with momentum 0.9 and about 64 samples per step."""
+def learning_rate(name: str, optimizer: str) -> float:
+    """For SGD with momentum 0.9, or AdamW, and about 64 samples per step."""
+    if optimizer != "sgd":
+        return 2e-3 if name in OWN_MODELS else 5e-4
     is_plain_vgg = name.startswith("vgg") and not name.endswith("_bn")
     return 0.01 if is_plain_vgg or name.startswith(_WITHOUT_BATCH_NORM) else 0.05
-
-
-def adamw_lr(name: str) -> float:
-    """A learning rate for AdamW and about 64 samples per step."""
-    return 2e-3 if name in OWN_MODELS else 5e-4
 
 
 def prefers_adamw(name: str) -> bool:

@@ -49,8 +49,7 @@ from elastic_train.errors import UsageError
 from elastic_train.rules import Activity
 from elastic_train.training.collectives import numbers
 from elastic_train.training.determinism import name_nondeterministic_operator
-from elastic_train.training.ordered_buffers import Buffers
-from elastic_train.training.ordered_rows import Leaf, Row
+from elastic_train.training.ordered_buffers import Buffers, Leaf, Row
 from elastic_train.training.ordered_tree import (
     Node,
     TreeExchange,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from elastic_train.runlog.reader import value_of
 
 Rated = tuple[int, float]
 """committed steps, and how good the model was there"""
@@ -34,8 +36,4 @@ class Ratings:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Also of a state that has none."""
-        self.newest, self.best = rated(state.get("newest")), rated(state.get("best"))
-
-
-def rated(saved: Sequence[Any] | None) -> Rated | None:
-    return (int(saved[0]), float(saved[1])) if saved else None
+        self.newest, self.best = (value_of(Rated | None, state.get(name)) for name in ("newest", "best"))

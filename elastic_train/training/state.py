@@ -17,8 +17,7 @@ from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.kept import Arguments, KeptStep
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.sampler import steps_per_epoch
-from elastic_train.training.state_lock import StateLock
-from elastic_train.training.step_start import StepStart
+from elastic_train.training.state_lock import StateLock, StepStart
 
 
 class Stateful(Protocol):
@@ -106,7 +105,7 @@ class TrainState:
             model.train()
         self._modes = [(module, module.training) for module in model.modules()]
         self.kept = KeptStep(model, optimizer, self.extras.values(), scaler)
-        self._is_step_open = self._is_updating = False
+        self.is_step_open = self._is_updating = False  # whether a step has begun that is not committed
         self.before_update: Callable[[], None] = lambda: None
         """called before the optimizer's step; what it raises leaves the weights those of the last commit"""
         self.kept.updates.call_before_steps(self.begin_update)
@@ -128,11 +127,6 @@ class TrainState:
     def is_whole(self) -> bool:
         """False from the optimizer's step to the commit that follows, and after a loading that failed half way."""
         return not self._is_updating
-
-    @property
-    def is_step_open(self) -> bool:
-        """Whether a step has begun that is not committed."""
-        return self._is_step_open
 
     @property
     def averaged(self) -> AveragedWeights | None:
@@ -158,23 +152,23 @@ class TrainState:
 
     def remember(self) -> None:
         """A step begins: keep what it may change before its reduction is known to be sound."""
-        self._is_step_open, self._is_updating = True, False  # what it is now is what a step is taken back to
+        self.is_step_open, self._is_updating = True, False  # what it is now is what a step is taken back to
         self.kept.keep()
         self.step_start.note()
 
     def rollback(self) -> bool:
         """Back to the last commit, after a step that failed in its reduction: the weights were not touched yet, or are
         put back (`KeptUpdates`). Returns whether there was a step in hand; else nothing is touched."""
-        if not self._is_step_open:
+        if not self.is_step_open:
             return False
-        self._is_step_open = False
+        self.is_step_open = False
         self._is_updating &= not self.kept.put_back()
         return True
 
     def commit(self, loss: float) -> bool:
         """The one place where a step becomes done, with its mean loss over all samples. True at the end of an epoch."""
         self.lock.hold()
-        self._is_step_open = False
+        self.is_step_open = False
         self.samples_done += self.next_step_samples()
         self.step, self.last_loss = self.step + 1, loss
         if self.averaged is not None:
@@ -212,7 +206,7 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """What `torch.load(weights_only=True)` can read; of a step that has begun nothing, until the optimizer's."""
         model = self.model.state_dict()
-        if self._is_step_open:
+        if self.is_step_open:
             self.kept.buffers.put_into(model)
         return {
             "model": model,
@@ -255,7 +249,7 @@ class TrainState:
         Raises:
             KeyError, TypeError, ValueError, RuntimeError: it is of another model, optimizer or kind of extras.
         """
-        self._is_step_open, self._is_updating = False, True
+        self.is_step_open, self._is_updating = False, True
         self.kept.updates.let_go(is_needed=bool(state["run"].get("keeps_updates", False)))
         self.model.load_state_dict(state["model"])
         loaded = state["optimizer"]

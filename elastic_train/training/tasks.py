@@ -161,7 +161,13 @@ class Task:
 
     def to_device(self, batch: Any, device: torch.device) -> Any:
         """The batch with its tensors on `device`; goes into tuples, lists, dicts and what has a `to`."""
-        return _moved(batch, device)
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.to(device, non_blocking=True)
+            return value.to(device) if hasattr(value, "to") else value
+
+        return mapped(batch, moved)
 
     def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """What the optimizer is built from, always in the same order. The default is all that needs a gradient."""
@@ -180,8 +186,8 @@ class Task:
     def defaults(self, optimizer: str | None = None) -> OptimizerDefaults:
         """For the flags that the user left out; `optimizer` is the one asked for, if any."""
         if optimizer == "sgd":
-            return _sgd(lr=0.01)
-        return _adamw(lr=1e-3)
+            return _defaults("sgd", lr=0.01)
+        return _defaults("adamw", lr=1e-3)
 
     def describe(self) -> dict[str, str | int | float]:
         """What must agree between members, and with a snapshot, for them to train the same thing."""
@@ -247,9 +253,7 @@ class ImageClassification(Task):
     def defaults(self, optimizer: str | None = None) -> OptimizerDefaults:
         if optimizer is None:
             optimizer = "adamw" if models.prefers_adamw(self.model) else "sgd"
-        if optimizer == "sgd":
-            return _sgd(lr=models.sgd_lr(self.model))
-        return _adamw(lr=models.adamw_lr(self.model))
+        return _defaults(optimizer, models.learning_rate(self.model, optimizer))
 
     def describe(self) -> dict[str, str | int | float]:
         return {
@@ -341,12 +345,9 @@ def _is_task_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, Task) and value is not Task
 
 
-def _sgd(lr: float) -> OptimizerDefaults:
-    return {"optimizer": "sgd", "lr": lr, "momentum": 0.9, "weight_decay": 5e-4, "schedule": "cosine"}
-
-
-def _adamw(lr: float) -> OptimizerDefaults:
-    return {"optimizer": "adamw", "lr": lr, "momentum": 0.9, "weight_decay": 1e-2, "schedule": "cosine"}
+def _defaults(optimizer: str, lr: float) -> OptimizerDefaults:
+    weight_decay = 5e-4 if optimizer == "sgd" else 1e-2
+    return {"optimizer": optimizer, "lr": lr, "momentum": 0.9, "weight_decay": weight_decay, "schedule": "cosine"}
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
@@ -358,15 +359,6 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
     elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
         for value in batch:
             yield from _tensors(value)
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    def moved(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(device, non_blocking=True)
-        return value.to(device) if hasattr(value, "to") else value
-
-    return mapped(batch, moved)
 
 
 def mapped(batch: Any, function: Callable[[Any], Any]) -> Any:

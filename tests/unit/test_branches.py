@@ -13,7 +13,7 @@ from elastic_train.elastic.restore import require_line
 from elastic_train.errors import BranchesMixed, Refused, StoreUnreachable
 from elastic_train.protocol.other_sides import SUPERSEDED, OtherSides
 from elastic_train.protocol.store import MemoryStore
-from elastic_train.storage.offers import Offer, newest_offer, require_one_line
+from elastic_train.storage.run_record import Offer, newest_offer, require_one_line
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, set_aside
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.world import World

@@ -15,7 +15,7 @@ import pytest
 from elastic_train import stopping
 from elastic_train.elastic.noticed import Noticed, relay_path
 from elastic_train.elastic.run import run_worker
-from elastic_train.notices import choice
+from elastic_train.notices import watcher as watching
 from elastic_train.notices.clouds import find_cloud
 from elastic_train.notices.own_sources import Relay
 from elastic_train.preemption import PreemptionNotice
@@ -130,7 +130,7 @@ def test_what_auto_has_found_is_what_a_snapshot_is_to_fit(tmp_path: Path, monkey
     worker.config.notices, worker.reporter.warn = "auto", told.append
     with serving("gcp", known) as server:
         # Nothing is ever asked at the address of a real one.
-        monkeypatch.setattr(choice, "find_cloud", partial(find_cloud, ("127.0.0.1", server.server_port), 5.0))
+        monkeypatch.setattr(watching, "find_cloud", partial(find_cloud, ("127.0.0.1", server.server_port), 5.0))
         noticed = Noticed(worker)
         try:
             wait_until(lambda: bool(server.asked[1:]), "the first question", 20.0)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_train.errors import RunsMixed
-from elastic_train.storage.offers import Offer
-from elastic_train.storage.run_record import NO_RUN, RUN_FILE, RunRecord, read_record, run_to_continue
+from elastic_train.storage.run_record import NO_RUN, RUN_FILE, Offer, RunRecord, read_record, run_to_continue
 
 
 def offer(run: str, generation: int, step: int, host: str = "a") -> Offer:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_train.training.step_start import StepStart
+from elastic_train.training.state_lock import StepStart
 
 
 class Gpu:

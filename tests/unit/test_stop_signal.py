@@ -36,7 +36,7 @@ assert stop.signum == signal.SIGINT, "the handler has run by now"
 
 SLURMS = """
 import hashlib, os, signal, threading, time
-from elastic_train.notices.choice import source_of
+from elastic_train.notices.watcher import source_of
 from elastic_train.preemption import NoticesFlag
 from elastic_train.stopping import StopSignal
 

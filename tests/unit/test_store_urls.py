@@ -7,8 +7,7 @@ import errno
 import pytest
 
 from elastic_train.errors import StoreFault, UsageError
-from elastic_train.storage.store_faults import fault_of, scrub
-from elastic_train.storage.store_urls import is_url, parse_url
+from elastic_train.storage.store_urls import fault_of, is_url, parse_url, scrub
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from elastic_train.errors import RunDirectoryError
 from elastic_train.observe.status import Status, missing, read_status
 from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line, member_of, read_json, read_with_torn
-from elastic_train.storage.run_snapshots import folder_by
+from elastic_train.storage.places import folder_by
 from elastic_train.storage.store_urls import is_url
 from elastic_train.tools.audit.clocks import set_right
 from elastic_train.tools.audit.lives import Life, Step, lives_of, of_one_run
