@@ -46,11 +46,12 @@ class LateStop:
         """
         state, reporter = self._worker.state, self._worker.reporter
         if not state.lock.acquire(seconds):
-            if not state.is_whole and self._worker.stop.is_requested:
-                reporter.warn(
-                    f"told to stop by {self._worker.stop.why}, and the state is between the optimizer's step "
-                    f"and the commit of step {state.step + 1}: it is not saved before that commit"
-                )
+            stop, where = self._worker.stop, "in what comes before the next batch, or between two worlds"
+            if not state.is_whole:
+                where = f"between the optimizer's step and the commit of step {state.step + 1}"
+            is_left_to_it = stop.is_settled or state.is_finished or self._world() is None
+            if stop.is_requested and not is_left_to_it:
+                reporter.warn(f"told to stop by {stop.why}, and the state is {where}: it is not saved before that ends")
             return
         code: int | None = 1
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -125,14 +126,15 @@ class Resume:
         """
         worker, state, job = self._worker, self._worker.state, self._membership.job
         had_state, check = self.has_state, self._membership.sockets.require_unbroken
-        told = gather_json(
-            {
-                "step": state.step if had_state else -1,
-                "last": state.last_step,
-                "logged": worker.reporter.last_logged_step(),
-                "sees": job.sees_place(world),
-            }
-        )
+        with state.lock.released() if had_state else nullcontext():  # one of the others may hang
+            told = gather_json(
+                {
+                    "step": state.step if had_state else -1,
+                    "last": state.last_step,
+                    "logged": worker.reporter.last_logged_step(),
+                    "sees": job.sees_place(world),
+                }
+            )
         if not had_state:  # it may read what the directory has, and write what the run is
             self._files.finish_claim()
         job.note_place(world, is_shared=all(entry["sees"] for entry in told))
@@ -176,7 +178,8 @@ class Resume:
         self._files.finish_claim()
         if handover is not None:
             handover.begin()
-            handover.finish(self._membership.sockets.require_unbroken)
+            with state.lock.released() if isinstance(handover, Giving) else nullcontext():  # a large one takes its time
+                handover.finish(self._membership.sockets.require_unbroken)
         return restored, None, num_givers
 
     def _take_state(self, world: World, clock: dict[str, Any]) -> None:

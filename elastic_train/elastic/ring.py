@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -127,9 +127,10 @@ class Stages:
         is_by_vote = self._failure is None and not before.is_spare
         is_planned = is_by_vote and self._interruption.cause == "join"
         try:
-            world, change = self._membership.next_world(
-                before, has_formed=self._has_formed, is_by_vote=is_by_vote, is_planned=is_planned
-            )
+            with self._waiting():
+                world, change = self._membership.next_world(
+                    before, has_formed=self._has_formed, is_by_vote=is_by_vote, is_planned=is_planned
+                )
         except Stopped:
             return Stage.STOP
         if world is before and world.is_spare:  # it is not over
@@ -160,7 +161,8 @@ class Stages:
         self._parts.files.hold_bucket(world, has_state=self._parts.resume.has_state)
         try:
             wait_for_nodes(world, self._membership, limit, worker.stop.check, self._clock, self._sleep)
-            following, later = self._membership.next_world(world, has_formed=True)
+            with self._waiting():
+                following, later = self._membership.next_world(world, has_formed=True)
         except Stopped:
             return Stage.STOP
         lost, left = self._change.lost + later.lost, self._change.left + later.left
@@ -181,12 +183,15 @@ class Stages:
         if formed is None:
             if world.rank == 0:
                 membership.job.show_place(world)
-            membership.barriers.wait_for_workers(world)
+            with self._waiting():
+                membership.barriers.wait_for_workers(world)
         else:
-            membership.barriers.wait_for_left_out(world)
+            with self._waiting():
+                membership.barriers.wait_for_left_out(world)
             if not parts.resume.has_state:
                 parts.trainer.warm_up()
-        self.group.enter(parts.open_group(world, formed))
+        with self._waiting():
+            self.group.enter(parts.open_group(world, formed))
         self._has_formed = True
         membership.watcher.enter(world)
         return Stage.SYNC
@@ -282,6 +287,11 @@ class Stages:
     def leave(self) -> int:
         """This node alone was told to stop."""
         return self._parts.exits.leave(self._present)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """Inside the block others are waited for, who may be busy or stuck for long: a late stop may save the state
+        meanwhile. Where there is none yet, it waits for it."""
+        return self._worker.state.lock.released() if self._parts.resume.has_state else nullcontext()
 
     @property
     def _present(self) -> World:

@@ -264,7 +264,11 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
         """This side may not go on: what is committed is kept, whatever becomes of it."""
         worker.reporter.warn(why)
         if ring.world is not None and resume.has_state:
-            worker.reporter.log(exits.save_for_nobody(ring.world))
+            worker.state.lock.hold()  # a late stop may save meanwhile
+            try:
+                worker.reporter.log(exits.save_for_nobody(ring.world))
+            finally:
+                worker.state.lock.let_go()
 
     if worker.config.quarantine == "on":
         membership.joins.admissible = Quarantined(

@@ -168,8 +168,7 @@ class SessionSteps:
             self._observer.report_commit(state, loss, step.first)
         self._observer.note_commit()
         self.turn_to_function()
-        if self._is_own_code and state.extras.keys() <= {"ema"}:  # else the function may be about to step a scheduler
-            state.lock.let_go()
+        self.let_go_between()
 
     def commit_what_is_applied(self, error: str | None = None) -> bool:
         """The world is over, by an `error` of the user's code or else a lost peer, and the step before is settled.
@@ -192,6 +191,12 @@ class SessionSteps:
         self.commit(state.last_loss or 0.0, is_told=error is None or self._is_alone)
         state.lock.hold()
         return True
+
+    def let_go_between(self) -> None:
+        """The user's own code is outside of a step: what it does not step itself can be saved."""
+        state = self._worker.state
+        if self._is_own_code and state.extras.keys() <= {"ema"}:  # else it may be about to step a scheduler
+            state.lock.let_go()
 
     def turn_to_function(self) -> None:
         """What the user's own code does between steps, on one rank perhaps, may take its time."""

@@ -105,7 +105,8 @@ class Trainer:
             begin.wait_for_claim(watcher)
             if begin.comparison is not None:
                 begin.comparison.begin()
-                self.states.finish(begin.comparison)
+                with state.lock.released():  # rank 0 may give its state to others first
+                    self.states.finish(begin.comparison)
             watcher.do(Activity.COMPUTE)
             begin = replace(begin, finish_claim=None, comparison=None)
         if self._worker.config.compile or not self._is_bundled:  # it may compile; the shapes of the shares are others
@@ -222,6 +223,7 @@ class Trainer:
         if self._is_bundled:  # before its first batch
             whole.prepare()
         steps.turn_to_function()
+        steps.let_go_between()  # it may take its time before its first batch
         return Training(
             worker,
             world,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -277,6 +278,22 @@ def test_stop_in_a_reduction_that_waits_for_a_frozen_node(cluster: Cluster) -> N
     cluster.finish(cluster.start(*flags, "--max-steps", str(last), nodes=2))
     check_steps(cluster.run_dir, last)
     check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=last)
+
+
+@pytest.mark.slow
+def test_stop_between_two_worlds_while_another_node_is_in_a_long_step(cluster: Cluster) -> None:
+    """One was killed, and the next world waits for the one that is busy, for longer than SIGKILL would."""
+    flags = (*FLAGS, "--eval-every", "1000", "--peer-timeout", "120")
+    options: dict[str, Any] = {"nnodes": "1:3", "conf": cluster.last_call(60), "program": ("impatient.py",)}
+    killed, told = cluster.start(*flags, nodes=2, **options)
+    [busy] = cluster.start(*flags, env={"LONG": "step 9"}, **options)
+    wait_until_long(cluster, 1)
+    killed.kill()
+    wait_until(lambda: re.search(r"waiting for .* s so far", told.text()) is not None, "the wait between worlds", 60)
+    told.signal(signal.SIGTERM)
+    assert told.wait(30) == 1, told.text()
+    check_saved(cluster.run_dir, 8)
+    busy.kill()
 
 
 @pytest.mark.slow

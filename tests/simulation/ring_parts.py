@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -46,6 +46,7 @@ class State:
         self.branches: Branches = ()
         self.generation, self.generations = -1, 0
         self.incidents: list[dict[str, Any]] = []
+        self.lock = SimpleNamespace(released=nullcontext)
         self.clock = SimpleNamespace(
             enter=lambda _phase: None, count_nodes=lambda _number: None, totals=lambda: {"train": now()}
         )

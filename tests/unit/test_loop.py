@@ -129,6 +129,27 @@ def test_weights_that_are_changed_between_passes_are_kept_from_the_second_step_o
     assert not [line for line in told if line.startswith("warning")]
 
 
+@pytest.mark.parametrize("extra", [None, "ema", "scheduler"])
+def test_a_late_stop_may_save_before_a_loop_of_ones_own_asks_for_its_first_batch(extra: str | None) -> None:
+    """As between two steps: only what it may be about to step is waited for."""
+    could_save: list[bool] = []
+
+    def train(training: Any) -> None:
+        could_save.append(state.lock.acquire(0.0))
+        if could_save[-1]:
+            state.lock.give_back()
+        next(iter(training.batches()))
+        training.optimizer.step()
+        training.commit(0.0)
+
+    loop, state, _ = make_loop(Watched(), train)
+    if extra is not None:
+        state.extras[extra] = torch.optim.lr_scheduler.ConstantLR(state.optimizer)
+    loop.run(WORLD, steps(Watched()))
+    assert could_save == [extra != "scheduler"]
+    assert not state.lock.acquire(0.0)
+
+
 def test_a_loss_that_is_no_scalar_is_told_by_its_shape() -> None:
     class Unreduced(Watched):
         def loss(self, module: nn.Module, batch: Any) -> torch.Tensor:

@@ -21,6 +21,7 @@ from elastic_train.elastic.whole_steps import ALONE
 from elastic_train.elastic.world_end import MAX_FRUITLESS_WORLDS
 from elastic_train.errors import FormationFailed, StatesDiffer, Stopped, StoreUnreachable
 from elastic_train.rules import Failure
+from elastic_train.training.state_lock import StateLock
 from elastic_train.training.step import NO_VOTES, Outcome, Votes
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
@@ -55,17 +56,23 @@ class Fake:
         self.environments: list[str] = []
         """worlds that the environment was set for"""
         self.paid_nodes: list[int] = []
+        self.could_save: list[str] = []
+        """calls during which another thread than this one could have saved the state"""
         self.state = SimpleNamespace(
             step=0,
             is_finished=False,
             generation=-1,
             generations=0,
+            lock=StateLock(),
             clock=SimpleNamespace(enter=lambda _phase: None, count_nodes=self.paid_nodes.append),
         )
 
     def answer(self, name: str, default: Any = None, **told: Any) -> Any:
         self.calls.append(name)
         self.told.setdefault(name, []).append(told)
+        if self.state.lock.acquire(0.0):
+            self.could_save.append(name)
+            self.state.lock.give_back()
         found = self.scripts[name].pop(0) if self.scripts.get(name) else default
         if isinstance(found, Exception):
             try:
@@ -227,6 +234,20 @@ def test_a_peer_lost_before_the_group_stood() -> None:
     assert fake.told["agree"][0]["has_formed"] is False
     assert "meet -> form" in fake.stages
     assert "form -> meet" in fake.stages
+
+
+def test_while_others_are_waited_for_a_late_stop_may_save() -> None:
+    """They may be in a step, or stuck, for longer than is left."""
+    fake = Fake(train=[LOST, LOST, Outcome.FINISHED], agree=[(PAIR, Change())] * 2, formed=[None, object()])
+    assert fake.ring().run() == 0
+    assert fake.could_save == ["agree", "wait for left out", "group", "agree", "wait for workers", "group"]
+    assert not fake.state.lock.acquire(0.0)
+
+
+def test_before_there_is_a_state_a_late_stop_waits_for_it() -> None:
+    fake = Fake(**{"wait for workers": [LOST]})
+    assert fake.ring().run() == 0
+    assert fake.could_save == []
 
 
 def test_what_ends_an_agreement_is_not_judged() -> None:

@@ -244,7 +244,20 @@ def test_a_bug_ends_it_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 def test_who_ends_by_itself_is_left_alone() -> None:
     state = make_state()
     state.commit(1.0)
-    assert Life(state).run() == []
+    life = Life(state)
+    life.stop.is_settled = True
+    assert life.run() == [], "it saves"
+    assert Life(state, world=None).run() == [], "it has nothing to save"
+    state.last_step = 1
+    assert Life(state).run() == [], "it is through"
+
+
+def test_where_it_does_not_let_go_of_the_state_that_is_told() -> None:
+    state = make_state()
+    state.commit(1.0)
+    [(event, message)] = Life(state).run()
+    assert event == "warning"
+    assert "between two worlds: it is not saved before that ends" in message
 
 
 def test_between_step_and_commit_it_says_why_nothing_is_saved() -> None:
