@@ -59,14 +59,15 @@ class OldKeys:
     def __init__(self, own: OwnStore) -> None:
         self._own = own
         self._settled: list[int] = []
-        """generations; the training thread appends to it"""
+        """generations, each above the one before"""
         self._num_listed = 2
         """of them: nothing is old before the third"""
         self._keys: list[str] = []
 
     def note_settled(self, world: World) -> None:
-        """This member has. For the training thread."""
-        self._settled.append(world.generation)
+        """This member has, or has heard so. From one thread at a time."""
+        if not self._settled or world.generation > self._settled[-1]:
+            self._settled.append(world.generation)
 
     def tend(self) -> None:
         """Delete some of it."""
@@ -85,7 +86,7 @@ class OldKeys:
 class KnownWorlds:
     """What one member knows of the worlds since the last settled one.
 
-    For the training thread and the one that prepares a join. A lock guards `voters`, which both change.
+    For the training thread and the one that prepares a join. A lock guards `voters` and `past`, which both change.
 
     Args:
         own: this member's own store, in which others say that they are nobody's voters any more.
@@ -107,18 +108,23 @@ class KnownWorlds:
 
     def enter(self, world: World, decision: Decision | None) -> None:
         """This member has adopted it, by `decision`; a newcomer was told of its voters."""
-        if decision is not None:
-            with self._lock:
+        with self._lock:
+            if decision is not None:
                 kept = tuple(one.without(decision.dead) for one in self.voters)
                 self.voters = (*kept, Voters.of(world.uid, world.workers))
-        self.past = {**self.past, world.uid: world}
+            self.past = {**self.past, world.uid: world}
 
     def note_settled(self, world: str) -> None:
         """What is settled for one is settled for all; a spare learns it only from others."""
         with self._lock:
             uids = [voters.world for voters in self.voters]
-            if world in uids:
-                self.voters = self.voters[uids.index(world) :]
+            if world not in uids:
+                return
+            self.voters = self.voters[uids.index(world) :]
+            past = list(self.past)
+            if world in past[1:]:
+                self.old_keys.note_settled(self.past[world])
+                self.past = {uid: self.past[uid] for uid in past[past.index(world) :]}
 
     def settle(self, world: World) -> None:
         """The present one."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from elastic_train.protocol import known_worlds
-from elastic_train.protocol.known_worlds import DELETED_AT_ONCE, OldKeys, outdated
+from elastic_train.protocol.agreement import Decision
+from elastic_train.protocol.known_worlds import DELETED_AT_ONCE, KnownWorlds, OldKeys, outdated
 from elastic_train.protocol.store import MemoryStore
 from elastic_train.world import World
 from tests.unit.test_world import member
@@ -55,3 +56,29 @@ def test_a_little_is_deleted_at_a_time_and_in_the_end_all() -> None:
         old_keys.tend()
         counts.append(sum(key.startswith("ready/") for key in own.values))
     assert counts == [number * DELETED_AT_ONCE for number in (3, 2, 2, 2)]
+
+
+def test_a_spare_that_hears_what_is_settled_keeps_no_more_than_those_who_settle_it() -> None:
+    """It casts no votes, and so settles nothing itself."""
+    own = MemoryStore()
+    known, spare = KnownWorlds(own), (member(0, 0), member(1, 0))
+    sizes = []
+    for generation in range(300):
+        world = World(1, generation, spare, max_world_size=1, uid=f"u{generation}")
+        known.enter(world, Decision(generation, world.uid, ranks=(0, 1)))
+        for key in keys_of(generation):
+            own.put(key, "")
+        known.note_settled(f"u{generation - 1}")
+        known.note_settled(f"u{generation - 1}")
+        known.old_keys.tend()
+        sizes.append((len(known.past), len(known.voters), len(own.values)))
+    assert list(known.past) == ["u298", "u299"]
+    assert known.past["u299"] is world
+    assert sizes[-1] == sizes[100], "nothing grows"
+
+
+def test_what_is_told_of_worlds_before_its_time_a_newcomer_leaves_alone() -> None:
+    known, world = KnownWorlds(MemoryStore()), World(0, 7, (member(0, 0),), uid="u7")
+    known.enter(world, Decision(7, "u7", ranks=(0,)))
+    known.note_settled("u3")
+    assert list(known.past) == ["u7"]
