@@ -106,6 +106,8 @@ class Stages:
         self.group = PresentGroup()
         self._resumed: Resumed | None = None
         """until training begins: at the finish, nothing was trained where it is still there"""
+        self._waits_until: float | None = None
+        """for more nodes, until a world trains"""
         self._result: str | None = None
         """of the run, which has ended without this spare"""
         self.began = clock()
@@ -153,20 +155,25 @@ class Stages:
     def wait(self) -> Stage:
         """Until there are --min-nodes again."""
         world, limit, worker = self._present, self._worker.config.wait_timeout, self._worker
+        if self._waits_until is None:  # else who gives up first would have the others begin anew
+            self._waits_until = self._clock() + limit
+        left = max(0.0, self._waits_until - self._clock())
         worker.reporter.log(
             "; ".join([f"{world.num_nodes} of at least {world.min_nodes} nodes are here", *losses_of(self._change)])
-            + f": waiting {limit:.0f} s for others to join"
+            + f": waiting {left:.0f} s for others to join"
         )
         worker.state.clock.count_nodes(world.num_nodes)
         self._parts.files.hold_bucket(world, has_state=self._parts.resume.has_state)
         try:
-            wait_for_nodes(world, self._membership, limit, worker.stop.check, self._clock, self._sleep)
+            wait_for_nodes(
+                world, self._membership, limit, self._waits_until, worker.stop.check, self._clock, self._sleep
+            )
             with self._waiting():
                 following, later = self._membership.next_world(world, has_formed=True)
         except Stopped:
             return Stage.STOP
-        lost, left = self._change.lost + later.lost, self._change.left + later.left
-        return self._enter(following, replace(later, lost=lost, left=left))
+        lost, gone = self._change.lost + later.lost, self._change.left + later.left
+        return self._enter(following, replace(later, lost=lost, left=gone))
 
     # --- inside a world -----------------------------------------------------------------------------------------------
 
@@ -214,6 +221,7 @@ class Stages:
         world, membership, parts, state = self._present, self._membership, self._parts, self._worker.state
         resumed, self._resumed = self._resumed, None
         assert resumed is not None, "all have come to one state"
+        self._waits_until = None
         state.clock.enter(Phase.TRAIN)
         if resumed.first_ranks == world.world_size:  # else those who trained have just evaluated what was due
             parts.trainer.evaluate_if_missed(world)
@@ -237,6 +245,7 @@ class Stages:
     def stand_by(self) -> Stage:
         """As a spare: until the next world, or the end of the run."""
         world, membership = self._present, self._membership
+        self._waits_until = None
         self._parts.resume.stand_by()
         membership.watcher.expect(world)  # what was believed of the world before is over
         membership.watcher.enter(world)

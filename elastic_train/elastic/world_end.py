@@ -210,21 +210,26 @@ def wait_for_nodes(
     world: World,
     membership: Membership,
     seconds: float,
+    deadline: float,
     check: Callable[[], None],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Fewer nodes than --min-nodes: wait, without training, until some are ready to be admitted.
 
+    Args:
+        seconds: that are waited in all, until `deadline`.
+
     Raises:
-        Stopped: as `check`. FormationFailed: none came in so many seconds.
+        Stopped: as `check`. FormationFailed: none came before the deadline.
     """
     membership.watcher.expect(world)  # what ended the world before is over; its rank 0 can be found
-    deadline = clock() + seconds
-    while clock() < deadline:
+    while True:
         check()
         if membership.can_admit:
             return
+        if clock() >= deadline:
+            break
         sleep(LOOK_SECONDS)
     raise FormationFailed(
         f"only {world.num_nodes} of at least {world.min_nodes} nodes after {seconds:.0f} s "

@@ -342,6 +342,46 @@ def test_too_few_nodes_wait_for_others() -> None:
     assert fake.paid_nodes == [1], "those that are gone are not paid while it waits"
 
 
+def test_where_another_one_gives_up_the_wait_for_nodes_goes_on_and_does_not_begin_anew() -> None:
+    """Whose deadline passes first saves and ends: a lost member to the others, who agree on a world that waits."""
+    members = tuple(replace(make_member(rank), min_nodes=3) for rank in range(2))
+    two, one = replace(PAIR, generation=1, members=members), replace(SINGLE, generation=2, members=members[:1])
+    fake = Fake(train=[LOST], agree=[(two, Change()), (one, Change(lost=members[1:]))])
+    ring = fake.ring()
+    membership: Any = ring._stages._membership
+    agree = fake.next_world
+
+    def sleep(seconds: float) -> None:
+        fake.now += seconds
+        membership.can_admit = fake.calls.count("agree") == 1 and fake.now > 9.8
+
+    def next_world(world: World, **flags: Any) -> tuple[World, Change]:
+        membership.can_admit = False
+        return agree(world, **flags)
+
+    ring._stages._sleep, membership.next_world = sleep, next_world
+    with pytest.raises(FormationFailed, match="only 1 of at least 3 nodes after 10 s"):
+        ring.run()
+    assert fake.calls.count("agree") == 2
+    assert 10.0 <= fake.now < 10.2
+
+
+def test_a_world_that_trains_ends_the_wait_for_nodes() -> None:
+    few = replace(SINGLE, members=(replace(make_member(0), min_nodes=2),))
+    agreed = [(few, Change()), (PAIR, Change()), (few, Change()), (PAIR, Change())]
+    fake = Fake(train=[LOST, LOST, Outcome.FINISHED], agree=agreed)
+    ring = fake.ring()
+    run = fake.run
+
+    def run_long(world: World, steps: Any, begin: Any) -> Outcome:
+        fake.now += 100.0
+        return run(world, steps, begin)
+
+    fake.run = run_long  # type: ignore[method-assign]
+    assert ring.run() == 0
+    assert fake.stages.count("wait -> form") == 2
+
+
 def test_members_with_other_states_take_over_those_of_most() -> None:
     fake = Fake(train=[StatesDiffer([1], 3, has_majority=True), Outcome.FINISHED])
     assert fake.ring().run() == 0
