@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -24,7 +21,8 @@ from torch.distributed import PrefixStore, Store
 
 from elastic_train.errors import FormationFailed, first_line
 from elastic_train.rules import seconds_to_form
-from elastic_train.system import copy_of_socket, open_sockets
+from elastic_train.system import open_sockets
+from elastic_train.training.group_sockets import connections_at, listening_address
 from elastic_train.world import Address
 
 BACKEND = "formed"
@@ -84,7 +82,7 @@ def form(store: Store, rank: int, world_size: int, address: str) -> FormedGroup:
         theirs = [tuple(one) for other in range(world_size) for one in json.loads(store.get(f"listens/{other}"))]
     except (RuntimeError, OSError) as error:  # too few descriptors, say: training goes on, and the join fails
         raise FormationFailed(f"no group of {world_size} workers was formed ahead: {first_line(error)}") from error
-    return FormedGroup(rank, world_size, store, backend, _connections(mine, theirs))
+    return FormedGroup(rank, world_size, store, backend, connections_at(mine, theirs))
 
 
 def install(group: FormedGroup) -> None:
@@ -123,7 +121,7 @@ def _make_devices(address: str) -> tuple[list[Any], list[Address]]:
             before = open_sockets()
             device = create(interface=interface) if interface else create(hostname=address)
             new = [(fd, name) for fd, name in open_sockets().items() if before.get(fd) != name]
-            listening = [found for found in starmap(_listening_address, new) if found is not None]
+            listening = [found for found in starmap(listening_address, new) if found is not None]
             if len(listening) == 1:  # else another thread opened one in the same moment
                 devices.append(device)
                 addresses += listening
@@ -131,26 +129,3 @@ def _make_devices(address: str) -> tuple[list[Any], list[Address]]:
         else:
             raise FormationFailed("the port at which gloo listens cannot be told from others")
     return devices, addresses
-
-
-def _listening_address(fd: int, name: str) -> Address | None:
-    with suppress(OSError), copy_of_socket(fd, name) as copy:
-        if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockopt(
-            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-        ):
-            host, port = copy.getsockname()[:2]
-            return str(host), int(port)
-    return None
-
-
-def _connections(mine: Sequence[Address], theirs: Sequence[Address]) -> dict[int, str]:
-    """This process's connections that were accepted at one of `mine`, or made to one of `theirs`."""
-    found = {}
-    for fd, name in open_sockets().items():
-        with suppress(OSError), copy_of_socket(fd, name) as copy:
-            if copy.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            here, there = copy.getsockname()[:2], copy.getpeername()[:2]  # raises for one that listens
-            if here in mine or there in theirs:
-                found[fd] = name
-    return found

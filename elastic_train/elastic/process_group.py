@@ -15,7 +15,7 @@ from torch.distributed import HashStore, Store
 from elastic_train.elastic.formed_group import FormedGroup, install
 from elastic_train.errors import FormationFailed, UsageError, first_line
 from elastic_train.rules import seconds_to_form
-from elastic_train.training.collectives import GROUP_TIMEOUT, broken_off_by
+from elastic_train.training.collectives import GROUP_TIMEOUT, broken_off_by, gather_json
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.world import World
 
@@ -141,6 +141,8 @@ def _make_group(
     sockets.begin()
     try:
         store = make_store()
+        if (place := world.members[0].store) is not None:
+            sockets.note_store(place[1])
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
         group = dist.group.WORLD
         # From here on sockets are NCCL's. They are left alone: half closed, beside its abort, they had NCCL 2.28 break
@@ -148,7 +150,8 @@ def _make_group(
         sockets.complete(None if nccl_device is None else group)
         # Until here a member that died after the list was made costs this timeout only. No barrier(), which would be
         # NCCL's where a device is given, and have no timeout.
-        dist.all_reduce(torch.zeros(1))
+        told = gather_json(sockets.listening())
+        sockets.keep_only([(host, port) for one in told for host, port in one], world.world_size - 1)
         if nccl_device is not None:
             assert group is not None, "it was made"
             set_group_timeout(_nccl_timeout())

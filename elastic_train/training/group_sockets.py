@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from elastic_train.errors import FormationFailed
 from elastic_train.system import copy_of_socket, open_sockets
+from elastic_train.world import Address
 
 ABORT_SECONDS = 60.0
 """that NCCL's abort is waited for; it may wait until every rank aborts (NVIDIA/nccl#1013)"""
@@ -58,8 +59,9 @@ class GroupSockets:
 
     gloo has no abort (pytorch/pytorch#130345): `shutdown(2)` from a side thread makes the blocked collective raise, and
     on the store client that the group was made with, a blocked `init_process_group`. The sockets are those that
-    appeared while the group was made; a number is only touched while it still names the same socket. Listening ones
-    are left alone: gloo aborts the process when its `accept` fails.
+    appeared while the group was made, less, once it stands, those of other threads (`keep_only`); a number is only
+    touched while it still names the same socket. Listening ones are left alone: gloo aborts the process when its
+    `accept` fails.
 
     A send of gloo's that meets a broken connection hangs (collectives.py). So that few do, only the reading ends, and
     the connection stays until `release`, or for KEEP_SECONDS, in which the others break off their own. Where all
@@ -81,6 +83,7 @@ class GroupSockets:
         self._lock = threading.Lock()
         self._before: dict[int, str] | None = None
         self._sockets: dict[int, str] = {}
+        self._of_store: frozenset[str] = frozenset()
         self._nccl: dist.ProcessGroup | None = None
         self._over: list[dist.ProcessGroup] = []
         self._kept: dict[str, socket.socket] = {}
@@ -154,12 +157,37 @@ class GroupSockets:
         with self._lock:
             self._before, self._shut_at, self._hangs = open_sockets(), None, False
 
+    def note_store(self, port: int) -> None:
+        """Connections made so far to a store at this port are that of the group that is being made."""
+        with self._lock:
+            self._of_store = frozenset(name for fd, name in self._present().items() if _port_there(fd, name) == port)
+
     def complete(self, nccl: dist.ProcessGroup | None = None) -> None:
         """The group stands, but for NCCL's part; what is opened from now on does not belong to it. `nccl` is it, if
         NCCL is in it."""
         with self._lock:
             self._sockets, self._before, self._nccl = self._present(), None, nccl
             self.has_nccl = nccl is not None
+
+    def listening(self) -> list[Address]:
+        """Where the group that stands may have been connected to here."""
+        return [one for fd, name in self._sockets.items() if (one := listening_address(fd, name)) is not None]
+
+    def keep_only(self, theirs: Sequence[Address], num_peers: int) -> None:
+        """Of the sockets that appeared meanwhile other threads have opened some: a store's client, a snapshot's upload.
+        The group's are those that lead to where one of its members listens, and its store's.
+
+        Args:
+            theirs: as `listening`, of all ranks.
+            num_peers: that each rank has a connection to, or more. Where fewer are found all stay.
+        """
+        mine = self.listening()
+        found = set(connections_at(mine, theirs).values())
+        with self._lock:
+            kept = {fd: name for fd, name in self._sockets.items() if name in found}
+            if len(kept) >= num_peers:
+                own_store = {fd: name for fd, name in self._sockets.items() if name in self._of_store}
+                self._sockets = kept | own_store
 
     def take(self, sockets: dict[int, str]) -> None:
         """A group is to be installed that was formed with these."""
@@ -258,3 +286,34 @@ class GroupSockets:
             with suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{fd}") == name:
                     os.close(fd)
+
+
+def listening_address(fd: int, name: str) -> Address | None:
+    """Where one of `open_sockets` listens; None where it does not."""
+    with suppress(OSError), copy_of_socket(fd, name) as copy:
+        if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+        ):
+            host, port = copy.getsockname()[:2]
+            return str(host), int(port)
+    return None
+
+
+def connections_at(mine: Sequence[Address], theirs: Sequence[Address]) -> dict[int, str]:
+    """This process's connections that were accepted at one of `mine`, or made to one of `theirs`."""
+    found = {}
+    for fd, name in open_sockets().items():
+        with suppress(OSError), copy_of_socket(fd, name) as copy:
+            if copy.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            here, there = copy.getsockname()[:2], copy.getpeername()[:2]  # raises for one that listens
+            if here in mine or there in theirs:
+                found[fd] = name
+    return found
+
+
+def _port_there(fd: int, name: str) -> int | None:
+    with suppress(OSError), copy_of_socket(fd, name) as copy:
+        if copy.family in (socket.AF_INET, socket.AF_INET6):
+            return int(copy.getpeername()[1])
+    return None

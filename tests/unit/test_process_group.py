@@ -134,6 +134,40 @@ def test_what_is_broken_off_later_is_kept_as_long(monkeypatch: pytest.MonkeyPatc
         end.close()
 
 
+def test_what_other_threads_open_meanwhile_is_spared(keep: list[socket.socket]) -> None:
+    """A client of another member's store, an upload: they are used when the group is long over."""
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
+    keep += servers
+    gloo, store, other_store, bucket = (server.getsockname() for server in servers)
+    sockets = GroupSockets()
+    sockets.begin()
+    keep += [socket.create_connection(store)]
+    sockets.note_store(store[1])
+    keep += [socket.create_server(("127.0.0.1", 0))]
+    accepting = keep[-1]
+    far = socket.create_connection(accepting.getsockname())
+    ends = [socket.create_connection(place) for place in (gloo, other_store, bucket)]
+    ends += [far, accepting.accept()[0]]
+    keep += ends
+    sockets.complete()
+    assert sockets.listening() == [accepting.getsockname()]
+    sockets.keep_only([gloo, accepting.getsockname()], 2)
+    sockets.shut()
+    group_store = keep[len(servers)]
+    assert [is_open(end) for end in (group_store, *ends)] == [False, False, True, True, False, False]
+    sockets.release()
+
+
+def test_where_a_peer_s_connection_is_not_found_all_are_shut(keep: list[socket.socket]) -> None:
+    sockets = GroupSockets()
+    sockets.begin()
+    keep += connection()
+    sockets.complete()
+    sockets.keep_only([("127.0.0.1", 1)], 1)
+    sockets.shut()
+    assert not any(is_open(end) for end in keep)
+
+
 def test_callers_of_the_own_store_are_spared(keep: list[socket.socket]) -> None:
     """They wait for answers, whatever becomes of a group that was made meanwhile."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -738,6 +772,12 @@ def test_nccl_gets_this_workers_device_and_is_destroyed_when_its_abort_has_ended
     synchronized: list[torch.device] = []
     monkeypatch.setattr(GroupSockets, "require_unbroken", lambda _self, device: synchronized.append(device))
     monkeypatch.setattr("elastic_train.elastic.process_group.set_group_timeout", lambda _timeout: None)
+
+    def gather(mine: Any) -> list[Any]:
+        reduced.append(None)
+        return [mine]
+
+    monkeypatch.setattr("elastic_train.elastic.process_group.gather_json", gather)
     sockets, device = GroupSockets(), torch.device("cuda", 2)
     world = World(0, 0, tuple(make_member(rank) for rank in range(2)))
 
@@ -773,6 +813,7 @@ def test_an_end_of_nccl_that_a_lost_peer_spoils_is_an_abort(monkeypatch: pytest.
     monkeypatch.setattr(dist, "destroy_process_group", destroy)
     monkeypatch.setattr(GroupSockets, "require_unbroken", lambda _self, _device: None)
     monkeypatch.setattr("elastic_train.elastic.process_group.set_group_timeout", lambda _timeout: None)
+    monkeypatch.setattr("elastic_train.elastic.process_group.gather_json", lambda mine: [mine])
     world = World(0, 0, tuple(make_member(rank) for rank in range(2)))
     with process_group(world, HashStore, "cpu:gloo,cuda:nccl", GroupSockets(), device=torch.device("cuda", 0)):
         pass
@@ -802,6 +843,7 @@ def test_a_communicator_of_nccl_that_does_not_come_is_a_world_that_has_not_forme
     monkeypatch.setattr(dist, "all_reduce", reduce)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr("elastic_train.elastic.process_group.set_group_timeout", lambda _timeout: None)
+    monkeypatch.setattr("elastic_train.elastic.process_group.gather_json", lambda mine: [mine])
     world = World(0, 0, tuple(make_member(rank) for rank in range(2)))
     form = process_group(world, HashStore, "cpu:gloo,cuda:nccl", GroupSockets(), device=torch.device("cuda", 0))
     with pytest.raises(FormationFailed, match="NCCL timeout"), form:
