@@ -56,10 +56,10 @@ class LateStop:
         code: int | None = 1
         try:
             world = self._world()
-            is_asked = world is not None and self._worker.stop.is_requested
-            is_worth_it = is_asked and state.is_whole and self._is_sound()
             # The notice may have ended meanwhile: what waits for the time that is left cannot be called off any more.
-            if world is None or not is_worth_it or not self._worker.stop.settle_if_requested():
+            # It is asked for before the step's votes are given up, and holds from there on.
+            is_leaving = world is not None and state.is_whole and self._worker.stop.settle_if_requested()
+            if world is None or not is_leaving or not self._is_sound():
                 state.lock.give_back()
                 code = None
             else:

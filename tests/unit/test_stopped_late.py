@@ -281,6 +281,13 @@ def test_a_notice_that_ends_when_it_is_late_ends_nobody() -> None:
     assert life.run() == [], "nor is it told to stop"
 
 
+def test_a_notice_that_ends_in_that_very_moment_takes_no_votes_away() -> None:
+    life = Life(make_stepping())
+    life.stop.settle_if_requested = lambda: False
+    assert life.run() == []
+    assert life.is_given_back
+
+
 def test_without_a_state_of_the_run_nothing_is_saved() -> None:
     life = Life(make_stepping(), world=None)
     assert life.run() == []
