@@ -35,11 +35,13 @@ Anything else that reaches the end of the process is a bug, ours or the task's, 
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -259,6 +261,23 @@ def report(error: ElasticTrainError, *, rank: str, is_debug: bool) -> None:
         show_traceback(error, is_debug=True)
     where = f" (rank {rank})" if rank != "0" else ""
     print(f"elastic_train: error{where}: {error}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def going_on(told: set[str], where: str) -> Iterator[None]:
+    """For a turn of a thread after which nobody looks: what fails inside the block is logged, once of each kind, and
+    the next turn begins.
+
+    Args:
+        told: what was logged before; it grows.
+    """
+    try:
+        yield
+    except Exception as error:
+        line = f"{where}: {kind_and_line(error)}"
+        if line not in told:
+            told.add(line)
+            logging.getLogger("elastic_train").warning("%s", line)
 
 
 def show_traceback(error: BaseException, *, is_debug: bool) -> None:

@@ -23,7 +23,7 @@ from datetime import timedelta
 
 from torch.distributed import Store, TCPStore
 
-from elastic_train.errors import StoreUnreachable, first_line
+from elastic_train.errors import StoreUnreachable, first_line, going_on
 from elastic_train.protocol.names import is_local, look_up
 from elastic_train.protocol.store import KeyValueStore, TorchStore, connect
 from elastic_train.system import close_sockets_at
@@ -311,14 +311,14 @@ class Signposts:
             self._keeper.start()
 
     def _keep(self) -> None:
+        told: set[str] = set()
         while not self._is_closed.wait(KEEP_SECONDS):
             for number in range(len(self._endpoints)):
-                with self._lock:
+                with going_on(told, f"endpoint {self.describe()}"), self._lock:
                     if number > 0 or self._has_world:
                         with contextlib.suppress(StoreUnreachable):
                             self._serve(number)
-                    sign = self._sign  # the watcher's thread may take it back meanwhile
-                    if sign is not None:
+                    if (sign := self._sign) is not None:  # the watcher's thread may take it back meanwhile
                         self._write(number, sign)
 
     def _write(self, number: int, sign: tuple[str, str, bool]) -> None:
@@ -340,7 +340,7 @@ class Signposts:
         """Two jobs of one run id that know nothing of each other take turns at an endpoint: each sees the other's sign
         where it writes its own."""
         theirs = json.loads(there)
-        if theirs["job"] != json.loads(text)["job"]:
+        if theirs.get("job") != json.loads(text)["job"]:
             self._other_jobs = tuple((str(host), int(port)) for host, port in theirs["stores"])
 
     def other_jobs(self) -> Sequence[Address]:

@@ -36,7 +36,7 @@ from elastic_train.protocol.signposts import (
 )
 from elastic_train.rendezvous.launch import C10dSettings, Launch
 from elastic_train.stopping import StopSignal
-from elastic_train.tools.drills.nodes import free_port
+from elastic_train.tools.drills.nodes import free_port, wait_until
 from elastic_train.world import Address
 from tests.processes import freeze
 
@@ -412,6 +412,33 @@ def test_who_has_no_world_does_not_take_the_first_endpoint_in_passing(make: Make
     waiting.keep(has_world=False)
     until(lambda: 1 in waiting._servers)
     assert 0 not in waiting._servers
+
+
+def test_what_fails_in_looking_after_an_endpoint_is_told_once_and_tried_again(
+    make: Make, port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch and the system raise what they like, on a thread at which nobody looks."""
+    failures = iter([RuntimeError("torch cannot"), RuntimeError("torch cannot"), OSError(errno.EMFILE, "too many")])
+
+    def serve_at_last(host: str, port: int) -> TCPStore | None:
+        for error in failures:
+            raise error
+        return serve(host, port)
+
+    monkeypatch.setattr(signposts, "serve", serve_at_last)
+    posts = make(port, is_host=True)
+    posts.keep(has_world=True)
+    wait_until(lambda: 0 in posts._servers, "the endpoint is served", DEADLINE)
+    where = f"endpoint localhost:{port}"
+    assert caplog.messages == [f"{where}: RuntimeError: torch cannot", f"{where}: OSError: [Errno 24] too many"]
+
+
+def test_a_sign_of_another_kind_is_of_another_job(make: Make, clock: Clock, port: int) -> None:
+    posts = make(port, is_host=True)
+    assert posts.is_beginner()
+    posts._clients[0].put(posts._key, '{"stores": [["10.0.0.2", 5002]]}')
+    posts.show([A], "token")
+    assert posts.other_jobs() == (B,)
 
 
 def test_any_endpoint_leads_to_the_job(make: Make, clock: Clock, port: int) -> None:
