@@ -33,7 +33,7 @@ from elastic_train.protocol.links import Links
 from elastic_train.protocol.liveness import Watcher, ping_interval
 from elastic_train.protocol.other_sides import OtherSides
 from elastic_train.protocol.peers import PeerJob
-from elastic_train.protocol.probes import Probe, probe_all, refusing
+from elastic_train.protocol.probes import PROBE_SECONDS, Probe, probe_all, refusing
 from elastic_train.protocol.signposts import Signposts, reach
 from elastic_train.protocol.store import TorchStore, connect
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
@@ -141,7 +141,7 @@ def connect_worker(applicant: Applicant) -> Membership:
         max_world_size=applicant.max_world_size,
         check=applicant.stop.check,
         log=applicant.log,
-        answering=answering,
+        answering=lambda members: answering(members, waits.peer_timeout),
         order=0 if launch.is_open else launch.rank,
         begin_timeout=begin_timeout,
         too_late=too_late,
@@ -282,9 +282,9 @@ def form_ahead(world: World, server: GroupStoreServer, address: str) -> FormedGr
     return form(PrefixStore(f"ahead/{world.key}", found), world.rank, world.world_size, address)
 
 
-def answering(members: tuple[Member, ...]) -> tuple[Member, ...]:
-    """Those that answer a probe. Blocks up to PROBE_SECONDS."""
-    found = zip(members, probe_all(members), strict=True)
+def answering(members: tuple[Member, ...], peer_timeout: float = math.inf) -> tuple[Member, ...]:
+    """Those that answer a probe. Blocks the watcher's thread, which pings nobody meanwhile, and must not be missed."""
+    found = zip(members, probe_all(members, min(PROBE_SECONDS, peer_timeout / 8)), strict=True)
     return tuple(member for member, answer in found if answer is Probe.ACCEPTED)
 
 

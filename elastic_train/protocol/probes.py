@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -38,16 +39,17 @@ def refusing(members: Sequence[Member]) -> list[Member]:
     return [member for member, found in zip(members, probe_all(members), strict=True) if found is Probe.REFUSED]
 
 
-def probe_all(members: Sequence[Member]) -> list[Probe]:
-    """All at once. Blocks up to PROBE_SECONDS."""
+def probe_all(members: Sequence[Member], timeout: float = PROBE_SECONDS) -> list[Probe]:
+    """All at once. Blocks up to `timeout` seconds, twice as long where a name has several addresses."""
     results = [Probe.SILENT] * len(members)
 
     def look(index: int) -> None:
-        results[index] = probe(members[index].address)
+        results[index] = probe(members[index].address, timeout)
 
     threads = [threading.Thread(target=look, args=(index,), daemon=True) for index in range(len(members))]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + 2 * timeout
     for thread in threads:
-        thread.join(2 * PROBE_SECONDS)
+        thread.join(max(0.0, deadline - time.monotonic()))
     return results
