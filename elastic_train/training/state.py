@@ -318,15 +318,35 @@ def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
         module.training = is_training
 
 
-def state_sha256(model_state: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over a model's `state_dict()`.
+def state_sha256(model_state: Mapping[str, Any]) -> str:
+    """SHA-256 over the tensors of a model's `state_dict()`.
 
     For each key in sorted order: the key as UTF-8, `str(dtype)`, `str(tuple(shape))`, and the contiguous bytes on
-    the CPU, with nothing in between.
+    the CPU, with nothing in between. A sparse tensor's bytes are those of its `dense_parts`. What is no tensor, such as
+    a layer's extra state, is left out.
     """
     digest = hashlib.sha256()
     for key in sorted(model_state):
-        tensor = model_state[key].detach().cpu().contiguous()
+        tensor = model_state[key]
+        if not isinstance(tensor, torch.Tensor):
+            continue
         digest.update(key.encode() + str(tensor.dtype).encode() + str(tuple(tensor.shape)).encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        for part in dense_parts(tensor):
+            digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What a tensor holds, without its history, as tensors that have bytes: a sparse one's indices and values."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.strided:
+        yield tensor.resolve_conj().resolve_neg()
+        return
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()  # else equal ones may list their entries in another order
+        yield tensor.indices()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices())
+    else:
+        yield from (tensor.ccol_indices(), tensor.row_indices())
+    yield tensor.values().resolve_conj().resolve_neg()

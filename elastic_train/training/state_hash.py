@@ -20,7 +20,7 @@ from elastic_train.rules import right_hashes
 from elastic_train.training import determinism
 from elastic_train.training.collectives import all_gather
 from elastic_train.training.side_thread import SideThread
-from elastic_train.training.state import TrainState
+from elastic_train.training.state import TrainState, dense_parts
 
 CHUNK_BYTES = {"cpu": 2**20, "cuda": 2**24}
 """what is hashed at a time: it fits a processor's cache, and keeps a GPU busy"""
@@ -181,9 +181,9 @@ def hash_of(parts: Mapping[str, Any]) -> int:
         value = parts[name]
         if not isinstance(value, Tensor):
             text.append(f"{name} {value!r}")
-        elif value.layout is torch.strided:
+        else:
             text.append(f"{name} {value.dtype} {tuple(value.shape)}")
-            tensors.setdefault(value.device, []).append(value.detach())
+            tensors.setdefault(value.device, []).extend(dense_parts(value))
     for device, found in tensors.items():
         text += map(str, _sums(found, device))
     return _digest(";".join(text).encode())

@@ -289,6 +289,28 @@ class TestHash:
     def test_empty_and_half_tensors(self, tensor: torch.Tensor) -> None:
         assert len(state_sha256({"w": tensor})) == 64
 
+    def test_what_is_no_tensor_is_left_out(self) -> None:
+        tensors = {"w": torch.ones(2)}
+        assert state_sha256(tensors | {"_extra_state": {"scale": 2}}) == state_sha256(tensors)
+
+    @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+    def test_sparse_tensors_by_their_entries(self, layout: torch.layout) -> None:
+        eye = torch.eye(3)
+        hashes = {state_sha256({"w": dense.to_sparse(layout=layout)}) for dense in (eye, eye.clone(), 2 * eye)}
+        assert len(hashes) == 2
+        assert not hashes & {state_sha256({"w": eye.roll(1, 0).to_sparse(layout=layout)})}
+
+    def test_the_order_in_which_a_sparse_tensor_was_built_does_not_matter(self) -> None:
+        places = torch.tensor([[0, 2], [1, 0]])
+        one = torch.sparse_coo_tensor(places, torch.tensor([1.0, 2.0]), (3, 3), check_invariants=True)
+        other = torch.sparse_coo_tensor(places.flip(1), torch.tensor([2.0, 1.0]), (3, 3), check_invariants=True)
+        assert state_sha256({"w": one}) == state_sha256({"w": other})
+
+    def test_views_that_conjugate_or_negate_by_their_values(self) -> None:
+        view = torch.tensor([1 + 2j, 3 - 4j]).conj()
+        for lazy in (view, view.imag):
+            assert state_sha256({"w": lazy}) == state_sha256({"w": lazy.resolve_conj().resolve_neg().clone()})
+
 
 def test_what_an_own_optimizer_keeps_in_its_groups_is_restored() -> None:
     """Prodigy's `d`, ScheduleFree's `weight_sum`: no flag says them, and a newcomer must have them."""

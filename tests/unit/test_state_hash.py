@@ -223,3 +223,12 @@ def test_what_other_optimizers_train_belongs_to_it() -> None:
         hashes.append(hash_of(dict(tensors_of(state))))
     assert len(set(hashes)) == 3
     assert hashes[2] == hashes[3], "nobody trains the teacher"
+
+
+def test_sparse_and_conjugated_tensors_count() -> None:
+    eye, numbers = torch.eye(3), torch.tensor([1 + 2j, 3 - 4j])
+    for layout in (torch.sparse_coo, torch.sparse_csr):
+        pair = [hash_of({"adjacency": dense.to_sparse(layout=layout)}) for dense in (eye, 2 * eye)]
+        assert len(set(pair)) == 2
+    assert hash_of({"w": numbers.conj()}) == hash_of({"w": numbers.conj().resolve_conj()})
+    assert hash_of({"w": numbers.conj()}) != hash_of({"w": numbers})

@@ -1,0 +1,53 @@
+"""Models whose state is more than dense finite tensors: trained to the end, saved, and hashed alike by all who ask."""
+
+from __future__ import annotations
+
+import subprocess
+
+from tests.integration.cluster import PYTHON, Cluster, newest_snapshot, result
+
+MODELS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from elastic_train import Task
+
+
+class Scaled(nn.Linear):
+    table = {"scale": 2}
+
+    def forward(self, inputs):
+        return super().forward(inputs) * self.table["scale"]
+
+    def get_extra_state(self):
+        return self.table
+
+    def set_extra_state(self, state):
+        self.table = state
+
+
+class WithExtraState(Task):
+    def build_model(self):
+        return Scaled(8, 2)
+
+    def train_dataset(self):
+        inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(inputs, (inputs.sum(1) > 0).long())
+"""
+FLAGS = ("--epochs", "1", "--global-batch-size", "32", "--snapshot-every", "1")
+
+
+def hash_of_snapshot(cluster: Cluster) -> str:
+    command = [PYTHON, "-m", "elastic_train.cli", "snapshot", "hash", str(cluster.run_dir)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+
+
+def train(cluster: Cluster, task: str, *flags: str) -> None:
+    (cluster.path / "odd.py").write_text(MODELS)
+    cluster.finish([cluster.start_alone("--task", f"odd:{task}", *FLAGS, *flags)])
+
+
+def test_extra_state_that_is_no_tensor(cluster: Cluster) -> None:
+    train(cluster, "WithExtraState")
+    assert newest_snapshot(cluster.run_dir)[1]["model"]["_extra_state"] == {"scale": 2}
+    assert result(cluster.run_dir)["state_sha256"] == hash_of_snapshot(cluster)
