@@ -57,7 +57,7 @@ class BlockSampler:
 
 @torch.no_grad()
 def share_buffers(model: nn.Module, world: World, sockets: GroupSockets) -> None:
-    """Make rank 0's buffers everybody's, all or none; every rank calls it.
+    """Make rank 0's dense buffers everybody's, all or none; every rank calls it.
 
     In fast mode BatchNorm's running statistics differ between ranks; those of rank 0 are what a snapshot holds.
 
@@ -66,7 +66,7 @@ def share_buffers(model: nn.Module, world: World, sockets: GroupSockets) -> None
     """
     if world.world_size == 1:
         return
-    buffers = list(model.buffers())
+    buffers = [buffer for buffer in model.buffers() if buffer.layout is torch.strided]
     received = [buffer.clone() for buffer in buffers]
     for buffer in received:
         broadcast(buffer, 0)

@@ -202,7 +202,8 @@ class FastReduction:
 
 @torch.no_grad()
 def share_buffers(model: nn.Module) -> None:
-    """Give the buffers of rank 0 to every rank, in a message for each type of numbers. Raises as `collectives.wait`.
+    """Give the dense buffers of rank 0 to every rank, in a message for each type of numbers; sparse ones stay as they
+    were made. Raises as `collectives.wait`.
 
     As DDP does before a forward pass, whose own wait may not end when a peer is lost.
     """
@@ -217,7 +218,7 @@ def share_buffers(model: nn.Module) -> None:
 
 def _by_type(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for buffer in buffers:
+    for buffer in (one for one in buffers if one.layout is torch.strided):
         found.setdefault((buffer.device, buffer.dtype), []).append(buffer)
     return list(found.values())
 
