@@ -273,9 +273,18 @@ def require_numbers(model: object, step: int) -> None:
     for name, tensor in model.items() if isinstance(model, Mapping) else ():
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             continue
-        parts: Iterable[torch.Tensor] = torch.split(tensor.reshape(-1), NUMBERS_AT_ONCE)
+        parts: Iterable[torch.Tensor] = torch.split(_values_of(tensor).reshape(-1), NUMBERS_AT_ONCE)
         if any(bool(part.isnan().any()) for part in parts):
             raise SnapshotError(
                 f"snapshot of step {step} not written: {name} holds NaN, though the loss was finite; older ones are "
                 "untouched. Lower the learning rate, or clip gradients, and start again from them"
             )
+
+
+def _values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor, dense; of a sparse one those that it holds."""
+    import torch
+
+    if tensor.layout is torch.strided:
+        return tensor
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()

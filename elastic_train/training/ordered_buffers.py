@@ -28,7 +28,9 @@ class Buffers:
                     continue
                 seen.add(id(buffer))
                 place = _Place(module, name, f"{prefix}.{name}" if prefix else name)
-                if buffer.is_floating_point():
+                if buffer.layout is not torch.strided:  # a sparse one: the matrix of a graph, say
+                    self._constants.append(place)
+                elif buffer.is_floating_point():
                     self._floats.setdefault(buffer.dtype, []).append(place)
                 elif buffer.numel() == 1 and not buffer.is_complex():
                     self._counters.append(place)
@@ -81,8 +83,8 @@ class Buffers:
             before = self._tensors[place]
             if place.get() is not before or before._version != version:
                 raise UsageError(
-                    f"--reduction ordered: a forward pass changed the {before.dtype} buffer {place.path}; only float "
-                    "buffers and counters of one element may change"
+                    f"--reduction ordered: a forward pass changed the {before.dtype} buffer {place.path}; only dense "
+                    "float buffers and counters of one element may change"
                 )
         changes = {}
         for dtype, places in self._floats.items():

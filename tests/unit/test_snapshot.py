@@ -385,6 +385,15 @@ def test_weights_that_are_nan_are_never_the_newest_snapshot(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")) == []
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors_are_looked_at_too(tmp_path: Path, layout: torch.layout) -> None:
+    writer = make_writer(tmp_path)
+    save(writer, 1, state={"model": {"adjacency": torch.eye(3).to_sparse(layout=layout)}})
+    with pytest.raises(SnapshotError, match="adjacency holds NaN"):
+        save(writer, 2, state={"model": {"adjacency": (torch.eye(3) * float("nan")).to_sparse(layout=layout)}})
+    assert keys(tmp_path) == [(0, 1)]
+
+
 def test_keep_is_at_least_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep is 0"):
         make_writer(tmp_path, keep=0)
