@@ -109,11 +109,9 @@ class Saver:
         return not is_first and self._is_new_best(state)
 
     def _adapt(self, state: TrainState) -> None:
-        changed = self._schedule.adapt(state)
-        if changed is None:
-            return
-        self._reporter.events.write("snapshot_interval", **changed)
-        self._reporter.report(_told_interval(changed))
+        if (changed := self._schedule.adapt(state)) is not None:
+            self._reporter.events.write("snapshot_interval", **changed)
+            self._reporter.report(_told_interval(changed))
 
     def _note_due(self, world: World, state: TrainState) -> None:
         """Once: where the snapshots of another node lie somewhere else, this one's events show that there are some. A
@@ -241,6 +239,7 @@ class Saver:
                 task=worker.must_agree_with_snapshot(),
                 before_rename=self._check_before_visible,
                 key=worker.snapshot_key,
+                may_be_nan=worker.state.kept.buffers.made_with_nan,
             )
         return self._snapshots
 

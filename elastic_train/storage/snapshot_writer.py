@@ -8,7 +8,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import IO, Any, NotRequired, TypedDict, Unpack
 
@@ -45,7 +45,7 @@ class SnapshotWriter:
     `keep` says which moments, by (generation, step), stay of a run; a number: so many of the newest. In a folder only
     those of this host are ever removed. `before_rename` is called by the thread that writes, when a snapshot is whole
     but not yet visible, below a URL once more when it is; what it raises (OwnershipLost) ends that snapshot. `task` is
-    JSON: what must agree with a run that continues. `key` signs manifests.
+    JSON: what must agree with a run that continues. `key` signs manifests. `may_be_nan`: as `require_numbers`.
 
     A process that ends while a snapshot is being written loses that snapshot; call `wait` before.
     """
@@ -60,6 +60,7 @@ class SnapshotWriter:
         task: Mapping[str, Any],
         before_rename: Callable[[], None] | None = None,
         key: bytes | None = None,
+        may_be_nan: Collection[str] = (),
         now: Callable[[], float] = time.time,
     ) -> None:
         self._keep = Retention(keep) if isinstance(keep, int) else keep
@@ -67,7 +68,7 @@ class SnapshotWriter:
         self._host = host
         self._run_uid, self._key = run_uid, key
         self._task = json.loads(json.dumps(task))
-        self._before_rename, self._now = before_rename, now
+        self._before_rename, self._may_be_nan, self._now = before_rename, may_be_nan, now
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._flight = Flight(None)
@@ -175,7 +176,7 @@ class SnapshotWriter:
         if isinstance(self._folder, LocalFolder) or not self.is_busy():
             return False
         with contextlib.suppress(SnapshotError):
-            require_numbers(state.get("model"), step)
+            require_numbers(state.get("model"), step, self._may_be_nan)
             return self._flight.give_up()
         return False
 
@@ -219,7 +220,7 @@ class SnapshotWriter:
         place, shared = self._folder.snapshot(name), shared_by(fleet, state)
 
         def fill(file: IO[bytes]) -> None:
-            require_numbers(state.get("model"), step)
+            require_numbers(state.get("model"), step, self._may_be_nan)
             if shared is None:
                 write_state(state, file)
             else:

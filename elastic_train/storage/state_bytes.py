@@ -9,7 +9,7 @@ import os
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -265,13 +265,14 @@ def size_of(state: dict[str, Any]) -> int:
     return counting.num_bytes
 
 
-def require_numbers(model: object, step: int) -> None:
+def require_numbers(model: object, step: int, may_be_nan: Collection[str] = ()) -> None:
     """Raises: SnapshotError where a weight is NaN: such a snapshot would be the newest, and every start would take it.
-    Infinite ones are left alone: buffers have them, such as masks."""
+    So would one of running statistics that have become NaN, which training does not read. Infinite ones are left alone:
+    buffers have them, such as masks; and so is what `may_be_nan`, by name: buffers that were made with it."""
     import torch
 
     for name, tensor in model.items() if isinstance(model, Mapping) else ():
-        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+        if name in may_be_nan or not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             continue
         parts: Iterable[torch.Tensor] = torch.split(_values_of(tensor).reshape(-1), NUMBERS_AT_ONCE)
         if any(bool(part.isnan().any()) for part in parts):

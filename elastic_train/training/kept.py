@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from elastic_train.training.averaging import AveragedWeights
 
@@ -61,6 +62,12 @@ class KeptBuffers:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._kept: list[tuple[Buffers, Remembered]] | None = None
+        self.made_with_nan = {
+            name
+            for name, buffer in model.named_buffers(remove_duplicate=False)
+            if not is_lazy(buffer) and has_nan(buffer)
+        }
+        """their names: it is there by design, while that in others is damage, as in weights"""
 
     def keep(self) -> None:
         """A step begins."""
@@ -182,6 +189,11 @@ class KeptUpdates:
         """Of the copy, and its memory. `is_needed` from the next step on, where a state is taken over that needs it."""
         self._last, self.are_kept = None, False
         self.is_needed |= is_needed
+
+
+def has_nan(tensor: torch.Tensor) -> bool:
+    """Whether one of its numbers is NaN. Blocks for the tensor's device."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().sum())  # sparse has no any()
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

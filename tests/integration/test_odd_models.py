@@ -38,6 +38,15 @@ class Neighbours(nn.Linear):
         return super().forward((self.adjacency @ inputs.t()).t())
 
 
+class Unknown(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 2)
+        self.register_buffer("fill", torch.full((1,), float("nan")))
+
+    def forward(self, inputs):
+        return super().forward(torch.where(inputs > 9, self.fill, inputs))
+
+
 class WithExtraState(Task):
     def build_model(self):
         return Scaled(8, 2)
@@ -57,6 +66,11 @@ class Coo(WithExtraState):
 class Csr(WithExtraState):
     def build_model(self):
         return Neighbours(torch.sparse_csr)
+
+
+class WithNaN(WithExtraState):
+    def build_model(self):
+        return Unknown()
 """
 FLAGS = ("--epochs", "1", "--global-batch-size", "32", "--snapshot-every", "1")
 
@@ -89,3 +103,10 @@ def test_a_sparse_buffer(cluster: Cluster, task: str, workers: int, reduction: s
     assert newest_snapshot(cluster.run_dir)[0].step == 2
     assert newest_snapshot(cluster.run_dir)[1]["model"]["adjacency"].to_dense().equal(torch.eye(8))
     assert result(cluster.run_dir)["state_sha256"] == hash_of_snapshot(cluster)
+
+
+def test_a_buffer_that_is_nan_by_design(cluster: Cluster) -> None:
+    train(cluster, "WithNaN")
+    assert newest_snapshot(cluster.run_dir)[0].step == 2
+    train(cluster, "WithNaN", "--epochs", "2")
+    assert newest_snapshot(cluster.run_dir)[0].step == 4

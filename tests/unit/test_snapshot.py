@@ -385,6 +385,15 @@ def test_weights_that_are_nan_are_never_the_newest_snapshot(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")) == []
 
 
+def test_what_was_nan_from_the_start_may_be(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path, may_be_nan={"fill"})
+    model = {"fill": torch.tensor([float("nan")]), "running_mean": torch.ones(3)}
+    save(writer, 1, state={"model": model})
+    with pytest.raises(SnapshotError, match="running_mean holds NaN"):
+        save(writer, 2, state={"model": model | {"running_mean": model["fill"]}})
+    assert keys(tmp_path) == [(0, 1)]
+
+
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_sparse_tensors_are_looked_at_too(tmp_path: Path, layout: torch.layout) -> None:
     writer = make_writer(tmp_path)

@@ -258,6 +258,21 @@ class TestRollback:
             assert torch.equal(model.rows, rows)
 
 
+def test_buffers_that_are_made_with_nan_are_known_whatever_becomes_of_others() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Module(), nn.LazyBatchNorm1d())
+    made = {
+        "fill": torch.tensor([1.0, math.nan]),
+        "graph": (torch.eye(2) * math.nan).to_sparse_csr(),
+        "n": torch.ones(2),
+    }
+    for name, buffer in made.items():
+        model[1].register_buffer(name, buffer)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    state = TrainState(model, optimizer, length=8, global_batch_size=8, epochs=9)
+    model[0].running_mean.fill_(math.nan)  # type: ignore[operator,union-attr]
+    assert state.kept.buffers.made_with_nan == {"1.fill", "1.graph"}
+
+
 class TestHash:
     def test_as_the_contract_words_it(self) -> None:
         state = {
