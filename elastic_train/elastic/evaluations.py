@@ -72,7 +72,14 @@ class Evaluations:
                 if world.rank == 0 and not self._is_tried:
                     self._is_tried = True
                     watcher.do(Activity.COMPUTE)
-                    wrong = find_no_sum(*parts, worker.device, config, block_samples=block_samples, autocast=autocast)
+                    wrong = find_no_sum(
+                        *parts,
+                        worker.device,
+                        config,
+                        block_samples=block_samples,
+                        autocast=autocast,
+                        warn=worker.reporter.warn,
+                    )
                     if wrong is not None:
                         worker.reporter.warn(wrong)
                 metrics = evaluate(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
 from elastic_train.training.epoch_dataset import EpochDataset
+from elastic_train.training.loader_processes import read_apart
 from elastic_train.training.ordered import OrderedReduction
 from elastic_train.training.reduction import FastReduction, Loss, Reduction, Share, StepTotals, clip_gradients
 from elastic_train.training.sampler import MicroBatch
@@ -167,10 +169,19 @@ def warm_up(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> Non
 
 
 def stand_in_batch(worker: Worker) -> Callable[[], Any]:
-    """Makes a batch of the first sample, for a rank that has none in a step."""
-    dataset = EpochDataset(worker.task.train_set, seed=worker.config.seed, collate=worker.task.collate)
+    """Makes a batch of the first sample, for a rank that has none in a step. Where loader processes read, it is read
+    once, and each is a copy."""
+    config = worker.config
+    dataset = EpochDataset(worker.task.train_set, seed=config.seed, collate=worker.task.collate)
 
-    return partial(dataset.read, np.zeros(1, dtype=np.int64))
+    def read() -> Any:
+        [batch] = read_apart(dataset, [np.zeros(1, dtype=np.int64)], config, worker.reporter.warn)
+        return batch
+
+    if config.num_workers == 0:
+        return read
+    kept = cache(read)
+    return lambda: deepcopy(kept())
 
 
 def _make_reduction(worker: Worker, membership: Membership, world: World) -> Reduction:

@@ -18,7 +18,7 @@ from elastic_train.rules import Activity
 from elastic_train.training.collectives import all_reduce, broadcast, broadcast_bytes
 from elastic_train.training.epoch_dataset import EpochDataset
 from elastic_train.training.group_sockets import GroupSockets
-from elastic_train.training.loader_processes import open_loader
+from elastic_train.training.loader_processes import open_loader, read_apart
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import modes_kept
 from elastic_train.training.tasks import Task
@@ -131,22 +131,24 @@ def find_no_sum(
     *,
     block_samples: int,
     autocast: Callable[[], AbstractContextManager[Any]],
+    warn: Callable[[str], None] = warnings.warn,
 ) -> str | None:
     """What a task's own `evaluate` gives that is no sum over samples, a mean perhaps, which the means over the test set
     cannot be made of; None where nothing is seen. Of the first block and its two halves it must be additive.
+
+    Args:
+        warn: as `open_loader`'s.
     """
-    if type(task).evaluate is Task.evaluate:
-        return None
     num_samples = min(block_samples, len(dataset))
-    half = num_samples // 2
-    fetched = EpochDataset(dataset, seed=config.seed, collate=task.collate)
+    if type(task).evaluate is Task.evaluate or num_samples < 2:  # one has no halves
+        return None
+    block = np.arange(num_samples)
+    reader = EpochDataset(dataset, seed=config.seed, collate=task.collate)
     found = []
     with modes_kept(model):
         model.eval()
-        for start, stop in ((0, num_samples), (0, half), (half, num_samples)):
-            if start == stop:
-                return None
-            sums = _sums_of(model, task, fetched.read(np.arange(start, stop)), device, autocast)
+        for batch in read_apart(reader, (block, *np.split(block, [num_samples // 2])), config, warn):
+            sums = _sums_of(model, task, batch, device, autocast)
             found.append({name: value.double().item() for name, value in sums.items()})
     whole, *halves = found
     for name, value in whole.items():

@@ -6,19 +6,22 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Semaphore
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
 
 from elastic_train.config import Config
 from elastic_train.stopping import die_with_parent
 from elastic_train.training.epoch_dataset import EpochDataset, as_fetched
+from elastic_train.training.sampler import MicroBatch
 
 BEGIN_SECONDS = 20.0
 """that a forked process may take for its first line, which needs nothing but a processor"""
@@ -78,6 +81,32 @@ def open_loader(
             process.kill()
             process.join()
     return _fork(make, num_workers)[0]
+
+
+def read_apart(
+    dataset: EpochDataset,
+    parts: Iterable[npt.NDArray[np.int64]],
+    config: Config,
+    warn: Callable[[str], None],
+) -> Iterator[Any]:
+    """A batch for each of some lists of samples, which are no part of training: blocks until it is read.
+
+    Where loader processes read, one is forked for this alone. What a data set opens when it is first read must not be
+    opened in this process: those that are forked later would share the file's position. What this process draws does
+    not notice.
+
+    Args:
+        parts: sample indices of each, one at least.
+        warn: as `open_loader`'s.
+    """
+    if config.num_workers == 0:
+        yield from map(dataset.read, parts)
+        return
+    sampler = [MicroBatch(0, 0, 0, indices, len(indices), is_last=True) for indices in parts]
+    with torch.random.fork_rng(devices=[]):  # a DataLoader draws a seed
+        fetched = open_loader(dataset, sampler, config, warn, at_most=1)
+    for _, batch in fetched:
+        yield batch
 
 
 def _fork(

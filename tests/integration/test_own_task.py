@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import PYTHON, Cluster, check_ledger, newest_snapshot, result, wait_until
+from tests.integration.cluster import (
+    PYTHON,
+    Cluster,
+    check_ledger,
+    events,
+    last_step,
+    newest_snapshot,
+    result,
+    wait_for_step,
+    wait_until,
+    worlds,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "elastic_train" / "examples"
 
@@ -93,3 +105,61 @@ def test_an_error_in_a_users_module_shows_the_users_traceback_first(cluster: Clu
     assert lines[0].startswith("Traceback")
     assert 'mine.py", line 4' in lines[1], "the user's code comes first, not ours"
     assert lines[-1] == "ZeroDivisionError: division by zero"
+
+
+# Notes which process reads which sample. A train epoch of 17 leaves one rank of two a step without samples.
+NOTING = """
+import os
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from elastic_train import Task
+
+
+class Noted(Dataset):
+    def __init__(self, name, length):
+        self.name, self.length = name, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        with open("reads", "a") as file:
+            file.write(f"{self.name} {os.getpid()}\\n")
+        return torch.full((4,), float(index)), index % 2
+
+
+class Noting(Task):
+    def build_model(self):
+        return nn.Linear(4, 2)
+
+    def train_dataset(self):
+        return Noted("train", 17)
+
+    def test_dataset(self):
+        return Noted("test", 6)
+
+    def evaluate(self, model, batch):
+        return super().evaluate(model, batch)
+"""
+
+
+def test_with_loader_processes_no_sample_is_read_in_the_process_that_trains(cluster: Cluster) -> None:
+    """Not in a join, in a step without samples, or in the first look at an evaluation: loader processes that are forked
+    later would share the file that a data set opens then, and its position."""
+    (cluster.path / "mine.py").write_text(NOTING)
+    flags = ("--task", "mine:Noting", "--num-workers", "1", "--global-batch-size", "8", "--epochs", "1000")
+    nodes = cluster.start(*flags, "--eval-every", "1", nnodes="1:2")
+    wait_for_step(cluster.run_dir, 1)
+    nodes += cluster.start(*flags, "--eval-every", "1", nnodes="1:2")
+    wait_until(lambda: (1, 2) in worlds(cluster.run_dir), "join", 60.0)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 6)
+    for node in nodes:
+        node.signal(signal.SIGTERM)
+    cluster.finish(nodes, code=1)
+    trainers = {event["pid"] for event in events(cluster.run_dir, "start")}
+    assert len(trainers) == 2
+    reads = {(name, int(pid)) for name, pid in map(str.split, (cluster.path / "reads").read_text().splitlines())}
+    assert {name for name, _ in reads} == {"train", "test"}
+    assert {(name, pid) for name, pid in reads if pid in trainers} == set()

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from elastic_train.config import Config
+from elastic_train.elastic.whole_steps import stand_in_batch
 from elastic_train.elastic.worker import make_state
 from elastic_train.training import loader_processes
 from elastic_train.training.batches import pinned, steps
+from elastic_train.training.epoch_dataset import EpochDataset
+from elastic_train.training.loader_processes import read_apart
 from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import ImageClassification, Task
 from elastic_train.world import World
@@ -117,3 +123,40 @@ def test_data_on_the_gpu_and_beside_it(place: str) -> None:
     for inputs, labels in found:
         assert (inputs.device.type, inputs.is_pinned()) == (place, place == "cpu")
         assert labels.is_pinned()
+
+
+class Pids(Dataset[torch.Tensor]):
+    """An item says which process has read it, and what it draws."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, os.getpid(), *torch.randint(10**6, (2,)).tolist()])
+
+
+def test_what_is_read_beside_training_is_read_in_a_process_of_its_own_that_has_ended() -> None:
+    parts = [np.arange(2), np.array([3])]
+    here, there = (
+        list(read_apart(EpochDataset(Pids(), seed=1), parts, Config(num_workers=number), pytest.fail))
+        for number in (0, 2)
+    )
+    assert {row[1] for batch in here for row in batch.tolist()} == {os.getpid()}
+    [reader] = {row[1] for batch in there for row in batch.tolist()}
+    assert reader not in {os.getpid(), *(child.pid for child in multiprocessing.active_children())}
+    assert [batch[:, [0, 2, 3]].tolist() for batch in here] == [batch[:, [0, 2, 3]].tolist() for batch in there]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stand_in_is_another_batch_each_time_and_draws_nothing_here(num_workers: int) -> None:
+    task = SimpleNamespace(train_set=Pids(), collate=default_collate)
+    worker: Any = SimpleNamespace(
+        config=Config(num_workers=num_workers), task=task, reporter=SimpleNamespace(warn=pytest.fail)
+    )
+    make = stand_in_batch(worker)
+    before = torch.get_rng_state()
+    first = make()
+    expected = first.clone()
+    first.zero_()  # as a loss may change its batch
+    assert torch.equal(make(), expected)
+    assert torch.equal(torch.get_rng_state(), before)
