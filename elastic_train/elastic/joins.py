@@ -191,11 +191,13 @@ class Joins:
             nodes
         )
         """those of some nodes that are ready which need not wait for anything else"""
+        self.why_closed: str | None = None
+        """why nobody can be admitted to the present world; the training thread sets it"""
 
     def enter(self, world: World) -> None:
         """This worker is a member of `world` from now on."""
         self._world, self._admits, self._has_said_now = world, (), False
-        self._plan, self._num_failed_plans = None, 0
+        self._plan, self._num_failed_plans, self.why_closed = None, 0, None
         self.keep_preparation(world)
 
     # --- in a step ----------------------------------------------------------------------------------------------------
@@ -265,6 +267,10 @@ class Joins:
             if reference is None or all(disagreement(one.agreement, reference) is None for one in node)
         ]
         nodes = self.admissible(world, nodes)
+        if (why := self.why_closed) is not None:
+            for node in nodes:
+                self.news.tell_once(node, why)
+            nodes = []
         back = [node for node in nodes if node[0].node in inside]  # to others of their nodes, which take no more room
         new = [node for node in nodes if node[0].node not in inside]
         room = self._room(world, len(new))

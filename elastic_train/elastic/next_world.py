@@ -50,6 +50,8 @@ class QueueNews:
         self._job, self._around = job, around
         self._know_no_room: set[str] = set()
         """uids of newcomers that were told"""
+        self._know: set[tuple[str, str]] = set()
+        """uids of newcomers, and what they were told once"""
 
     def tell(self, node: Sequence[Member], why: str) -> None:
         """Tell the workers of a node in the queue why they are not admitted."""
@@ -64,6 +66,12 @@ class QueueNews:
     def tell_all(self, world: World, why: str) -> None:
         """Tell all who wait to be admitted to `world`."""
         for node in ready_nodes(self._job.queue(), world.members):
+            self.tell(node, why)
+
+    def tell_once(self, node: Sequence[Member], why: str) -> None:
+        """The same, where its workers were not told that before."""
+        if not self._know.issuperset((member.uid, why) for member in node):
+            self._know.update((member.uid, why) for member in node)
             self.tell(node, why)
 
     def tell_no_room(self, node: Sequence[Member], num_inside: int, max_nodes: int) -> None:

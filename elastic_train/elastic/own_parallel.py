@@ -3,7 +3,7 @@
 # Without postponed annotations: DDP compares those of a communication hook with its own types.
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
 from elastic_train.training.collectives import reduced
-from elastic_train.training.reduction import SHARES_BUFFERS, freeze_statistics, share_buffers
+from elastic_train.training.reduction import SHARES_BUFFERS, freeze_statistics, require_reduced, share_buffers
 from elastic_train.world import World
 
 
@@ -146,6 +146,12 @@ class OwnParallel:
         self._sums.settle()
         self._watcher.do(Activity.REDUCE)
         step.has_reduced = True
+
+
+def require_summed(made: Iterable[weakref.ref[DistributedDataParallel]], step: int) -> None:
+    """Raises: UsageError where a backward pass through one of the modules has left gradients this rank's own."""
+    for ddp in filter(None, (module() for module in made)):
+        require_reduced(ddp, f"in step {step}", "give training.parallel() find_unused_parameters=True")
 
 
 class _ForwardBegins:

@@ -19,7 +19,7 @@ from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.extras_check import ExtrasCheck
 from elastic_train.elastic.loop_hints import LoopHints
 from elastic_train.elastic.membership import Membership
-from elastic_train.elastic.own_parallel import OwnParallel
+from elastic_train.elastic.own_parallel import OwnParallel, require_summed
 from elastic_train.elastic.process_group import is_communication_error
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.session import Training
@@ -261,12 +261,13 @@ class Trainer:
 
     def _require_unbroken(self) -> None:
         """NCCL's collectives, once aborted, end with garbage and no error: it must not reach the weights, nor count for
-        an overflow."""
+        an overflow. Nor must gradients that DDP has not summed. Raises: FormationFailed, UsageError."""
         if self._training is None:
             return
         self._membership.sockets.require_unbroken(self._worker.device)  # the backward pass may still be under way
         if self._worker.device.type == "cpu":  # a GPU may still wait for the gradients
             self._membership.watcher.do(Activity.COMPUTE)
+        require_summed(self._ddp_modules, self._worker.state.step + 1)
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
         if self._training is None:

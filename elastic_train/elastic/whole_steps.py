@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from elastic_train.config import Config
 from elastic_train.elastic.handover import Handover
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.process_group import is_communication_error
 from elastic_train.elastic.states_check import StateChecks
+from elastic_train.elastic.step_sums import EVERY
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import ElasticTrainError, FormationFailed, first_line
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
@@ -24,7 +26,16 @@ from elastic_train.rules import Activity
 from elastic_train.training.epoch_dataset import EpochDataset
 from elastic_train.training.loader_processes import read_apart
 from elastic_train.training.ordered import OrderedReduction
-from elastic_train.training.reduction import FastReduction, Loss, Reduction, Share, StepTotals, clip_gradients
+from elastic_train.training.reduction import (
+    FastReduction,
+    Loss,
+    Reduction,
+    Share,
+    StepTotals,
+    clip_gradients,
+    named,
+    without_gradient,
+)
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state_hash import StateComparison
 from elastic_train.training.step import NO_VOTES, Votes, drop_gradients, task_loss, train_step
@@ -82,10 +93,14 @@ class WholeSteps:
         self._begin, self._states, self._stand_in = begin, states, stand_in
         self._reduction: Reduction | None = None
         self._loss: tuple[BatchLoss, Loss] | None = None
+        self._looks = self._has_looked = False
+        """for parameters without which no other worker could train with this one"""
 
     def prepare(self) -> Reduction:
         """Make the reduction, if there is none yet; every rank calls it."""
         if self._reduction is None:
+            is_alone = self._world.world_size == 1 and self._worker.launch.is_open
+            self._looks = is_alone and waits_for_all(self._worker.config)
             self._reduction = _make_reduction(self._worker, self._membership, self._world)
             if self._begin.handover is not None:
                 self._begin.handover.begin()
@@ -122,6 +137,8 @@ class WholeSteps:
             if sockets.is_shut and not is_communication_error(error):  # what it was computed from is garbage
                 raise FormationFailed(f"the process group was broken off: {first_line(error)}") from error
             raise
+        if self._looks:
+            self._look_for_unused(self._worker.state.step + 1)
         self._finish(begin)
         if comparison is not None:
             self._states.finish(comparison)
@@ -139,6 +156,22 @@ class WholeSteps:
             watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
             begin.handover.finish(self._membership.sockets.require_unbroken)
 
+    def _look_for_unused(self, step: int) -> None:
+        """In the first step and some later ones: alone a worker trains without the gradient of a parameter; DDP waits
+        for all, so that the first step with another one would fail and end the job."""
+        if self._has_looked and step % EVERY:
+            return
+        joins, unused = self._membership.joins, without_gradient(self._worker.state.model)
+        joins.why_closed = None
+        if unused:
+            joins.why_closed = (
+                f"{named(unused)} got no gradient, and with several workers DDP waits for all: no other node can be "
+                "admitted; stop all and start them with --find-unused-parameters, or freeze what is not trained"
+            )
+            if not self._has_looked:
+                self._worker.reporter.warn(joins.why_closed)
+        self._has_looked = True
+
     def _clip(self) -> None:
         """Only of a step that counts: gradients are unscaled once."""
         limit, state = self._worker.config.clip_grad_norm, self._worker.state
@@ -152,6 +185,11 @@ def batch_loss(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> 
     return task_loss(
         worker.task, seed=config.seed, precision=config.precision, device=worker.device, stand_in=stand_in, loss=loss
     )
+
+
+def waits_for_all(config: Config) -> bool:
+    """Whether DDP waits for a gradient of every parameter in every step."""
+    return config.reduction == "fast" and not (config.find_unused_parameters or config.static_graph)
 
 
 def warm_up(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from elastic_train.errors import UsageError
 from elastic_train.rules import Activity
 from elastic_train.training.collectives import all_reduce, numbers, wait
 from elastic_train.training.sampler import MicroBatch
+from elastic_train.wording import count
 from elastic_train.world import World
 
 Batch = Any
@@ -33,6 +34,8 @@ Loss = Callable[[nn.Module, MicroBatch, Batch], torch.Tensor]
 """(module, micro-batch, its data or None if it is empty) -> mean loss over the micro-batch's samples, a scalar"""
 
 
+SHOWN_NAMES = 3
+"""of parameters, in a message"""
 STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 """the buffers of torch's normalising layers"""
 SHARES_BUFFERS = (
@@ -117,7 +120,7 @@ class FastReduction:
         self._totals = nn.Parameter(torch.zeros(1 + num_votes, device=device))
         self._no_votes = torch.zeros(1 + num_votes, device=device)
         self._rides_along = not any(options.values())
-        self._works: list[tuple[Any, torch.Tensor]] = []
+        self._sums = _Sums()
         self._divisor = 1
         self._do = do
         self._waits_in_forward = self._waits_in_backward = False
@@ -137,7 +140,7 @@ class FastReduction:
             self._waits_in_forward = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
             if device.type == "cpu":
                 # Without a reference to `self`, which holds the DDP, and without annotations, which DDP would check.
-                ddp.register_comm_hook(self._works, lambda works, bucket: _begin_sum(works, bucket, do))
+                ddp.register_comm_hook(self._sums, lambda sums, bucket: _begin_sum(sums, bucket, do))
             else:
                 self._divisor = world.world_size
                 self._waits_in_backward = True
@@ -149,7 +152,8 @@ class FastReduction:
     def run(
         self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
     ) -> StepTotals:
-        self._works.clear()  # of a step that an error has ended
+        """As `Reduction.run`. Raises: UsageError: DDP waits for a gradient that does not come; `run` does not wait."""
+        self._sums.begin()
         totals = self._make_totals(votes)
         if self._shared is not None:
             self._do(Activity.REDUCE)
@@ -173,8 +177,9 @@ class FastReduction:
                         torch.autograd.backward([scaled, self._totals], [None, totals])
                     else:
                         scaled.backward()  # type: ignore[no-untyped-call]
-        while self._works:
-            wait(*self._works.pop(0))
+        self._require_begun(micro_batches[-1][0].step)
+        while self._sums.works:
+            wait(*self._sums.works.pop(0))
         if self._world_size > 1 and self._rides_along:
             assert self._totals.grad is not None, "the last micro-batch has set it"
             totals = self._totals.grad
@@ -193,6 +198,16 @@ class FastReduction:
         # From pinned memory, else the copy would wait until the device has done all that it was given.
         totals = torch.tensor([0, *(vote * self._divisor for vote in votes)], dtype=torch.float32, pin_memory=is_cuda)
         return totals.to(self._device, non_blocking=True) if is_cuda else totals
+
+    def _require_begun(self, step: int) -> None:
+        """Raises: UsageError where DDP does not sum all gradients: what is there is this rank's own."""
+        if self._world_size == 1:
+            return
+        assert isinstance(self._module, DistributedDataParallel)
+        if self._waits_in_backward:
+            require_reduced(self._module, f"in step {step}", "give --find-unused-parameters")
+        elif not self._sums.are_all:
+            raise _unreduced(self._module, f"in step {step}", "give --find-unused-parameters")
 
     def _synchronise_at(self, micro_batch: MicroBatch) -> Any:
         if isinstance(self._module, DistributedDataParallel) and not micro_batch.is_last:
@@ -223,12 +238,56 @@ def _by_type(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(found.values())
 
 
+@dataclass
+class _Sums:
+    """Of the gradients of one step."""
+
+    works: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    """begun, and not waited for"""
+    are_all: bool = False
+    """whether that of the last bucket has begun, which is the last to begin"""
+
+    def begin(self) -> None:
+        """A step begins; another one may have been ended by an error."""
+        self.works.clear()
+        self.are_all = False
+
+
+def require_reduced(ddp: DistributedDataParallel, when: str, do: str) -> None:
+    """Raises: UsageError where a backward pass through `ddp` has left out parameters, so that gradients are this rank's
+    own. Waits for nothing. `do` says how DDP is told of such parameters."""
+    try:
+        ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise _unreduced(ddp, when, do) from error
+
+
+def _unreduced(ddp: DistributedDataParallel, when: str, do: str) -> UsageError:
+    names = without_gradient(ddp.module)
+    what = (
+        f"{named(names)} got no gradient" if names else "not all parameters got a gradient through DDP's forward pass"
+    )
+    return UsageError(f"{what} {when}, and DDP waits for all: {do}, or freeze what is not trained")
+
+
+def without_gradient(model: nn.Module) -> list[str]:
+    """The names of parameters that are trained and have no gradient."""
+    return [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
+
+
+def named(parameters: Sequence[str]) -> str:
+    """`2 parameters (a.weight, a.bias)`, with the first few names."""
+    shown = ", ".join(parameters[:SHOWN_NAMES]) + ", ..." * (len(parameters) > SHOWN_NAMES)
+    return f"{count(len(parameters), 'parameter')} ({shown})"
+
+
 def _begin_sum(
-    works: list[tuple[Any, torch.Tensor]], bucket: dist.GradBucket, do: Callable[[Activity], None]
+    sums: _Sums, bucket: dist.GradBucket, do: Callable[[Activity], None]
 ) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook: the sum over the ranks has begun. It takes place in the bucket, of which the gradients
     are views; a sparse one DDP waits for."""
     if bucket.is_last():  # what is left of the backward pass is of its input alone
+        sums.are_all = True
         do(Activity.REDUCE)
     gradients = bucket.buffer()
     work = dist.all_reduce(gradients, async_op=True)
@@ -237,7 +296,7 @@ def _begin_sum(
     if gradients.is_sparse:
         future = work.get_future().then(lambda done: done.value()[0])
         return future
-    works.append((work, gradients))
+    sums.works.append((work, gradients))
     future = torch.futures.Future()
     future.set_result(gradients)
     return future

@@ -696,6 +696,19 @@ def test_workers_whose_gradients_nobody_averages_do_not_train(cluster: Cluster) 
         assert "to continue" not in error_line(node), "it would fail again"
 
 
+def test_a_parameter_without_a_gradient_ends_the_first_step_before_the_optimizers(cluster: Cluster) -> None:
+    """DDP has summed nothing then, and would say so in the second step."""
+    unused = "model.register_parameter('unused', torch.nn.Parameter(torch.ones(1)))\noptimizer = "
+    text = SCRIPT.replace("optimizer = ", unused).replace("BEFORE_COMMIT", "print('has stepped')")
+    nodes = start_workers(cluster, 2, text)
+    codes = sorted(node.wait() for node in nodes)
+    assert codes in ([1, 2], [2, 2]), "who is broken off hears of it from the other"
+    for node in nodes:
+        assert "1 parameter (unused) got no gradient in step 1, and DDP waits for all" in error_line(node)
+        assert "training.parallel() find_unused_parameters=True" in error_line(node)
+        assert "has stepped" not in node.text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "code"), [("raise ValueError('my mistake')", 1), ("training.commit(torch.ones(3))", 2)]

@@ -11,6 +11,7 @@ from tests.integration.cluster import (
     PYTHON,
     Cluster,
     check_ledger,
+    check_steps,
     events,
     last_step,
     newest_snapshot,
@@ -163,3 +164,42 @@ def test_with_loader_processes_no_sample_is_read_in_the_process_that_trains(clus
     reads = {(name, int(pid)) for name, pid in map(str.split, (cluster.path / "reads").read_text().splitlines())}
     assert {name for name, _ in reads} == {"train", "test"}
     assert {(name, pid) for name, pid in reads if pid in trainers} == set()
+
+
+PARTLY_USED = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from elastic_train import Task
+
+
+class Model(nn.ModuleDict):
+    def forward(self, inputs):
+        return self["used"](inputs)
+
+
+class PartlyUsed(Task):
+    def build_model(self):
+        return Model({"used": nn.Linear(4, 2), "unused": nn.Linear(4, 2)})
+
+    def train_dataset(self):
+        return TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torch.long))
+"""
+
+
+def test_a_model_with_unused_parameters_trains_alone_and_a_second_node_waits(cluster: Cluster) -> None:
+    """With it the first step would fail, and end the job."""
+    (cluster.path / "mine.py").write_text(PARTLY_USED)
+    flags = ("--task", "mine:PartlyUsed", "--global-batch-size", "16", "--epochs", "1000000", "--eval-every", "1000000")
+    [first] = cluster.start(*flags, nnodes="1:2")
+    wait_for_step(cluster.run_dir, 1)
+    why = "2 parameters (unused.weight, unused.bias) got no gradient, and with several workers DDP waits for all: no"
+    assert f"elastic_train: warning: {why}" in first.text()
+    [second] = cluster.start(*flags, nnodes="1:2")
+    wait_until(lambda: f"elastic_train: {why}" in second.text(), "reason", 60.0)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+    assert worlds(cluster.run_dir) == [(0, 1)]
+    for node in (second, first):
+        node.signal(signal.SIGTERM)
+        cluster.finish([node], code=1)
+    check_steps(cluster.run_dir, last_step(cluster.run_dir))

@@ -130,3 +130,20 @@ def test_all_who_wait_are_told_why() -> None:
     here.joins.news.tell = lambda node, why: told.extend((one.uid, why) for one in node)  # type: ignore[method-assign]
     here.joins.news.tell_all(world, "rank 0 is stuck")
     assert told == [("uid1", "rank 0 is stuck"), ("uid2", "rank 0 is stuck")]
+
+
+def test_nobody_is_admitted_to_a_world_that_nobody_could_train_in_and_who_waits_is_told_once() -> None:
+    here, clock, world = newcomers(member(1), agreement={})
+    told: list[str] = []
+    here.joins.news.tell = lambda _node, why: told.append(why)  # type: ignore[method-assign]
+    here.joins.why_closed = "a parameter got no gradient"
+    for _ in range(3):
+        here.joins.consider(world)
+        clock.now += 2 * SETTLE_SECONDS
+    assert here.joins._admits == ()
+    assert told == ["a parameter got no gradient"]
+    here.joins.enter(world)  # whatever holds there is found out there
+    for _ in range(2):
+        here.joins.consider(world)
+        clock.now += 2 * SETTLE_SECONDS
+    assert [one.uid for one in here.joins._admits] == ["uid1"]

@@ -154,6 +154,40 @@ def run_case(case: Case, rank: int) -> Outcome:
     return outcome
 
 
+class PartlyUsed(nn.Module):
+    """Of two layers it uses one. Each has more than DDP's first bucket takes."""
+
+    def __init__(self, used: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 50_000), nn.Linear(6, 50_000)])
+        self.used = used
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.layers[self.used](inputs)
+        return output
+
+
+def run_partly_used(rank: int, used: int) -> str:
+    """What the first step of such a model is refused with."""
+    reduction = FastReduction(PartlyUsed(used), local_world(rank, WORLD_SIZE), CPU, num_votes=2)
+    share = make_share(TOGETHER["even"], 1, rank)
+    try:
+        reduction.run(share, lambda module, _, batch: module(batch[0]).mean(), lambda loss: loss, VOTES[rank])
+    except UsageError as error:
+        return str(error)
+    return "nothing"
+
+
+def run_beside_ddp(rank: int) -> str:
+    reduction = FastReduction(make_model(), local_world(rank, WORLD_SIZE), CPU, num_votes=2)
+    share = make_share(TOGETHER["even"], 1, rank)
+    try:
+        reduction.run(share, lambda module, *_: module.module(share[0][1][0]).mean(), lambda loss: loss, VOTES[rank])
+    except UsageError as error:
+        return str(error)
+    return "nothing"
+
+
 class Counting(nn.Module):
     """Has a buffer that no other layer than its own knows the meaning of."""
 
@@ -247,6 +281,8 @@ def work(rank: int, port: int, out: Path) -> None:
         torch.save(run_with_statistics(rank, Counting()), out / f"buffers-{rank}")
         outcomes = {name: run_case(case, rank) for name, case in (TOGETHER | {"spoiled": SPOILED}).items()}
         torch.save(outcomes, out / str(rank))
+        refused = [run_partly_used(rank, used) for used in (0, 1)]
+        torch.save([*refused, run_beside_ddp(rank)], out / f"refused-{rank}")
     torch.save([str(warning.message) for warning in warned], out / f"warnings-{rank}")
     dist.destroy_process_group()
 
@@ -306,6 +342,17 @@ def test_statistics_alone_are_each_rank_s_own_and_those_of_rank_0_the_same(worke
     assert not torch.equal(first[-1][1], second[-1][1])
     copied = torch.load(worked / "buffers-0")
     assert all(torch.equal(own[1], of_ddp[1]) for own, of_ddp in zip(first, copied, strict=True))
+
+
+def test_gradients_that_are_not_summed_are_refused_in_their_first_step(worked: Path) -> None:
+    for rank in range(WORLD_SIZE):
+        *unused, beside = torch.load(worked / f"refused-{rank}")
+        for used, line in enumerate(unused):
+            names = f"layers.{1 - used}.weight, layers.{1 - used}.bias"
+            assert line.startswith(
+                f"2 parameters ({names}) got no gradient in step 1, and DDP waits for all: give --find-"
+            )
+        assert beside.startswith("not all parameters got a gradient through DDP's forward pass in step 1")
 
 
 def test_torch_warns_of_no_option_that_ddp_gets(worked: Path) -> None:
