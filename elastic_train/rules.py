@@ -80,6 +80,18 @@ def freshest(steps: Sequence[int]) -> int:
     return max(range(len(steps)), key=lambda rank: (steps[rank], -rank))
 
 
+def apart(steps: Sequence[int], hashes: Sequence[Mapping[str, int]]) -> dict[int, list[str]]:
+    """The ranks that have the freshest step, and other `hashes` (by name) than the one whose state everybody takes
+    over: what of them differs."""
+    source = freshest(steps)
+    found: dict[int, list[str]] = {}
+    for rank, step in enumerate(steps):
+        if step == steps[source] and hashes[rank] != hashes[source]:
+            names = hashes[rank].keys() | hashes[source].keys()
+            found[rank] = sorted(name for name in names if hashes[rank].get(name) != hashes[source].get(name))
+    return found
+
+
 def right_hashes(found: Sequence[tuple[int, int]]) -> frozenset[int] | None:
     """Of what members' states hash to, as (kind of machine, hash): which are right. None where nobody can tell.
 

@@ -7,7 +7,7 @@ it, and send the state to the others. All see a bucket, so one leader reads it f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -231,16 +231,22 @@ def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn:
 
 
 def sync_from_freshest(
-    state: TrainState, world: World, steps: Sequence[int], check: Check, before_sending: Callable[[], None]
+    state: TrainState,
+    world: World,
+    steps: Sequence[int],
+    check: Check,
+    before_sending: Callable[[], None],
+    apart: Collection[int] = (),
 ) -> int:
     """After a loss survivors can differ by a step: those behind take over the freshest state. Returns its rank.
 
-    Every rank calls it; `steps` are all ranks' committed steps, -1 for one that has no state yet. What is received is
-    loaded only when it is whole: the source may die while it is sending. Frozen weights that those behind have alike
-    are not sent. `check` as in `restore`; `before_sending` is called on the source when the others wait for it.
+    Every rank calls it; `steps` are all ranks' committed steps, -1 for one that has no state yet; ranks `apart` take it
+    over whatever their step. What is received is loaded only when it is whole: the source may die while it is sending.
+    Frozen weights that those behind have alike are not sent. `check` as in `restore`; `before_sending` is called on the
+    source when the others wait for it.
     """
     source = freshest(steps)
-    behind = [rank for rank, step in enumerate(steps) if step != steps[source]]
+    behind = [rank for rank, step in enumerate(steps) if step != steps[source] or rank in apart]
     if behind:
         frozen = frozen_of(state) if min(steps) >= 0 else {}
         told = gather_json(_hash_or_none(frozen))

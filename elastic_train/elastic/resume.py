@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -21,9 +22,11 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_report import WorldReport
 from elastic_train.errors import StatesDiffer
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
-from elastic_train.rules import Activity
+from elastic_train.rules import Activity, apart
 from elastic_train.runlog.goodput import Phase
 from elastic_train.training.collectives import GROUP_TIMEOUT, STEP_TIMEOUT, gather_json
+from elastic_train.training.ratings import latest
+from elastic_train.training.state_hash import plain_hashes
 from elastic_train.world import World
 
 
@@ -126,37 +129,52 @@ class Resume:
         """
         worker, state, job = self._worker, self._worker.state, self._membership.job
         had_state, check = self.has_state, self._membership.sockets.require_unbroken
+        mine = {
+            "step": state.step if had_state else -1,
+            "last": state.last_step,
+            "logged": worker.reporter.last_logged_step(),
+            "plain": plain_hashes(state) if had_state and world.world_size > 1 else {},
+            "ratings": state.ratings.state_dict(),
+        }
         with state.lock.released() if had_state else nullcontext():  # one of the others may hang
-            told = gather_json(
-                {
-                    "step": state.step if had_state else -1,
-                    "last": state.last_step,
-                    "logged": worker.reporter.last_logged_step(),
-                    "sees": job.sees_place(world),
-                }
-            )
+            told = gather_json({**mine, "sees": job.sees_place(world)})
         if not had_state:  # it may read what the directory has, and write what the run is
             self._files.finish_claim()
         job.note_place(world, is_shared=all(entry["sees"] for entry in told))
         steps = [entry["step"] for entry in told]
-        if min(steps) < max(steps) or max(steps) < 0:
+        others = apart(steps, [entry["plain"] for entry in told]) if max(steps) >= 0 else {}
+        if min(steps) < max(steps) or max(steps) < 0 or others:
             set_group_timeout(GROUP_TIMEOUT)  # a large state takes its time to be read or sent
             self._membership.watcher.do(Activity.FORM, FIRST_SECONDS)
         if max(steps) < 0:
             restored = self._earlier.restore(world, lost=self._why_lost, check=check)
             self.holding = Holding.STATE
             return restored, list(range(world.world_size))
-        source = sync_from_freshest(state, world, steps, check, lambda: worker.reach("send", world))
+        fresh = [rank for rank, step in enumerate(steps) if step == max(steps)]
+        if world.rank in fresh:  # who was lost in keep() may have left its number with some of them
+            state.ratings.load_state_dict(latest([told[rank]["ratings"] for rank in fresh]))
+        source = sync_from_freshest(state, world, steps, check, lambda: worker.reach("send", world), others)
         self.holding = Holding.STATE
         if world.rank == source:
             logged = [entry["logged"] for entry in told if entry["logged"] is not None]
             worker.reporter.write_missing_commits(state, max(logged, default=state.step - 1))
-        voters = [rank for rank, step in enumerate(steps) if step == steps[source]]
-        state.last_step = min(told[rank]["last"] for rank in voters)  # a training function may have ended it early
+            if others:
+                self._tell_apart(world, others)
+        voters = [rank for rank in fresh if rank not in others]
+        state.last_step = min(told[rank]["last"] for rank in fresh)  # a training function may have ended it early
         if had_state:
             return None, voters
         self._leave_own_past()
         return Restored("peer", state.step, source), voters
+
+    def _tell_apart(self, world: World, others: Mapping[int, Sequence[str]]) -> None:
+        names = ", ".join(world.members[rank].name for rank in others)
+        what = ", ".join(sorted({name for found in others.values() for name in found}))
+        self._worker.reporter.warn(
+            f"{names} had other {what} than {world.me.name} after step {self._worker.state.step}, and "
+            f"{'takes' if len(others) == 1 else 'take'} over its state: a peer was lost in a collective between two "
+            "steps, which has ended on some ranks alone, or the ranks do not all do the same there"
+        )
 
     def _hand_over(self, world: World, change: Change) -> tuple[Restored | None, Handover | None, int]:
         """Newcomers come into a world that was formed ahead, and get the state of those who trained, all of whom have

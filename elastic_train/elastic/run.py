@@ -50,6 +50,7 @@ from elastic_train.rules import common_backend, seconds_before_return
 from elastic_train.stopping import StopSignal
 from elastic_train.training.batches import steps
 from elastic_train.training.data_identity import identify_code
+from elastic_train.training.state_hash import NOT_SETTINGS
 from elastic_train.world import World
 
 
@@ -191,7 +192,6 @@ def _compare_settings(worker: Worker, membership: Membership) -> None:
 
 NUM_GROUPS = 4
 """whose settings are compared: all members keep the text"""
-NOT_COMPARED = ("params", "fused", "foreach", "capturable")
 
 
 def settings_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
@@ -202,7 +202,7 @@ def settings_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, st
         for number, group in enumerate(optimizer.param_groups[:NUM_GROUPS]):
             which = f"{title}{f', group {number}' * (number > 0)}"
             for name, value in group.items():
-                if name not in NOT_COMPARED and isinstance(value, int | float | str | tuple | torch.Tensor):
+                if name not in NOT_SETTINGS and isinstance(value, int | float | str | tuple | torch.Tensor):
                     found[f"{which}: {name}"] = f"{value.tolist() if isinstance(value, torch.Tensor) else value}"
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_train.runlog.reader import value_of
@@ -37,3 +37,8 @@ class Ratings:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Also of a state that has none."""
         self.newest, self.best = (value_of(Rated | None, state.get(name)) for name in ("newest", "best"))
+
+
+def latest(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of state dicts of one run: that which knows the newest step, the first of several."""
+    return max(states, key=lambda state: (value_of(Rated | None, state["newest"]) or (-1, 0.0))[0])

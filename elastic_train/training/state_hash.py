@@ -29,6 +29,9 @@ CANNOT_SAY = 0
 KIND = ("machine", "cpu_capability", "device", "gpu")
 """of determinism.fingerprint(): machines that differ in these may round an optimizer's update differently"""
 
+NOT_SETTINGS = ("params", "fused", "foreach", "capturable")
+"""of an optimizer's parameter groups: which kernel computes a step may differ"""
+
 
 class StateComparison:
     """One rank's part in comparing hashes, in a world's first step that all its members begin with a state.
@@ -193,6 +196,37 @@ def hash_of_plain(state: Any) -> int:
     """A hash of 64 bits over what is neither a tensor nor an object of its own kind in a state dict, such as counters
     and best values."""
     return _digest(json.dumps(_plain(state), sort_keys=True).encode())
+
+
+def plain_hashes(state: TrainState) -> dict[str, int]:
+    """Hashes, by name, of what a training function may change between two steps and no comparison of weights and
+    optimizer states sees: the optimizers' settings (learning rates, ...) and the extras' plain values."""
+    found = {"optimizer settings": settings_hash(state)}
+    for name, extra in state.extras.items():
+        if isinstance(extra, torch.optim.Optimizer):
+            found[name] = _groups_hash(extra)
+        else:
+            found[name] = hash_of_plain(extra.state_dict())
+    return found
+
+
+def settings_hash(state: TrainState) -> int:
+    """Of what the optimizer is set to; a schedule may end with rates of 0, whatever it began with."""
+    return hash_of_plain([state.learning_rates, _groups_hash(state.optimizer)])
+
+
+def _groups_hash(optimizer: torch.optim.Optimizer) -> int:
+    return hash_of_plain(
+        [
+            {name: _number(value) for name, value in group.items() if name not in NOT_SETTINGS}
+            for group in optimizer.param_groups
+        ]
+    )
+
+
+def _number(value: Any) -> Any:
+    """Of a learning rate that is a tensor."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _plain(state: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elastic_train.errors import StatesDiffer
-from elastic_train.rules import right_hashes
+from elastic_train.rules import apart, right_hashes
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_hash import (
@@ -17,6 +17,7 @@ from elastic_train.training.state_hash import (
     CHUNK_BYTES,
     StateComparison,
     hash_of,
+    plain_hashes,
     tensors_of,
 )
 
@@ -93,6 +94,57 @@ def test_weights_and_optimizer_state_belong_to_it_and_statistics_do_not(make: An
     with torch.no_grad():
         model[1].bias[3] += 1.0
     assert hash_of(dict(tensors_of(state))) != before
+
+
+def test_what_a_scheduler_has_changed_is_seen_apart_from_the_weights() -> None:
+    model, critic = nn.Linear(3, 4), nn.BatchNorm1d(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    second = torch.optim.AdamW(critic.parameters(), lr=torch.tensor(0.1))
+    scheduler, mover = (torch.optim.lr_scheduler.StepLR(one, 1) for one in (optimizer, second))
+    extras: dict[str, Any] = {"critic": critic, "second": second, "scheduler": scheduler}
+    state = TrainState(model, optimizer, length=8, global_batch_size=8, epochs=9, extras=extras)
+    before = plain_hashes(state)
+    assert before.keys() == {"optimizer settings", "critic", "second", "scheduler"}
+    critic(torch.randn(8, 3))  # each rank has its own statistics
+    for group in optimizer.param_groups:
+        group["fused"] = False  # a kernel
+    assert plain_hashes(state) == before
+    optimizer.step()
+    scheduler.step()
+    after = plain_hashes(state)
+    assert {name for name in before if before[name] != after[name]} == {"optimizer settings", "scheduler"}
+    second.step()
+    mover.step()
+    assert {name for name in after if plain_hashes(state)[name] != after[name]} == {"second"}
+
+
+@pytest.mark.parametrize("step", [0, 9])
+def test_rates_that_a_schedule_has_brought_to_0_are_others(step: int) -> None:
+    found = set()
+    for lr in (0.1, 0.2):
+        model = nn.Linear(3, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        state = TrainState(model, optimizer, length=8, global_batch_size=8, epochs=9, schedule="cosine")
+        for _ in range(step):
+            state.commit(0.0)
+        found.add(plain_hashes(state)["optimizer settings"])
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "hashes", "found"),
+    [
+        ([24, 24], [{"a": 1}, {"a": 1}], {}),
+        ([24, 24], [{"a": 1, "b": 2}, {"a": 2, "b": 2}], {1: ["a"]}),
+        ([23, 24, 24], [{"a": 1}, {"a": 2}, {"a": 3}], {2: ["a"]}),  # rank 0 is behind anyway
+        ([-1, 24], [{}, {"a": 2}], {}),
+        ([0, 0, 0], [{"a": 1}, {"a": 2}, {"b": 1}], {1: ["a"], 2: ["a", "b"]}),
+    ],
+)
+def test_who_has_other_extras_than_the_one_whose_state_counts(
+    steps: list[int], hashes: list[dict[str, int]], found: dict[int, list[str]]
+) -> None:
+    assert apart(steps, hashes) == found
 
 
 @pytest.mark.parametrize(

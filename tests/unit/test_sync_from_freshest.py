@@ -36,8 +36,9 @@ def make_state(steps: int) -> TrainState:
     return state
 
 
-def survivor(rank: int, port: int, steps: Sequence[int], is_written: bool, path: Path) -> None:
-    """Rank 1 is further. `is_written`: a forward pass has written into rank 0's frozen weights."""
+def survivor(rank: int, port: int, steps: Sequence[int], is_written: bool, apart: Sequence[int], path: Path) -> None:
+    """Rank 1 is further, or has the same step as rank 0; its rate is another one. `is_written`: a forward pass has
+    written into rank 0's frozen weights."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     members = tuple(Member(f"host-{n}", 0, 1, 1, ("127.0.0.1", 1), f"directory-{n}", "gloo", None) for n in range(2))
@@ -45,6 +46,7 @@ def survivor(rank: int, port: int, steps: Sequence[int], is_written: bool, path:
     if is_written and rank == 0:
         with torch.no_grad():
             state.model[0].weight[3, 3] += 1.0
+    state.optimizer.param_groups[0]["lr"] /= 1 + rank
     sent: list[int] = []
     send = handover.Link.send
 
@@ -61,10 +63,11 @@ def survivor(rank: int, port: int, steps: Sequence[int], is_written: bool, path:
         if could_save[-1]:
             state.lock.give_back()
 
-    source = sync_from_freshest(state, World(rank, 3, members), steps, check, lambda: None)
+    source = sync_from_freshest(state, World(rank, 3, members), steps, check, lambda: None, apart)
     told: dict[str, Any] = {
         "source": source,
         "step": state.step,
+        "lr": state.optimizer.param_groups[0]["lr"],
         "sent": sum(sent),
         "could_save": could_save,
         "is_held": not state.lock.acquire(0.0),
@@ -75,12 +78,14 @@ def survivor(rank: int, port: int, steps: Sequence[int], is_written: bool, path:
     dist.destroy_process_group()
 
 
-def survive(path: Path, steps: Sequence[int], *, is_written: bool = False) -> list[dict[str, Any]]:
+def survive(
+    path: Path, steps: Sequence[int], *, is_written: bool = False, apart: Sequence[int] = ()
+) -> list[dict[str, Any]]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    spawn(survivor, args=(store.port, steps, is_written, path), nprocs=2)
+    spawn(survivor, args=(store.port, steps, is_written, apart, path), nprocs=2)
     found = [json.loads((path / f"{rank}.json").read_text()) for rank in range(2)]
     for told in found:
-        assert (told["source"], told["step"]) == (1, steps[1])
+        assert (told["source"], told["step"], told["lr"]) == ((0, steps[1], 0.1) if apart else (1, steps[1], 0.05))
         assert told["hash"] == found[1]["hash"]
         assert told["momentum"] == found[1]["momentum"]
         assert told["is_held"], "by the thread that trains"
@@ -91,6 +96,12 @@ def test_frozen_weights_that_both_have_are_not_sent(tmp_path: Path) -> None:
     behind, source = survive(tmp_path, [2, 3])
     assert 0 < source["sent"] < 100_000
     assert behind["sent"] == 0
+
+
+def test_one_with_the_same_step_and_another_rate_takes_over_the_first_ones(tmp_path: Path) -> None:
+    source, apart = survive(tmp_path, [3, 3], apart=[1])
+    assert 0 < source["sent"] < 100_000
+    assert apart["sent"] == 0
 
 
 @pytest.mark.parametrize(("steps", "is_written"), [([2, 3], True), ([-1, 3], False)])
