@@ -239,7 +239,9 @@ class Etcd:
             return response
         except grpc.RpcError as error:
             settings = self.connections.settings
-            judged = judge_tls(error.details() or "", settings.endpoints[index], settings) or judge(error)
+            judged = judge_tls(error.details() or "", settings.endpoints[index], settings) or judge(
+                error, has_answered=self.connections.has_answered
+            )
             if isinstance(judged, TokenRefused) and client is not None:
                 self.connections.drop(index, client)
             elif isinstance(judged, Transient):

@@ -97,7 +97,7 @@ class Connections:
 
         Raises:
             grpc.RpcError: no connection, or the user or password is refused.
-            Transient: the certificates, or a password that was good once, are being renewed at this moment.
+            Transient: the certificates, or the file of a password that was good once, are being renewed at this moment.
             UsageError: there is no password, and never was one.
         """
         with self._lock:
@@ -236,7 +236,7 @@ class Watch:
                 if response.events:
                     yield [(entry_of(event.kv), event.type == self._is_delete) for event in response.events]
         except grpc.RpcError as error:
-            judged = judge(error)
+            judged = judge(error, has_answered=self._connections.has_answered)
             if isinstance(judged, TokenRefused) and client is not None:
                 self._connections.drop(self._index, client)
             elif isinstance(judged, Transient):

@@ -9,8 +9,9 @@ from elastic_train.errors import StoreRefused
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 
 TOO_LARGE = "start each member of etcd with a larger --max-request-bytes (1.5 MiB by default), or use fewer workers"
+WRONG_PASSWORD = "invalid user ID or password"
 REMEDIES = {
-    "invalid user ID or password": "correct user= and the first line of password_file= in --rdzv-conf",
+    WRONG_PASSWORD: "correct user= and the first line of password_file= in --rdzv-conf",
     "user name is empty": "give user= and password_file= in --rdzv-conf, or cert= and key= of the user's certificate",
     "authentication is not enabled": "leave user= out of --rdzv-conf: this etcd knows no users yet",
     "request is too large": TOO_LARGE,
@@ -79,8 +80,12 @@ def judge_tls(text: str, endpoint: str, settings: EtcdSettings) -> TlsRefused | 
     return None
 
 
-def judge(error: Any) -> Exception:
-    """What a gRPC error means: Transient, TokenRefused, LeaseLost, Compacted, or StoreRefused for all that stays."""
+def judge(error: Any, *, has_answered: bool = False) -> Exception:
+    """What a gRPC error means: Transient, TokenRefused, LeaseLost, Compacted, or StoreRefused for all that stays.
+
+    Args:
+        has_answered: whether the password was good once: the new one may not be in its file yet.
+    """
     import grpc
 
     code, text = error.code(), (error.details() or "").strip()
@@ -100,6 +105,8 @@ def judge(error: Any) -> Exception:
             f"{text}: the user's role does not allow this key prefix",
             "give the prefix= (--rdzv-conf) and the --rdzv-id that the role has, or grant it PREFIX/RUN_ID/",
         )
+    if has_answered and WRONG_PASSWORD in text:
+        return Transient(f"the password has changed: {text}")
     if code in (codes.INVALID_ARGUMENT, codes.FAILED_PRECONDITION, codes.UNIMPLEMENTED):
         return StoreRefused(text, next((do for words, do in REMEDIES.items() if words in text), ""))
     return Transient(text.splitlines()[0][:200] if text else str(code.name).lower().replace("_", " "))

@@ -17,7 +17,7 @@ import pytest
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.rendezvous.etcd import Etcd, Transaction
-from elastic_train.rendezvous.etcd_connections import Connections
+from elastic_train.rendezvous.etcd_connections import Connections, import_etcd3
 from elastic_train.rendezvous.etcd_errors import LeaseLost
 from elastic_train.rendezvous.etcd_job import delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
@@ -455,6 +455,29 @@ def test_an_expired_token_is_fetched_anew(secure: tuple[OwnEtcd, Path]) -> None:
     assert EtcdStore(etcd).get("/team/token") == "2"
 
 
+def test_a_password_that_is_changed_has_the_grace_to_come_into_the_file(
+    secure: tuple[OwnEtcd, Path], tmp_path: Path
+) -> None:
+    """The change makes all tokens invalid at once, while something else renews the file, some seconds later."""
+    cluster, _ = secure
+    of_root, of_renewed = tmp_path / "root", tmp_path / "renewed"
+    of_root.write_text("rootpw")
+    of_renewed.write_text("before")
+    root = connect(secure_settings(cluster, of_root, user="root")).connections.client()[1]
+    rpc, cut = import_etcd3().etcdrpc, {"timeout": PATIENCE, "metadata": root.metadata}
+    root.auth_stub.UserAdd(rpc.AuthUserAddRequest(name="renewed", password="before"), **cut)
+    root.auth_stub.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="renewed", role="team"), **cut)
+    root = connect(secure_settings(cluster, of_root, user="root")).connections.client()[1]  # its token has gone
+    connections = Connections(secure_settings(cluster, of_renewed, user="renewed"))
+    EtcdStore(Etcd(connections, deadline=PATIENCE)).put("/team/renewed", "1")
+    cut["metadata"] = root.metadata
+    root.auth_stub.UserChangePassword(rpc.AuthUserChangePasswordRequest(name="renewed", password="after"), **cut)
+    with pytest.raises(StoreUnreachable, match="invalid user ID or password"):
+        EtcdStore(Etcd(connections, deadline=1)).get("/team/renewed")
+    of_renewed.write_text("after")
+    assert EtcdStore(Etcd(connections, deadline=PATIENCE)).get("/team/renewed") == "1"
+
+
 def test_without_a_client_certificate_there_is_no_connection(secure: tuple[OwnEtcd, Path]) -> None:
     cluster, password = secure
     with pytest.raises(StoreRefused, match=r"asks for a client certificate; give cert=FILE"):
@@ -477,7 +500,7 @@ def test_a_stranger_authority_is_told_at_once_and_in_one_line(secure: tuple[OwnE
     code = f"""
 from elastic_train.errors import StoreRefused
 from elastic_train.rendezvous.etcd import Etcd
-from elastic_train.rendezvous.etcd_connections import Connections
+from elastic_train.rendezvous.etcd_connections import Connections, import_etcd3
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 try:
     Etcd(Connections(EtcdSettings.from_json({settings.to_json()!r})), deadline={PATIENCE}).get("/team/x")
