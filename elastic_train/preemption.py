@@ -121,4 +121,11 @@ def notices_flag(value: str) -> NoticesFlag:
                 return NoticesFlag("http", value)
         except ValueError:  # no such port
             pass
-    raise UsageError(f"--notices {value}: must be {GRAMMAR}")
+    scheme, separator, _ = value.partition("://")
+    shown = f"{scheme}://..." if separator else value  # a URL may hold a secret
+    raise UsageError(f"--notices {shown}: must be {GRAMMAR}")
+
+
+def shown_notices(value: str) -> str:
+    """What --notices says, for files and messages: behind the path of a URL there may be a secret."""
+    return re.split("[?#]", value, maxsplit=1)[0] if notices_flag(value).kind == "http" else value

@@ -9,6 +9,7 @@ from typing import Any
 from elastic_train.config import as_json
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.worker import Worker
+from elastic_train.preemption import shown_notices
 from elastic_train.runlog.goodput import goodput
 from elastic_train.runlog.reader import parse
 from elastic_train.runlog.strict_json import file_of
@@ -20,8 +21,9 @@ from elastic_train.world import World
 
 
 def config_of(worker: Worker) -> dict[str, Any]:
-    """The flags that count for what this worker trains, by name; where snapshots are, whoever reads it."""
+    """The flags that count for what this worker trains, by name; where snapshots are, whoever reads it. No secrets."""
     told = {name: value for name, value in as_json(worker.config).items() if name not in worker.task.unused_flags}
+    told["notices"] = shown_notices(worker.config.notices)
     if isinstance(given := told.get("snapshot_dir"), str) and not is_url(given):
         told["snapshot_dir"] = os.path.abspath(given)
     return told

@@ -53,6 +53,8 @@ def ask(
         connection.request(method, path, headers={**headers, "Connection": "close"})
         response = connection.getresponse()
         body = response.read(MOST_BYTES + 1)
+    except http.client.InvalidURL:  # which its message would show
+        raise NoticeUnreadable(f"{_url(address, path)}: no URL has such characters") from None
     except (OSError, http.client.HTTPException) as error:
         raise NoticeUnreadable(f"{_url(address, path)}: {str(error) or type(error).__name__}") from error
     except ValueError:  # of a header, which its message would show, a token too
@@ -71,7 +73,8 @@ def refuse(answer: Answer, address: tuple[str, int], path: str) -> NoticeUnreada
 
 
 def _url(address: tuple[str, int], path: str) -> str:
-    return f"{address[0]}:{address[1]}{path}"
+    """Without a query, which may hold a secret."""
+    return f"{address[0]}:{address[1]}{path.partition('?')[0]}"
 
 
 def _connection(address: tuple[str, int], seconds: float, tls: ssl.SSLContext | None) -> http.client.HTTPConnection:

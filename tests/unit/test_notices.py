@@ -19,7 +19,15 @@ from elastic_train.notices.metadata import ask
 from elastic_train.notices.notice import NoticeSource, NoticeUnreadable
 from elastic_train.notices.own_sources import EndpointSource, FileSource, Relay, SlurmSource
 from elastic_train.notices.watcher import NoticeWatcher
-from elastic_train.preemption import Fit, NoticesFlag, PreemptionNotice, fit_of, given_seconds, notices_flag
+from elastic_train.preemption import (
+    Fit,
+    NoticesFlag,
+    PreemptionNotice,
+    fit_of,
+    given_seconds,
+    notices_flag,
+    shown_notices,
+)
 from tests.metadata_server import learn, serving
 
 NOON = 1_790_000_000.0
@@ -51,6 +59,22 @@ def test_the_flag(text: str, flag: NoticesFlag) -> None:
 def test_a_flag_that_means_nothing(text: str) -> None:
     with pytest.raises(UsageError, match="must be off, auto"):
         notices_flag(text)
+
+
+def test_a_wrong_url_may_hold_a_secret_which_is_not_repeated() -> None:
+    with pytest.raises(UsageError) as caught:
+        notices_flag("http://user:secret@host/?token=secret")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["off", "file:gone?", "https://host:8/gone"])
+def test_what_is_shown_of_the_flag_is_the_flag(text: str) -> None:
+    assert shown_notices(text) == text
+
+
+@pytest.mark.parametrize("behind", ["?token=secret", "?token=secret#part", "#secret"])
+def test_of_a_url_is_shown_what_stands_before_its_query(behind: str) -> None:
+    assert shown_notices(f"https://host:8/gone{behind}") == "https://host:8/gone"
 
 
 def test_aws() -> None:
@@ -316,6 +340,16 @@ def test_an_endpoint_of_ones_own(known: Path) -> None:
         assert server.asked[-1] == "/gone?node=3"
     with pytest.raises(NoticeUnreadable, match="refused"):
         source.look()
+
+
+@pytest.mark.parametrize("token", ["secret", "secret with blanks"])
+def test_no_failure_shows_the_query(known: Path, token: str) -> None:
+    with serving("nobody's", known) as server:
+        learn(known, forbidden=f"/gone?token={token}")
+        source = EndpointSource(f"http://127.0.0.1:{server.server_port}/gone?token={token}")
+        with pytest.raises(NoticeUnreadable, match=r"/gone: ") as caught:
+            source.look()
+    assert "secret" not in str(caught.value)
 
 
 def test_kubernetes_is_asked_what_the_pod_may_see(known: Path, tmp_path: Path) -> None:

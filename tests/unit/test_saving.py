@@ -22,6 +22,7 @@ import torch.distributed as dist
 from elastic_train.config import Config
 from elastic_train.elastic import evaluations
 from elastic_train.elastic.evaluations import Evaluations
+from elastic_train.elastic.result import config_of
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.saving_together import save_together
@@ -106,6 +107,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
             return Training(worker)
 
         yield make
+
+
+def test_what_may_be_a_secret_in_a_url_is_not_written_down(start: Start) -> None:
+    worker = start(notices="https://host/gone?token=secret").worker
+    assert config_of(worker)["notices"] == "https://host/gone"
 
 
 @pytest.mark.parametrize(
