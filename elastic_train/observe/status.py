@@ -347,7 +347,8 @@ def _rate(step_lines: list[Line], length: int | None, batch: int | None) -> floa
     if len(step_lines) < 2:
         return None
     newest = step_lines[-1]
-    own = [line for line in step_lines if all(line.get(name) == newest.get(name) for name in ("host", "pid"))]
+    writer = [newest.get("host"), newest.get("pid")]  # in a list NaN equals itself
+    own = [line for line in step_lines if [line.get("host"), line.get("pid")] == writer]
     clock = "monotonic" if all(float_of(line, "monotonic") is not None for line in own) else "time"
     oldest = next(line for line in own if float(newest[clock]) - float(line[clock]) <= RATE_SECONDS)
     seconds = float(newest[clock]) - float(oldest[clock])
@@ -357,7 +358,8 @@ def _rate(step_lines: list[Line], length: int | None, batch: int | None) -> floa
     if length and all(int_of(line, name) is not None for line in ends for name in ("epoch", "samples_done")):
         before, after = (line["epoch"] * length + line["samples_done"] for line in ends)
         return float(after - before) / seconds
-    return (newest["step"] - oldest["step"]) * batch / seconds if batch else None
+    last, first = int_of(newest, "step"), int_of(oldest, "step")
+    return None if last is None or first is None or not batch else (last - first) * batch / seconds
 
 
 def _newest_evaluation(world: list[Line], result: Line | None) -> tuple[int | None, dict[str, float]]:

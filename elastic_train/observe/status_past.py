@@ -21,7 +21,9 @@ def incidents_of(workers: list[WorkerLines], result: Line | None, now: float) ->
         )
     lines = sorted((line for worker in workers for line in worker.lines), key=time_of)
     worlds: dict[int, Line] = {}
-    got_state = {line["generation"] for line in lines if line["event"] == "restore" and line.get("source") == "peer"}
+    got_state = {
+        int_of(line, "generation") for line in lines if line["event"] == "restore" and line.get("source") == "peer"
+    }
     for line in lines:
         # Not the first; and of a newcomer, for which each is a start, only where there is no other's.
         if line["event"] == "world" and int_of(line, "generation"):

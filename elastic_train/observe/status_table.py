@@ -39,7 +39,8 @@ def describe(status: Status, now: float) -> list[tuple[str, str]]:
     row("members", ", ".join(status.members) or None)
     row("nodes", describe_capacity(status.capacity))
     for one in status.quarantined:
-        row("quarantine", f"{one['host']}, for {duration(one['until'] - now)} more: {describe_deaths(one['deaths'])}")
+        deaths = describe_deaths(one.get("deaths", "several"))
+        row("quarantine", f"{one['host']}, for {duration(one['until'] - now)} more: {deaths}")
     row("step", _of(status.step, status.last_step))
     if status.epoch is not None:
         position = _of(status.samples_done, status.length)

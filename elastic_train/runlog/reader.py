@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,8 +175,11 @@ def int_of(line: Line, name: str) -> int | None:
 
 
 def float_of(line: Line, name: str) -> float | None:
+    """A finite number, of a line that may hold anything; None where it is none."""
     value = line.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+        return None
+    return float(value)
 
 
 def dict_of(line: Line, name: str) -> Line:

@@ -18,6 +18,7 @@ from elastic_train.observe import status, status_files
 from elastic_train.observe.status import RunState, Status
 from elastic_train.observe.status_files import process_is_alive
 from elastic_train.observe.status_table import describe, to_json
+from elastic_train.runlog import reader
 from elastic_train.runlog.goodput import process_start_ticks
 from elastic_train.runlog.reader import read_events
 from elastic_train.storage.snapshot import FORMAT_VERSION
@@ -578,3 +579,35 @@ def test_a_drill_that_was_killed(files: Files, has_events: bool) -> None:
     assert "other machines" not in str(describe(found, NOW))
     (folder / "leftovers.json").write_text("[]")
     assert state_with(os.getpid()).state is RunState.DEAD
+
+
+def test_any_field_of_any_line_may_be_missing_or_of_another_kind(files: Files) -> None:
+    """Nothing is raised, whatever an older version, or something else, has written."""
+    first, newcomer = files.worker(0, started=NOW - 900, max_nodes=4), files.worker(1, started=NOW - 850)
+    first.enter(0, NOW - 890)
+    first.train(1, 4, NOW - 800, seconds_per_step=1.0)
+    newcomer.enter(1, NOW - 700)
+    newcomer.write("restore", NOW - 700, source="peer", restored_step=4)
+    first.enter(1, NOW - 700, cause="join")
+    first.train(5, 8, NOW - 600, seconds_per_step=9.0)
+    first.write("evaluation", NOW - 500, metrics={"accuracy": 0.5})
+    first.write("snapshot", NOW - 500, path="s3://bucket/one", snapshot_step=60, bytes=7)
+    first.write(
+        "world", NOW - 400, cause="leave", members=["a"], nodes=1, quarantined=[{"host": "x", "until": NOW + 9}]
+    )
+    newcomer.write("warning", NOW - 400, message="careful 1")
+    newcomer.write("done", NOW - 300, outcome="failed", error="it: broke")
+    files.result(step=60, incidents=[{"cause": "join", "time": NOW}], goodput={"ratio": 1.0}, test_metrics={"a": 1.0})
+    for path in [first.path, newcomer.path]:
+        lines = path.read_text().splitlines()
+        for number in {json.loads(line)["event"]: number for number, line in enumerate(lines)}.values():
+            line = json.loads(lines[number])
+            for name in line:
+                for value in (None, [], {}, "x", -1, float("nan")):
+                    changed = line | {name: value}
+                    if value is None:
+                        del changed[name]
+                    path.write_text("\n".join([*lines[:number], json.dumps(changed), *lines[number + 1 :]]) + "\n")
+                    reader._rare_lines.clear()  # of files that only grow
+                    describe(read(files), NOW)
+        path.write_text("\n".join(lines) + "\n")
