@@ -86,9 +86,9 @@ def _safetensors() -> ModuleType:
     return safetensors.torch
 
 
-def read_weights(path: Path, *, warn: Callable[[str], None], key: bytes | None = None) -> dict[str, Tensor]:
-    """A model's state dict from a snapshot, a run or a folder of snapshots (the newest whole one), a file that
-    torch.save or safetensors wrote, or a folder of torch.distributed.checkpoint.
+def read_weights(path: Path, *, warn: Callable[[str], None], key: bytes | None = None) -> dict[str, Any]:
+    """A model's state dict, and what lies beside its tensors, from a snapshot, a run or a folder of snapshots (the
+    newest whole one), a file that torch.save or safetensors wrote, or a folder of torch.distributed.checkpoint.
 
     Runs no code from the file.
 
@@ -113,10 +113,9 @@ def read_weights(path: Path, *, warn: Callable[[str], None], key: bytes | None =
     for container in ("model", "state_dict"):  # as training scripts nest it
         if isinstance(inner := loaded.get(container), Mapping):
             loaded = dict(inner)
-    weights = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
-    if not weights:
+    if not any(isinstance(value, Tensor) for value in loaded.values()):
         raise SnapshotError(f"{path} holds no weights")
-    return weights
+    return loaded
 
 
 def read_state(
@@ -158,15 +157,19 @@ def initialise(model: nn.Module, path: Path, *, warn: Callable[[str], None], key
     Raises:
         UsageError: names or shapes do not fit; names each. SnapshotError: as `read_weights`.
     """
-    weights, own = read_weights(path, warn=warn, key=key), model.state_dict()
-    if own.keys().isdisjoint(weights) and all(name.startswith(WRAPPED) for name in weights):
-        weights = {name.removeprefix(WRAPPED): value for name, value in weights.items()}
+    loaded, own = read_weights(path, warn=warn, key=key), model.state_dict()
+    tensors = [name for name, value in loaded.items() if isinstance(value, Tensor)]
+    if own.keys().isdisjoint(tensors) and all(name.startswith(WRAPPED) for name in tensors):
+        loaded = {name.removeprefix(WRAPPED): value for name, value in loaded.items()}
+    # Of what is no tensor a layer's extra state alone is wanted: a file may hold an epoch, say, beside the weights.
+    extra_states = {name for name, value in own.items() if not isinstance(value, Tensor)}
+    weights = {name: value for name, value in loaded.items() if isinstance(value, Tensor) or name in extra_states}
     problems = [f"{name} is missing" for name in own if name not in weights]
     problems += [f"{name} is not in the model" for name in weights if name not in own]
     problems += [
         f"{name} has shape {tuple(weights[name].shape)}, the model {tuple(own[name].shape)}"
         for name in own
-        if name in weights and weights[name].shape != own[name].shape
+        if name in weights and name not in extra_states and weights[name].shape != own[name].shape
     ]
     if problems:
         raise UsageError(f"--init-from {path} does not fit the model: {'; '.join(problems)}")

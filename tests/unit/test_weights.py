@@ -141,3 +141,24 @@ def test_the_average_follows_the_weights() -> None:
     other = AveragedWeights(nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1)), decay=0.75)
     other.load_state_dict(state)
     assert equal(other.state_dict(), state)
+
+
+class Scaled(nn.Linear):
+    scale = 1
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.scale = state["scale"]
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_models_own_export_with_extra_state_that_is_no_tensor(tmp_path: Path, prefix: str) -> None:
+    source, target = Scaled(2, 1), Scaled(2, 1)
+    source.scale = 3
+    weights = {f"{prefix}{name}": value for name, value in source.state_dict().items()}
+    export_weights({**weights, "epoch": 7}, tmp_path / "w.pt", "pt")
+    initialise(target, tmp_path / "w.pt", warn=warn)
+    assert target.scale == 3
+    assert target.weight.equal(source.weight)
