@@ -272,7 +272,9 @@ def require_numbers(model: object, step: int, may_be_nan: Collection[str] = ()) 
     import torch
 
     for name, tensor in model.items() if isinstance(model, Mapping) else ():
-        if name in may_be_nan or not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+        if name in may_be_nan or not isinstance(tensor, torch.Tensor):
+            continue
+        if not (tensor.is_floating_point() or tensor.is_complex()):
             continue
         parts: Iterable[torch.Tensor] = torch.split(_values_of(tensor).reshape(-1), NUMBERS_AT_ONCE)
         if any(bool(part.isnan().any()) for part in parts):

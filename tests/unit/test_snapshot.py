@@ -385,6 +385,12 @@ def test_weights_that_are_nan_are_never_the_newest_snapshot(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")) == []
 
 
+def test_complex_weights_that_are_nan(tmp_path: Path) -> None:
+    model = {"weight": torch.tensor([1 + 2j, complex(0.0, float("nan"))])}
+    with pytest.raises(SnapshotError, match="weight holds NaN"):
+        save(make_writer(tmp_path), 1, state={"model": model})
+
+
 def test_what_was_nan_from_the_start_may_be(tmp_path: Path) -> None:
     writer = make_writer(tmp_path, may_be_nan={"fill"})
     model = {"fill": torch.tensor([float("nan")]), "running_mean": torch.ones(3)}
