@@ -58,10 +58,8 @@ class Trainer:
     """
 
     def __init__(self, program: Program, worker: Worker, membership: Membership, saver: Saver) -> None:
-        self._program = program
-        self._worker = worker
-        self._membership = membership
-        self._saver = saver
+        self._program, self._worker = program, worker
+        self._membership, self._saver = membership, saver
         self._evaluations = Evaluations(worker, membership)
         self._extras = ExtrasCheck(worker)
         self._stand_in = stand_in_batch(worker)
