@@ -65,6 +65,14 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def make_folder(path: Path) -> None:
+    """Where it is missing, with its parents; each new name is durable. Raises OSError."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        fsync_directory(folder.parent)
+
+
 def require_writable(folder: Path, what: str) -> None:
     """Make a folder where it is missing, and check that files can be made in it.
 
@@ -72,7 +80,7 @@ def require_writable(folder: Path, what: str) -> None:
         RunDirectoryError: it cannot be made, or not be written to.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of
 from elastic_train.storage.appearance import Flight
-from elastic_train.storage.atomic_files import fsync_directory, write_durably
+from elastic_train.storage.atomic_files import fsync_directory, make_folder, write_durably
 from elastic_train.storage.ownership import close_lock, open_for_lock
 from elastic_train.storage.retention import Retention
 from elastic_train.storage.shares import SharedState
@@ -115,7 +115,7 @@ class LocalFolder:
         _IN_HAND.update((temporary, displaced))
         in_hand = contextlib.ExitStack()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             shutil.rmtree(temporary, ignore_errors=True)
             os.mkdir(temporary)
             in_hand.enter_context(held(temporary))

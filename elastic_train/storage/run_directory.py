@@ -15,7 +15,7 @@ from pathlib import Path
 
 from elastic_train.errors import NewerGeneration, RunDirectoryError, RunDirectoryGone
 from elastic_train.runlog.reader import int_of, newest_first, time_of
-from elastic_train.storage.atomic_files import create_once, fsync_directory, require_writable
+from elastic_train.storage.atomic_files import create_once, fsync_directory, make_folder, require_writable
 from elastic_train.storage.ownership import (
     CLAIM_LOCK,
     CLAIM_TIMEOUT,
@@ -157,7 +157,7 @@ class RunDirectory:
             RunDirectoryError: it cannot be made, or not be written to.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
             close_lock(open_for_lock(self.path / CLAIM_LOCK))
             if not os.access(self.path, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -182,10 +182,10 @@ class HostBuffers:
 
 
 def is_odd(tensor: torch.Tensor) -> bool:
-    """Whether it is more than numbers in one piece of memory, as sparse ones are: it is copied as a whole."""
+    """Whether it is more than numbers in one piece of memory: sparse ones, conjugated views. It is copied as a whole."""
     import torch
 
-    return tensor.layout != torch.strided or tensor.is_quantized
+    return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
 
 
 def rebuilt(value: Any, of_tensor: Callable[[torch.Tensor], Any], where: str = "state") -> Any:

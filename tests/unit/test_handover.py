@@ -105,6 +105,15 @@ def test_large_tensors_are_not_copied_and_a_tied_one_is_sent_once() -> None:
     assert any(bool((tensor == 7.0).all()) for tensor in tensors)
 
 
+def test_views_that_are_conjugated_when_read_arrive_so() -> None:
+    giver, taker = make_state(1), make_state(2)
+    for state, number in ((giver, 1 + 2j), (taker, 0j)):
+        state.model.register_buffer("turns", torch.tensor([number]).conj())
+        state.model.register_buffer("falls", torch.tensor([number]).conj().imag)
+    taker.load_state_dict(put_together(*received(giver)))
+    assert (taker.model.turns.item(), taker.model.falls.item()) == (1 - 2j, -2)  # type: ignore[operator]
+
+
 def test_small_tensors_share_a_message() -> None:
     small, large = torch.zeros(100), torch.zeros(PACKET_BYTES // 4 + 1)
     sizes = [len(packet) for packet in packets([small, small, large, small, torch.zeros(0), torch.tensor(True)])]

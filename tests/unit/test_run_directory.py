@@ -686,6 +686,14 @@ def test_fsync_of_a_directory_that_cannot(tmp_path: Path, monkeypatch: pytest.Mo
         atomic_files.fsync_directory(tmp_path)
 
 
+def test_a_folder_that_is_made_stays_with_those_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    durable: list[Path] = []
+    monkeypatch.setattr(atomic_files, "fsync_directory", durable.append)
+    for _ in range(2):  # the second time nothing is missing
+        atomic_files.make_folder(tmp_path / "run" / "snapshots")
+        assert durable == [tmp_path / "run", tmp_path]
+
+
 # --- its name ---------------------------------------------------------------------------------------------------------
 
 
