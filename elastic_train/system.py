@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -151,6 +151,17 @@ def _pid_namespace() -> str:
         return os.readlink("/proc/self/ns/pid") if os.readlink("/proc/self") == str(os.getpid()) else ""
     except OSError:
         return ""
+
+
+def call_in_children(method: Callable[[], None]) -> None:
+    """Have processes that are forked from this one call a bound method, as long as its object is there."""
+    found = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (method := found()) is not None:
+            method()
+
+    os.register_at_fork(after_in_child=call)
 
 
 def open_sockets() -> dict[int, str]:

@@ -151,6 +151,7 @@ def _as_member(
     ends.callback(parts.trainer.close)
     ring = Ring(worker, membership, parts)
     _attend_to(membership, worker, ring, parts)
+    ends.callback(setattr, worker.stop, "when_late", lambda _seconds: None)  # it refers to all of them
     try:
         return _through_worlds(ring, parts, comes_back=launch.is_open)
     except (LeftOut, NewerGeneration) as error:

@@ -30,6 +30,7 @@ from elastic_train.protocol.neighbours import (
     head,
     through_suspends,
 )
+from elastic_train.system import call_in_children
 from elastic_train.world import Address
 
 CONNECT_SECONDS = 1.0
@@ -292,7 +293,7 @@ class Links:
         self._is_ping_due, self._next_ping = True, 0.0
         self._awake_at = time.monotonic()
         # A forked DataLoader process would keep connections open beyond this process's death.
-        os.register_at_fork(after_in_child=self._close_in_child)
+        call_in_children(self._close_in_child)
 
     # --- for every thread ---------------------------------------------------------------------------------------------
 

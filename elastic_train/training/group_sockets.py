@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_train.errors import FormationFailed
-from elastic_train.system import copy_of_socket, open_sockets
+from elastic_train.system import call_in_children, copy_of_socket, open_sockets
 from elastic_train.world import Address
 
 ABORT_SECONDS = 60.0
@@ -98,7 +98,7 @@ class GroupSockets:
         self._abort: threading.Thread | None = None
         self._is_waiting = threading.Event()
         # A forked DataLoader process holds copies, and would hide this process's death from its peers.
-        os.register_at_fork(after_in_child=self._close_all)
+        call_in_children(self._close_all)
 
     @property
     def is_shut(self) -> bool:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elastic_train.config import Config
+from elastic_train.elastic import run
 from elastic_train.elastic.exits import Exits
 from elastic_train.errors import LeftOut
+from elastic_train.protocol.links import Links
 from elastic_train.runlog.goodput import Phase, PhaseClock
+from elastic_train.stopping import StopSignal
+from elastic_train.training.group_sockets import GroupSockets
 from tests.unit.test_state import make_state
 
 
@@ -30,3 +39,57 @@ def test_its_time_counts_once(generation: int | None, counted: float) -> None:
     exits.give_way(LeftOut("the others went on"), None, None, has_state=False)
     assert sum(state.clock.totals().values()) == counted
     assert state.generation is None, "a snapshot's clock is loaded again"
+
+
+class Part(SimpleNamespace):
+    """A part of a worker, which refers to others."""
+
+
+def test_nothing_of_the_member_that_it_was_is_kept_when_it_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stores, which others are to see closed, and the memory of them."""
+    made: list[weakref.ref[Part]] = []
+
+    def nothing(*_arguments: Any, **_options: Any) -> None:
+        pass
+
+    def connect(_applicant: Any) -> Part:
+        membership = Part(close=nothing, joins=Part(news=Part()), survivors=Part(), side=Part())
+        made.append(weakref.ref(membership))
+        return membership
+
+    def make_parts(_worker: Any, membership: Part, *_others: Any) -> Part:
+        return Part(
+            files=Part(wait_for_claim=nothing), trainer=Part(membership=membership, close=nothing),
+            resume=Part(has_state=True), saver=Part(wait=nothing),
+            exits=Part(membership=membership, give_way=lambda *_arguments, **_options: "back"),
+        )  # fmt: skip
+
+    def leave_out() -> int:
+        raise LeftOut("the others went on")
+
+    monkeypatch.setattr(run, "connect_worker", connect)
+    monkeypatch.setattr(run, "_make_parts", make_parts)
+    monkeypatch.setattr(run, "arbiter_of", nothing)
+    monkeypatch.setattr(run, "Ring", lambda _worker, membership, _parts: Part(
+        membership=membership, world=None, run=leave_out
+    ))  # fmt: skip
+    worker: Any = Part(
+        config=Config(), launch=Part(local_rank=0, is_open=True), reporter=Part(log=nothing, warn=nothing),
+        stop=StopSignal(), directory=Part(path=tmp_path), bucket=None, reach=nothing, state=None,
+    )  # fmt: skip
+    ends, unused = ExitStack(), Part()
+    assert run._as_member(worker, unused, None, ends, unused) == "back"  # type: ignore[arg-type]
+    ends.close()
+    gc.collect()
+    assert [found() for found in made] == [None]
+
+
+def test_what_a_forked_child_is_to_close_is_not_kept_for_that() -> None:
+    sockets, links = GroupSockets(), Links("127.0.0.1", "a", 0.05, 10.0)
+    links.close()
+    found = [weakref.ref(sockets), weakref.ref(links)]
+    del sockets, links
+    gc.collect()
+    assert [one() for one in found] == [None, None]
