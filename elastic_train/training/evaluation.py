@@ -67,9 +67,9 @@ def share_buffers(model: nn.Module, world: World, sockets: GroupSockets) -> None
     if world.world_size == 1:
         return
     buffers = [buffer for buffer in model.buffers() if buffer.layout is torch.strided]
-    received = [buffer.clone() for buffer in buffers]
+    received = [buffer.clone(memory_format=torch.contiguous_format) for buffer in buffers]
     for buffer in received:
-        broadcast(buffer, 0)
+        broadcast(buffer.view(-1).view(torch.uint8), 0)  # as bytes: gloo knows only some types of numbers
     sockets.require_unbroken(next((buffer.device for buffer in received if buffer.is_cuda), None))
     for buffer, of_rank_0 in zip(buffers, received, strict=True):
         buffer.copy_(of_rank_0)

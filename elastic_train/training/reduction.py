@@ -223,7 +223,8 @@ def share_buffers(model: nn.Module) -> None:
     As DDP does before a forward pass, whose own wait may not end when a peer is lost.
     """
     flats = [(buffers, torch.cat([one.reshape(-1) for one in buffers])) for buffers in _by_type(model.buffers())]
-    works = [dist.broadcast(flat, 0, async_op=True) for _, flat in flats]
+    # As bytes: gloo knows only some types of numbers.
+    works = [dist.broadcast(flat.view(torch.uint8), 0, async_op=True) for _, flat in flats]
     for (buffers, flat), work in zip(flats, works, strict=True):
         wait(work, flat)
         if dist.get_rank() > 0:

@@ -22,6 +22,8 @@ from torch.multiprocessing.spawn import spawn
 
 from elastic_train.errors import UsageError
 from elastic_train.tools.bench.reduction_speed import local_world
+from elastic_train.training import evaluation
+from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.reduction import FastReduction, Share, clip_gradients, ddp_device_ids, zero_gradients
 from elastic_train.training.sampler import MicroBatch
 
@@ -199,6 +201,33 @@ class Counting(nn.Module):
         return inputs
 
 
+class OddTypes(nn.Module):
+    """Has buffers of types that gloo does not know, and some without a number or a dimension."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+        for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64, torch.bool):
+            self.register_buffer(str(dtype)[6:], torch.full((2, 3), rank).to(dtype).t())
+        self.register_buffer("empty", torch.zeros(0, dtype=torch.int16))
+        self.register_buffer("count", torch.tensor(rank, dtype=torch.int16))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.layer(inputs)
+        return output
+
+
+def run_odd_types(rank: int) -> list[dict[str, Tensor]]:
+    """The buffers after a step, and after an evaluation's exchange."""
+    world, model = local_world(rank, WORLD_SIZE), OddTypes(rank)
+    reduction = FastReduction(model, world, CPU, num_votes=2)
+    share = make_share(TOGETHER["even"], 1, rank)
+    reduction.run(share, lambda module, _, batch: module(batch[0]).mean(), lambda loss: loss, VOTES[rank])
+    evaluated = OddTypes(rank)
+    evaluation.share_buffers(evaluated, world, GroupSockets())
+    return [dict(one.named_buffers()) for one in (model, evaluated)]
+
+
 def run_with_statistics(rank: int, *others: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """BatchNorm's running mean in each step: as the forward pass finds it, and as the step leaves it."""
     layer = nn.BatchNorm1d(6)
@@ -281,6 +310,7 @@ def work(rank: int, port: int, out: Path) -> None:
         torch.save(run_with_statistics(rank, Counting()), out / f"buffers-{rank}")
         outcomes = {name: run_case(case, rank) for name, case in (TOGETHER | {"spoiled": SPOILED}).items()}
         torch.save(outcomes, out / str(rank))
+        torch.save(run_odd_types(rank), out / f"odd-types-{rank}")
         refused = [run_partly_used(rank, used) for used in (0, 1)]
         torch.save([*refused, run_beside_ddp(rank)], out / f"refused-{rank}")
     torch.save([str(warning.message) for warning in warned], out / f"warnings-{rank}")
@@ -342,6 +372,13 @@ def test_statistics_alone_are_each_rank_s_own_and_those_of_rank_0_the_same(worke
     assert not torch.equal(first[-1][1], second[-1][1])
     copied = torch.load(worked / "buffers-0")
     assert all(torch.equal(own[1], of_ddp[1]) for own, of_ddp in zip(first, copied, strict=True))
+
+
+def test_buffers_of_any_type_are_those_of_rank_0(worked: Path) -> None:
+    expected = dict(OddTypes(0).named_buffers())
+    for rank in range(WORLD_SIZE):
+        for found in torch.load(worked / f"odd-types-{rank}"):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_gradients_that_are_not_summed_are_refused_in_their_first_step(worked: Path) -> None:
