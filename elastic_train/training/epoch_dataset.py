@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import getattr_static
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,7 +34,10 @@ class EpochDataset(Dataset[Any]):
         self.dataset = dataset
         self._items = SeededItems(seed)
         self._collate = collate
-        self._gather: Callable[[Tensor, int], Any] | None = getattr(dataset, "gather", None)
+        self._gather: Callable[[Tensor, int], Any] | None = None
+        # Of its class: one that passes on what it does not have would lose its own items.
+        if getattr_static(type(dataset), "gather", None) is not None:
+            self._gather = dataset.gather  # type: ignore[attr-defined]
         if type(dataset) is TensorDataset and collate is default_collate:
             self._gather = self._select
 
@@ -69,6 +73,8 @@ def length_of(dataset: Dataset[Any]) -> int:
             f"{type(dataset).__name__} is an IterableDataset, whose samples have no index to share out by; give a "
             "map-style data set with __len__ and __getitem__"
         )
+    if isinstance(dataset, Tensor):
+        raise UsageError("a tensor was given in place of a data set: give TensorDataset(tensor)")
     if dataset is None:
         raise UsageError("None was given in place of a data set (is a return missing?)")
     if not hasattr(dataset, "__len__"):

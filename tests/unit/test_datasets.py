@@ -256,6 +256,32 @@ class TestEpochDataset:
         with pytest.raises(UsageError, match=r"give its data set \(loader.dataset\)"):
             EpochDataset(loader, seed=0)
 
+    def test_refuses_a_tensor_and_says_what_to_give(self) -> None:
+        tensor: Any = torch.ones(3, 2)
+        with pytest.raises(UsageError, match=r"a tensor was given .*: give TensorDataset\(tensor\)"):
+            EpochDataset(tensor, seed=0)
+
+    def test_whole_batches_are_asked_of_the_data_set_s_own_class_alone(self) -> None:
+        class Negated(Dataset[Any]):
+            """Passes on all but its items."""
+
+            def __init__(self, inner: Any) -> None:
+                self.inner = inner
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.inner, name)
+
+            def __len__(self) -> int:
+                return len(self.inner)
+
+            def __getitem__(self, index: int) -> Tensor:
+                image: Tensor = -self.inner[index][0]
+                return image
+
+        inner = SyntheticImages(10)
+        batch = EpochDataset(Negated(inner), seed=0).read(np.array([3, 4]))
+        assert torch.equal(batch, -inner.gather(torch.tensor([3, 4]), 0)[0])
+
 
 class TestMissing:
     @pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10"])
