@@ -182,7 +182,7 @@ class HostBuffers:
 
 
 def is_odd(tensor: torch.Tensor) -> bool:
-    """Whether it is more than numbers in one piece of memory: sparse ones, conjugated views. It is copied as a whole."""
+    """Whether it is more than numbers in one piece of memory: sparse ones, conjugated views. It is copied whole."""
     import torch
 
     return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
