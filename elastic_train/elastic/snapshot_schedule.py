@@ -33,6 +33,8 @@ class SnapshotSchedule:
         self._interval = interval
         self._now = now
         self._is_overdue = False
+        self._noted_step: int | None = None
+        """the newest one"""
         self._started_at: float | None = None
         """of the newest snapshot; before that, of this worker's first world"""
         self._step_at: float | None = None
@@ -89,8 +91,10 @@ class SnapshotSchedule:
         if self._step_at is not None:
             (self._busy if is_writing or self._was_writing else self._idle).append(now - self._step_at)
         self._step_at, self._was_writing = now, is_writing
-        if self._interval.steps is not None:
-            is_due = self._interval.steps > 0 and step % self._interval.steps == 0
+        before, self._noted_step = step - 1 if self._noted_step is None else self._noted_step, step
+        if self._interval.steps is not None:  # the step itself was not noted where a peer was lost after it
+            every = self._interval.steps
+            is_due = every > 0 and step // every > before // every
         else:
             is_due = self._started_at is not None and now - self._started_at >= self._seconds
         self._is_overdue = self._is_overdue or is_due

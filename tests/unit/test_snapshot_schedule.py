@@ -97,6 +97,20 @@ def test_by_steps() -> None:
     assert due == [10, 23, 30], "the one of step 20 was put off"
 
 
+def test_the_step_after_which_a_peer_was_lost_is_made_up_for() -> None:
+    """It was due, and the world ended before it could be looked at."""
+    schedule = SnapshotSchedule(SnapshotInterval(steps=10), now=Clock())
+    schedule.enter()
+    schedule.note_step(9, is_writing=False)
+    schedule.enter(step=10)
+    schedule.note_step(11, is_writing=False)
+    assert schedule.is_overdue
+    schedule.note_start(0.0)
+    for step in (12, 19, 13):  # the newest world goes on from an older state
+        schedule.note_step(step, is_writing=False)
+        assert not schedule.is_overdue
+
+
 def test_by_time_from_the_start_of_the_last_one() -> None:
     clock = Clock()
     schedule = SnapshotSchedule(SnapshotInterval(seconds=30.0), now=clock)
