@@ -63,6 +63,7 @@ def test_one_launch_shows_no_bound() -> None:
     assert [row.case for row in rows_of_loops(case, [launched] * 2)][1] == "  at least, at 95 %"
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_ends_it() -> None:
     with pytest.raises(ElasticTrainError, match="rank 0 of OurLoop ended with code 1"):
         measure(

@@ -101,7 +101,8 @@ def finish(cluster: Cluster) -> None:
     assert steps == list(range(1, len(steps) + 1)), "every committed step once"
 
 
-@pytest.mark.parametrize("index", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [1, 0])
 def test_a_cable_is_pulled_and_plugged_in_again(job: Cluster, index: int) -> None:
     """The others go on without the silent node, the first one too; when it hears again it comes back by itself."""
     assert job.network is not None

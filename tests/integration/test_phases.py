@@ -170,6 +170,7 @@ def test_worlds_that_commit_nothing_come_to_an_end(cluster: Cluster) -> None:
     assert 10 < len(worlds(cluster.run_dir)) < 20
 
 
+@pytest.mark.slow
 def test_a_stuck_training_thread_is_expelled(cluster: Cluster) -> None:
     nodes = start_with_fault(cluster, "hang@step:rank=1,step=60,generation=0", flags=("--stall-timeout", "3"))
     wait_for_step(cluster.run_dir, 55)
