@@ -200,7 +200,7 @@ class Taking:
         skeleton, tensors = self._skeleton, self._tensors
         self._skeleton, self._tensors = {}, []
         mine = {name: parameter.detach() for name, parameter in self._state.model.named_parameters()}
-        load(self._state, put_together(skeleton, tensors, mine), self._source_name)
+        load(self._state, put_together(skeleton, tensors, mine), self._source_name, is_peers=True)
         self._loaded(skeleton["run"]["clock"])
 
 

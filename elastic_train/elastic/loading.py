@@ -15,7 +15,7 @@ from elastic_train.wording import count
 SHOWN_NAMES = 3
 
 
-def load(state: TrainState, loaded: Mapping[str, Any], source: str) -> None:
+def load(state: TrainState, loaded: Mapping[str, Any], source: str, *, is_peers: bool = False) -> None:
     """As `TrainState.load_state_dict`, of tensors on the CPU. `source` names it in an error.
 
     Raises:
@@ -31,7 +31,7 @@ def load(state: TrainState, loaded: Mapping[str, Any], source: str) -> None:
         extras = rebuilt(loaded.get("extras", {}), to_device, "extras")
         groups = rebuilt(loaded["optimizer"]["param_groups"], to_device, "param_groups")
         optimizer = {**loaded["optimizer"], "param_groups": groups}
-        state.load_state_dict({**loaded, "extras": extras, "optimizer": optimizer})
+        state.load_state_dict({**loaded, "extras": extras, "optimizer": optimizer}, is_peers=is_peers)
     except Exception as error:  # of user code too: who reads a snapshot for others must say that it cannot
         if isinstance(error, torch.OutOfMemoryError) or not isinstance(
             error, KeyError | TypeError | ValueError | RuntimeError

@@ -40,7 +40,7 @@ from elastic_train.storage.run_record import (
 from elastic_train.storage.snapshot import SnapshotInfo, load_state
 from elastic_train.training.collectives import gather_json
 from elastic_train.training.state import TrainState
-from elastic_train.training.state_hash import frozen_of, hash_of
+from elastic_train.training.state_hash import frozen_of, hash_of, settings_hash
 from elastic_train.world import World
 
 Warn = Callable[[str], None]
@@ -204,7 +204,8 @@ def _restore_newest(
                 f"The run goes on from step {best.step}"
             )
         state.superseded = tuple(sorted({*state.superseded, *superseded}))
-        without = [rank for rank in range(world.world_size) if rank not in whole]
+        settings = [entry.get("settings") for entry in told]  # of this start; those of one node count
+        without = [r for r in range(world.world_size) if r not in whole or settings[r] != settings[whole[0]]]
         hand_out(state, [whole[0], *without], check)
         if state.generation is None:  # else this process has counted its own time all along
             state.clock.load_state_dict(told[whole[0]]["read"])
@@ -212,8 +213,9 @@ def _restore_newest(
 
 
 def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn: Warn) -> dict[str, Any]:
-    """Load a snapshot into `state`. Returns `read`, the clock in it, or why the job cannot go on from there:
-    `mismatch`, or `incompatible`, after which `state` is of no use; nothing where the file is damaged."""
+    """Load a snapshot into `state`. Returns `read`, the clock in it, and a hash of the optimizer's `settings`; or why
+    the job cannot go on from there: `mismatch`, or `incompatible`, after which `state` is of no use; nothing where the
+    file is damaged."""
     source = f"snapshot {offer.path}"
     try:
         require_same_task(offer, task)
@@ -227,7 +229,7 @@ def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn:
     except SnapshotError as error:
         return {"incompatible": str(error)}
     _compare_extras(state, loaded, source, warn)
-    return {"read": loaded["run"]["clock"]}
+    return {"read": loaded["run"]["clock"], "settings": settings_hash(state)}
 
 
 def sync_from_freshest(

@@ -239,12 +239,11 @@ class TrainState:
             },
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, is_peers: bool = False) -> None:
         """Take over what `state_dict` gave, but for the clock, which the caller decides about.
 
-        Hyper-parameters (learning rate, momentum, ...) stay those of this process's flags, where there is a schedule;
-        of an optimizer of the task's own the learning rate alone. An extra of which it holds nothing stays as it is,
-        and averaged weights are the model's.
+        Hyper-parameters stay those of this process's flags where there is a schedule (of an optimizer of the task's own
+        the learning rate alone), unless it `is_peers`. An extra that it lacks stays; averaged weights are the model's.
 
         Raises:
             KeyError, TypeError, ValueError, RuntimeError: it is of another model, optimizer or kind of extras.
@@ -253,8 +252,9 @@ class TrainState:
         self.kept.updates.let_go(is_needed=bool(state["run"].get("keeps_updates", False)))
         self.model.load_state_dict(state["model"])
         loaded = state["optimizer"]
-        if self._schedule is not None and not self._has_own_optimizer:
+        if self._schedule is not None and not self._has_own_optimizer and not is_peers:
             loaded = {"state": loaded["state"], "param_groups": self.optimizer.state_dict()["param_groups"]}
+        self._base_lrs = list(state["schedule"]["base_lrs"]) if is_peers else self._base_lrs
         self.optimizer.state.clear()  # before the new one is made: on a GPU there may be no room for both
         self.optimizer.load_state_dict(loaded)
         extras = state.get("extras", {})

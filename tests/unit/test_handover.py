@@ -85,6 +85,28 @@ def test_a_newcomer_has_the_same_state_and_goes_on_alike() -> None:
     assert state_sha256(taker.model.state_dict()) == state_sha256(giver.model.state_dict()), "momenta came along"
 
 
+@pytest.mark.parametrize("has_own_optimizer", [False, True])
+def test_a_newcomer_trains_with_the_settings_of_the_others(has_own_optimizer: bool) -> None:
+    """Its task's code has others. A snapshot's do not count at a new start: the flags may be new."""
+
+    def make(lr: float, decay: float) -> TrainState:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD([{"params": model.parameters(), "lr": lr, "weight_decay": decay}])
+        plan: dict[str, Any] = {"length": 8, "global_batch_size": 4, "epochs": 2}
+        return TrainState(model, optimizer, schedule="cosine", has_own_optimizer=has_own_optimizer, **plan)
+
+    giver, taker, later = make(0.1, 0.01), make(0.5, 0.0), make(0.5, 0.0)
+    giver.commit(0.5)
+    load(taker, put_together(*received(giver)), "the state of rank 0", is_peers=True)
+    load(later, put_together(*received(giver)), "a snapshot")
+    assert later.learning_rates == [0.5]
+    for state in (giver, taker):
+        assert state.learning_rates == [0.1]
+        [group] = state.optimizer.param_groups
+        assert group["weight_decay"] == 0.01
+        assert group["lr"] == pytest.approx(0.1 * (1 + 0.5**0.5) / 2), "after the first of four steps"
+
+
 def test_what_a_forward_pass_changes_is_that_of_the_commit() -> None:
     giver, taker = make_state(1, steps=2), make_state(2)
     skeleton, tensors = take_apart(giver)

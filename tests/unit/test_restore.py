@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from elastic_train.elastic import restore
 from elastic_train.elastic.loading import difference, other_rates, peak_rates
 from elastic_train.training.state import TrainState
 
@@ -97,3 +101,27 @@ def test_a_schedule_of_ours_takes_the_rate_of_the_new_start() -> None:
     started = peak_rates(now)
     now.load_state_dict(earlier.state_dict())
     assert other_rates(started, peak_rates(now)) is None
+
+
+@pytest.mark.parametrize("settings", [[1, 1], [1, 2]])
+def test_of_several_that_read_a_snapshot_the_first_ones_settings_count(
+    settings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reads its own disk, and keeps what its task's code has set the optimizer to; the last one has none."""
+    handed: list[Sequence[int]] = []
+    told: list[dict[str, Any]] = [{"read": {}, "settings": settings[0]}, {"read": {}, "settings": settings[1]}, {}]
+    offer = SimpleNamespace(path=Path("a"), restarts=(), is_same=lambda _other: True)
+    monkeypatch.setattr(restore, "gather_json", lambda _mine: told)
+    monkeypatch.setattr(restore, "_read", lambda *_arguments: told[1])
+    monkeypatch.setattr(restore, "newest_offer", lambda _offers: offer)
+    monkeypatch.setattr(restore, "Offer", SimpleNamespace(of=lambda one: one))
+    monkeypatch.setattr(restore, "hand_out", lambda _state, ranks, _check: handed.append(ranks))
+    state: Any = SimpleNamespace(superseded=(), generation=0)
+    world: Any = SimpleNamespace(rank=1, world_size=3)
+    offers: list[Any] = [offer]
+    by_rank: list[list[Any]] = [[offer], [offer], []]
+    source = restore._restore_newest(
+        state, world, offers, by_rank, (), task={}, warn=lambda _line: None, check=lambda: None
+    )
+    assert source == 0
+    assert handed == [[0, 2] if settings[0] == settings[1] else [0, 1, 2]]
