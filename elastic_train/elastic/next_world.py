@@ -264,7 +264,7 @@ class Survivors:
             Presence(world.generation, unreachable),
             status=status,
             is_heard=lambda rank: contacts.is_heard(world.members[rank]),
-            is_refused=lambda rank: contacts.is_refused(world.members[rank]),
+            is_gone=lambda rank: contacts.is_gone(world.members[rank]),
             newcomers=lambda: self._newcomers(world),
             facts=self._facts,
             draw_uid=self._around.draw_uid,

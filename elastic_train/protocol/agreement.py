@@ -196,7 +196,7 @@ class Agreement:
         presence: what this member says of itself.
         status: what is known of an old member.
         is_heard: whether one has just given a sign of life; a call to another would only wait.
-        is_refused: whether one is gone for sure, whenever it died.
+        is_gone: whether one is gone for sure, whenever it died.
         newcomers: asked once, when this member proposes, for those to be admitted.
         draw_uid: names a world that nobody else has.
         watched: ranks of which this member sees whether they live; the others by default.
@@ -214,7 +214,7 @@ class Agreement:
         *,
         status: Callable[[int], Liveness],
         is_heard: Callable[[int], bool],
-        is_refused: Callable[[int], bool],
+        is_gone: Callable[[int], bool],
         newcomers: Callable[[], Sequence[Member]],
         facts: Mapping[str, str],
         draw_uid: Callable[[], str],
@@ -227,7 +227,7 @@ class Agreement:
         others = [rank for rank in range(len(world.members)) if rank != world.rank]
         self._watched, self._watch_too, self._witnesses = watched or (lambda: others), watch_too, witnesses
         self._job, self._world, self._mine = job, world, presence
-        self._status, self._is_heard, self._is_refused = status, is_heard, is_refused
+        self._status, self._is_heard, self._is_gone = status, is_heard, is_gone
         self._newcomers, self._facts, self._draw_uid = newcomers, facts, draw_uid
         self._reach, self._is_early = reach, is_early
         self._present: dict[int, Presence] = {world.rank: presence}
@@ -293,6 +293,11 @@ class Agreement:
         gone |= {uid for rank in side for uid in self._present[rank].dead}
         return gone - {self._world.members[rank].uid for rank in side}
 
+    def _ended(self, out: Mapping[str, bool], gone: Collection[str]) -> frozenset[str]:
+        """As `Job.ended_holders`. `out`: dead members, and whether each is gone for sure; others may have a state."""
+        is_anybody_silent = any(uid not in gone and not is_gone for uid, is_gone in out.items())
+        return frozenset() if is_anybody_silent else self._job.ended_holders({*gone, *out})
+
     def _unproven(self, out: Collection[int], gone: Collection[str], side: Collection[int]) -> dict[int, set[int]]:
         """Dead members whose death is not proven yet, each with the members of this side that may soon prove it."""
         members = self._world.members
@@ -318,7 +323,7 @@ class Agreement:
         if missed_by and self._is_early():
             return Wait(tuple(missed_by))
         newcomers = tuple(self._newcomers())
-        ended = job.ended_holders({world.members[rank].uid for rank in out if self._is_refused(rank)})
+        ended = self._ended({world.members[rank].uid: self._is_gone(rank) for rank in out}, gone)
         seen = [self._present[rank].max_generation for rank in verdict.members]
         decision = Decision(
             generation=next_generation([*seen, world.generation, *(one.max_generation for one in newcomers)]),

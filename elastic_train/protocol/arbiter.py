@@ -244,10 +244,10 @@ class Arbitration:
         found = self.known(worlds).values()
         return bool(found) and all(one is True for one in found)
 
-    def ended_holders(self, worlds: Sequence[Voters], refused: Collection[str]) -> frozenset[str]:
+    def ended_holders(self, worlds: Sequence[Voters], gone: Collection[str]) -> frozenset[str]:
         """As Job.ended_holders, of the worlds since the last settled one."""
         holders = frozenset(worlds[0].members) - worlds[0].dead
-        return holders if holders <= set(refused) and self.is_enough(worlds) else frozenset()
+        return holders if holders <= set(gone) and self.is_enough(worlds) else frozenset()
 
     def claim(self, job: str, generation: int, claim: Claim | None) -> Claim | None:
         """As Arbiter.claim. Raises: ArbiterSilent."""

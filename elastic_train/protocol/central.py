@@ -257,7 +257,7 @@ class CentralJob:
     def decided(self, world: World, asked: Sequence[int]) -> str | None:
         return self._store.get(self._key(world, "next"))
 
-    def ended_holders(self, refused: Collection[str]) -> frozenset[str]:
+    def ended_holders(self, gone: Collection[str]) -> frozenset[str]:
         return frozenset()
 
     def decide(self, world: World, proposal: str, known: KnownMembers) -> str | Denied:

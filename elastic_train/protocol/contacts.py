@@ -157,6 +157,10 @@ class Contacts:
         heard = self._links.heard(member.uid)
         return heard is not None and heard.refused_at is not None
 
+    def is_gone(self, member: Member) -> bool:
+        """The same, and no sign of life for a whole timeout: a refusal alone may be a firewall's, for a moment."""
+        return self.is_refused(member) and self.age(member) > self._peer_timeout
+
     def is_at_work(self, world: World, rank: int) -> bool:
         """Whether one member is at something that it may take this long for, as far as this one sees."""
         found = self.activity_of(world, rank)

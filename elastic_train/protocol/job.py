@@ -166,7 +166,7 @@ class Job(Protocol):
         """The decision that stands, as far as this member or one of the ranks `asked` knows. Denied: one of these knows
         only that others have gone on long ago."""
 
-    def ended_holders(self, refused: Collection[str]) -> frozenset[str]:
+    def ended_holders(self, gone: Collection[str]) -> frozenset[str]:
         """All who had the state, where each is among those that are gone for sure and a shared place tells whether one
         of them went on before it died; else nobody."""
 

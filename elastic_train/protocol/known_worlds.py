@@ -130,8 +130,8 @@ class KnownWorlds:
         """The present one."""
         with self._lock:
             self.voters, self.bound, self.past = self.voters[-1:], frozenset(), {world.uid: world}
+            self.old_keys.note_settled(world)
         self.has_state = True
-        self.old_keys.note_settled(world)
 
     def voters_without(self, dead: Collection[str]) -> list[Voters]:
         """Without the votes of those, and of who has released them."""

@@ -284,8 +284,8 @@ class PeerJob:
     def note_place(self, world: World, *, is_shared: bool | None) -> None:
         self._arbitration.note(world.uid, is_shared=is_shared)
 
-    def ended_holders(self, refused: Collection[str]) -> frozenset[str]:
-        return self._arbitration.ended_holders(self._known.voters, refused)
+    def ended_holders(self, gone: Collection[str]) -> frozenset[str]:
+        return self._arbitration.ended_holders(self._known.voters, gone)
 
     def decide(self, world: World, proposal: str, known: KnownMembers) -> str | Denied:
         voters = self._known.voters_without(known.dead)

@@ -199,7 +199,7 @@ class AgentsHandler(RendezvousHandler):
             self._lease.end(store.etcd)
             deadline = time.monotonic() + FAREWELL_SECONDS
             others = {*self._members} - {self._node} if self._server is not None else set()
-            while time.monotonic() < deadline and others.intersection(self._names("nodes")):
+            while others and time.monotonic() < deadline and others.intersection(self._names("nodes")):
                 self._mirror.wait_for_change()
             delete_job(store.etcd, self._job, unless_below=(f"{self._prefix}/nodes/", f"{self._prefix}/waiting/"))
         self._mirror.close()

@@ -66,11 +66,13 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Where it is missing, with its parents; each new name is durable. Raises OSError."""
+    """Where it is missing, with its parents; each new name is durable, but in a folder that may not be read. Raises
+    OSError."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
-        fsync_directory(folder.parent)
+        with contextlib.suppress(PermissionError):
+            fsync_directory(folder.parent)
 
 
 def require_writable(folder: Path, what: str) -> None:

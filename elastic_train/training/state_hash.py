@@ -212,7 +212,7 @@ def plain_hashes(state: TrainState) -> dict[str, int]:
 
 def settings_hash(state: TrainState) -> int:
     """Of what the optimizer is set to; a schedule may end with rates of 0, whatever it began with."""
-    return hash_of_plain([state.learning_rates, _groups_hash(state.optimizer)])
+    return hash_of_plain([[*map(_number, state.learning_rates)], _groups_hash(state.optimizer)])
 
 
 def _groups_hash(optimizer: torch.optim.Optimizer) -> int:
@@ -225,8 +225,9 @@ def _groups_hash(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _number(value: Any) -> Any:
-    """Of a learning rate that is a tensor."""
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    """Of a learning rate that is a tensor. Machines of two kinds may compute its last digits otherwise."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return float(f"{number:.9g}") if isinstance(number, float) else number
 
 
 def _plain(state: Any) -> Any:

@@ -63,7 +63,7 @@ def live(cluster: OwnEtcd, number: int, count: int, everybody: threading.Barrier
         Presence(world.generation),
         status=lambda _rank: Liveness.ALIVE,
         is_heard=lambda _rank: True,
-        is_refused=lambda _rank: False,
+        is_gone=lambda _rank: False,
         newcomers=tuple,
         facts={},
         draw_uid=lambda: secrets.token_hex(6),

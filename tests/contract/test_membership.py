@@ -59,7 +59,7 @@ def agreement(
         Presence(world.generation),
         status=lambda rank: status.get(rank, Liveness.ALIVE),
         is_heard=lambda _rank: True,
-        is_refused=lambda _rank: False,
+        is_gone=lambda _rank: False,
         newcomers=lambda: newcomers,
         facts={"token": "t"},
         draw_uid=form.draw_uid,

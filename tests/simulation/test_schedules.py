@@ -45,6 +45,14 @@ def test_2_others_go_on_where_all_who_had_the_state_are_gone(hosts: int, delay: 
     assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
 
 
+def test_2_they_wait_where_somebody_is_silent_who_may_have_got_the_state() -> None:
+    plan = directed.only_holder_dies(4, 0.1)
+    [killed] = plan.faults
+    faults = (killed, (killed[0], "freeze", 1))
+    simulation = run(replace(plan, faults=faults, seconds=plan.seconds + 5.0))
+    assert [worker.activity for worker in simulation.workers[2:]] == ["agrees"] * 2
+
+
 @pytest.mark.parametrize("at", [1.0, 1.33, 1.39, 1.45])
 def test_3_expelled_behind_its_back(at: float) -> None:
     run(directed.expelled_behind_its_back(at))
