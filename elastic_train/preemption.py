@@ -122,7 +122,7 @@ def notices_flag(value: str) -> NoticesFlag:
         except ValueError:  # no such port
             pass
     scheme, separator, _ = value.partition("://")
-    shown = f"{scheme}://..." if separator else value  # a URL may hold a secret
+    shown = f"{scheme}://..." if separator and re.search("[?#@]", value) else value  # there may be a secret
     raise UsageError(f"--notices {shown}: must be {GRAMMAR}")
 
 

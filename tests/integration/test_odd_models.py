@@ -96,7 +96,12 @@ def test_extra_state_that_is_no_tensor(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "workers", "reduction"), [("Csr", 1, "fast"), ("Coo", 2, "fast"), ("Csr", 2, "ordered")]
+    ("task", "workers", "reduction"),
+    [
+        pytest.param("Csr", 1, "fast", marks=pytest.mark.slow),
+        ("Coo", 2, "fast"),
+        pytest.param("Csr", 2, "ordered", marks=pytest.mark.slow),
+    ],
 )
 def test_a_sparse_buffer(cluster: Cluster, task: str, workers: int, reduction: str) -> None:
     train(cluster, task, "--reduction", reduction, workers=workers)
@@ -105,6 +110,7 @@ def test_a_sparse_buffer(cluster: Cluster, task: str, workers: int, reduction: s
     assert result(cluster.run_dir)["state_sha256"] == hash_of_snapshot(cluster)
 
 
+@pytest.mark.slow
 def test_a_buffer_that_is_nan_by_design(cluster: Cluster) -> None:
     train(cluster, "WithNaN")
     assert newest_snapshot(cluster.run_dir)[0].step == 2

@@ -187,6 +187,7 @@ class PartlyUsed(Task):
 """
 
 
+@pytest.mark.slow
 def test_a_model_with_unused_parameters_trains_alone_and_a_second_node_waits(cluster: Cluster) -> None:
     """With it the first step would fail, and end the job."""
     (cluster.path / "mine.py").write_text(PARTLY_USED)

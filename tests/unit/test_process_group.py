@@ -713,6 +713,7 @@ def test_breaking_off_aborts_nccl_and_is_remembered_until_the_next_group() -> No
 
 def test_an_abort_waits_for_the_end_of_what_nccl_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would free that under the thread that trains; which may hang in it, so it waits for a moment only."""
+    monkeypatch.setattr("elastic_train.training.group_sockets.ENQUEUE_SECONDS", 60.0)
     sockets, group = GroupSockets(), AbortableGroup(seconds=0.2)
     sockets.begin()
     sockets.complete(group)  # type: ignore[arg-type]
