@@ -48,8 +48,6 @@ class QueueNews:
 
     def __init__(self, job: Job, around: Surroundings) -> None:
         self._job, self._around = job, around
-        self._know_no_room: set[str] = set()
-        """uids of newcomers that were told"""
         self._know: set[tuple[str, str]] = set()
         """uids of newcomers, and what they were told once"""
 
@@ -68,18 +66,17 @@ class QueueNews:
         for node in ready_nodes(self._job.queue(), world.members):
             self.tell(node, why)
 
-    def tell_once(self, node: Sequence[Member], why: str) -> None:
-        """The same, where its workers were not told that before."""
-        if not self._know.issuperset((member.uid, why) for member in node):
-            self._know.update((member.uid, why) for member in node)
+    def tell_once(self, node: Sequence[Member], why: str, about: str | None = None) -> None:
+        """The same, where its workers were not told that before, or anything `about` the same."""
+        told = {(member.uid, about or why) for member in node}
+        if not told <= self._know:
+            self._know |= told
             self.tell(node, why)
 
     def tell_no_room(self, node: Sequence[Member], num_inside: int, max_nodes: int) -> None:
         """Once."""
-        if not self._know_no_room.issuperset(member.uid for member in node):
-            self._know_no_room.update(member.uid for member in node)
-            full = f"{num_inside} of at most {max_nodes} nodes train: this one waits for a place"
-            self.tell(node, f"{full} (torchrun's --nnodes MIN:MAX says how many)")
+        full = f"{num_inside} of at most {max_nodes} nodes train: this one waits for a place"
+        self.tell_once(node, f"{full} (torchrun's --nnodes MIN:MAX says how many)", about="room")
 
 
 class ReportTimes:
