@@ -21,6 +21,7 @@ from elastic_train.elastic.whole_steps import BatchLoss, WholeSteps
 from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import WorldEnd
 from elastic_train.errors import UsageError
+from elastic_train.training.collectives import LateNumbers
 from elastic_train.training.reduction import Share, StepTotals
 from elastic_train.training.state import TrainState
 from elastic_train.training.step import Votes
@@ -170,7 +171,7 @@ class Training:
         all have; rank 0's number counts. Raises: UsageError: a step is in hand, or it is no number. RuntimeError: as
         `step`."""
         self._steps.require_none("keep()")
-        self._evaluations.keep(self.world, scalar_of(metric, "keep()", "how good the model is"))
+        self._evaluations.keep(self.world, float(scalar_of(metric, "keep()", "how good the model is")))
 
     def commit(self, loss: torch.Tensor | float) -> None:
         """The step is done: the optimizer (scheduler, scaler) has stepped.
@@ -199,19 +200,20 @@ class Training:
             return
         self._parallel.require_made()
         has_stepped = self._steps.begin_commit()
-        own_loss = scalar_of(loss, "commit()", "the mean loss over this rank's batch")
-        own_part = 0.0 if step.is_stand_in else own_loss * step.weight  # a stand-in's may be NaN
+        loss = scalar_of(loss, "commit()", "the mean loss over this rank's batch")
+        unread = late_number(loss) if self.world.world_size == 1 else None
         sums.settle()
-        # The best that is known of the mean, should a peer be lost.
-        known_loss = (self.state.last_loss or 0.0) if step.is_stand_in else own_loss
         sums.require_finite()
-        totals = sums.begin(step.first, own_part, known_loss, has_stepped=has_stepped, has_reduced=step.has_reduced)
+        own_loss = (self.state.last_loss or 0.0) if step.is_stand_in or unread else float(loss)
+        own_part = 0.0 if step.is_stand_in else own_loss * step.weight  # a stand-in's may be NaN
+        has = {"has_stepped": has_stepped, "has_reduced": step.has_reduced}
+        totals = sums.begin(step.first, own_part, own_loss, **has, unread=unread)
         totals.found_inf = step.found_inf
         if totals.may_be_late:
-            self._steps.commit(known_loss, totals)
+            self._steps.commit(own_loss, totals)
             return
         is_known = sums.wait_for(totals)
-        self._steps.commit(totals.mean_loss if is_known else known_loss)
+        self._steps.commit(totals.mean_loss if is_known else own_loss)
         if is_known:
             sums.follow(totals)
         self._end_if_decided()
@@ -279,12 +281,17 @@ class Training:
         self._parallel.close()
 
 
-def scalar_of(value: torch.Tensor | float, method: str, wanted: str) -> float:
-    """What a method was given. Raises: UsageError where it is no scalar; what the device has to say."""
+def late_number(loss: torch.Tensor | float) -> LateNumbers | None:
+    """Of a GPU, which has nothing to do while it is waited for; None where there is no need to wait."""
+    return LateNumbers(loss) if isinstance(loss, torch.Tensor) and loss.is_cuda else None
+
+
+def scalar_of(value: torch.Tensor | float, method: str, wanted: str) -> torch.Tensor | float:
+    """What a method was given; it waits for no device. Raises: UsageError where it is no scalar."""
     given = "None" if value is None else kind_of(value)
     if isinstance(value, torch.Tensor):
         if value.numel() == 1:
-            return float(value.detach())
+            return value.detach().reshape(())
         given = f"a tensor of shape {tuple(value.shape)}"
     elif not isinstance(value, str | bytes | bytearray):  # which Python would read a number from
         with suppress(TypeError, ValueError):

@@ -19,7 +19,7 @@ from elastic_train.errors import FormationFailed, TrainingDiverged
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
 from elastic_train.snapshot_interval import interval_of
-from elastic_train.training.collectives import wait
+from elastic_train.training.collectives import LateNumbers, wait
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.step import NO_VOTES, OF_DIVERGED, Votes
 from elastic_train.world import World
@@ -47,6 +47,8 @@ class LateTotals:
     """None in a world of one"""
     found_inf: torch.Tensor | None = None
     """as `StepInHand`'s: read only where the loss is not finite, for that waits for the device"""
+    unread: LateNumbers | None = None
+    """the loss, in a world of one whose GPU does not have it yet"""
 
     @property
     def mean_loss(self) -> float:
@@ -65,6 +67,20 @@ class LateTotals:
         if not self.has_stepped or math.isfinite(self.mean_loss):
             return False
         return self.found_inf is None or not bool(self.found_inf)
+
+    def read(self) -> None:
+        """Blocks until they have come. Raises as `collectives.wait`."""
+        if self.work is not None:
+            wait(self.work, self.sums)
+        if self.unread is not None:
+            self.sums[0] = self.unread.read()
+
+    def read_at_once(self) -> bool:
+        """Whether they have come. Does not block. Raises: RuntimeError: a peer was lost."""
+        have_come = (self.work is None or self.work.is_completed()) and (self.unread is None or self.unread.have_come)
+        if have_come:
+            self.read()
+        return have_come
 
     def do_extras_differ(self, world_size: int) -> bool:
         _, hashes, squares, *_ = self.sums.tolist()
@@ -121,7 +137,14 @@ class StepSums:
     # --- at a commit --------------------------------------------------------------------------------------------------
 
     def begin(
-        self, first: MicroBatch, own_part: float, known_loss: float, *, has_stepped: bool, has_reduced: bool
+        self,
+        first: MicroBatch,
+        own_part: float,
+        known_loss: float,
+        *,
+        has_stepped: bool,
+        has_reduced: bool,
+        unread: LateNumbers | None = None,
     ) -> LateTotals:
         """Those of the step in hand are under way. Does not block.
 
@@ -130,14 +153,15 @@ class StepSums:
             known_loss: stands for the mean where a peer is lost.
             has_stepped: the optimizer has.
             has_reduced: the gradients were summed by DDP.
+            unread: `own_part`, where the device does not have it yet.
         """
-        may_be_late = self._may_be_late(has_reduced)
+        may_be_late = self._may_be_late(has_reduced or unread is not None)
         self._end.enter_sums()
         votes = NO_VOTES if self._end.is_due else self._votes()
         hashes = self._extras.hashes() if self._is_waited_for() else (0, 0)
         numbers = [own_part, *hashes, *votes, self._observer.seconds_since_commit]
         sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        totals = LateTotals(first, known_loss, has_stepped, may_be_late, sums)
+        totals = LateTotals(first, known_loss, has_stepped, may_be_late, sums, unread=unread)
         if self._end.lost is None and self._world.world_size > 1:
             try:
                 totals.work = dist.all_reduce(totals.sums, async_op=True)
@@ -166,12 +190,12 @@ class StepSums:
             except (RuntimeError, FormationFailed) as error:
                 self._end.note_lost(error)
 
-    def _may_be_late(self, has_reduced: bool) -> bool:
+    def _may_be_late(self, stands: bool) -> bool:
         """Whether loss and votes of the step in hand need not be known at its commit; alike on every rank."""
         state = self._state
         is_last_of_epoch = state.samples_done + state.next_step_samples() >= state.length
         return (
-            has_reduced  # it stands, as every rank has taken part in it
+            stands  # every rank has taken part in it
             and self._step_seconds < LONG_STEP_SECONDS  # who is told to stop may not have the time for two
             and not self._end.is_announced
             and not is_last_of_epoch
@@ -205,11 +229,9 @@ class StepSums:
         if totals is None or not self._claim(totals):
             return
         is_known = False
-        if totals.work.is_completed():
-            with suppress(RuntimeError):  # a peer was lost
-                totals.work.wait()
-                # What a device has to say of it may never come.
-                is_known = math.isfinite(totals.mean_loss) or totals.found_inf is None
+        with suppress(RuntimeError):  # a peer was lost
+            # What a device has to say of a loss that is not finite may never come.
+            is_known = totals.read_at_once() and (math.isfinite(totals.mean_loss) or totals.found_inf is None)
         self._take_in(totals, is_known=is_known)
 
     def _claim(self, totals: LateTotals) -> bool:
@@ -224,8 +246,7 @@ class StepSums:
         """Waits for the sums; False where a peer was lost."""
         self._watcher.do(Activity.REDUCE)
         try:
-            if totals.work is not None:
-                wait(totals.work, totals.sums)
+            totals.read()
         except (RuntimeError, FormationFailed) as error:
             self._end.note_lost(error)
             return False

@@ -262,7 +262,8 @@ class Trainer:
         an overflow. Nor must gradients that DDP has not summed. Raises: FormationFailed, UsageError."""
         if self._training is None:
             return
-        self._membership.sockets.require_unbroken(self._worker.device)  # the backward pass may still be under way
+        device = self._worker.device if self._training.world.world_size > 1 else None  # NCCL changes nothing of one
+        self._membership.sockets.require_unbroken(device)  # the backward pass may still be under way
         if self._worker.device.type == "cpu":  # a GPU may still wait for the gradients
             self._membership.watcher.do(Activity.COMPUTE)
         require_summed(self._ddp_modules, self._worker.state.step + 1)

@@ -109,15 +109,35 @@ def _wait(work: Any, group: _Group | None) -> None:
 
 def numbers(tensor: Tensor) -> list[Any]:
     """`tensor.tolist()`, for what has been reduced: blocks until the device has it, or NCCL was aborted."""
-    if not tensor.is_cuda:
-        return tensor.tolist()
-    # By pinned memory: a copy to other memory holds a lock of CUDA's until it has ended, and a thread that saves the
-    # last commit meanwhile would wait for that (pytorch/pytorch#143825).
-    with nullcontext() if _present is None else _present.breakable.waiting():
-        on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # may wait, the first time
-        on_host.copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream(tensor.device).record_event().synchronize()
-    return on_host.tolist()
+    found: list[Any] = LateNumbers(tensor).read() if tensor.is_cuda else tensor.tolist()
+    return found
+
+
+class LateNumbers:
+    """What a tensor on a GPU holds, once the GPU has done what it was given so far; it may be given more meanwhile."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # By pinned memory: a copy to other memory holds a lock of CUDA's until it has ended, and a thread that saves
+        # the last commit meanwhile would wait for that (pytorch/pytorch#143825).
+        with _waiting():  # the first time it may
+            self._on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._on_host.copy_(tensor.detach(), non_blocking=True)
+        self._event = torch.cuda.current_stream(tensor.device).record_event()
+
+    @property
+    def have_come(self) -> bool:
+        return bool(self._event.query())
+
+    def read(self) -> Any:
+        """`tolist()`: blocks until they have come, or NCCL was aborted."""
+        if not self.have_come:
+            with _waiting():
+                self._event.synchronize()
+        return self._on_host.tolist()
+
+
+def _waiting() -> AbstractContextManager[None]:
+    return nullcontext() if _present is None else _present.breakable.waiting()
 
 
 def all_reduce(tensor: Tensor) -> None:

@@ -41,8 +41,8 @@ class KeptStep:
     def keep(self) -> None:
         """A step begins."""
         self.buffers.keep()
-        for held, kept in self._scales:  # does not wait for a GPU, as the public ways would
-            _remember({name: held[name] for name in _SCALES}, kept)
+        with torch.no_grad():  # does not wait for a GPU, as the public ways would
+            _remember([({name: held[name] for name in _SCALES}, kept) for held, kept in self._scales])
         self.updates.keep()
 
     def put_back(self) -> bool:
@@ -75,8 +75,7 @@ class KeptBuffers:
             self._kept = [(layer._buffers, {}) for layer in self._model.modules() if layer._buffers]
         if self._kept:
             with torch.no_grad():
-                for buffers, kept in self._kept:
-                    _remember(buffers, kept)
+                _remember(self._kept)
 
     def put_back(self) -> None:
         """They are again what they were when the step in hand began."""
@@ -220,13 +219,23 @@ def _copy(value: Any, last: Any) -> Any:
     return deepcopy(value)
 
 
-def _remember(buffers: Buffers, kept: Remembered) -> None:
-    for name, buffer in buffers.items():
-        last, copy = kept.get(name, (None, None))
-        if buffer is last and buffer is not None and copy is not None:
-            copy.copy_(buffer)
-        else:  # a forward pass may put another tensor in its place, of another size perhaps
-            kept[name] = (buffer, None if buffer is None else buffer.detach().clone())
+def _remember(found: Iterable[tuple[Buffers, Remembered]]) -> None:
+    again: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for buffers, kept in found:
+        for name, buffer in buffers.items():
+            last, copy = kept.get(name, (None, None))
+            if buffer is last and buffer is not None and copy is not None:
+                copies, sources = again.setdefault((buffer.device, buffer.dtype, buffer.layout), ([], []))
+                copies.append(copy)
+                sources.append(buffer)
+            else:  # a forward pass may put another tensor in its place, of another size perhaps
+                kept[name] = (buffer, None if buffer is None else buffer.detach().clone())
+    for (_, _, layout), (copies, sources) in again.items():
+        if layout is torch.strided:
+            torch._foreach_copy_(copies, sources)  # on a GPU each copy of its own costs more than many a layer
+        else:
+            for copy, source in zip(copies, sources, strict=True):
+                copy.copy_(source)
 
 
 def _put_back(buffers: Buffers, kept: Remembered) -> None:

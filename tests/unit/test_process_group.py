@@ -874,7 +874,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     membership: Any = SimpleNamespace(sockets=sockets)
     saver: Any = None
     found = Trainer(Program(lambda _training: None), worker, membership, saver)
-    found._training = SimpleNamespace(note_applied=lambda _: None)  # type: ignore[assignment]
+    world = World(rank=0, generation=0, members=(make_member(0), make_member(1)), uid="pair")
+    found._training = SimpleNamespace(note_applied=lambda _: None, world=world)  # type: ignore[assignment]
     return found
 
 
@@ -885,6 +886,14 @@ def test_an_own_loop_applies_nothing_before_the_device_has_finished_the_reductio
     with pytest.raises(FormationFailed):
         state.optimizer.step()
     assert state.model.weight.tolist() == [[1.0, 1.0]]  # type: ignore[operator, union-attr]
+
+
+def test_the_only_worker_does_not_wait_for_its_device(trainer: Trainer) -> None:
+    """No sum of others can reach its weights; a GPU that is waited for has nothing to do meanwhile."""
+    training: Any = trainer._training
+    training.world = World(rank=0, generation=0, members=(make_member(0),), uid="alone")
+    trainer._require_unbroken()
+    assert not trainer._membership.sockets.is_shut, "which waiting does here"
 
 
 @pytest.mark.parametrize("has_reduced", [True, False])

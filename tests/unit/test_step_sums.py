@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from types import FrameType, SimpleNamespace
@@ -13,10 +14,13 @@ import torch
 from elastic_train.config import Config
 from elastic_train.elastic import step_sums
 from elastic_train.elastic.step_sums import LateTotals, StepSums
+from elastic_train.errors import TrainingDiverged
+from elastic_train.training.step import NO_VOTES
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
 from tests.unit.test_state import make_state
 
+ALONE = World(rank=0, generation=0, members=(make_member(0),), uid="alone")
 PAIR = World(rank=0, generation=0, members=(make_member(0), make_member(1)), uid="pair")
 
 
@@ -57,3 +61,66 @@ def test_a_step_is_told_once_however_settling_and_giving_up_interleave(number: i
     if other.thread.ident is not None:
         other.thread.join()
     assert told == [1]
+
+
+class Loss:
+    """As `LateNumbers`, of a GPU that has it once it is waited for."""
+
+    def __init__(self, value: float) -> None:
+        self._value, self.have_come = value, False
+
+    def read(self) -> float:
+        self.have_come = True
+        return self._value
+
+
+def sums_of_one(told: list[float], extras: Any = None) -> StepSums:
+    """Of the only worker, whose steps are short."""
+    state = make_state()
+    end: Any = SimpleNamespace(
+        lost=None, is_due=False, is_announced=False, enter_sums=lambda: None, follow=lambda _votes: None
+    )
+    observer: Any = SimpleNamespace(
+        report_commit=lambda _state, loss, _first: told.append(loss), seconds_since_commit=0.1
+    )
+    worker: Any = SimpleNamespace(state=state, config=Config())
+    watcher: Any = SimpleNamespace(do=lambda _activity: None)
+    return StepSums(worker, watcher, ALONE, observer, end, extras, lambda: NO_VOTES)
+
+
+def commit(sums: StepSums, loss: Loss) -> LateTotals:
+    """The next step, as `Training.commit`."""
+    first: Any = None
+    unread: Any = loss
+    sums.settle()
+    sums.require_finite()
+    totals = sums.begin(first, 0.0, 0.0, has_stepped=True, has_reduced=False, unread=unread)
+    if not totals.may_be_late:
+        assert sums.wait_for(totals)
+    sums._state.commit(totals.mean_loss)
+    sums.late = totals if totals.may_be_late else None
+    return totals
+
+
+def test_the_only_worker_reads_its_loss_one_step_later() -> None:
+    told: list[float] = []
+    sums, losses = sums_of_one(told), [Loss(1.0), Loss(2.0), Loss(math.nan)]
+    commit(sums, losses[0])
+    assert losses[0].have_come, "how long its steps are, no one knew"
+    commit(sums, losses[1])
+    assert (losses[1].have_come, told) == (False, [])
+    commit(sums, losses[2])
+    assert (losses[2].have_come, told, sums._state.last_loss) == (False, [2.0], 0.0)
+    sums.settle()
+    with pytest.raises(TrainingDiverged, match="the loss of step 3"):
+        sums.require_finite()
+
+
+def test_what_the_device_of_the_only_worker_never_had_is_not_waited_for() -> None:
+    told: list[float] = []
+    sums = sums_of_one(told)
+    commit(sums, Loss(1.0))
+    loss = Loss(2.0)
+    commit(sums, loss)
+    sums.give_up()
+    assert (loss.have_come, told) == (False, [0.0])

@@ -29,10 +29,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from elastic_train.config import Config
@@ -69,6 +70,7 @@ class LoopCase:
     num_workers: int = 0
     """loader processes of each worker"""
     epochs: int = EPOCHS
+    device: Literal["cpu", "cuda"] = "cpu"
 
     def config(self, scratch: Path) -> Config:
         common: dict[str, Any] = {
@@ -90,7 +92,7 @@ class LoopCase:
                 task=None if is_bundled else f"{SmallSynthetic.__module__}:{SmallSynthetic.__name__}",
                 micro_batch_size=-(-self.batch // self.world_size),
                 eval_every=self.epochs,
-                device="cpu",
+                device=self.device,
                 **common,
             )
         )
@@ -98,9 +100,12 @@ class LoopCase:
         return config
 
     def __str__(self) -> str:
+        where = "" if self.device == "cpu" else f", {self.device}"
         if self.items:
-            return f"own loop, {self.model}/items batch {self.batch} W={self.world_size}, {self.num_workers} loaders"
-        name = f"{self.model}/{self.dataset} batch {self.batch} W={self.world_size}"
+            read = "images on it" if where else f"{self.num_workers} loaders"
+            name = f"own loop, {self.model}/items batch {self.batch} W={self.world_size}"
+            return f"{name}{where}, {read}"
+        name = f"{self.model}/{self.dataset} batch {self.batch} W={self.world_size}{where}"
         return f"{name}, snapshot every {self.snapshot_every}" if self.snapshot_every else name
 
 
@@ -136,10 +141,21 @@ def item_cases_for(world_size: int) -> list[LoopCase]:
     return [LoopCase("cnn", 32 * world_size, world_size, items=True, num_workers=number) for number in (0, 2)]
 
 
+def cuda_cases_for(world_size: int) -> list[LoopCase]:
+    """A GPU for each worker. An own loop's images are on it: how they come there is the user's own code."""
+    return [
+        LoopCase("resnet50", 64 * world_size, world_size, items=True, device="cuda"),
+        LoopCase("resnet18", 64 * world_size, world_size, items=True, device="cuda"),
+        LoopCase("resnet18", 64 * world_size, world_size, dataset="small-synthetic", device="cuda"),
+    ]
+
+
 def run(quick: bool) -> dict[str, Any]:
     """Measure the bundled loop in worlds of one and two workers, one thread each, and an own loop in worlds of one to
-    three. Quick: about four minutes; else about twenty."""
+    three; where there are GPUs, both on one to three of these. Quick: about four minutes; else about twenty."""
     rows = []
+    for world_size in range(1, min(torch.cuda.device_count(), 3) + 1):
+        rows += measure(cuda_cases_for(world_size), QUICK if quick else THOROUGH)
     for world_size in (1, 2):
         rows += measure(cases_for(world_size), QUICK if quick else THOROUGH)
     for world_size in (1, 2, 3):
@@ -339,6 +355,8 @@ def _work(
             dist.barrier()
             started = time.perf_counter()
             yield order
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()
             pipe.send(time.perf_counter() - started)
 
     while isinstance(order, LoopCase):

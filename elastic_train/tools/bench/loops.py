@@ -59,8 +59,8 @@ class OurLoop:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(self._num_cases)  # by which jobs at one store are told apart
         config = case.config(self._scratch)
         if case.items:
-            items, model = Items(), item_model(case.model)
-            self._train = partial(run_items, model=model, items=items, config=config)
+            items = items_of(case)
+            self._train = partial(run_items, model=items.model(case.model), items=items, config=config)
             return len(items)
         worker = build(config, Launch.from_environment(os.environ, None), StopSignal())
         self._train = partial(run_bundled, worker=worker)
@@ -101,22 +101,28 @@ class PlainLoop:
     def __init__(self, rank: int, world_size: int, port: int, scratch: Path) -> None:
         self._scratch = scratch
         use_interface_of("127.0.0.1")
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=dist.PrefixStore("plain", store), rank=rank, world_size=world_size)
+        store = dist.PrefixStore("plain", dist.TCPStore("127.0.0.1", port, is_master=False))
+        backend = "gloo"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
     def begin(self, case: LoopCase) -> int:
         if case.items:
-            items, model = Items(), item_model(case.model)
-            batches = item_batches(items, case.batch, case.num_workers)
-            self._steps = plain_loop(model, item_optimizer(model), batches)
+            items = items_of(case)
+            model = items.model(case.model)
+            self._steps = plain_loop(model, item_optimizer(model), item_batches(items, case), items.loss)
             return len(items)
         config = case.config(self._scratch)
         task = make_task(config)
-        ours = make_state(config, task, torch.device("cpu"))
+        device = torch.device(case.device)
+        ours = make_state(config, task, device)
         optimizer = type(ours.optimizer)(ours.model.parameters(), **ours.optimizer.defaults)
         train_set: Any = task.train_set
         images, labels = train_set.gather(torch.arange(len(train_set)), 0)
-        self._steps = plain_loop(ours.model, optimizer, tensor_batches(images, labels, case.batch))
+        batches = tensor_batches(images, labels, case.batch, device)
+        self._steps = plain_loop(ours.model, optimizer, batches, cross_entropy)
         return ours.length
 
     def train(self, blocks: Iterator[int]) -> None:
@@ -130,14 +136,17 @@ class PlainLoop:
 
 
 def plain_loop(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[tuple[Tensor, Tensor]]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[Any],
+    compute: Callable[[nn.Module, Any], Tensor],
 ) -> Generator[None, None, None]:
     """What one would write by hand; endless, one step per `next`."""
     ddp = DistributedDataParallel(model)
     ddp.train()  # type: ignore[no-untyped-call]
-    for number, (images, labels) in enumerate(batches, start=1):
+    for number, batch in enumerate(batches, start=1):
         optimizer.zero_grad(set_to_none=True)
-        loss = F.cross_entropy(ddp(images), labels)
+        loss = compute(ddp, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if number % LOSS_READ_EVERY == 0:
@@ -168,14 +177,22 @@ class SmallSynthetic(ImageClassification):
         return ImageData(in_memory(made.train), in_memory(made.test), made.channels, made.classes, made.image_size)
 
 
-def tensor_batches(images: Tensor, labels: Tensor, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of this rank; endless."""
+def tensor_batches(images: Tensor, labels: Tensor, batch: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of this rank, on its device; endless."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for epoch in itertools.count():
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
         for step_indices in order.split(batch):  # type: ignore[no-untyped-call]
             indices = step_indices[rank::world_size]
-            yield images.index_select(0, indices), labels.index_select(0, indices)
+            chosen = (images.index_select(0, indices), labels.index_select(0, indices))
+            if device.type == "cuda":
+                chosen = tuple(one.pin_memory().to(device, non_blocking=True) for one in chosen)  # type: ignore[assignment]
+            yield chosen
+
+
+def cross_entropy(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    images, labels = batch
+    return F.cross_entropy(module(images), labels)
 
 
 # --- over items, in a loop of the user's own --------------------------------------------------------------------------
@@ -201,25 +218,55 @@ class Items(Dataset[Any]):
             image = image.flip(2)
         return image.sub_(0.5).div_(0.5), self._labels[index]
 
+    def model(self, name: str) -> nn.Module:
+        torch.manual_seed(0)
+        return models.build_model(name, channels=1, classes=10, image_size=28)
 
-def item_model(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return models.build_model(name, channels=1, classes=10, image_size=28)
+    def loss(self, module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return cross_entropy(module, batch)
+
+
+class ItemsOnGpu(Dataset[Any]):
+    """Made-up images of 224 x 224 that this rank's GPU holds; an item says which, and bf16 is what they are for."""
+
+    def __init__(self) -> None:
+        self._images = torch.randn(256, 3, 224, 224, device="cuda")
+        self._labels = torch.randint(1000, (256,), device="cuda")
+
+    def __len__(self) -> int:
+        return NUM_ITEMS
+
+    def __getitem__(self, index: int) -> int:
+        return index % len(self._images)
+
+    def model(self, name: str) -> nn.Module:
+        torch.manual_seed(0)
+        return models.build_model(name, channels=3, classes=1000, image_size=224).cuda()
+
+    def loss(self, module: nn.Module, batch: Tensor) -> Tensor:
+        chosen = batch.to("cuda", non_blocking=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            return cross_entropy(module, (self._images[chosen], self._labels[chosen]))
+
+
+def items_of(case: LoopCase) -> Items | ItemsOnGpu:
+    return Items() if case.device == "cpu" else ItemsOnGpu()
 
 
 def item_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def item_batches(items: Items, batch: int, num_workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+def item_batches(items: Items | ItemsOnGpu, case: LoopCase) -> Iterator[Any]:
     """Of this rank; endless."""
     sampler: DistributedSampler[Any] = DistributedSampler(items)
     loader = DataLoader(
         items,
-        batch_size=batch // dist.get_world_size(),
+        batch_size=case.batch // dist.get_world_size(),
         sampler=sampler,
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
+        num_workers=case.num_workers,
+        persistent_workers=case.num_workers > 0,
+        pin_memory=case.device == "cuda",
         worker_init_fn=start_loader_process,
     )
     for epoch in itertools.count():
@@ -227,16 +274,18 @@ def item_batches(items: Items, batch: int, num_workers: int) -> Iterator[tuple[T
         yield from loader
 
 
-def run_items(hold_up: Callable[[Training], None], *, model: nn.Module, items: Items, config: Config) -> None:
+def run_items(
+    hold_up: Callable[[Training], None], *, model: nn.Module, items: Items | ItemsOnGpu, config: Config
+) -> None:
     """The same by a training function."""
 
     def train_items(training: Training) -> None:
         hold_up(training)
         ddp = training.parallel()
         for _epoch in training.epochs():
-            for images, labels in training.batches():
+            for batch in training.batches():
                 training.optimizer.zero_grad(set_to_none=True)
-                loss = F.cross_entropy(ddp(images), labels)
+                loss = items.loss(ddp, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
                 training.optimizer.step()
                 training.commit(loss)
