@@ -315,6 +315,7 @@ def test_a_second_job_of_the_same_name_is_nodes_of_the_first(cluster: Cluster) -
 
 
 @BOTH
+@pytest.mark.slow
 def test_all_others_stop_once_a_join_is_decided(cluster: Cluster) -> None:
     """The newcomer goes on from what they have saved, as one in the queue would."""
     fault = {"ELASTIC_TRAIN_FAULT": "stop@proposed:rank=0"}

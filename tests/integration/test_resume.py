@@ -97,7 +97,7 @@ def test_stop_in_mid_epoch_and_continue_with_other_world_sizes(cluster: Cluster)
     flags = ("--ledger", "--snapshot-every", "7", "--global-batch-size", str(batch), "--epochs", str(epochs))
     delays = random.Random(5)
     stopped_at = [0]
-    for nodes in (3, 2):
+    for nodes in (2, 1):
         started = cluster.start(*flags, nodes=nodes)
         wait_for_step(cluster.run_dir, stopped_at[-1] + 30)  # by these nodes, whose agents handle signals by then
         for node in started:
@@ -111,7 +111,7 @@ def test_stop_in_mid_epoch_and_continue_with_other_world_sizes(cluster: Cluster)
         assert newest_snapshot(cluster.run_dir)[0].step == stopped_at[-1]
     assert any(step % steps_per_epoch for step in stopped_at), "stopped in mid-epoch"
 
-    cluster.finish(cluster.start(*flags, nodes=4))
+    cluster.finish(cluster.start(*flags, nproc=3))
     end = result(cluster.run_dir)
     assert end["step"] == epochs * steps_per_epoch
     assert end["test_accuracy"] >= 0.97
@@ -123,7 +123,7 @@ def test_stop_in_mid_epoch_and_continue_with_other_world_sizes(cluster: Cluster)
     check_ledger([cluster.run_dir], length=LENGTH, batch=batch, steps=end["step"])
     steps_seen = [event["step"] for event in events(cluster.run_dir, "step")]
     assert steps_seen == list(range(1, end["step"] + 1)), "every committed step once"
-    assert worlds(cluster.run_dir) == [(0, 3), (1, 2), (2, 4)]
+    assert worlds(cluster.run_dir) == [(0, 2), (1, 1), (2, 3)]
 
 
 @pytest.mark.slow

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from importlib.machinery import PathFinder
 
-from tests.integration.cluster import PYTHON, Cluster, wait_for_step, wait_until
+from tests.integration.cluster import PYTHON, Cluster
 
-ANNOUNCED, JOINED = "elastic_train: meeting", "elastic_train: in world"
+ANNOUNCED, BEGAN = "elastic_train: meeting", "elastic_train: world generation=0"
 OF_THE_AGENT = {"elastic_train", *(f"elastic_train.{name}" for name in ("errors", "protocol", "rendezvous", "system"))}
 OF_THE_AGENT |= {f"elastic_train.protocol.{name}" for name in ("addresses", "names")}
 OF_THE_AGENT |= {f"elastic_train.rendezvous.{name}" for name in ("command_line", "etcd_settings", "handler", "hook")}
@@ -19,15 +19,14 @@ OF_THE_AGENT |= {"elastic_train.torchrun"}  # of an older editable install
 OF_THE_FLAGS = {"simple_parsing", "docstring_parser", "yaml"}
 
 
-def test_a_newcomer_imports_torch_and_hardly_anything_else(cluster: Cluster) -> None:
-    flags = ("--epochs", "1000000", "--eval-every", "1000000")
-    cluster.start(*flags, nnodes="1:2")
-    wait_for_step(cluster.run_dir, 1)
-    [newcomer] = cluster.start(*flags, nnodes="1:2", env={"PYTHONPROFILEIMPORTTIME": "1"})
-    wait_until(lambda: JOINED in newcomer.text(), "newcomer")
-    agent, announced, worker = newcomer.text().partition(ANNOUNCED)
+def test_a_node_imports_torch_and_hardly_anything_else(cluster: Cluster) -> None:
+    """A newcomer imports the same before it meets the others."""
+    [node] = cluster.start("--max-steps", "2", nnodes="1:2", env={"PYTHONPROFILEIMPORTTIME": "1"})
+    cluster.finish([node])
+    agent, announced, worker = node.text().partition(ANNOUNCED)
     assert announced
-    worker = worker.partition(JOINED)[0]
+    worker, began, _ = worker.partition(BEGAN)
+    assert began
 
     assert {name for name in imported(agent) if name.startswith("elastic_train")} <= OF_THE_AGENT
     assert "torch._dynamo" not in imported(agent)

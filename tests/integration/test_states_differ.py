@@ -23,7 +23,8 @@ from tests.integration.test_in_place import BATCH, LENGTH, check_run
 
 pytestmark = [
     pytest.mark.timeout(300),
-    pytest.mark.parametrize("cluster", ["c10d", pytest.param("etcd3", marks=pytest.mark.slow)], indirect=True),
+    pytest.mark.parametrize("cluster", ["c10d", "etcd3"], indirect=True),
+    pytest.mark.slow,
 ]
 # In the step in which one of four dies, in which nobody's gradient counts, some of the others' memory is changed.
 BAD_MEMORY = """
@@ -106,7 +107,7 @@ def members_at_first(cluster: Cluster) -> list[str]:
 @pytest.mark.usefixtures("start")
 @pytest.mark.parametrize(
     "changes",
-    [{"0": "momentum"}, pytest.param({"1": 1e-3}, marks=pytest.mark.slow)],
+    [{"0": "momentum"}, {"1": 1e-3}],
     ids=["momentum-of-rank-0", "weight"],
 )
 def test_the_majority_is_right_and_the_bits_are_those_of_an_undisturbed_run(
@@ -129,7 +130,6 @@ def test_the_majority_is_right_and_the_bits_are_those_of_an_undisturbed_run(
     assert end["state_sha256"] == undisturbed_hash(cluster)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("start")
 def test_without_a_majority_the_newest_snapshot_counts(cluster: Cluster) -> None:
     run(cluster, {"1": 1e-3, "2": 2e-3}, "--snapshot-every", "25")
@@ -145,7 +145,6 @@ def test_without_a_majority_the_newest_snapshot_counts(cluster: Cluster) -> None
     assert end["state_sha256"] == undisturbed_hash(cluster)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("start")
 def test_without_a_snapshot_too_it_ends_in_one_line(cluster: Cluster) -> None:
     nodes = run(cluster, {"1": 1e-3, "2": 2e-3}, "--snapshot-every", "0", code=1)

@@ -61,6 +61,7 @@ def screens() -> Iterator[list[Screen]]:
         screen.close()
 
 
+@pytest.mark.slow
 def test_one_bar_on_the_terminal_of_rank_0(cluster: Cluster, screens: list[Screen]) -> None:
     flags = ("--max-steps", "200", "--snapshot-every", "20")
     nodes = []
