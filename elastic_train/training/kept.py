@@ -180,7 +180,7 @@ class KeptUpdates:
                 parameter.copy_(value)
         try:
             for part, state in zip(self._parts, states, strict=True):
-                part.load_state_dict(state)
+                load_part(part, state)
         except (KeyError, RuntimeError, TypeError, ValueError):
             return False
         return True
@@ -189,6 +189,31 @@ class KeptUpdates:
         """Of the copy, and its memory. `is_needed` from the next step on, where a state is taken over that needs it."""
         self._last, self.are_kept = None, False
         self.is_needed |= is_needed
+
+
+def load_part(part: Any, state: Mapping[str, Any]) -> None:
+    """As `part.load_state_dict(state)`, and of an optimizer bit by bit: torch rounds what belongs to a parameter to its
+    dtype, moments and master weights in float32 to bfloat16. May keep the tensors that it is given."""
+    part.load_state_dict(state)
+    if not isinstance(part, torch.optim.Optimizer):
+        return
+    numbers = (number for group in state.get("param_groups", ()) for number in group.get("params", ()))
+    given = state.get("state", {})
+    for number, parameter in zip(numbers, parameters_of(part), strict=False):  # one that overrides may have others
+        _as_given(part.state.get(parameter), given.get(number))
+
+
+def _as_given(loaded: Any, given: Any) -> Any:
+    """`loaded`, where a tensor has got another dtype than it was `given`, as it was given."""
+    if isinstance(loaded, torch.Tensor) and isinstance(given, torch.Tensor):
+        is_cast = loaded.dtype != given.dtype and loaded.shape == given.shape
+        return given.to(loaded.device) if is_cast else loaded
+    if isinstance(loaded, dict) and isinstance(given, Mapping):
+        for key in loaded.keys() & given.keys() - {"step"}:  # which torch leaves alone, or knows why
+            loaded[key] = _as_given(loaded[key], given[key])
+    elif type(loaded) in (list, tuple) and type(given) in (list, tuple) and len(loaded) == len(given):
+        return type(loaded)(map(_as_given, loaded, given))
+    return loaded
 
 
 def has_nan(tensor: torch.Tensor) -> bool:

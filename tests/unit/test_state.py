@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import struct
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_train.elastic.loading import load
 from elastic_train.elastic.trainer import begin_scalers_anew
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.averaging import AveragedWeights
@@ -200,6 +202,92 @@ class TestRoundTrip:
         del saved["model"]["0.weight"]
         with pytest.raises(RuntimeError, match=r"0\.weight"):
             make_state().load_state_dict(saved)
+
+
+class Masters(torch.optim.Optimizer):
+    """Weights of bfloat16, and beside each what must not be rounded to that, as users' optimizers keep it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                held = self.state[parameter]
+                if not held:
+                    held["step"] = torch.zeros(())
+                    held["seen"] = torch.zeros((), dtype=torch.int64)
+                    held["master"] = parameter.float()
+                    held["moments"] = [torch.zeros_like(held["master"]), {"second": torch.zeros_like(held["master"])}]
+                first, second = held["moments"][0], held["moments"][1]["second"]
+                held["step"] += 1
+                held["seen"] += 2**24 + 1  # no float32 has it
+                gradient = parameter.grad.float()
+                first.lerp_(gradient, 0.1)
+                second.lerp_(gradient.square(), 0.1)
+                held["master"] -= group["lr"] * first / (second.sqrt() + 1e-8)
+                parameter.copy_(held["master"])
+
+
+class Mixed:
+    """A run in bfloat16, whose second optimizer is among the extras."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model, self.head = nn.Linear(4, 3).bfloat16(), nn.Linear(3, 2).bfloat16()
+        self.head_optimizer = Masters(self.head.parameters())
+        self.state = TrainState(
+            self.model, Masters(self.model.parameters()), length=64, global_batch_size=8, epochs=9,
+            extras={"head": self.head, "head_optimizer": self.head_optimizer},
+        )  # fmt: skip
+
+    def step(self, *, is_committed: bool = True) -> None:
+        self.state.remember()
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(self.state.step)).bfloat16()
+        self.head(self.model(inputs)).square().mean().backward()
+        for optimizer in (self.state.optimizer, self.head_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        if is_committed:
+            self.state.commit(0.0)
+
+    def numbers(self) -> dict[str, Any]:
+        state = self.state.state_dict()
+        return copy.deepcopy({name: state[name] for name in ("model", "optimizer", "extras")})
+
+
+def check_same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)  # dtypes, too
+
+
+class TestOptimizerStateOfAnotherDtype:
+    """torch's `Optimizer.load_state_dict` would round it to the parameter's."""
+
+    def test_a_step_taken_back(self) -> None:
+        run, other = Mixed(), Mixed()
+        for each in (run, other):
+            for _ in range(3):
+                each.step()
+        before = run.numbers()
+        run.step(is_committed=False)
+        assert run.state.rollback()
+        check_same_bits(run.numbers(), before)
+        for each in (run, other):
+            each.step()
+        check_same_bits(run.numbers(), other.numbers())
+
+    @pytest.mark.parametrize("is_peers", [False, True], ids=["restore", "join"])
+    def test_taken_over(self, is_peers: bool) -> None:
+        run, other = Mixed(), Mixed(seed=1)
+        for _ in range(3):
+            run.step()
+        loaded = deserialize_state(serialize_state(run.state.state_dict()))
+        load(other.state, loaded, "the state", is_peers=is_peers)
+        check_same_bits(other.numbers(), run.numbers())
+        for each in (run, other):
+            each.step()
+        check_same_bits(other.numbers(), run.numbers())
 
 
 class Counting(nn.Module):
