@@ -205,9 +205,11 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """What `torch.load(weights_only=True)` can read; of a step that has begun nothing, until the optimizer's."""
-        model = self.model.state_dict()
+        model, extras = self.model.state_dict(), {name: extra.state_dict() for name, extra in self.extras.items()}
         if self.is_step_open:
-            self.kept.buffers.put_into(model)
+            self.kept.buffers.put_into(self.model, model)
+            for name, extra in self.extras.items():
+                self.kept.buffers.put_into(extra, extras[name])
         return {
             "model": model,
             "optimizer": self.optimizer.state_dict(),
@@ -217,7 +219,7 @@ class TrainState:
                 "last_step": self.last_step,
             },
             "scaler": self.scaler.state_dict() if self.scaler else None,
-            "extras": {name: extra.state_dict() for name, extra in self.extras.items()},
+            "extras": extras,
             "position": {"epoch": self.epoch, "step": self.step, "samples_done": self.samples_done},
             "run": {
                 "uid": self.run_uid,

@@ -346,6 +346,81 @@ class TestRollback:
             assert torch.equal(model.rows, rows)
 
 
+class Head(nn.Module):
+    """Statistics, in place and replaced, outside of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.counting = nn.BatchNorm1d(2), Counting()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.counting(self.norm(inputs)[:, :1])  # type: ignore[no-any-return]
+
+
+class TestModulesAmongTheExtras:
+    def make(self, *, is_lbfgs: bool = False) -> tuple[TrainState, nn.Module]:
+        """A model and a head, with one optimizer for both."""
+        torch.manual_seed(0)
+        model, head = nn.Linear(4, 2), Head()
+        parameters = [*model.parameters(), *head.parameters()]
+        optimizer = torch.optim.LBFGS(parameters, lr=0.1) if is_lbfgs else torch.optim.SGD(parameters, lr=0.1)
+        return TrainState(model, optimizer, length=64, global_batch_size=8, epochs=9, extras={"head": head}), head
+
+    def forward(self, state: TrainState, head: nn.Module) -> torch.Tensor:
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(state.step))
+        return head(state.model(inputs)).square().mean()  # type: ignore[no-any-return]
+
+    def numbers(self, head: nn.Module) -> dict[str, Any]:
+        return copy.deepcopy(dict(head.state_dict()))
+
+    def test_their_statistics_are_those_of_the_last_commit(self) -> None:
+        state, head = self.make()
+        for _ in range(2):
+            before = self.numbers(head)
+            state.remember()
+            self.forward(state, head).backward()
+            assert not torch.equal(head.state_dict()["norm.running_mean"], before["norm.running_mean"])
+            saved = state.state_dict()["extras"]["head"]
+            check_same_bits(dict(saved), before)  # a late stop, in the middle of the step
+            assert state.rollback()
+            check_same_bits(self.numbers(head), before)
+            state.remember()
+            self.forward(state, head).backward()
+            state.optimizer.step()
+            state.commit(0.0)
+
+    def test_where_a_closure_has_all_copied_later_in_the_step(self) -> None:
+        state, head = self.make(is_lbfgs=True)
+        before = self.numbers(head)
+        state.remember()
+        self.forward(state, head)  # changes the statistics before the optimizer's step, in which all is copied
+
+        def closure() -> torch.Tensor:
+            state.optimizer.zero_grad()
+            loss = self.forward(state, head)
+            loss.backward()
+            return loss
+
+        state.optimizer.step(closure)
+        assert state.kept.updates.are_kept
+        assert state.rollback()
+        assert state.is_whole
+        check_same_bits(self.numbers(head), before)
+
+    def test_an_overflow_leaves_no_trace_in_them(self) -> None:
+        state, head = self.make()
+        state.scaler = torch.amp.GradScaler("cpu")
+        before = self.numbers(head)
+
+        class Overflowing:
+            def run(self, _share: object, _loss: object, scale: Any, votes: object) -> StepTotals:
+                scale(head(torch.full((4, 2), torch.inf)).sum()).backward()
+                return StepTotals(float("inf"), (0, 0, 0))
+
+        train_step(state, [], Overflowing(), lambda *_: torch.zeros(()), (0, 0, 0))
+        check_same_bits(self.numbers(head), before)
+
+
 def test_buffers_that_are_made_with_nan_are_known_whatever_becomes_of_others() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Module(), nn.LazyBatchNorm1d())
     made = {
