@@ -147,7 +147,7 @@ def connect_worker(applicant: Applicant) -> Membership:
         too_late=too_late,
         sockets=own.sockets,
         group_store=own.server.group_store,
-        form=(lambda world: form_ahead(world, own.server, own.host)) if can_form() else None,
+        form=(lambda world: form_ahead(world, own)) if can_form() else None,
         other_sides=other_sides,
         surroundings=own.around,
     )
@@ -273,13 +273,15 @@ def begin_limit(applicant: Applicant) -> tuple[float, str]:
     )
 
 
-def form_ahead(world: World, server: GroupStoreServer, address: str) -> FormedGroup:
+def form_ahead(world: World, own: Endpoints) -> FormedGroup:
     """The process group of `world` beside the present one. Blocks until all members have; raises FormationFailed."""
     try:
-        found = server.group_store(world, form_timeout(world.world_size))
+        found = own.server.group_store(world, form_timeout(world.world_size))
     except (RuntimeError, OSError) as error:  # torch's are RuntimeErrors: rank 0 does not greet in time, say
         raise FormationFailed(f"the store of the next world's group: {first_line(error)}") from error
-    return form(PrefixStore(f"ahead/{world.key}", found), world.rank, world.world_size, address)
+    formed = form(PrefixStore(f"ahead/{world.key}", found), world.rank, world.world_size, own.host)
+    own.sockets.spare(formed.sockets)
+    return formed
 
 
 def answering(members: tuple[Member, ...], peer_timeout: float = math.inf) -> tuple[Member, ...]:

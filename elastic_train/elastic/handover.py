@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 
 from elastic_train.elastic.loading import load
 from elastic_train.errors import FormationFailed
@@ -243,7 +244,8 @@ def take_apart(state: TrainState, kept: Collection[str] = ()) -> tuple[dict[str,
     """The state dict with slots in the place of dense tensors, and these tensors: copies of those that a forward pass
     changes. The entry `tensors` says what they look like. Of the parameters `kept` there are the names alone."""
     names = {_place_of(parameter): name for name, parameter in state.model.named_parameters() if name in kept}
-    changing = {buffer.data_ptr() for buffer in state.model.buffers() if not is_odd(buffer)}
+    modules = (one for one in (state.model, *state.extras.values()) if isinstance(one, Module))
+    changing = {buffer.data_ptr() for module in modules for buffer in module.buffers() if not is_odd(buffer)}
     tensors: list[Tensor] = []
     slots: dict[tuple[Any, ...], int] = {}
 

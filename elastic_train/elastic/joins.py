@@ -191,13 +191,15 @@ class Joins:
             nodes
         )
         """those of some nodes that are ready which need not wait for anything else"""
+        self.is_tried_first: Callable[[World], bool] = lambda _world: False
+        """whether it takes a first step to know if others can train in this world"""
         self.why_closed: str | None = None
-        """why nobody can be admitted to the present world; the training thread sets it"""
+        """why nobody can be admitted to the present world, "" until that is known; the training thread sets it"""
 
     def enter(self, world: World) -> None:
         """This worker is a member of `world` from now on."""
-        self._world, self._admits, self._has_said_now = world, (), False
-        self._plan, self._num_failed_plans, self.why_closed = None, 0, None
+        self.why_closed = "" if self.is_tried_first(world) else None
+        self._plan, self._num_failed_plans, self._admits, self._has_said_now, self._world = None, 0, (), False, world
         self.keep_preparation(world)
 
     # --- in a step ----------------------------------------------------------------------------------------------------
@@ -229,6 +231,7 @@ class Joins:
 
     def follow_vote(self, world: World, vote: int) -> None:
         """After the commit of a step: `vote` is what rank 0 said in it. Never blocks."""
+        self.why_closed = self.why_closed or None
         if self._plan is not None:
             if vote == SOON and self._preparation is not None:
                 self._preparation.may_form = True
@@ -268,7 +271,7 @@ class Joins:
         ]
         nodes = self.admissible(world, nodes)
         if (why := self.why_closed) is not None:
-            for node in nodes:
+            for node in nodes if why else ():
                 self.news.tell_once(node, why)
             nodes = []
         back = [node for node in nodes if node[0].node in inside]  # to others of their nodes, which take no more room
@@ -287,9 +290,11 @@ class Joins:
         gone = [member for member in ready if member not in answering]
         self._job.drop(gone)
         admits = without_nodes_of(gone, ready)
-        if self._world is world and admits and self._can_prepare(world, admits):
+        if self._world is not world or self.why_closed is not None:  # by now
+            return
+        if admits and self._can_prepare(world, admits):
             self._prepare(world, admits)
-        elif self._world is world:
+        else:
             self._admits = admits
 
     def _room(self, world: World, wanted: int) -> int:

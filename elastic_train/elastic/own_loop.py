@@ -142,7 +142,7 @@ def run(
     except BaseException:
         stop.uninstall()
         raise
-    if code not in (0, UNSAVED) or stop.is_requested or not worker.state.is_finished:
+    if code not in (0, UNSAVED) or not worker.state.is_finished:
         sys.exit(code)  # with the handlers that there are: another signal would change the code of a process that ends
     stop.uninstall()
     return worker.state

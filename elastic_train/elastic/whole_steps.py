@@ -99,8 +99,7 @@ class WholeSteps:
     def prepare(self) -> Reduction:
         """Make the reduction, if there is none yet; every rank calls it."""
         if self._reduction is None:
-            is_alone = self._world.world_size == 1 and self._worker.launch.is_open
-            self._looks = is_alone and waits_for_all(self._worker.config)
+            self._looks = is_tried_first(self._worker, self._world)
             self._reduction = _make_reduction(self._worker, self._membership, self._world)
             if self._begin.handover is not None:
                 self._begin.handover.begin()
@@ -185,6 +184,13 @@ def batch_loss(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> 
     return task_loss(
         worker.task, seed=config.seed, precision=config.precision, device=worker.device, stand_in=stand_in, loss=loss
     )
+
+
+def is_tried_first(worker: Worker, world: World) -> bool:
+    """Whether a step that this worker does alone shows if it can be done with others: until then nobody is admitted."""
+    is_alone = world.world_size == 1 and worker.launch.is_open
+    trains = world.num_nodes >= world.min_nodes  # else it waits for others, without a step
+    return is_alone and trains and waits_for_all(worker.config)
 
 
 def waits_for_all(config: Config) -> bool:

@@ -63,6 +63,10 @@ class GroupSockets:
     touched while it still names the same socket. Listening ones are left alone: gloo aborts the process when its
     `accept` fails.
 
+    Groups that the code that is trained makes of some ranks are broken off with it, where they are gloo's: theirs are
+    the connections since then to a peer's host on which a send and a receive have a time limit. gloo sets both, and
+    nobody else here.
+
     A send of gloo's that meets a broken connection hangs (collectives.py). So that few do, only the reading ends, and
     the connection stays until `release`, or for KEEP_SECONDS, in which the others break off their own. Where all
     members are alive, votes end a world.
@@ -84,6 +88,8 @@ class GroupSockets:
         self._before: dict[int, str] | None = None
         self._sockets: dict[int, str] = {}
         self._of_store: frozenset[str] = frozenset()
+        self._of_others: frozenset[str] = frozenset()
+        """what was open when the group stood, and connections of groups that were formed ahead"""
         self._nccl: dist.ProcessGroup | None = None
         self._over: list[dist.ProcessGroup] = []
         self._kept: dict[str, socket.socket] = {}
@@ -160,14 +166,15 @@ class GroupSockets:
     def note_store(self, port: int) -> None:
         """Connections made so far to a store at this port are that of the group that is being made."""
         with self._lock:
-            self._of_store = frozenset(name for fd, name in self._present().items() if _port_there(fd, name) == port)
+            found = self._present().items()
+            self._of_store = frozenset(name for fd, name in found for _, there in _peer_of(fd, name) if there == port)
 
     def complete(self, nccl: dist.ProcessGroup | None = None) -> None:
         """The group stands, but for NCCL's part; what is opened from now on does not belong to it. `nccl` is it, if
         NCCL is in it."""
         with self._lock:
             self._sockets, self._before, self._nccl = self._present(), None, nccl
-            self.has_nccl = nccl is not None
+            self._of_others, self.has_nccl = frozenset(open_sockets().values()), nccl is not None
 
     def listening(self) -> list[Address]:
         """Where the group that stands may have been connected to here."""
@@ -194,7 +201,12 @@ class GroupSockets:
         self.release()
         with self._lock:
             self._sockets, self._before, self._shut_at, self._hangs = sockets, None, None, False
-            self.has_nccl = False
+            self._of_others, self.has_nccl = frozenset(open_sockets().values()), False
+
+    def spare(self, sockets: dict[int, str]) -> None:
+        """A group stands with these, beside the present one, that is to be installed later. From any thread."""
+        with self._lock:
+            self._of_others |= set(sockets.values())
 
     def forget(self, group: dist.ProcessGroup | None = None) -> None:
         """The group is over; torch does not know it any more."""
@@ -236,7 +248,7 @@ class GroupSockets:
             if self._nccl is not None:
                 self.abort(self._nccl)
                 self._nccl = None
-            for fd, name in self._present().items():
+            for fd, name in (self._of_groups_made_in_it() | self._present()).items():
                 with suppress(OSError):
                     connection = copy_of_socket(fd, name)
                     is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -279,6 +291,12 @@ class GroupSockets:
             return self._sockets
         return {fd: name for fd, name in open_sockets().items() if self._before.get(fd) != name}
 
+    def _of_groups_made_in_it(self) -> dict[int, str]:
+        hosts = {host for fd, name in self._sockets.items() for host, _ in _peer_of(fd, name)}
+        new = ((fd, name) for fd, name in open_sockets().items() if name not in self._of_others)
+        theirs = ((fd, name) for fd, name in new if any(host in hosts for host, _ in _peer_of(fd, name)))
+        return {fd: name for fd, name in theirs if _has_time_limits(fd, name)}
+
     def _close_all(self) -> None:
         for connection in self._kept.values():
             connection.close()
@@ -312,8 +330,17 @@ def connections_at(mine: Sequence[Address], theirs: Sequence[Address]) -> dict[i
     return found
 
 
-def _port_there(fd: int, name: str) -> int | None:
+def _has_time_limits(fd: int, name: str) -> bool:
+    with suppress(OSError), copy_of_socket(fd, name) as copy:
+        limits = (copy.getsockopt(socket.SOL_SOCKET, one, 16) for one in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO))
+        return all(map(any, limits))
+    return False
+
+
+def _peer_of(fd: int, name: str) -> list[Address]:
+    """Where a connection leads to; none where it is not by IP."""
     with suppress(OSError), copy_of_socket(fd, name) as copy:
         if copy.family in (socket.AF_INET, socket.AF_INET6):
-            return int(copy.getpeername()[1])
-    return None
+            host, port = copy.getpeername()[:2]
+            return [(str(host), int(port))]
+    return []

@@ -33,7 +33,8 @@ class KeptStep:
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         extras = tuple(extras)
-        self.buffers, self.updates = KeptBuffers(model), KeptUpdates(model, optimizer, extras)
+        self.buffers = KeptBuffers(model, extras)
+        self.updates = KeptUpdates(model, optimizer, extras, self.buffers)
         # A scaler adapts its scale to the gradients, and after a broken reduction these differ between the ranks.
         scalers = (one for one in (*extras, scaler) if isinstance(one, torch.amp.GradScaler) and one.is_enabled())
         self._scales: list[tuple[dict[str, Any], Remembered]] = [(vars(one), {}) for one in scalers]
@@ -47,32 +48,34 @@ class KeptStep:
 
     def put_back(self) -> bool:
         """It is again what it was when the step in hand began. Returns whether that includes what optimizers change."""
-        self.buffers.put_back()
+        self.buffers.put_back()  # first: those of the extras have the form again in which they can be loaded
         for held, kept in self._scales:
             _put_back(held, kept)
         return self.updates.put_back()
 
 
 class KeptBuffers:
-    """What forward passes change in a model, BatchNorm's statistics, as it was when a step began.
+    """What forward passes change in the model and in modules among the extras, BatchNorm's statistics, as it was when a
+    step began.
 
     For the thread that trains; `put_into` also for one that has acquired the state's lock.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, extras: Iterable[Any] = ()) -> None:
+        self._modules = [model, *(extra for extra in extras if isinstance(extra, nn.Module))]
         self._kept: list[tuple[Buffers, Remembered]] | None = None
         self.made_with_nan = {
             name
             for name, buffer in model.named_buffers(remove_duplicate=False)
             if not is_lazy(buffer) and has_nan(buffer)
         }
-        """their names: it is there by design, while that in others is damage, as in weights"""
+        """names of the model's: it is there by design, while that in others is damage, as in weights"""
 
     def keep(self) -> None:
         """A step begins."""
         if self._kept is None:  # once, because walking through a large model costs more than many a step
-            self._kept = [(layer._buffers, {}) for layer in self._model.modules() if layer._buffers]
+            layers = {layer: None for module in self._modules for layer in module.modules() if layer._buffers}
+            self._kept = [(layer._buffers, {}) for layer in layers]
         if self._kept:
             with torch.no_grad():
                 _remember(self._kept)
@@ -83,14 +86,19 @@ class KeptBuffers:
             for buffers, kept in self._kept or ():
                 _put_back(buffers, kept)
 
-    def put_into(self, model_state: dict[str, Any]) -> None:
-        """The same in the model's state dict: what the step in hand does to the model meanwhile does not show there."""
+    def put_into(self, module: Any, module_state: dict[str, Any]) -> None:
+        """The same in the state dict of one of them (in another's nothing): what the step in hand does to it meanwhile
+        does not show there."""
+        if not isinstance(module, nn.Module):
+            return
         found = {id(buffers): kept for buffers, kept in self._kept or ()}
-        for place, layer in self._model.named_modules(remove_duplicate=False):
+        for place, layer in module.named_modules(remove_duplicate=False):
             for name, (_, copy) in found.get(id(layer._buffers), {}).items():
                 key = f"{place}.{name}" if place else name
-                if copy is not None and key in model_state:
-                    model_state[key] = copy
+                if copy is None:
+                    module_state.pop(key, None)
+                elif key in module_state:
+                    module_state[key] = copy
 
 
 class KeptUpdates:
@@ -99,11 +107,16 @@ class KeptUpdates:
     all that, in every such step; the first in which one steps again has none.
 
     For the thread that trains, or one that has acquired the state's lock.
+
+    Args:
+        buffers: keep those of the extras; a forward pass may have changed them when the copy is made.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, extras: Iterable[Any]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, extras: Iterable[Any], buffers: KeptBuffers
+    ) -> None:
         own = torch.amp.GradScaler | AveragedWeights  # kept by `KeptStep`; changed at the commit
-        self._model = model
+        self._model, self._buffers = model, buffers
         self._parts = [optimizer, *(extra for extra in extras if not isinstance(extra, own))]
         self.optimizers = [part for part in self._parts if isinstance(part, torch.optim.Optimizer)]
         self.is_needed = len(self.optimizers) > 1
@@ -163,8 +176,11 @@ class KeptUpdates:
         # Parameters of modules that are no extra are kept, too.
         owned = (one for optimizer in self.optimizers for one in parameters_of(optimizer))
         self._parameters = list({id(one): one for one in (*self._model.parameters(), *owned)}.values())
+        states = [part.state_dict() for part in self._parts]
+        for part, state in zip(self._parts, states, strict=True):
+            self._buffers.put_into(part, state)
         with torch.no_grad():
-            self._last = _copy([self._parameters, [part.state_dict() for part in self._parts]], self._last)
+            self._last = _copy([self._parameters, states], self._last)
         self.are_kept = True
 
     def put_back(self) -> bool:
@@ -179,7 +195,7 @@ class KeptUpdates:
                 parameter.copy_(value)
         try:
             for part, state in zip(self._parts, states, strict=True):
-                part.load_state_dict(state)
+                load_part(part, state)
         except (KeyError, RuntimeError, TypeError, ValueError):
             return False
         return True
@@ -188,6 +204,31 @@ class KeptUpdates:
         """Of the copy, and its memory. `is_needed` from the next step on, where a state is taken over that needs it."""
         self._last, self.are_kept = None, False
         self.is_needed |= is_needed
+
+
+def load_part(part: Any, state: Mapping[str, Any]) -> None:
+    """As `part.load_state_dict(state)`, and of an optimizer bit by bit: torch rounds what belongs to a parameter to its
+    dtype, moments and master weights in float32 to bfloat16. May keep the tensors that it is given."""
+    part.load_state_dict(state)
+    if not isinstance(part, torch.optim.Optimizer):
+        return
+    numbers = (number for group in state.get("param_groups", ()) for number in group.get("params", ()))
+    given = state.get("state", {})
+    for number, parameter in zip(numbers, parameters_of(part), strict=False):  # one that overrides may have others
+        _as_given(part.state.get(parameter), given.get(number))
+
+
+def _as_given(loaded: Any, given: Any) -> Any:
+    """`loaded`, where a tensor has got another dtype than it was `given`, as it was given."""
+    if isinstance(loaded, torch.Tensor) and isinstance(given, torch.Tensor):
+        is_cast = loaded.dtype != given.dtype and loaded.shape == given.shape
+        return given.to(loaded.device) if is_cast else loaded
+    if isinstance(loaded, dict) and isinstance(given, Mapping):
+        for key in loaded.keys() & given.keys() - {"step"}:  # which torch leaves alone, or knows why
+            loaded[key] = _as_given(loaded[key], given[key])
+    elif type(loaded) in (list, tuple) and type(given) in (list, tuple) and len(loaded) == len(given):
+        return type(loaded)(map(_as_given, loaded, given))
+    return loaded
 
 
 def has_nan(tensor: torch.Tensor) -> bool:
@@ -224,12 +265,12 @@ def _remember(found: Iterable[tuple[Buffers, Remembered]]) -> None:
     for buffers, kept in found:
         for name, buffer in buffers.items():
             last, copy = kept.get(name, (None, None))
-            if buffer is last and buffer is not None and copy is not None:
+            if buffer is not None and buffer is last and copy is not None:
                 copies, sources = again.setdefault((buffer.device, buffer.dtype, buffer.layout), ([], []))
                 copies.append(copy)
                 sources.append(buffer)
             else:  # a forward pass may put another tensor in its place, of another size perhaps
-                kept[name] = (buffer, None if buffer is None else buffer.detach().clone())
+                kept[name] = (buffer, _copy(buffer, copy))
     for (_, _, layout), (copies, sources) in again.items():
         if layout is torch.strided:
             torch._foreach_copy_(copies, sources)  # on a GPU each copy of its own costs more than many a layer

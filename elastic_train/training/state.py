@@ -14,7 +14,7 @@ from torch import nn
 from elastic_train.branches import Branches, branches_of
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.kept import Arguments, KeptStep
+from elastic_train.training.kept import Arguments, KeptStep, load_part
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.sampler import steps_per_epoch
 from elastic_train.training.state_lock import StateLock, StepStart
@@ -205,9 +205,11 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """What `torch.load(weights_only=True)` can read; of a step that has begun nothing, until the optimizer's."""
-        model = self.model.state_dict()
+        model, extras = self.model.state_dict(), {name: extra.state_dict() for name, extra in self.extras.items()}
         if self.is_step_open:
-            self.kept.buffers.put_into(model)
+            self.kept.buffers.put_into(self.model, model)
+            for name, extra in self.extras.items():
+                self.kept.buffers.put_into(extra, extras[name])
         return {
             "model": model,
             "optimizer": self.optimizer.state_dict(),
@@ -217,7 +219,7 @@ class TrainState:
                 "last_step": self.last_step,
             },
             "scaler": self.scaler.state_dict() if self.scaler else None,
-            "extras": {name: extra.state_dict() for name, extra in self.extras.items()},
+            "extras": extras,
             "position": {"epoch": self.epoch, "step": self.step, "samples_done": self.samples_done},
             "run": {
                 "uid": self.run_uid,
@@ -256,12 +258,12 @@ class TrainState:
             loaded = {"state": loaded["state"], "param_groups": self.optimizer.state_dict()["param_groups"]}
         self._base_lrs = list(state["schedule"]["base_lrs"]) if is_peers else self._base_lrs
         self.optimizer.state.clear()  # before the new one is made: on a GPU there may be no room for both
-        self.optimizer.load_state_dict(loaded)
+        load_part(self.optimizer, loaded)
         extras = state.get("extras", {})
         if self.averaged is not None:  # a new one's copy is of weights that were never trained
             extras = {"ema": state["model"], **extras}
         for name in self.extras.keys() & extras.keys():
-            self.extras[name].load_state_dict(extras[name])
+            load_part(self.extras[name], extras[name])
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         position, run = state["position"], state["run"]

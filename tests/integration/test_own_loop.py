@@ -259,6 +259,7 @@ def test_a_stop_that_comes_with_the_last_step_finishes(cluster: Cluster) -> None
     (node,) = start_script(cluster, 1, fault)
     cluster.finish([node])
     assert result(cluster.path / "run-1")["step"] == 35
+    assert "back at step 35" in node.text(), "what follows run() in the script is run"
     assert outcomes(cluster.path / "run-1") == ["finished"]
 
 

@@ -167,6 +167,9 @@ def test_with_loader_processes_no_sample_is_read_in_the_process_that_trains(clus
 
 
 PARTLY_USED = """
+import time
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -184,6 +187,13 @@ class PartlyUsed(Task):
 
     def train_dataset(self):
         return TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torch.long))
+
+
+class Late(PartlyUsed):
+    def loss(self, module, batch):
+        while not Path("go").exists():
+            time.sleep(0.01)
+        return super().loss(module, batch)
 """
 
 
@@ -204,3 +214,21 @@ def test_a_model_with_unused_parameters_trains_alone_and_a_second_node_waits(clu
         node.signal(signal.SIGTERM)
         cluster.finish([node], code=1)
     check_steps(cluster.run_dir, last_step(cluster.run_dir))
+
+
+@pytest.mark.slow
+def test_a_second_node_that_comes_before_the_first_step_waits_as_well(cluster: Cluster) -> None:
+    (cluster.path / "mine.py").write_text(PARTLY_USED)
+    flags = ("--task", "mine:Late", "--global-batch-size", "16", "--epochs", "1000000", "--eval-every", "1000000")
+    [first] = cluster.start(*flags, nnodes="1:2")
+    wait_until(lambda: worlds(cluster.run_dir) == [(0, 1)], "world of one")
+    [second] = cluster.start(*flags, nnodes="1:2")
+    # It says so after 10 s: by then it would have been chosen.
+    wait_until(lambda: "waiting to be admitted" in second.text(), "newcomer", 60.0)
+    (cluster.path / "go").touch()
+    wait_until(lambda: "elastic_train: 2 parameters (unused.weight" in second.text(), "reason", 60.0)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+    assert worlds(cluster.run_dir) == [(0, 1)]
+    for node in (second, first):
+        node.signal(signal.SIGTERM)
+        cluster.finish([node], code=1)

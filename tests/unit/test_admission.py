@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from elastic_train.config import Config
 from elastic_train.elastic import joins
 from elastic_train.elastic.barriers import Surroundings
 from elastic_train.elastic.joins import SETTLE_SECONDS
 from elastic_train.elastic.membership import Membership
+from elastic_train.elastic.whole_steps import is_tried_first
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.plan import Plan
 from elastic_train.rules import NOW
@@ -147,3 +149,63 @@ def test_nobody_is_admitted_to_a_world_that_nobody_could_train_in_and_who_waits_
         here.joins.consider(world)
         clock.now += 2 * SETTLE_SECONDS
     assert [one.uid for one in here.joins._admits] == ["uid1"]
+
+
+def test_until_a_world_of_one_has_done_a_step_whoever_comes_waits_and_is_told_nothing() -> None:
+    """Only that step shows whether another one could train in it."""
+    here, clock, world = newcomers(member(1), agreement={})
+    told: list[str] = []
+    here.joins.news.tell = lambda _node, why: told.append(why)  # type: ignore[method-assign]
+
+    def look_for_long() -> None:
+        for _ in range(3):
+            here.joins.consider(world)
+            clock.now += 2 * SETTLE_SECONDS
+
+    here.joins.is_tried_first = lambda entered: entered is world
+    here.joins.enter(world)
+    look_for_long()
+    assert here.joins.vote() == 0
+    here.joins.why_closed = "a parameter got no gradient"  # found in its first step, before the commit
+    here.joins.follow_vote(world, 0)
+    look_for_long()
+    assert (here.joins.vote(), told) == (0, ["a parameter got no gradient"])
+    here.joins.enter(world)
+    look_for_long()
+    here.joins.follow_vote(world, 0)
+    look_for_long()
+    assert here.joins.vote() == NOW
+
+
+def test_nobody_is_admitted_where_that_is_found_out_while_they_are_asked_to_answer() -> None:
+    here, clock, world = newcomers(member(1), agreement={})
+
+    def answering(members: tuple[Member, ...]) -> tuple[Member, ...]:
+        here.joins.why_closed = "a parameter got no gradient"
+        return members
+
+    here.joins._answering = answering
+    here.joins.consider(world)
+    clock.now += 2 * SETTLE_SECONDS
+    here.joins.consider(world)
+    assert here.joins.vote() == 0
+
+
+@pytest.mark.parametrize(
+    ("members", "flags", "is_open", "is_tried"),
+    [
+        ((member(0),), {}, True, True),
+        ((member(0),), {}, False, False),
+        ((member(0), member(1)), {}, True, False),
+        ((replace(member(0), min_nodes=2),), {}, True, False),
+        ((member(0),), {"find_unused_parameters": True}, True, False),
+        ((member(0),), {"static_graph": True}, True, False),
+        ((member(0),), {"reduction": "ordered"}, True, False),
+    ],
+    ids=["alone", "a fixed world", "two", "it waits for a second node", "flag", "static", "ordered"],
+)
+def test_which_world_has_to_try_first(
+    members: tuple[Member, ...], flags: dict[str, Any], is_open: bool, is_tried: bool
+) -> None:
+    worker: Any = SimpleNamespace(config=Config(**flags), launch=SimpleNamespace(is_open=is_open))
+    assert is_tried_first(worker, World(0, 0, members)) is is_tried

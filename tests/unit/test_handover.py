@@ -117,6 +117,18 @@ def test_what_a_forward_pass_changes_is_that_of_the_commit() -> None:
     assert taker.step == 0
 
 
+def test_so_is_that_of_a_module_among_the_extras() -> None:
+    torch.manual_seed(0)
+    model, norm = nn.Linear(4, 2), nn.BatchNorm1d(2)
+    optimizer = torch.optim.SGD([*model.parameters(), *norm.parameters()], lr=0.1)
+    giver = TrainState(model, optimizer, length=8, global_batch_size=4, epochs=2, extras={"norm": norm})
+    skeleton, tensors = take_apart(giver)
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    norm(model(torch.randn(4, 4)))
+    arrived = put_together(skeleton, tensors)["extras"]["norm"]
+    torch.testing.assert_close(dict(arrived), before, rtol=0, atol=0)
+
+
 def test_large_tensors_are_not_copied_and_a_tied_one_is_sent_once() -> None:
     giver = make_state(1, steps=1)
     _, tensors = take_apart(giver)

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -47,9 +48,9 @@ from tests.unit.test_liveness import make_member
 # --- which sockets are shut -------------------------------------------------------------------------------------------
 
 
-def connection() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        client = socket.create_connection(server.getsockname())
+def connection(host: str = "127.0.0.1") -> tuple[socket.socket, socket.socket]:
+    with socket.create_server((host, 0)) as server:
+        client = socket.create_connection(server.getsockname(), source_address=(host, 0))
         accepted, _ = server.accept()
     return client, accepted
 
@@ -156,6 +157,41 @@ def test_what_other_threads_open_meanwhile_is_spared(keep: list[socket.socket]) 
     group_store = keep[len(servers)]
     assert [is_open(end) for end in (group_store, *ends)] == [False, False, True, True, False, False]
     sockets.release()
+
+
+def limited(ends: tuple[socket.socket, socket.socket], *options: int) -> tuple[socket.socket, socket.socket]:
+    """With a time limit for each of these options."""
+    for end in ends:
+        for option in options:
+            end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 1800, 0))
+    return ends
+
+
+@pytest.mark.parametrize("is_formed_ahead", [False, True])
+def test_groups_that_the_trained_code_makes_are_shut_as_well(is_formed_ahead: bool, keep: list[socket.socket]) -> None:
+    """They are told from all else by the limits that gloo sets; one that is formed for the next world is none."""
+    both = (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)
+    sockets, earlier = GroupSockets(), limited(connection(), *both)
+    sockets.begin()
+    groups = connection()
+    if is_formed_ahead:
+        sockets.take({end.fileno(): os.readlink(f"/proc/self/fd/{end.fileno()}") for end in groups})
+    else:
+        sockets.complete()
+    before = open_sockets()
+    ahead = limited(connection(), *both)
+    sockets.spare({fd: name for fd, name in open_sockets().items() if before.get(fd) != name})
+    theirs, plain, half = limited(connection(), *both), connection(), limited(connection(), socket.SO_RCVTIMEO)
+    elsewhere = limited(connection("127.0.0.2"), *both)  # a database's, say
+    keep += [*earlier, *groups, *ahead, *theirs, *plain, *half, *elsewhere]
+    sockets.shut()
+    told = [all(map(is_open, ends)) for ends in (groups, theirs, earlier, ahead, plain, half, elsewhere)]
+    assert told == [False, False, True, True, True, True, True]
+    sockets.forget()
+    later = limited(connection(), *both)
+    keep += later
+    sockets.shut()
+    assert all(map(is_open, later)), "there is no group"
 
 
 def test_where_a_peer_s_connection_is_not_found_all_are_shut(keep: list[socket.socket]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import struct
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_train.elastic.loading import load
 from elastic_train.elastic.trainer import begin_scalers_anew
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.averaging import AveragedWeights
@@ -202,6 +204,92 @@ class TestRoundTrip:
             make_state().load_state_dict(saved)
 
 
+class Masters(torch.optim.Optimizer):
+    """Weights of bfloat16, and beside each what must not be rounded to that, as users' optimizers keep it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                held = self.state[parameter]
+                if not held:
+                    held["step"] = torch.zeros(())
+                    held["seen"] = torch.zeros((), dtype=torch.int64)
+                    held["master"] = parameter.float()
+                    held["moments"] = [torch.zeros_like(held["master"]), {"second": torch.zeros_like(held["master"])}]
+                first, second = held["moments"][0], held["moments"][1]["second"]
+                held["step"] += 1
+                held["seen"] += 2**24 + 1  # no float32 has it
+                gradient = parameter.grad.float()
+                first.lerp_(gradient, 0.1)
+                second.lerp_(gradient.square(), 0.1)
+                held["master"] -= group["lr"] * first / (second.sqrt() + 1e-8)
+                parameter.copy_(held["master"])
+
+
+class Mixed:
+    """A run in bfloat16, whose second optimizer is among the extras."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model, self.head = nn.Linear(4, 3).bfloat16(), nn.Linear(3, 2).bfloat16()
+        self.head_optimizer = Masters(self.head.parameters())
+        self.state = TrainState(
+            self.model, Masters(self.model.parameters()), length=64, global_batch_size=8, epochs=9,
+            extras={"head": self.head, "head_optimizer": self.head_optimizer},
+        )  # fmt: skip
+
+    def step(self, *, is_committed: bool = True) -> None:
+        self.state.remember()
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(self.state.step)).bfloat16()
+        self.head(self.model(inputs)).square().mean().backward()
+        for optimizer in (self.state.optimizer, self.head_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        if is_committed:
+            self.state.commit(0.0)
+
+    def numbers(self) -> dict[str, Any]:
+        state = self.state.state_dict()
+        return copy.deepcopy({name: state[name] for name in ("model", "optimizer", "extras")})
+
+
+def check_same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)  # dtypes, too
+
+
+class TestOptimizerStateOfAnotherDtype:
+    """torch's `Optimizer.load_state_dict` would round it to the parameter's."""
+
+    def test_a_step_taken_back(self) -> None:
+        run, other = Mixed(), Mixed()
+        for each in (run, other):
+            for _ in range(3):
+                each.step()
+        before = run.numbers()
+        run.step(is_committed=False)
+        assert run.state.rollback()
+        check_same_bits(run.numbers(), before)
+        for each in (run, other):
+            each.step()
+        check_same_bits(run.numbers(), other.numbers())
+
+    @pytest.mark.parametrize("is_peers", [False, True], ids=["restore", "join"])
+    def test_taken_over(self, is_peers: bool) -> None:
+        run, other = Mixed(), Mixed(seed=1)
+        for _ in range(3):
+            run.step()
+        loaded = deserialize_state(serialize_state(run.state.state_dict()))
+        load(other.state, loaded, "the state", is_peers=is_peers)
+        check_same_bits(other.numbers(), run.numbers())
+        for each in (run, other):
+            each.step()
+        check_same_bits(other.numbers(), run.numbers())
+
+
 class Counting(nn.Module):
     """Puts new tensors in its buffers' places, as many do."""
 
@@ -256,6 +344,81 @@ class TestRollback:
             assert state.rollback()
             assert model.seen.item() == 5 * done
             assert torch.equal(model.rows, rows)
+
+
+class Head(nn.Module):
+    """Statistics, in place and replaced, outside of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.counting = nn.BatchNorm1d(2), Counting()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.counting(self.norm(inputs)[:, :1])  # type: ignore[no-any-return]
+
+
+class TestModulesAmongTheExtras:
+    def make(self, *, is_lbfgs: bool = False) -> tuple[TrainState, nn.Module]:
+        """A model and a head, with one optimizer for both."""
+        torch.manual_seed(0)
+        model, head = nn.Linear(4, 2), Head()
+        parameters = [*model.parameters(), *head.parameters()]
+        optimizer = torch.optim.LBFGS(parameters, lr=0.1) if is_lbfgs else torch.optim.SGD(parameters, lr=0.1)
+        return TrainState(model, optimizer, length=64, global_batch_size=8, epochs=9, extras={"head": head}), head
+
+    def forward(self, state: TrainState, head: nn.Module) -> torch.Tensor:
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(state.step))
+        return head(state.model(inputs)).square().mean()  # type: ignore[no-any-return]
+
+    def numbers(self, head: nn.Module) -> dict[str, Any]:
+        return copy.deepcopy(dict(head.state_dict()))
+
+    def test_their_statistics_are_those_of_the_last_commit(self) -> None:
+        state, head = self.make()
+        for _ in range(2):
+            before = self.numbers(head)
+            state.remember()
+            self.forward(state, head).backward()
+            assert not torch.equal(head.state_dict()["norm.running_mean"], before["norm.running_mean"])
+            saved = state.state_dict()["extras"]["head"]
+            check_same_bits(dict(saved), before)  # a late stop, in the middle of the step
+            assert state.rollback()
+            check_same_bits(self.numbers(head), before)
+            state.remember()
+            self.forward(state, head).backward()
+            state.optimizer.step()
+            state.commit(0.0)
+
+    def test_where_a_closure_has_all_copied_later_in_the_step(self) -> None:
+        state, head = self.make(is_lbfgs=True)
+        before = self.numbers(head)
+        state.remember()
+        self.forward(state, head)  # changes the statistics before the optimizer's step, in which all is copied
+
+        def closure() -> torch.Tensor:
+            state.optimizer.zero_grad()
+            loss = self.forward(state, head)
+            loss.backward()
+            return loss
+
+        state.optimizer.step(closure)
+        assert state.kept.updates.are_kept
+        assert state.rollback()
+        assert state.is_whole
+        check_same_bits(self.numbers(head), before)
+
+    def test_an_overflow_leaves_no_trace_in_them(self) -> None:
+        state, head = self.make()
+        state.scaler = torch.amp.GradScaler("cpu")
+        before = self.numbers(head)
+
+        class Overflowing:
+            def run(self, _share: object, _loss: object, scale: Any, votes: object) -> StepTotals:
+                scale(head(torch.full((4, 2), torch.inf)).sum()).backward()
+                return StepTotals(float("inf"), (0, 0, 0))
+
+        train_step(state, [], Overflowing(), lambda *_: torch.zeros(()), (0, 0, 0))
+        check_same_bits(self.numbers(head), before)
 
 
 def test_buffers_that_are_made_with_nan_are_known_whatever_becomes_of_others() -> None:
