@@ -270,6 +270,12 @@ def suspended_until_others_go_on(founders: int, trains_with: int) -> Plan:
     return replace(made, grace=3.0)
 
 
+def frozen_before_it_takes_an_answer(frozen_at: float) -> Plan:
+    """One of two wakes where the store is away, and finds an answer of the time before."""
+    faults = ((frozen_at, "freeze", 0), (1.0, "lose_store", (0,)), (9.0, "thaw", 0))
+    return replace(plan(2, *faults, recovers_at=13.0), grace=3.0)
+
+
 def two_plans_for_one_newcomer() -> Plan:
     """Two of seven are cut off, and the others' directory is silent; so the plan to take the two back is written while
     the world that it follows breaks, and they are invited by it after they were by that of the next world."""

@@ -242,6 +242,13 @@ def test_who_was_suspended_learns_that_others_have_gone_on(founders: int, trains
     assert len(simulation.living) == founders + 2
 
 
+@pytest.mark.parametrize("frozen_at", [0.510, 0.512, 0.514, 0.516])
+def test_an_answer_counts_from_when_it_came(frozen_at: float) -> None:
+    """Not from when the frozen process takes it: the store has been away for its whole grace when it ends."""
+    simulation = run(directed.frozen_before_it_takes_an_answer(frozen_at))
+    assert simulation.workers[0].process.ending == "error"
+
+
 def test_nobody_is_invited_to_follow_a_world_that_is_over() -> None:
     run(directed.two_plans_for_one_newcomer())
 
