@@ -135,6 +135,8 @@ class CentralJob:
         self._mine: Waiting | None = None
         self._is_queued = self._is_beginning = False
         self._uid = ""
+        self._left_behind = ""
+        """uid of the world from which others have gone on without this worker"""
         self._count = 0
         self.is_first = store.get(f"{prefix}/start/next") is None
 
@@ -297,6 +299,9 @@ class CentralJob:
     def seconds_to_wait(self, world: World, answered: Mapping[str, float]) -> float:
         return 0.0
 
+    def is_left_behind(self, world: World) -> bool:
+        return self._left_behind == world.uid
+
     # --- its thread and its end ---------------------------------------------------------------------------------------
 
     def tend(self, world: World | None, *, is_spokesman: bool, headless: World | None = None) -> None:
@@ -305,6 +310,11 @@ class CentralJob:
             self._count += 1
             store.put(f"{self._prefix}/heartbeat/{self._uid}", str(self._count))
         if world is None or not is_spokesman:
+            return
+        following = store.get(self._key(world, "next"))
+        # Where all in a world are suspended for long, those in the queue go on. One that wakes alone misses nobody.
+        if following and Decision.from_json(following).world_for(world.me.uid, world, None) is None:
+            self._left_behind = world.uid
             return
         self._leftovers.remove(store, world)
 

@@ -208,6 +208,9 @@ class Job(Protocol):
             answered: seconds since this member last answered a ping of each uid.
         """
 
+    def is_left_behind(self, world: World) -> bool:
+        """Whether others have gone on from `world` without this member, its rank 0, as `tend` has seen. At once."""
+
     # --- its thread and its end ---------------------------------------------------------------------------------------
 
     def tend(self, world: World | None, *, is_spokesman: bool, headless: World | None = None) -> None:

@@ -315,6 +315,9 @@ class PeerJob:
         left_out = self._known.left_out(world)
         return max((self._peer_timeout - answered.get(uid, math.inf) for uid in left_out), default=0.0)
 
+    def is_left_behind(self, world: World) -> bool:
+        return False  # it takes votes of its members, who break it off
+
     # --- its thread and its end ---------------------------------------------------------------------------------------
 
     def tend(self, world: World | None, *, is_spokesman: bool, headless: World | None = None) -> None:

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from elastic_train.branches import BRANCH, Branch
-from elastic_train.errors import FormationFailed
+from elastic_train.errors import FormationFailed, StoreUnreachable
 from elastic_train.protocol import known_worlds
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.job import Admitted, Denied, Job, KnownMembers, Place
@@ -191,6 +192,32 @@ def test_who_is_left_out_learns_it(form: Form) -> None:
     assert isinstance(found, Decided)
     assert found.decision == decision
     assert found.decision.world_for(worlds[2].me.uid, worlds[2], None) is None
+
+
+@pytest.mark.parametrize("name", ["CentralInMemory", "CentralOnEtcd"])
+def test_rank_0_sees_that_others_have_gone_on_without_it(name: str, request: pytest.FixtureRequest) -> None:
+    """It was suspended, and trains on; not so where what follows has it inside, and its world is about to end."""
+    form = FORMS[name](request)
+    jobs, worlds = begin(form)
+    decision = agree(form, jobs, worlds, [0, 1, 2])
+
+    def look() -> bool:
+        with suppress(StoreUnreachable):  # on a busy machine etcd takes its time
+            jobs[0].tend(worlds[0], is_spokesman=True)
+            return True
+        return False
+
+    assert eventually(form, look)
+    assert not jobs[0].is_left_behind(worlds[0])
+    following = [decision.world_for(world.me.uid, world, None) for world in worlds]
+    worlds = [world for world in following if world is not None]
+    for job, world in zip(jobs, worlds, strict=True):
+        job.enter(world, decision.facts, decision)
+    agree(form, jobs, worlds, [1, 2], {0: Liveness.UNKNOWN})
+    assert not jobs[0].is_left_behind(worlds[0]), "it has not looked"
+    assert eventually(form, look)
+    assert jobs[0].is_left_behind(worlds[0])
+    form.close()
 
 
 def test_who_comes_back_does_not_wait_in_its_own_queue() -> None:

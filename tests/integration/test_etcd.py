@@ -291,6 +291,25 @@ def test_the_only_worker_freezes_and_another_start_takes_its_place(cluster: Clus
 
 
 @pytest.mark.slow
+def test_the_only_worker_freezes_and_one_that_waits_takes_its_place(cluster: Cluster) -> None:
+    """The job is the same, and has gone on: who wakes up learns it from what follows its world, before it saves."""
+    flags = (*ENDLESS, "--max-steps", "1800", "--snapshot-every", "400")
+    nodes = [cluster.start(*flags, nnodes="1:1", conf="grace=5")[0]]
+    wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events", PATIENCE)
+    wait_for_step(cluster.run_dir, 40, PATIENCE)
+    nodes += cluster.start(*flags, nnodes="1:1", conf="grace=5")
+    wait_until(lambda: "this one waits for a place" in nodes[1].text(), "word", PATIENCE)
+    wait_for_step(cluster.run_dir, 400 * (last_step(cluster.run_dir) // 400 + 1) + 20, PATIENCE)
+    frozen = nodes[0].workers()[0]
+    frozen.send_signal(signal.SIGSTOP)
+    wait_until(lambda: len(worlds(cluster.run_dir)) == 2, "world of the other", PATIENCE)
+    frozen.send_signal(signal.SIGCONT)
+    cluster.finish(nodes)
+    assert "the others went on as generation 1 without this worker" in nodes[0].text()
+    assert "nothing left to do" in nodes[0].text()
+
+
+@pytest.mark.slow
 def test_a_job_behind_tls_and_a_password(cluster: Cluster, tmp_path: Path) -> None:
     """Mutual TLS, a user whose role allows one prefix, and a password that no process list shows."""
     path = tmp_path / "secure"

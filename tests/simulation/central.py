@@ -263,8 +263,8 @@ class CentralClient:
             timeout = max(0.05, min(self._attempt_seconds, give_up_at - process.clock()))
             outcome = self._attempt(timeout, execute, arguments)
             if outcome:
-                process.store_answered_at = process.kernel.now  # type: ignore[attr-defined]
-                found, revision = outcome[0]
+                found, revision, came_at = outcome[0]
+                process.store_answered_at = max(process.store_answered_at, came_at)  # type: ignore[attr-defined]
                 if isinstance(found, LeftOut):
                     raise LeftOut(str(found))
                 self._mirror.must_have(revision)
@@ -282,7 +282,7 @@ class CentralClient:
         outcome: list[Any] = []
 
         def finish(found: Any) -> None:
-            outcome.append(found)
+            outcome.append((*found, kernel.now))  # a frozen process takes it later
             task.wake()
 
         def arrive() -> None:

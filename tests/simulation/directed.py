@@ -263,6 +263,19 @@ def two_that_cannot_hear_each_other(seed: int, grace: float | None) -> Plan:
     return replace(made, grace=grace)
 
 
+def suspended_until_others_go_on(founders: int, trains_with: int) -> Plan:
+    """All who train, or wait for more nodes, are frozen while two wait in the queue, for so long that those go on."""
+    frozen = [(0.1, "freeze", index) for index in range(founders)]
+    made = plan(founders + 2, *frozen, recovers_at=13.0, founders=founders, min_nodes=1, trains_with=trains_with)
+    return replace(made, grace=3.0)
+
+
+def frozen_before_it_takes_an_answer(frozen_at: float) -> Plan:
+    """One of two wakes where the store is away, and finds an answer of the time before."""
+    faults = ((frozen_at, "freeze", 0), (1.0, "lose_store", (0,)), (9.0, "thaw", 0))
+    return replace(plan(2, *faults, recovers_at=13.0), grace=3.0)
+
+
 def two_plans_for_one_newcomer() -> Plan:
     """Two of seven are cut off, and the others' directory is silent; so the plan to take the two back is written while
     the world that it follows breaks, and they are invited by it after they were by that of the next world."""

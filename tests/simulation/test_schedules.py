@@ -232,6 +232,23 @@ def test_of_two_that_cannot_hear_each_other_one_goes(seed: int, grace: float | N
     assert last_steps(run(directed.two_that_cannot_hear_each_other(seed, grace)))["h0"] > 50
 
 
+@pytest.mark.parametrize("trains_with", [1, 2], ids=["trains", "waits for nodes"])
+@pytest.mark.parametrize("founders", [1, 2], ids=["alone", "both"])
+def test_who_was_suspended_learns_that_others_have_gone_on(founders: int, trains_with: int) -> None:
+    """Nobody is in the queue any more by whom it would, and the store answers it as if nothing had been."""
+    simulation = run(directed.suspended_until_others_go_on(founders, trains_with))
+    assert [worker.process.ending for worker in simulation.workers[:founders]] == ["left_out"] * founders
+    assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
+    assert len(simulation.living) == founders + 2
+
+
+@pytest.mark.parametrize("frozen_at", [0.510, 0.512, 0.514, 0.516])
+def test_an_answer_counts_from_when_it_came(frozen_at: float) -> None:
+    """Not from when the frozen process takes it: the store has been away for its whole grace when it ends."""
+    simulation = run(directed.frozen_before_it_takes_an_answer(frozen_at))
+    assert simulation.workers[0].process.ending == "error"
+
+
 def test_nobody_is_invited_to_follow_a_world_that_is_over() -> None:
     run(directed.two_plans_for_one_newcomer())
 
