@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,10 +12,10 @@ from elastic_train.elastic.next_world import REPORT_SECONDS, WHY_IT_WAITS, Queue
 from elastic_train.errors import FormationFailed, JobFinished, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.job import Admitted, Job, Over
-from elastic_train.protocol.join_queue import Waiting, ready_nodes, without_nodes_of
+from elastic_train.protocol.join_queue import Waiting, fitting_nodes, ready_nodes, without_nodes_of
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.protocol.plan import HERE_SECONDS, Plan, Preparation, mark
-from elastic_train.rules import NOW, SOON, Activity, common_backend, disagreement, next_generation
+from elastic_train.rules import NOW, SOON, Activity, common_backend, next_generation
 from elastic_train.world import Member, World
 
 QUEUE_POLL_SECONDS = 0.03
@@ -267,14 +266,8 @@ class Joins:
         self._job.drop(self._absent)  # until they come again
         self._absent = ()
         inside = {member.node for member in world.members}
-        text = self._facts.get("agreement")
-        reference = None if text is None else json.loads(text)
-        nodes = [
-            node
-            for node in ready_nodes(self._job.queue(), world.members)
-            if reference is None or all(disagreement(one.agreement, reference) is None for one in node)
-        ]
-        nodes = self.admissible(world, nodes)
+        ready_now = ready_nodes(self._job.queue(), world.members)
+        nodes = self.admissible(world, fitting_nodes(ready_now, self._facts.get("agreement")))
         if (why := self.why_closed) is not None:
             for node in nodes if why else ():
                 self.news.tell_once(node, why)

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from elastic_train.errors import FormationFailed, StoreUnreachable
 from elastic_train.protocol.store import Clients, KeyValueStore
+from elastic_train.rules import disagreement
 from elastic_train.world import Address, Member, World
 
 
@@ -65,6 +66,14 @@ def ready_nodes(waiting: Iterable[Waiting], inside: Collection[Member]) -> list[
         for node, workers in nodes.items()
         if len(workers.keys() | there.get(node, set())) == next(iter(workers.values())).local_world_size
     ]
+
+
+def fitting_nodes(nodes: Iterable[tuple[Member, ...]], agreement: str | None) -> list[tuple[Member, ...]]:
+    """Those of whose workers each agrees with what the job has agreed on (JSON), where it has."""
+    reference = None if agreement is None else json.loads(agreement)
+    if reference is None:
+        return list(nodes)
+    return [node for node in nodes if all(disagreement(one.agreement, reference) is None for one in node)]
 
 
 def without_nodes_of(gone: Iterable[Member], members: Sequence[Member]) -> tuple[Member, ...]:

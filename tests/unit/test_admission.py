@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from elastic_train.config import Config
-from elastic_train.elastic import joins
 from elastic_train.elastic.barriers import Surroundings
 from elastic_train.elastic.joins import SETTLE_SECONDS
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.whole_steps import is_tried_first
+from elastic_train.protocol import join_queue
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.plan import Plan
 from elastic_train.rules import NOW
@@ -80,7 +80,7 @@ def test_a_look_parses_the_agreement_of_the_run_once(monkeypatch: pytest.MonkeyP
     """It has some kilobytes, and hundreds may wait."""
     here, _, world = newcomers(*(member(number, lr=0.1) for number in range(1, 9)), agreement={"lr": 0.1})
     parsed = []
-    monkeypatch.setattr(joins, "json", SimpleNamespace(loads=lambda text: parsed.append(text) or json.loads(text)))
+    monkeypatch.setattr(join_queue, "json", SimpleNamespace(loads=lambda text: parsed.append(text) or json.loads(text)))
     here.joins.consider(world)
     assert len(parsed) == 1
 
