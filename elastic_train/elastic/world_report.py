@@ -133,7 +133,7 @@ class WorldReport:
         """The state has come within the first step of `world`, after what `stands` has noted already."""
         state = self._worker.state
         state.remember()
-        state.generations += 1
+        state.generation, state.generations = world.generation, state.generations + 1
         if self._incident is not None:
             state.incidents.append(self._incident)
         if self._deaths is not None:

@@ -362,6 +362,8 @@ def test_the_only_node_with_the_state_dies_as_others_join(cluster: Cluster) -> N
     assert worlds(cluster.run_dir)[-1][1] == 2
     [restored] = {e["restored_step"] for e in events(cluster.run_dir, "restore") if e["generation"] > 1}
     assert reached - 5 <= restored <= reached, "the newest snapshot"
+    bill = max(events(cluster.run_dir, "world"), key=lambda e: (e["generation"], "bill" in e))["bill"]
+    assert bill["node_seconds"]["kept"] >= 0.05 * restored, "the totals of the run, as that has them"
     for node in others:
         node.signal(signal.SIGTERM)
     cluster.finish(others, code=1)
