@@ -208,6 +208,7 @@ class Stages:
         world, parts, state = self._present, self._parts, self._worker.state
         formed, self._formed = self._formed, None
         self._worker.reach("sync", world)
+        parts.report.begins(world, self._change, self._interruption)
         self._resumed = resumed = parts.resume.into(world, self._change, is_formed_ahead=formed is not None)
         if parts.resume.has_state:  # else it has the position alone, and its clock is not the run's yet
             state.generation, state.generations = world.generation, state.generations + 1
