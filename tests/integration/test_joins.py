@@ -300,6 +300,32 @@ def test_a_node_beyond_the_maximum_steps_in_for_a_dead_one(cluster: Cluster) -> 
     assert worlds(cluster.run_dir)[-1][1] == 2
 
 
+@pytest.mark.slow
+def test_who_stepped_in_for_a_dead_one_tells_of_that_death(cluster: Cluster) -> None:
+    """It entered in the very re-form: one node alone may not train. Later it is rank 0."""
+    nodes = start_world(cluster, 2, steps=3000, nnodes="2:2")
+
+    def replace_one(victim: Node, generation: int) -> None:
+        [newcomer] = cluster.start(*ENDLESS, "--max-steps", "3000", nnodes="2:2")
+        nodes.append(newcomer)
+        wait_until(lambda: "this one waits for a place" in newcomer.text(), "word", PATIENCE)
+        victim.kill()
+        world_of_size(cluster, 2, generation)
+        wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+
+    replace_one(nodes[0], 1)
+    replace_one(nodes[1], 3)
+    cluster.finish(nodes[2:])
+    incidents = check_run(cluster, 3000)["incidents"]
+    assert [entry["cause"] for entry in incidents] == ["peer_lost", "peer_lost"]
+    assert all(len(entry["lost_members"]) == 1 for entry in incidents)
+    told = [
+        next(e for e in events(cluster.run_dir, "world") if e["lost_members"] == i["lost_members"]) for i in incidents
+    ]
+    names = ("detect", "abort", "meet")
+    assert [[i["seconds"][n] for n in names] for i in incidents] == [[e["seconds"][n] for n in names] for e in told]
+
+
 @BOTH
 @pytest.mark.slow
 def test_a_second_job_of_the_same_name_is_nodes_of_the_first(cluster: Cluster) -> None:
