@@ -135,6 +135,7 @@ class Resume:
             "logged": worker.reporter.last_logged_step(),
             "plain": plain_hashes(state) if had_state and world.world_size > 1 else {},
             "ratings": state.ratings.state_dict(),
+            "interrupted": self._report.interrupted,
         }
         with state.lock.released() if had_state else nullcontext():  # one of the others may hang
             told = gather_json({**mine, "sees": job.sees_place(world)})
@@ -164,6 +165,7 @@ class Resume:
         state.last_step = min(told[rank]["last"] for rank in fresh)  # a training function may have ended it early
         if had_state:
             return None, voters
+        self._report.interrupted = told[source]["interrupted"]
         self._leave_own_past()
         return Restored("peer", state.step, source), voters
 

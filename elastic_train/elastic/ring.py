@@ -208,8 +208,10 @@ class Stages:
         world, parts, state = self._present, self._parts, self._worker.state
         formed, self._formed = self._formed, None
         self._worker.reach("sync", world)
+        parts.report.begins(world, self._change, self._interruption)
         self._resumed = resumed = parts.resume.into(world, self._change, is_formed_ahead=formed is not None)
-        state.generation, state.generations = world.generation, state.generations + 1
+        if parts.resume.has_state:  # else it has the position alone, and its clock is not the run's yet
+            state.generation, state.generations = world.generation, state.generations + 1
         init, sync = self.began - parts.trainer.step_started, self._clock() - self.began
         parts.report.stands(
             world, self._membership.side.branch, self._change, self._interruption, resumed.restored, init, sync

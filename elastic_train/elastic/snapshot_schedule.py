@@ -18,6 +18,8 @@ from elastic_train.training.state import TrainState
 TOLD_CHANGE = 0.25
 """of the interval, from the one that was told last"""
 IDLE_STEPS = 64
+BUSY_STEPS = 1024
+"""newest ones of which the median counts; a snapshot may hang for as long as its store does"""
 COSTS = 5
 """newest ones of which the median counts"""
 
@@ -41,8 +43,9 @@ class SnapshotSchedule:
         self._was_writing = False
         self._idle: deque[float] = deque(maxlen=IDLE_STEPS)
         """seconds of steps beside which nothing was written"""
-        self._busy: list[float] = []
+        self._busy: deque[float] = deque(maxlen=BUSY_STEPS)
         """of those beside the snapshot in hand"""
+        self._num_busy = 0
         self._costs: deque[float] = deque(maxlen=COSTS)
         self._seconds = interval.first_seconds
         self._told_seconds = 0.0
@@ -89,7 +92,9 @@ class SnapshotSchedule:
         """
         now = self._now()
         if self._step_at is not None:
-            (self._busy if is_writing or self._was_writing else self._idle).append(now - self._step_at)
+            is_busy = is_writing or self._was_writing
+            (self._busy if is_busy else self._idle).append(now - self._step_at)
+            self._num_busy += is_busy
         self._step_at, self._was_writing = now, is_writing
         before, self._noted_step = step - 1 if self._noted_step is None else self._noted_step, step
         if self._interval.steps is not None:  # the step itself was not noted where a peer was lost after it
@@ -108,13 +113,17 @@ class SnapshotSchedule:
         self._is_overdue = False
         self._started_at = started_at
         self._step_at, self._was_writing = self._now(), True
-        self._busy.clear()
+        self._forget_busy()
 
     def note_written(self, stall_seconds: float) -> None:
         """The newest snapshot is durable."""
         slower = median(self._busy) - median(self._idle) if self._busy and self._idle else 0.0
-        self._costs.append(stall_seconds + len(self._busy) * max(0.0, slower))
+        self._costs.append(stall_seconds + self._num_busy * max(0.0, slower))
+        self._forget_busy()
+
+    def _forget_busy(self) -> None:
         self._busy.clear()
+        self._num_busy = 0
 
     def adapt(self, state: TrainState) -> dict[str, float] | None:
         """Take the interval that is best by now, where it is `auto`. What is to be told, where it has changed much."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +44,30 @@ class WorldReport:
         """what interrupted the run before the present world"""
         self._deaths = Deaths() if worker.config.quarantine == "on" else None
         """where those of hosts count"""
+        self.interrupted: Mapping[str, Any] = {}
+        """what has, since the last world that stood, as JSON can say it: names of members that are `lost` or have
+        `left`, `dead_hosts`, `cause`, `seconds`; who gets a state from another member gets that too: the state does not
+        say it yet"""
 
     def lost(self, failure: str, change: Change) -> None:
         """The world before was broken by `failure`, and the others agree on whom it has lost."""
         names = [member.name for member in change.lost]
         self._worker.reporter.events.write("peer_lost", error=failure, reason=change.reason, lost_members=names)
+
+    def begins(self, world: World, change: Change, interruption: Interruption) -> None:
+        """The members of `world` are about to come to one state: note what they tell each other of the way to it. Once
+        for each world, and before it `stands`; it may break before that."""
+        hosts: list[str] = []
+        if self._deaths is not None:
+            hosts = self._deaths.note(change.lost, [one for one in world.members if one not in change.joined])
+        lost, left = ([member.name for member in some] for some in (change.lost, change.left))
+        found = {"lost": lost, "left": left, "dead_hosts": hosts}
+        took = interruption.detect_seconds, interruption.abort_seconds, change.seconds_meet
+        self.interrupted = {
+            **{name: [*self.interrupted.get(name, ()), *some] for name, some in found.items()},
+            "cause": "join" if interruption.cause == "start" else interruption.cause,
+            "seconds": dict(zip(PHASES, took, strict=False)),
+        }
 
     def stands(
         self,
@@ -94,11 +113,13 @@ class WorldReport:
             **({"bill": reporter.bill(state)} if world.rank == 0 else {}),
         )
         has_joined = interruption.cause == "start" and restored is not None and restored.source == "peer"
+        interrupted, self.interrupted = self.interrupted, {}
         self._incident = None
         if interruption.cause != "start" or has_joined:
-            self._incident = new_incident("join" if has_joined else cause, seconds, lost_members=lost or left)
+            self._incident = _incident_of(interrupted, seconds, state)
             state.incidents.append(self._incident)
-        self._note_deaths(world, change)
+        if self._deaths is not None:
+            self._tell_quarantines(world)
         if restored is not None:
             reporter.events.write("restore", source=restored.source, restored_step=restored.step)
             reporter.report(describe_start(self._worker, world, backend, restored))
@@ -108,14 +129,6 @@ class WorldReport:
             f"in world generation={world.generation} as rank {world.rank} of {world.world_size}; "
             f"rank 0 on {world.members[0].host} reports"
         )
-
-    def _note_deaths(self, world: World, change: Change) -> None:
-        if self._deaths is None:
-            return
-        hosts = self._deaths.note(change.lost, [one for one in world.members if one not in change.joined])
-        if hosts and self._incident is not None:
-            self._incident |= {"dead_hosts": hosts, "run_seconds": run_seconds(self._worker.state)}
-        self._tell_quarantines(world)
 
     def _tell_quarantines(self, world: World) -> None:
         self._worker.reporter.tell_quarantines(lasting(self._worker.state, world, time.time()))
@@ -133,11 +146,18 @@ class WorldReport:
         """The state has come within the first step of `world`, after what `stands` has noted already."""
         state = self._worker.state
         state.remember()
-        state.generations += 1
+        state.generation, state.generations = world.generation, state.generations + 1
         if self._incident is not None:
             state.incidents.append(self._incident)
         if self._deaths is not None:
             self._tell_quarantines(world)
+
+
+def _incident_of(interrupted: Mapping[str, Any], seconds: dict[str, float], state: TrainState) -> dict[str, Any]:
+    lost, left, hosts = (interrupted[name] for name in ("lost", "left", "dead_hosts"))
+    cause = "peer_lost" if lost else "leave" if left else interrupted["cause"]
+    deaths = {"dead_hosts": hosts, "run_seconds": run_seconds(state)} if hosts else {}
+    return new_incident(cause, seconds | interrupted["seconds"], lost_members=lost or left) | deaths
 
 
 def new_incident(

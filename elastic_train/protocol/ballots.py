@@ -21,9 +21,9 @@ from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import ArbiterSilent, Arbitration, Claim, silent_members
 from elastic_train.protocol.job import Denied
 from elastic_train.protocol.join_queue import Finder
-from elastic_train.protocol.known_worlds import FORGOTTEN, KnownWorlds
+from elastic_train.protocol.known_worlds import FORGOTTEN, KnownWorlds, tell_released
 from elastic_train.protocol.laws import Voters, may_go_on, missing_votes
-from elastic_train.protocol.store import Clients, KeyValueStore, append
+from elastic_train.protocol.store import Clients, KeyValueStore
 from elastic_train.world import World, from_runs, to_runs
 
 Ballot = tuple[int, int]
@@ -331,7 +331,7 @@ class Ballots:
         change(clients.own, world, lambda _: release(world.rank, decision.to_json()))
         for member in decision.members_after(world):
             with contextlib.suppress(StoreUnreachable):
-                append(clients.of(member), "released", world.me.uid)
+                tell_released(clients.of(member), world)
 
 
 class Elsewhere:

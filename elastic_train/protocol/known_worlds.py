@@ -25,6 +25,8 @@ KEPT_DECISIONS = 16
 """worlds before the settled one whose successors a member knows; of older ones it knows only that they are over"""
 FORGOTTEN = "forgotten"
 """key in a member's own store: the newest generation of which it says no more, and that of the settled world"""
+RELEASED = "released"
+"""key in a member's own store: how often one has told it so; so it costs one look while nobody has"""
 DELETED_AT_ONCE = 100
 """keys; the watcher's thread has other things to do"""
 _WORLD = re.compile(r"(?:^|/)world-(\d+)-")
@@ -96,6 +98,8 @@ class KnownWorlds:
         self._own = own
         self.old_keys = OldKeys(own)
         self._lock = threading.Lock()
+        self._heard_released: tuple[str | None, frozenset[str]] = (None, frozenset())
+        """how many have been told, and whom the keys named then; read and replaced as one"""
         self.voters: tuple[Voters, ...] = ()
         """of each of them, the present one last"""
         self.has_state = False
@@ -150,8 +154,19 @@ class KnownWorlds:
         return before - inside - self.bound
 
     def _released(self) -> frozenset[str]:
-        """Members that have told this one so."""
-        return frozenset(entries(self._own, "released"))
+        """Members that have told this one so, while it keeps what belongs to the world that has left them out."""
+        count = self._own.get(RELEASED)
+        if count != self._heard_released[0]:
+            keys = self._own.keys()
+            self._heard_released = count, frozenset(key.rpartition("/")[2] for key in keys if f"/{RELEASED}/" in key)
+        return self._heard_released[1]
+
+
+def tell_released(store: KeyValueStore, world: World) -> None:
+    """At the store of another member: this one of `world` is nobody's voter any more. In no world that follows it is
+    this one a member."""
+    store.put(f"{world.key}/{RELEASED}/{world.me.uid}", "told")
+    store.add(RELEASED, 1)  # last: who finds it counted finds the key
 
 
 class Newcomers:

@@ -3,8 +3,8 @@
 What follows a world is decided by a ballot among its members (ballots.py); which votes are enough is said by laws.py.
 
 Keys in a member's own store: `host` (where newcomers queue, as far as it knows), `queue/...` (the join queue, while it
-is the host), `admitted` (its first world), `admitted/UID` (that of one that could not be told), `released/...` (who is
-nobody's voter any more), `fact/NAME`; and below each world's key `present`, `register`, `next`, `left/...`, at rank 0
+is the host), `admitted` (its first world), `admitted/UID` (that of one that could not be told), `fact/NAME`; and below
+each world's key `present`, `register`, `next`, `left/...`, `released/UID` (who is nobody's voter any more), at rank 0
 `ready/...`, and what else was announced. What names a world that is over for long is deleted (`OldKeys`).
 """
 

@@ -337,6 +337,7 @@ class Bucket:
                     return []
                 self._delete(self.store, self.snapshot(name), listed[name], is_given_up)
             self._delete_left(self.store, is_given_up)
+            self.store.delete_old_probes()
         except Exception as error:  # of whatever lies there: what was written is safe, and no training ends over it
             if is_given_up():
                 return []

@@ -8,7 +8,9 @@ were a plain one.
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -48,6 +50,10 @@ class Tries:
 
 START = Tries(total=15.0, attempt=30.0, silence=10.0)
 """of the first look at a store: whoever starts a job waits for it"""
+PROBE = re.compile("probe-[0-9a-f]{16}")
+"""keys; a person's own objects may begin alike"""
+PROBE_SECONDS = 900.0
+"""after which a start was killed whose probe is still there: it asks a dozen times, as long as START lets it"""
 
 
 class ObjectStore:
@@ -57,11 +63,21 @@ class ObjectStore:
     raises ObjectStoreError, in one line and without secrets, for the rest.
     """
 
-    def __init__(self, url: StoreUrl, tries: Tries = Tries(), arm: Arm | None = None) -> None:
+    def __init__(
+        self,
+        url: StoreUrl,
+        tries: Tries = Tries(),
+        arm: Arm | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.url = url
         self.tries = tries
         self._arm = arm or open_arm(url, attempt_seconds=tries.attempt, silence_seconds=tries.silence)
         self._is_conditional: bool | None = None
+        self._clock = clock
+        self._probes: dict[str, float] = {}
+        """keys, and since when a listing of all shows them"""
 
     def __str__(self) -> str:
         return str(self.url)
@@ -105,7 +121,17 @@ class ObjectStore:
     def list(self, prefix: str = "") -> dict[str, int]:
         """The keys below a prefix that ends with a slash, or all, and their bytes."""
         nothing: dict[str, int] = {}
-        return self._call("list", lambda: self._arm.list(prefix), missing=nothing)
+        found = self._call("list", lambda: self._arm.list(prefix), missing=nothing)
+        if not prefix:
+            now = self._clock()
+            self._probes = {key: self._probes.get(key, now) for key in found if PROBE.fullmatch(key)}
+        return found
+
+    def delete_old_probes(self) -> None:
+        """Of starts that were killed: those that listings have shown for so long that none that lives has them."""
+        for key, since in list(self._probes.items()):
+            if self._clock() - since >= PROBE_SECONDS:
+                self.delete(key)
 
     def delete(self, key: str) -> None:
         """Delete an object, where it is there."""

@@ -90,7 +90,7 @@ class TrainState:
         self.stopped_at = -1
         """step at which all were told to stop, and did: that the run is started again from there is no failure"""
         self.generation: int | None = None
-        """of the world that it is trained in now"""
+        """of the world that it is trained in now; None until it is the run's, and its clock too"""
         self.generations = 0
         """worlds that this run has had"""
         self.branches: Branches = ()

@@ -23,6 +23,23 @@ def test_every_fault_is_in_a_drill_of_these_tests() -> None:
     assert set(FAULTS) - words == set()
 
 
+@pytest.mark.parametrize("name", [name for name, kind in FAULTS.items() if kind.holder is not None])
+def test_what_is_for_one_node_waits_for_it_and_is_for_no_other(name: str, tmp_path: Path) -> None:
+    """A holder that nobody knows how to find would end the drill in its midst."""
+    first, second = Place(0), Place(1)
+    ranks = {first: 1, second: 2}
+    inside = [first, second, Place(2), Place(3)]
+    cluster = Mock(is_settled=True, inside=inside, hosting=[], run_dir=tmp_path)
+    cluster.rank_of = lambda place: ranks.get(place, 3)
+    fault = FAULTS[name](cluster, random.Random(1), 5.0)
+    why = fault.not_yet()
+    assert why is not None
+    assert why.startswith("nobody healthy ")
+    ranks[second], cluster.hosting = 0, [second]
+    assert fault.not_yet() is None
+    assert fault.choose() == [second]
+
+
 @pytest.fixture
 def events(tmp_path: Path) -> Iterator[EventLog]:
     log = EventLog(tmp_path / "events", host="node3", local_rank=0, rank=0, world_size=1)

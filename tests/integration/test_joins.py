@@ -300,6 +300,32 @@ def test_a_node_beyond_the_maximum_steps_in_for_a_dead_one(cluster: Cluster) -> 
     assert worlds(cluster.run_dir)[-1][1] == 2
 
 
+@pytest.mark.slow
+def test_who_stepped_in_for_a_dead_one_tells_of_that_death(cluster: Cluster) -> None:
+    """It entered in the very re-form: one node alone may not train. Later it is rank 0."""
+    nodes = start_world(cluster, 2, steps=3000, nnodes="2:2")
+
+    def replace_one(victim: Node, generation: int) -> None:
+        [newcomer] = cluster.start(*ENDLESS, "--max-steps", "3000", nnodes="2:2")
+        nodes.append(newcomer)
+        wait_until(lambda: "this one waits for a place" in newcomer.text(), "word", PATIENCE)
+        victim.kill()
+        world_of_size(cluster, 2, generation)
+        wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+
+    replace_one(nodes[0], 1)
+    replace_one(nodes[1], 3)
+    cluster.finish(nodes[2:])
+    incidents = check_run(cluster, 3000)["incidents"]
+    assert [entry["cause"] for entry in incidents] == ["peer_lost", "peer_lost"]
+    assert all(len(entry["lost_members"]) == 1 for entry in incidents)
+    told = [
+        next(e for e in events(cluster.run_dir, "world") if e["lost_members"] == i["lost_members"]) for i in incidents
+    ]
+    names = ("detect", "abort", "meet")
+    assert [[i["seconds"][n] for n in names] for i in incidents] == [[e["seconds"][n] for n in names] for e in told]
+
+
 @BOTH
 @pytest.mark.slow
 def test_a_second_job_of_the_same_name_is_nodes_of_the_first(cluster: Cluster) -> None:
@@ -363,6 +389,8 @@ def test_the_only_node_with_the_state_dies_as_others_join(cluster: Cluster) -> N
     assert worlds(cluster.run_dir)[-1][1] == 2
     [restored] = {e["restored_step"] for e in events(cluster.run_dir, "restore") if e["generation"] > 1}
     assert reached - 5 <= restored <= reached, "the newest snapshot"
+    bill = max(events(cluster.run_dir, "world"), key=lambda e: (e["generation"], "bill" in e))["bill"]
+    assert bill["node_seconds"]["kept"] >= 0.05 * restored, "the totals of the run, as that has them"
     for node in others:
         node.signal(signal.SIGTERM)
     cluster.finish(others, code=1)

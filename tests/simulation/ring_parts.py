@@ -97,6 +97,8 @@ class SimParts:
         self._state, self._simulation = worker.state, worker.simulation
         self._before: World | None = None
         self._deaths = Deaths() if worker.simulation.plan.quarantine else None
+        self._dead_hosts: list[str] = []
+        """as `WorldReport.interrupted` has them"""
         self.step_started = 0.0
         self.last_votes: Votes = NO_VOTES
         self.was_applied = False
@@ -214,7 +216,7 @@ class SimParts:
             raise
         if self._simulation.plan.directories:
             self._simulation.note(f"{self._worker} was told who sees the directory in generation {world.generation}")
-        held = {(commit, branches) for commit, branches, _ in found if commit is not None}
+        held = {(commit, branches) for commit, branches, *_ in found if commit is not None}
         assert len(held) == 1, f"those who trained differ: {found}"
         commit, state.branches = held.pop()
         assert commit is not None, "held by one who trained"
@@ -229,7 +231,7 @@ class SimParts:
                 f"{self._worker} knows who sees the directory in generation {world.generation}: {told}"
             )
         found = self._exchange_states(group)
-        held = [(commit, branches) for commit, branches, _ in found if commit is not None]
+        held = [(commit, branches) for commit, branches, *_ in found if commit is not None]
         if not held:
             newest = self._restore(group)
             self._simulation.note_start(self._worker, world, newest)
@@ -237,12 +239,14 @@ class SimParts:
         newest, state.branches = max(held, key=lambda one: (one[0].generation, one[0].step))
         return newest
 
-    def _exchange_states(self, group: Group) -> list[tuple[Commit | None, Branches, list[dict[str, Any]]]]:
-        """(newest commit, branches, incidents) of each rank; who has no state takes over the incidents."""
+    def _exchange_states(self, group: Group) -> list[tuple[Commit | None, Branches, list[dict[str, Any]], list[str]]]:
+        """(newest commit, branches, incidents, hosts that have died since) of each rank; who has no state takes over
+        what is known of deaths."""
         state = self._state
-        found: list[Any] = group.exchange((state.commit, state.branches, list(state.incidents)))
+        found: list[Any] = group.exchange((state.commit, state.branches, list(state.incidents), self._dead_hosts))
         if not self.has_state:
-            state.incidents = next((incidents for commit, _, incidents in found if commit is not None), [])
+            theirs = next((known for commit, _, *known in found if commit is not None), ([], self._dead_hosts))
+            state.incidents, self._dead_hosts = list(theirs[0]), list(theirs[1])
         return found
 
     def _restore(self, group: Group) -> Commit | None:
@@ -254,10 +258,13 @@ class SimParts:
         kept = [commit for commit in found if commit is not None]
         return max(kept, key=lambda one: (one.generation, one.step), default=None)
 
-    def stands(self, world: World, _branch: Any, change: Change, *_what: Any) -> None:
-        if self._deaths is None:
-            return
-        hosts = self._deaths.note(change.lost, [one for one in world.members if one not in change.joined])
+    def begins(self, world: World, change: Change, _interruption: Any) -> None:
+        if self._deaths is not None:
+            going_on = [one for one in world.members if one not in change.joined]
+            self._dead_hosts = [*self._dead_hosts, *self._deaths.note(change.lost, going_on)]
+
+    def stands(self, _world: World, *_what: Any) -> None:
+        hosts, self._dead_hosts = self._dead_hosts, []
         if hosts:
             now = self._simulation.kernel.now
             self._state.incidents.append({"cause": "peer_lost", "dead_hosts": hosts, "run_seconds": now})

@@ -151,5 +151,7 @@ def test_only_who_has_the_clock_of_the_run_tells_its_bill(rank: int) -> None:
     )  # fmt: skip
     world = World(rank=rank, generation=1, members=(make_member(0), make_member(1)), uid="pair")
     restored = Restored("peer", 0, 0) if rank else None
-    WorldReport(worker).stands(world, None, Change(), Interruption("start" if rank else "join"), restored, 0.0, 0.0)
+    report, why = WorldReport(worker), Interruption("start" if rank else "join")
+    report.begins(world, Change(), why)
+    report.stands(world, None, Change(), why, restored, 0.0, 0.0)
     assert told["world"].get("bill") == (None if rank else told_bill)

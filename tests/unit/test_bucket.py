@@ -19,7 +19,7 @@ from elastic_train.errors import OwnershipLost, SnapshotError, UsageError
 from elastic_train.storage import parts as parts_module
 from elastic_train.storage.appearance import Flight
 from elastic_train.storage.bucket import Bucket
-from elastic_train.storage.object_store import ObjectStore, Tries
+from elastic_train.storage.object_store import PROBE_SECONDS, ObjectStore, Tries
 from elastic_train.storage.parts import AT_ONCE, PartStream
 from elastic_train.storage.places import copy_snapshot, place_at
 from elastic_train.storage.signature import read_key
@@ -557,3 +557,33 @@ def test_a_full_disk_for_what_is_fetched_is_told(url: str, monkeypatch: pytest.M
 
 def test_the_parts_of_a_large_state_are_of_a_size_that_is_read() -> None:
     assert parts_module.PART_BYTES <= parts_module.MOST_PART_BYTES
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 5, 6])
+def test_what_a_start_that_was_killed_has_probed_with_goes_and_never_what_one_that_lives_does(
+    url: str, call: int, is_after: bool
+) -> None:
+    """The owner goes by its own clock, for as long as no start that lives takes."""
+    arm, now = CountingArm(fsspec.filesystem("memory"), parse_url(url)), [0.0]
+    arm.stops_before, arm.stops_after = (None, call) if is_after else (call, None)
+    with contextlib.suppress(Stops):
+        ObjectStore(parse_url(url), Tries(total=0.0), arm).require_writable()
+    store = ObjectStore(parse_url(url), Tries(total=0.0), clock=lambda: now[0])
+    writer = writer_to(Bucket(store, part_bytes=PART_BYTES))
+
+    def probes() -> set[str]:
+        return {key for key in ObjectStore(parse_url(url)).list() if key.startswith("probe-")}
+
+    left, others = probes(), {"probe-results.csv", f"probe-{1:016x}/data"}  # of the person whose bucket it is
+    for other in others:
+        store.put(other, b"0")
+    save(writer, 1)
+    now[0] = PROBE_SECONDS - 1.0
+    young = f"probe-{0:016x}"
+    store.put(young, b"0")
+    save(writer, 2)
+    assert probes() == {*left, young, *others}
+    now[0] = PROBE_SECONDS
+    save(writer, 3)
+    assert probes() == {young, *others}

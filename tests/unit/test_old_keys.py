@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from elastic_train.protocol import known_worlds
 from elastic_train.protocol.agreement import Decision
+from elastic_train.protocol.ballots import Ballots
 from elastic_train.protocol.known_worlds import DELETED_AT_ONCE, KnownWorlds, OldKeys, outdated
-from elastic_train.protocol.store import MemoryStore
+from elastic_train.protocol.store import Clients, MemoryStore
 from elastic_train.world import World
 from tests.unit.test_world import member
 
@@ -82,3 +86,45 @@ def test_what_is_told_of_worlds_before_its_time_a_newcomer_leaves_alone() -> Non
     known.enter(world, Decision(7, "u7", ranks=(0,)))
     known.note_settled("u3")
     assert list(known.past) == ["u7"]
+
+
+def test_who_was_left_out_and_says_so_is_remembered_for_as_long_as_its_votes_may_count() -> None:
+    """Each world leaves one out, which wakes up at once, or when two more worlds are settled."""
+    nothing: Any = None
+    stores = {("10.0.0.1", rank): MemoryStore() for rank in range(2000)}
+    own = stores["10.0.0.1", 0]
+    own.put("uid", "m0")
+    known = KnownWorlds(own)
+    first = replace(member(0, 0), uid="m0", store=("10.0.0.1", 0))
+
+    def leave_out(world: World, decision: Decision) -> None:
+        left = world.members[1]
+        left_one = replace(world, rank=1)
+        there = stores[left.store]
+        there.put("uid", left.uid)
+        Ballots(nothing, nothing, nothing, {}).release(
+            Clients(there, left.uid, lambda address: stores[address]), left_one, decision
+        )
+
+    worlds, sizes = [], []
+    for generation in range(300):
+        other = replace(member(1, 0), uid=f"m{generation + 1}", store=("10.0.0.1", generation + 1))
+        world = World(0, generation, (first, other), uid=f"u{generation}")
+        decision = Decision(generation, world.uid, ranks=(0,), new=(other,))
+        if worlds and generation % 2:
+            before = worlds[-1]
+            assert before.members[1].uid in known.voters_without(())[0].electors
+            leave_out(before, decision)
+            known.enter(world, decision)
+            assert known.voters_without(())[0].electors == ("m0",)
+            assert known.left_out(world) == set()
+        else:
+            known.enter(world, decision)
+        own.put(f"{world.key}/next", "decided")
+        known.settle(world)
+        if len(worlds) > 3 and not generation % 2:
+            leave_out(worlds[-3], Decision(generation - 2, "late", ranks=(0,)))
+        known.old_keys.tend()
+        worlds.append(world)
+        sizes.append(len(own.values))
+    assert sizes[-2:] == sizes[100:102], "nothing grows"

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from elastic_train.config import parse
+from elastic_train.elastic import resume
 from elastic_train.elastic.joins import SETTLE_SECONDS
 from elastic_train.elastic.membership import Change
 from elastic_train.elastic.quarantined import Quarantined, run_seconds
+from elastic_train.elastic.resume import Holding, Resume, Resumed
 from elastic_train.elastic.world_report import Interruption, WorldReport
 from elastic_train.observe.reporting import Reporter
 from elastic_train.runlog.events import EventLog
@@ -36,16 +42,25 @@ def reporter(tmp_path: Path) -> Iterator[Reporter]:
 
 
 def report_of(reporter: Reporter, state: TrainState, quarantine: str) -> WorldReport:
-    worker: Any = SimpleNamespace(reporter=reporter, state=state, config=parse(["--quarantine", quarantine]))
+    worker: Any = SimpleNamespace(
+        reporter=reporter, state=state, config=parse(["--quarantine", quarantine]), device=torch.device("cpu"),
+        task=SimpleNamespace(title="it"), reach=lambda _point, _world: None,
+    )  # fmt: skip
     return WorldReport(worker)
 
 
 def die(report: WorldReport, generation: int, *, again: bool = True) -> None:
     """The second of two members is lost, and perhaps admitted again."""
     alone, pair = World(0, generation, (FIRST,)), World(0, generation + 1, (FIRST, BAD))
-    report.stands(alone, None, Change(lost=(BAD,)), Interruption("peer_lost"), None, 0.0, 0.0)
+    enter(report, alone, Change(lost=(BAD,)), "peer_lost")
     if again:
-        report.stands(pair, None, Change(joined=(BAD,)), Interruption("join"), None, 0.0, 0.0)
+        enter(report, pair, Change(joined=(BAD,)), "join")
+
+
+def enter(report: WorldReport, world: World, change: Change, why: str) -> None:
+    """Without getting a state."""
+    report.begins(world, change, Interruption(why))
+    report.stands(world, None, change, Interruption(why), None, 0.0, 0.0)
 
 
 def last_line(reporter: Reporter) -> dict[str, Any]:
@@ -68,7 +83,7 @@ def test_deaths_are_written_down_where_they_count(reporter: Reporter) -> None:
     assert (told["host"], told["deaths"]) == ("node1", 3)
     assert 50 < told["until"] - time.time() <= 60
     inside = World(0, 5, (FIRST, BAD))
-    report.stands(inside, None, Change(joined=(BAD,)), Interruption("join"), None, 0.0, 0.0)
+    enter(report, inside, Change(joined=(BAD,)), "join")
     assert "quarantined" not in last_line(reporter), "it was needed, and is in"
 
 
@@ -82,6 +97,75 @@ def test_nothing_is_written_down_where_they_do_not_count(reporter: Reporter) -> 
     assert "quarantined" not in last_line(reporter)
 
 
+class Entering:
+    """The two members of a world that enter it at once, as far as they tell each other anything; each on a thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._meet, self._told, self.states = threading.Barrier(2, timeout=10.0), [{}, {}], [make_state(), make_state()]
+        self._here = threading.local()
+        monkeypatch.setattr(resume, "gather_json", self._gather)
+        monkeypatch.setattr(resume, "sync_from_freshest", self._take)
+        monkeypatch.setattr(resume, "set_group_timeout", lambda _timeout: None)
+
+    def _gather(self, value: Any) -> list[Any]:
+        self._told[self._here.rank] = json.loads(json.dumps(value))
+        self._meet.wait()
+        return list(self._told)
+
+    def _take(self, *_arguments: Any) -> int:
+        self.states[1].incidents = list(self.states[0].incidents)
+        self._meet.wait()
+        return 0
+
+    def enter(self, rank: int, world: World, change: Change, why: Interruption, report: WorldReport) -> None:
+        """The first one has the state, the second one does not."""
+        self._here.rank, nothing = rank, lambda *_arguments: None
+        files: Any = SimpleNamespace(finish_claim=nothing, note_run=nothing)
+        membership: Any = SimpleNamespace(
+            job=SimpleNamespace(sees_place=lambda _world: True, note_place=lambda _world, is_shared: None),
+            sockets=SimpleNamespace(require_unbroken=nothing), watcher=SimpleNamespace(do=nothing),
+            side=SimpleNamespace(branch=None),
+        )  # fmt: skip
+        trainer: Any = SimpleNamespace(states=SimpleNamespace(comparison=nothing))
+        earlier: Any = SimpleNamespace(warn_of_parted=nothing)
+        held = Resume(
+            report._worker, membership, trainer, earlier, files, report, has_trained=False, was_left_out=False
+        )
+        held.holding = Holding.STATE if rank == 0 else Holding.NOTHING
+        report.begins(world, change, why)
+        found: Resumed = held.into(world, change, is_formed_ahead=False)
+        report.stands(world, None, change, why, found.restored, 8.0, 16.0)
+
+
+@pytest.mark.parametrize("quarantine", ["on", "off"])
+@pytest.mark.parametrize("what", ["lost", "left", "joined"])
+def test_who_enters_in_the_very_reform_of_a_death_knows_of_it(
+    what: str, quarantine: str, reporter: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be rank 0 later, and write the result; and admit the host that has died."""
+    newcomer = replace(member(2), uid="new")
+    gone = {"lost": (BAD,)} if what == "lost" else {"left": (BAD,)} if what == "left" else {}
+    entering, members = Entering(monkeypatch), (FIRST, newcomer)
+    changes = [Change(joined=(newcomer,), seconds_meet=4.0, **gone), Change(seconds_meet=5000.0)]
+    whys = [Interruption("join", 1.0, 2.0), Interruption("start")]
+    reports = [report_of(reporter, state, quarantine) for state in entering.states]
+    with ThreadPoolExecutor(2) as threads:
+        for done in [
+            threads.submit(entering.enter, rank, World(rank, 3, members), changes[rank], whys[rank], reports[rank])
+            for rank in range(2)
+        ]:
+            done.result(timeout=10.0)
+    there, here = (state.incidents for state in entering.states)
+    told = [{name: one[name] for name in one if name not in ("time", "run_seconds")} for one in (*there, *here)]
+    cause = {"lost": "peer_lost", "left": "leave", "joined": "join"}[what]
+    dead = {"dead_hosts": ["node1"]} if (what, quarantine) == ("lost", "on") else {}
+    seconds = {"detect": 1.0, "abort": 2.0, "meet": 4.0, "init": 8.0, "sync": 16.0}
+    lost = [BAD.name] if gone else []
+    expected = {"cause": cause, "lost_members": lost, "committed_steps_lost": 0, "seconds": seconds, **dead}
+    assert told == [expected] * 2
+    assert all(0 < one["run_seconds"] <= run_seconds(entering.states[1]) for one in here if dead)
+
+
 def test_a_death_counts_though_the_next_world_has_the_host_again(
     reporter: Reporter,
 ) -> None:
@@ -90,7 +174,7 @@ def test_a_death_counts_though_the_next_world_has_the_host_again(
     report = report_of(reporter, state, "on")
     back = replace(BAD, uid="back")
     change = Change(lost=(BAD,), joined=(back,))
-    report.stands(World(0, 2, (FIRST, back)), None, change, Interruption("peer_lost"), None, 0.0, 0.0)
+    enter(report, World(0, 2, (FIRST, back)), change, "peer_lost")
     assert state.incidents[0]["dead_hosts"] == ["node1"]
 
 
@@ -136,3 +220,16 @@ def test_rank_0_admits_who_has_not_to_wait(deaths: tuple[float, ...]) -> None:
 def test_rank_0_without_the_state_keeps_nobody_waiting() -> None:
     gate, _, _ = quarantined(None)
     assert gate.admissible(World(0, 7, (FIRST,)), [(BAD,)]) == [(BAD,)]
+
+
+def test_who_died_before_a_world_that_never_stood_is_in_the_incident_of_the_next_one(reporter: Reporter) -> None:
+    """It breaks as its members come to one state."""
+    state, other = make_state(), member(2)
+    report = report_of(reporter, state, "on")
+    report.begins(World(0, 2, (FIRST, other)), Change(lost=(BAD,)), Interruption("peer_lost"))
+    enter(report, World(0, 3, (FIRST,)), Change(lost=(other,)), "peer_lost")
+    enter(report, World(0, 4, (FIRST, other)), Change(joined=(other,)), "join")
+    assert [(one["lost_members"], one.get("dead_hosts")) for one in state.incidents] == [
+        ([BAD.name, other.name], ["node1", "node2"]),
+        ([], None),
+    ]

@@ -1,4 +1,4 @@
-"""What a snapshot may lack or have too much of, and how that is told."""
+"""What a snapshot may lack or have too much of, and how that is told; whose time its clock is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from torch import nn
 
 from elastic_train.elastic import restore
 from elastic_train.elastic.loading import difference, other_rates, peak_rates
+from elastic_train.elastic.restore import Restored
+from elastic_train.elastic.resume import Resumed
+from elastic_train.elastic.whole_steps import ALONE
+from elastic_train.runlog.goodput import Phase, PhaseClock
 from elastic_train.training.state import TrainState
+from tests.unit.test_quarantined import report_of
+from tests.unit.test_ring import PAIR, Fake
+from tests.unit.test_state import make_state
 
 
 def layers(*sizes: int) -> dict[str, Any]:
@@ -125,3 +132,50 @@ def test_of_several_that_read_a_snapshot_the_first_ones_settings_count(
     )
     assert source == 0
     assert handed == [[0, 2] if settings[0] == settings[1] else [0, 1, 2]]
+
+
+class Newcomer(Fake):
+    """Of a world that was formed ahead: the state comes within the first step, if they who have it live so long."""
+
+    def into(self, world: Any, change: Any, *, is_formed_ahead: bool) -> Resumed:
+        return Resumed(Restored("peer", 5, 0), ALONE, 1)
+
+
+@pytest.mark.parametrize("came", ["position", "state"])
+def test_the_totals_of_the_run_are_those_of_its_snapshot_until_its_state_has_come(
+    came: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All others die in the first step of a prepared join, and the newcomer goes on from a snapshot."""
+    now, newcomer = [0.0], Newcomer()
+    newcomer.state = state = make_state()  # type: ignore[assignment]
+    state.clock = PhaseClock(lambda: now[0], lambda: now[0], process_age=0.0)
+    state.clock.enter(Phase.FORM)
+    ring = newcomer.ring()
+    ring._stages.world = PAIR
+    ring._stages.sync()
+    expected = {Phase.TRAIN: 300.0, Phase.DOWN: 7.0}
+    if came == "state":
+        state.clock.take_over({"totals": {phase.value: 0.0 for phase in Phase} | {Phase.TRAIN: 400.0}})
+        reporter: Any = SimpleNamespace(tell_quarantines=print)
+        report_of(reporter, state, "off").state_came_late(PAIR)
+        expected = {Phase.TRAIN: 400.0}
+    assert (state.generation, state.generations) == ((None, 0) if came == "position" else (PAIR.generation, 1))
+
+    saved = {"totals": {phase.value: 0.0 for phase in Phase} | {Phase.TRAIN: 300.0}, "saved_at": -7.0}
+    offer = SimpleNamespace(path=Path("a"), restarts=(), is_same=lambda _other: True)
+    read = {"read": saved, "settings": 1}
+    monkeypatch.setattr(restore, "gather_json", lambda _mine: [read])
+    monkeypatch.setattr(restore, "_read", lambda *_arguments: read)
+    monkeypatch.setattr(restore, "newest_offer", lambda _offers: offer)
+    monkeypatch.setattr(restore, "Offer", SimpleNamespace(of=lambda one: one))
+    monkeypatch.setattr(restore, "hand_out", lambda *_arguments: None)
+    monkeypatch.setattr(restore, "parted", lambda *_arguments: None)
+    alone: Any = SimpleNamespace(rank=0, world_size=1)
+    some: Any = offer
+    now[0] = 2.0
+    found = restore._restore_newest(state, alone, [some], [[some]], (), task={}, warn=print, check=lambda: None)
+    assert found == 0
+    assert {phase: seconds for phase, seconds in state.clock.totals().items() if seconds} == {
+        **expected,
+        Phase.FORM: 2.0,
+    }

@@ -152,6 +152,7 @@ class Fake:
             hold_bucket=noting("hold bucket"),
             enter=lambda _world: None,
             wait=noting("wait for the one in flight"),
+            begins=noting("begins"),
             stands=noting("stands"),
             stands_by=noting("stands by"),
             lost=noting("lost"),

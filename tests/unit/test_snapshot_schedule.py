@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elastic_train.config import Config, as_json, parse
-from elastic_train.elastic.snapshot_schedule import SnapshotSchedule
+from elastic_train.elastic.snapshot_schedule import BUSY_STEPS, SnapshotSchedule
 from elastic_train.errors import UsageError
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.snapshot_interval import (
@@ -179,3 +179,22 @@ def test_a_time_is_not_adapted() -> None:
     schedule.note_written(stall_seconds=9.0)
     assert schedule.adapt(make_state()) is None
     assert schedule.seconds == 30.0
+
+
+def test_what_is_remembered_of_a_snapshot_that_hangs_does_not_grow() -> None:
+    """Its cost is that of all steps beside it."""
+    clock = Clock()
+    schedule = SnapshotSchedule(SnapshotInterval(), now=clock)
+    schedule.enter()
+    run(schedule, clock, 100, 0.5, is_writing=False)
+    schedule.note_start(clock.now)
+    run(schedule, clock, BUSY_STEPS, 0.75, is_writing=True)
+    remembered = len(schedule._busy)
+    run(schedule, clock, 10 * BUSY_STEPS, 0.75, is_writing=True)
+    assert len(schedule._busy) == remembered
+    schedule.note_written(stall_seconds=3.0)
+    assert schedule.cost_seconds == 3.0 + 11 * BUSY_STEPS * 0.25
+    schedule.note_start(clock.now)
+    run(schedule, clock, 2, 0.75, is_writing=True)
+    schedule.note_written(stall_seconds=3.0)
+    assert schedule.cost_seconds == (3.0 + 11 * BUSY_STEPS * 0.25 + 3.0 + 2 * 0.25) / 2, "the median of two"

@@ -11,7 +11,15 @@ from elastic_train.tools.audit.fault_checks import JOIN_LIMIT_SECONDS, RESTART_L
 from elastic_train.tools.audit.record import Effect
 from elastic_train.tools.drills.backends import C10d
 from elastic_train.tools.drills.cluster import NodeState, Place
-from elastic_train.tools.drills.injection import Absence, Disturbance, Fault, NotInjected, wait_gone
+from elastic_train.tools.drills.injection import (
+    ENDPOINT_HOST,
+    RANK_ZERO,
+    Absence,
+    Disturbance,
+    Fault,
+    NotInjected,
+    wait_gone,
+)
 from elastic_train.tools.drills.nodes import wait_until
 
 
@@ -27,13 +35,13 @@ class Kill(Fault):
 class KillRankZero(Kill):
     name = "kill-rank-0"
     says = "the same to the node that has rank 0"
-    holder = "has rank 0"
+    holder = RANK_ZERO
 
 
 class KillEndpoint(Kill):
     name = "kill-endpoint"
     says = "the same to the node that hosts the endpoint"
-    holder = "hosts the endpoint"
+    holder = ENDPOINT_HOST
     backend = C10d.name
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -23,11 +24,19 @@ if TYPE_CHECKING:
 
 RECOVERY_LIMIT_SECONDS = 30.0
 """from a death to the next committed step; measured in tenths, but machines are loaded"""
-HOLDERS: dict[str, Callable[[Cluster], list[Place]]] = {
-    "has rank 0": lambda cluster: [place for place in cluster.inside if cluster.rank_of(place) == 0],
-    "hosts the endpoint": lambda cluster: cluster.hosting,
-}
-"""what one node alone does -> that node, if it is healthy"""
+
+
+@dataclass(frozen=True)
+class OneNode:
+    """That which alone does something."""
+
+    does: str
+    find: Callable[[Cluster], list[Place]]
+    """that node, if it is healthy"""
+
+
+RANK_ZERO = OneNode("has rank 0", lambda cluster: [one for one in cluster.inside if cluster.rank_of(one) == 0])
+ENDPOINT_HOST = OneNode("hosts the endpoint", lambda cluster: cluster.hosting)
 
 
 class NotInjected(Exception):
@@ -48,8 +57,8 @@ class Fault:
     """whether its nodes must be network namespaces"""
     needs_clocks = False
     """whether its nodes must have clocks of their own (faketime.py)"""
-    holder: str | None = None
-    """a key of HOLDERS: it is for that node and no other"""
+    holder: OneNode | None = None
+    """it is for that node and no other"""
     backend: str | None = None
     """the only one that it goes with; None: any"""
     undo_after: float | None = None
@@ -129,14 +138,14 @@ class Fault:
             return "the world is not settled"
         if len(self.cluster.inside) < self.least_nodes():
             return f"only {len(self.cluster.inside)} healthy nodes are in"
-        if self.holder is not None and not HOLDERS[self.holder](self.cluster):
-            return f"nobody healthy {self.holder}"
+        if self.holder is not None and not self.holder.find(self.cluster):
+            return f"nobody healthy {self.holder.does}"
         return None
 
     def choose(self) -> list[Place]:
         """The nodes that it is for. Raises NotInjected."""
         if self.holder is not None:
-            return HOLDERS[self.holder](self.cluster)
+            return self.holder.find(self.cluster)
         return self.rng.sample(self.cluster.inside, max(1, -self.size))
 
     def inject(self) -> str:

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from elastic_train.tools.drills.injection import Disturbance, Fault, NotInjected, wait_gone
+from elastic_train.tools.drills.injection import RANK_ZERO, Disturbance, Fault, NotInjected, wait_gone
 from elastic_train.tools.drills.nodes import is_running, wait_until
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -81,7 +81,7 @@ def _is_removed(group: Path) -> bool:
 class DiskFull(Disturbance):
     name = "disk-full"
     says = "the disk of the node that writes snapshots is full when one is due; there is room again afterwards"
-    holder = "has rank 0"
+    holder = RANK_ZERO
     needs_network = True  # with which nodes have mounts of their own
     undo_after = 0.0
     snapshots = 2  # the one that finds no room, and the next, which does
