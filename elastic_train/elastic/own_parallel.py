@@ -113,7 +113,11 @@ class OwnParallel:
         """
         step = self._steps.in_hand
         if step is not None:
-            self._watcher.do(Activity.REDUCE)
+            if self._world_size > 1:
+                # On a GPU until the backward pass is over: in which call the host waits for it, nobody knows; but there
+                # is code of the user's in between, which may pause, or compile for another shape.
+                limit = None if self._device.type == "cpu" else self._watcher.pace.limit(Activity.COMPUTE)
+                self._watcher.do(Activity.REDUCE, limit)
             if step.is_stand_in:
                 # Until the commit, because activation checkpoints run forward passes again in the backward pass.
                 step.frozen += freeze_statistics(ddp)

@@ -264,7 +264,7 @@ class Training:
         self._end.raise_if_over()
 
     def settle_at_once(self) -> None:
-        """The world is over, and what has not come yet never will. Does not block. Raises: TrainingDiverged: the
+        """The world is over, and what has not come yet never will: waits for no peer. Raises: TrainingDiverged: the
         newest step has come to nothing."""
         self._sums.give_up()
         self._sums.require_finite()

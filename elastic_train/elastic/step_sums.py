@@ -76,8 +76,8 @@ class LateTotals:
             self.sums[0] = self.unread.read()
 
     def read_at_once(self) -> bool:
-        """Whether they have come. Does not block. Raises: RuntimeError: a peer was lost."""
-        have_come = (self.work is None or self.work.is_completed()) and (self.unread is None or self.unread.have_come)
+        """Whether they have come. Waits for nobody but its own device. Raises: RuntimeError: a peer was lost."""
+        have_come = self.work is None or self.work.is_completed()
         if have_come:
             self.read()
         return have_come
@@ -224,7 +224,7 @@ class StepSums:
             self._end.follow(totals.votes)
 
     def give_up(self) -> None:
-        """As `settle`, but does not block: the world is over, and what has not come yet never will."""
+        """As `settle`, but waits for its own device alone: the world is over, and what has not come yet never will."""
         totals = self.late
         if totals is None or not self._claim(totals):
             return
@@ -244,7 +244,7 @@ class StepSums:
 
     def _has_come(self, totals: LateTotals) -> bool:
         """Waits for the sums; False where a peer was lost."""
-        self._watcher.do(Activity.REDUCE)
+        self._watcher.do(Activity.REDUCE if self._world.world_size > 1 else Activity.COMPUTE)  # alone for its device
         try:
             totals.read()
         except (RuntimeError, FormationFailed) as error:

@@ -264,7 +264,7 @@ class Trainer:
             return
         device = self._worker.device if self._training.world.world_size > 1 else None  # NCCL changes nothing of one
         self._membership.sockets.require_unbroken(device)  # the backward pass may still be under way
-        if self._worker.device.type == "cpu":  # a GPU may still wait for the gradients
+        if self._worker.device.type == "cpu" or self._membership.sockets.has_nccl:  # gloo's a GPU may still wait for
             self._membership.watcher.do(Activity.COMPUTE)
         require_summed(self._ddp_modules, self._worker.state.step + 1)
 

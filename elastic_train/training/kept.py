@@ -63,7 +63,8 @@ class KeptBuffers:
 
     def __init__(self, model: nn.Module, extras: Iterable[Any] = ()) -> None:
         self._modules = [model, *(extra for extra in extras if isinstance(extra, nn.Module))]
-        self._kept: list[tuple[Buffers, Remembered]] | None = None
+        self._kept: list[tuple[Buffers, Remembered]] = []
+        self._num_walks = 0
         self.made_with_nan = {
             name
             for name, buffer in model.named_buffers(remove_duplicate=False)
@@ -73,7 +74,8 @@ class KeptBuffers:
 
     def keep(self) -> None:
         """A step begins."""
-        if self._kept is None:  # once, because walking through a large model costs more than many a step
+        if self._num_walks < 2:  # no oftener: walking through a large model costs more than many a step
+            self._num_walks += 1  # the second time for what layers register in their first forward pass
             layers = {layer: None for module in self._modules for layer in module.modules() if layer._buffers}
             self._kept = [(layer._buffers, {}) for layer in layers]
         if self._kept:
@@ -83,7 +85,7 @@ class KeptBuffers:
     def put_back(self) -> None:
         """They are again what they were when the step in hand began."""
         with torch.no_grad():
-            for buffers, kept in self._kept or ():
+            for buffers, kept in self._kept:
                 _put_back(buffers, kept)
 
     def put_into(self, module: Any, module_state: dict[str, Any]) -> None:
@@ -91,7 +93,7 @@ class KeptBuffers:
         does not show there."""
         if not isinstance(module, nn.Module):
             return
-        found = {id(buffers): kept for buffers, kept in self._kept or ()}
+        found = {id(buffers): kept for buffers, kept in self._kept}
         for place, layer in module.named_modules(remove_duplicate=False):
             for name, (_, copy) in found.get(id(layer._buffers), {}).items():
                 key = f"{place}.{name}" if place else name

@@ -26,6 +26,7 @@ from torch.distributed import HashStore, TCPStore
 from torch.utils.data import DataLoader, Dataset
 
 from elastic_train.config import Config, parse
+from elastic_train.elastic.own_parallel import OwnParallel
 from elastic_train.elastic.process_group import is_communication_error, process_group
 from elastic_train.elastic.session_steps import SessionSteps, StepInHand
 from elastic_train.elastic.states_check import StateChecks
@@ -35,6 +36,7 @@ from elastic_train.elastic.world_end import judge
 from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged
 from elastic_train.protocol import names
 from elastic_train.protocol.addresses import address_towards
+from elastic_train.protocol.heartbeat import Pace
 from elastic_train.rules import Activity, Failure
 from elastic_train.system import open_sockets
 from elastic_train.tools.drills.nodes import wait_until
@@ -907,7 +909,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
         task=task,
         config=Config(),
     )
-    membership: Any = SimpleNamespace(sockets=sockets)
+    watcher = SimpleNamespace(do=lambda _activity: None)
+    membership: Any = SimpleNamespace(sockets=sockets, watcher=watcher)
     saver: Any = None
     found = Trainer(Program(lambda _training: None), worker, membership, saver)
     world = World(rank=0, generation=0, members=(make_member(0), make_member(1)), uid="pair")
@@ -1075,3 +1078,24 @@ def test_a_slower_rank_is_waited_for_in_an_exchange_of_the_ordered_mode() -> Non
             process.kill()
     assert [process.returncode for process in ranks] == [0, 0], told
     assert [out for out, _ in told] == ["[1.0, 1.0, 1.0]\n", "[0.0, 0.0, 0.0]\n"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "device", "expected"),
+    [(1, "cuda", []), (2, "cpu", [(Activity.REDUCE, None)]), (2, "cuda", [(Activity.REDUCE, 300.0)])],
+)
+def test_a_pause_in_a_forward_pass_on_a_gpu_is_no_collective_that_does_not_end(
+    world_size: int, device: str, expected: list[tuple[Activity, float | None]]
+) -> None:
+    """In which call the host waits for a peer, nobody knows there; so it may take as long as what is its own."""
+    done: list[tuple[Activity, float | None]] = []
+    pace = Pace(peer_timeout=1.0)
+    pace.note_step(0.1)
+    watcher: Any = SimpleNamespace(do=lambda activity, limit=None: done.append((activity, limit)), pace=pace)
+    steps: Any = SimpleNamespace(in_hand=StepInHand(MicroBatch(0, 4, 0, np.arange(1), 2, is_last=True), 1))
+    world = World(rank=0, generation=0, members=tuple(make_member(number) for number in range(world_size)), uid="one")
+    nothing: Any = None
+    parallel = OwnParallel(world, torch.device(device), watcher, steps, nothing, nothing, nothing)
+    ddp: Any = SimpleNamespace(require_forward_param_sync=True)
+    parallel._enter_forward(ddp, (), shares_buffers=False)
+    assert done == expected

@@ -16,6 +16,7 @@ from elastic_train.elastic.loading import load
 from elastic_train.elastic.trainer import begin_scalers_anew
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.averaging import AveragedWeights
+from elastic_train.training.kept import KeptBuffers
 from elastic_train.training.reduction import StepTotals, clip_gradients
 from elastic_train.training.state import (
     TrainState,
@@ -876,3 +877,23 @@ def test_the_scale_of_the_flags_is_taken_back_too() -> None:
         else:
             assert state.rollback()
             assert scaler.state_dict() == before
+
+
+class CountsLate(nn.Module):
+    """Registers a buffer in its first forward pass."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.zeros(1))
+        self.seen += 1
+        return inputs
+
+
+def test_a_buffer_that_comes_with_the_first_forward_pass_is_put_back_from_then_on() -> None:
+    layer = CountsLate()
+    kept = KeptBuffers(layer)
+    for _ in range(2):
+        kept.keep()
+        layer(torch.ones(1))
+    kept.put_back()
+    assert layer.seen.tolist() == [1.0]

@@ -116,11 +116,13 @@ def test_the_only_worker_reads_its_loss_one_step_later() -> None:
         sums.require_finite()
 
 
-def test_what_the_device_of_the_only_worker_never_had_is_not_waited_for() -> None:
+@pytest.mark.parametrize("loss", [2.0, math.nan])
+def test_what_the_device_of_the_only_worker_does_not_have_yet_is_waited_for_at_the_end(loss: float) -> None:
+    """It will: there is no peer to be lost."""
     told: list[float] = []
     sums = sums_of_one(told)
     commit(sums, Loss(1.0))
-    loss = Loss(2.0)
-    commit(sums, loss)
+    commit(sums, Loss(loss))
     sums.give_up()
-    assert (loss.have_come, told) == (False, [0.0])
+    assert told == ([loss] if math.isfinite(loss) else [])
+    assert sums.is_sound is math.isfinite(loss)
