@@ -141,8 +141,8 @@ class Barriers:
             self._meet_at_rank_0(world, "through", is_over)
 
     def return_together(self, world: World, step: int) -> None:
-        """The training function has returned here, before the end of training: wait until it has on all ranks. Blocks
-        for as long as they are busy in it.
+        """The training function has returned here: wait until it has on all ranks, before any collective of ours would
+        meet one of its own. Blocks for as long as they are busy in it.
 
         Raises:
             ReturnedAlone: another rank is in a step in which this one will never take part.
@@ -226,7 +226,7 @@ def _returned_alone(world: World, other: int, step: int) -> ReturnedAlone:
     return ReturnedAlone(
         f"the training function returned at step {step} on rank {world.rank} ({world.me.name}) and goes on on rank "
         f"{other} ({world.members[other].name}), which waits for it in a collective: it must return on all ranks at "
-        "the same step; decide by what all of them know, such as a sum or a broadcast of theirs"
+        "the same step, and call each collective, keep() too, on all of them; decide by what all know, such as a sum"
     )
 
 

@@ -20,7 +20,7 @@ class Evaluations:
 
     def __init__(self, worker: Worker, membership: Membership) -> None:
         self._worker, self._membership = worker, membership
-        self._has_warned = False
+        self._has_warned = self._has_hinted = False
         """that nothing is rated"""
         self._warned_of: set[str] = set()
         """metrics"""
@@ -46,6 +46,11 @@ class Evaluations:
             watcher.do(Activity.COMPUTE)
         state, reporter = self._worker.state, self._worker.reporter
         state.ratings.note(state.step, metric)
+        if not self._worker.config.keep_best and not self._has_hinted:
+            self._has_hinted = True
+            reporter.report(
+                "keep() rates the model, and no snapshot is kept for that: --keep-best 1 keeps the best one"
+            )
         if math.isfinite(metric):
             reporter.rating(state.step, metric)
         elif world.rank == 0 and not self._has_warned:

@@ -149,9 +149,9 @@ class Trainer:
         return Outcome.FINISHED
 
     def _return_together(self, world: World) -> None:
-        """The training function has returned. Raises: as `Barriers.return_together`."""
+        """The training function has returned, perhaps at the end. Raises: as `Barriers.return_together`."""
         state = self._worker.state
-        if state.is_finished or world.world_size == 1:
+        if world.world_size == 1 or (state.is_finished and self._is_bundled):  # else some may be in a collective yet
             return
         with state.lock.released():  # others may be busy for long, and this worker be told to stop
             self._membership.barriers.return_together(world, state.step)

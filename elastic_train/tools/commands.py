@@ -189,7 +189,11 @@ def export_snapshot(arguments: argparse.Namespace) -> int:
         raise SnapshotError(f"{arguments.path} holds no averaged weights; --ema-decay keeps them")
     output = arguments.output or Path(f"weights.{arguments.format}")
     export_weights(weights, output, arguments.format)
-    print(f"{len(weights)} tensors of step {info.step}: {output.absolute()}")
+    rated = "" if info.metric is None else f", metric {info.metric:.6g}"
+    print(f"{len(weights)} tensors of step {info.step}{rated}: {output.absolute()}")
+    best = state.get("run", {}).get("ratings", {}).get("best")
+    if arguments.best and best and best[0] != info.step:
+        print(f"the best so far was {best[1]:.6g}, of step {best[0]}: no snapshot of it is kept (--keep-best)")
     if not arguments.averaged and "ema" in state.get("extras", {}):
         print("these are the weights that are trained; --averaged gives those of --ema-decay, which are evaluated")
     return 0

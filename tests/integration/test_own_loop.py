@@ -824,6 +824,19 @@ def test_a_rank_that_returns_alone_saves_the_state_for_its_node(cluster: Cluster
 
 
 @pytest.mark.slow
+def test_keep_on_rank_0_alone_at_the_end_is_told(cluster: Cluster) -> None:
+    """Its collective would be taken for one of the run's own end, and everything after that for the one before."""
+    at_the_end = "training.commit(loss)\nif training.state.is_finished and training.world.rank == 0: training.keep(1.0)"
+    first, second = start_script(cluster, 2, f"{at_the_end}\ncontinue", "--peer-timeout", "4")
+    assert second.wait(60) == 2
+    said = error_line(second)
+    assert "returned at step 35 on rank 1 (" in said
+    assert "keep() too" in said
+    assert "the state of step 35 is saved" in said
+    assert first.wait(20) != 0
+
+
+@pytest.mark.slow
 def test_ranks_may_return_early_one_after_the_other(cluster: Cluster) -> None:
     at_9 = "if training.state.step == 9:\n    time.sleep(5.0 * training.world.rank)\n    return"
     before_commit = f"import time\ntraining.commit(loss)\n{at_9}\ncontinue"

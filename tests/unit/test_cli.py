@@ -118,11 +118,20 @@ class TestSnapshotExport:
         flip_a_bit(snapshot(run_dir, 10) / "state.pt")
         assert cli.main(command) == 0
         assert torch.load(run_dir / "weights")["n"] == 20, "the best that is whole"
+        assert "2 tensors of step 20, metric 0.5: " in capsys.readouterr().out
         flip_a_bit(snapshot(run_dir, 20) / "state.pt")
         capsys.readouterr()
         assert cli.main(command) == 1
         assert "no whole snapshot in" in (last := capsys.readouterr().err.splitlines()[-1])
         assert last.endswith("has a metric; --keep-best keeps such ones")
+
+    def test_a_best_that_is_not_kept_is_told(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        writer = SnapshotWriter(run_dir / "snapshots", keep=1, host="node", run_uid="u", task={})
+        state = {"model": MODEL, "run": {"ratings": {"best": [35, 9.5], "newest": [40, 1.5]}}}
+        writer.save(state, step=40, epoch=0, samples_done=0, generation=0, world_size=1, metric=1.5)
+        assert cli.main(["snapshot", "export", str(run_dir), "--output", str(run_dir / "weights"), "--best"]) == 0
+        told = "the best so far was 9.5, of step 35: no snapshot of it is kept (--keep-best)"
+        assert capsys.readouterr().out.splitlines()[1:] == [told]
 
 
 class TestSnapshotVerify:
