@@ -130,14 +130,23 @@ class Noticed:
 
 def end_agent(worker: Worker) -> None:
     """A worker ends. Where it does by a notice, its agent is told to end as well, or --max-restarts would have it start
-    new workers on a node that goes away."""
+    new workers on a node that goes away. Raises nothing: where it cannot be told, that is logged."""
     launch, stop = worker.launch, worker.stop
     if stop.notice is None or not stop.is_settled or launch.local_rank > 0:
         return
     parent = os.getppid()
     agent_pid, _ = agent_above(parent) or (parent, [])
-    if agent_pid == launch.agent_pid:  # else that one has ended
+    if agent_pid != launch.agent_pid:  # that one has ended
+        return
+    try:
         os.kill(agent_pid, signal.SIGTERM)
+    except ProcessLookupError:  # in between
+        return
+    except PermissionError:  # of another user, as behind sudo; a log line, for the events may be closed
+        worker.reporter.log(
+            f"warning: the agent, pid {agent_pid}, may not be told to end by this worker: with --max-restarts it "
+            "starts new ones on this node"
+        )
 
 
 def relay_path(worker: Worker) -> Path:

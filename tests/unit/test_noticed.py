@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from elastic_train import stopping
+from elastic_train.elastic import run as running
 from elastic_train.elastic.noticed import Noticed, relay_path
 from elastic_train.elastic.run import run_worker
 from elastic_train.notices import watcher as watching
@@ -34,7 +35,7 @@ def make_worker(run_dir: Path, **launch: Any) -> Any:
     said = SimpleNamespace(log=print, warn=print, events=events)
     return SimpleNamespace(
         launch=Launch(local_world_size=2, **launch), host="n1", bucket="s3://b/run", stop=StopSignal(), reporter=said,
-        directory=SimpleNamespace(path=run_dir), config=SimpleNamespace(notices="off"),
+        directory=SimpleNamespace(path=run_dir), config=SimpleNamespace(notices="off", min_nodes=None),
     )  # fmt: skip
 
 
@@ -161,3 +162,28 @@ def test_a_run_directory_that_fails_here_is_told_as_elsewhere(tmp_path: Path, mo
     with pytest.raises(OSError, match="stale"):
         run_worker(worker, lambda *_: None)
     assert ended == ["stale file handle", "close", "release"]
+
+
+@pytest.mark.parametrize("error", [ProcessLookupError(), PermissionError()])
+def test_an_agent_that_cannot_be_told_changes_nothing_of_the_end(
+    tmp_path: Path, error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ends the run is told, and the run directory is let go."""
+    worker = make_worker(tmp_path, agent_pid=os.getppid())
+    worker.bucket, worker.config.notices, ended = None, "file:gone", []
+    worker.reporter.failed, worker.reporter.close = lambda _error: None, lambda: ended.append("close")
+    worker.directory.ownership = SimpleNamespace(release=lambda: ended.append("release"))
+    worker.stop.give_notice(NOTICE, 60.0)
+    worker.stop.settle()
+
+    def refuse(*_arguments: int) -> None:
+        raise error
+
+    def leave(*_arguments: Any) -> int:
+        return 143
+
+    monkeypatch.setattr(os, "kill", refuse)
+    monkeypatch.setattr(running, "_as_member", leave)
+    assert run_worker(worker, lambda *_: None) == 143
+    assert ended == ["close", "release"]
+    worker.stop.uninstall()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -45,6 +46,7 @@ class Life:
         events = SimpleNamespace(write=lambda event, **fields: self.calls.append((event, *fields.values())))
         reporter = SimpleNamespace(
             events=events, warn=lambda message: self.calls.append(("warning", message)), report=lambda _message: None,
+            log=lambda message: self.calls.append(("log", message)),
             report_for_node=lambda _message: None, close=self.part("close"),
             failed=lambda error: self.calls.append(("failed", str(error))),
         )  # fmt: skip
@@ -190,6 +192,23 @@ def test_by_a_notice_its_agent_ends_as_well(local_rank: int, code: int) -> None:
     program = [sys.executable, "-c", AGENT_AND_WORKER, str(local_rank)]
     agent = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert agent.returncode == code, agent.stderr
+
+
+@pytest.mark.parametrize(("error", "logs"), [(ProcessLookupError(), 0), (PermissionError(), 1)])
+def test_it_ends_though_its_agent_cannot_be_told(error: OSError, logs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training thread waits for the state, and nobody else would end the process."""
+    life = Life(make_stepping())
+    life.stop.notice, life.stop.is_settled = PreemptionNotice("file", "spot"), True
+    life.launch.agent_pid = os.getppid()
+
+    def refuse(*_arguments: int) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "kill", refuse)
+    calls = life.run()
+    line = "may not be told to end by this worker: with --max-restarts it starts new ones on this node"
+    log = ("log", f"warning: the agent, pid {os.getppid()}, {line}")
+    assert calls[calls.index("release") + 1 :] == [log] * logs + [("end", 143)]
 
 
 def test_it_is_known_where_it_stopped() -> None:
