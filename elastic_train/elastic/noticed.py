@@ -150,7 +150,9 @@ def end_agent(worker: Worker) -> None:
 
 
 def relay_path(worker: Worker) -> Path:
-    """In the run directory, by the node and by who has started its workers."""
+    """In the run directory, by the node and the start. A worker's parent may be a wrapper of its own: it counts only
+    where nothing else tells, as under --spawn."""
     launch = worker.launch
-    node = launch.node_id or f"{os.getppid()}-{launch.run_id}"  # an id is of one start; a parent may be a wrapper's
+    starter = launch.step or launch.agent_pid or os.getppid()
+    node = launch.node_id or f"{starter}-{launch.run_id}-{launch.restart_count}"
     return worker.directory.path / "notices" / f"{worker.host}-{node}.json"

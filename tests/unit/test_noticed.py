@@ -141,11 +141,37 @@ def test_what_auto_has_found_is_what_a_snapshot_is_to_fit(tmp_path: Path, monkey
     assert [text for text in told if "a notice of gcp leaves 30 s, less than that" in text] == told != []
 
 
-def test_the_workers_of_one_node_agree_on_the_file(tmp_path: Path) -> None:
+SRUN = {"run_id": "slurm-7", "step": "1"}
+
+
+@pytest.mark.parametrize(
+    ("launch", "name"),
+    [
+        ({"node_id": "abc", "agent_pid": 5}, "n1-abc.json"),
+        ({"agent_pid": 5, "run_id": "none"}, "n1-5-none-0.json"),
+        (SRUN, "n1-1-slurm-7-0.json"),
+    ],
+    ids=["a node id", "a fixed world of torchrun", "srun"],
+)
+def test_the_workers_of_one_node_agree_on_the_file(
+    launch: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where each has a wrapper of its own as its parent."""
-    path = relay_path(make_worker(tmp_path, node_id="abc"))
-    assert path.name == "n1-abc.json"
-    assert str(os.getppid()) in relay_path(make_worker(tmp_path)).name
+    for parent in (11, 12):
+        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
+        assert relay_path(make_worker(tmp_path, **launch)).name == name
+
+
+def test_no_start_reads_what_an_earlier_one_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first worker removes a file of its own start alone, and another one may look before."""
+    starts = [
+        {"agent_pid": 5}, {"agent_pid": 6}, {"agent_pid": 5, "restart_count": 1},
+        SRUN, SRUN | {"step": "2"}, SRUN | {"restart_count": 1},
+    ]  # fmt: skip
+    assert len({relay_path(make_worker(tmp_path, **start)) for start in starts}) == len(starts)
+    of_spawn = relay_path(make_worker(tmp_path))
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert relay_path(make_worker(tmp_path)) != of_spawn
 
 
 def test_a_run_directory_that_fails_here_is_told_as_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
